@@ -1,0 +1,1 @@
+"""Save sharded state atomically; load it at any world size, stage or tier."""

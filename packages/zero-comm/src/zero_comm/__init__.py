@@ -1,0 +1,1 @@
+"""The few collectives ZeRO needs, over torch.distributed, countable."""

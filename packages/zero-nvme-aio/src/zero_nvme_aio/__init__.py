@@ -1,0 +1,1 @@
+"""Move bytes between memory and files asynchronously, as fast as the disk goes."""

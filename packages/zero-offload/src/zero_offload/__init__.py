@@ -1,0 +1,1 @@
+"""Keep named shards on the cheapest tier that can return them in time."""
