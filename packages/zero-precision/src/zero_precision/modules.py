@@ -1,0 +1,115 @@
+"""Which parameters keep float32, which are gathered in the autocast dtype, and casting of inputs."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zero_precision.dtypes import PrecisionError
+from zero_precision.policy import KeepPattern
+
+T = TypeVar("T")
+
+AUTOCAST_MODULES: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+"""Modules whose own parameters torch autocast casts at every use, by exact class."""
+
+
+def keep_fp32(module: nn.Module, patterns: Iterable[KeepPattern], *, strict: bool = True) -> frozenset[str]:
+    """Return the names of the floating parameters and buffers that stay in float32, tied names included.
+
+    A string is compared with whole dotted parts anywhere in the name, `*` standing for any characters: `norm` selects
+    `layers.0.norm.weight` but not `layernorm.weight`, which `*norm` does. A module class selects everything inside its
+    instances. A tied tensor is kept under all of its names as soon as one is selected. With `strict` a pattern that
+    selects nothing raises `PrecisionError` with the nearest name.
+    """
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors.update(module.named_buffers(remove_duplicate=False))
+    names = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    kept: set[str] = set()
+    for pattern in patterns:
+        found = _select(module, names, pattern)
+        if strict and not found:
+            raise PrecisionError(_nothing_selected(names, pattern))
+        kept |= found
+    identities = {id(names[name]) for name in kept}
+    return frozenset(name for name, tensor in names.items() if id(tensor) in identities)
+
+
+def declared_keep_fp32(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the patterns that Hugging Face models declare for themselves, to be passed to `keep_fp32(strict=False)`.
+
+    `_keep_in_fp32_modules_strict` holds for bfloat16 and float16, `_keep_in_fp32_modules` for float16 only; any other
+    `dtype` needs none. Lists of submodules apply below that submodule.
+    """
+    attributes = {
+        torch.float16: ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"),
+        torch.bfloat16: ("_keep_in_fp32_modules_strict",),
+    }.get(dtype, ())
+    found: set[str] = set()
+    for prefix, child in module.named_modules():
+        for attribute in attributes:
+            for name in getattr(child, attribute, None) or ():
+                found.update((f"{prefix}.{name}", f"{prefix}.*.{name}") if prefix else (name,))
+    return tuple(sorted(found))
+
+
+def autocast_dtypes(
+    module: nn.Module, dtype: torch.dtype, *, eligible: Sequence[type[nn.Module]] | None = None
+) -> dict[str, torch.dtype]:
+    """Return for every floating parameter name the dtype to gather it in while torch autocast runs in `dtype`.
+
+    Autocast casts the weights of matrix products at each use and autograd keeps those copies, so gathering a sharded
+    weight in its own dtype would hold it twice. Parameters owned directly by a module whose class is exactly one of
+    `eligible` (`AUTOCAST_MODULES` unless given) are gathered in `dtype`; a parameter shared with any other module, and
+    float64, which autocast never touches, keep their own. Values are the same as autocast's: its cast and the gather's
+    round once.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise PrecisionError(f"autocast: expected bfloat16 or float16, got {dtype}")
+    classes = frozenset(AUTOCAST_MODULES if eligible is None else eligible)
+    refused: set[int] = set()
+    accepted: set[int] = set()
+    for child in module.modules():
+        owned = {id(parameter) for parameter in child.parameters(recurse=False)}
+        (accepted if type(child) in classes else refused).update(owned)
+    return {
+        name: dtype if id(p) in accepted - refused and p.dtype != torch.float64 else p.dtype
+        for name, p in module.named_parameters(remove_duplicate=False)
+        if p.is_floating_point()
+    }
+
+
+def cast_floating(tree: T, dtype: torch.dtype) -> T:
+    """Return `tree` with every floating tensor in it cast to `dtype`; gradients flow through the cast.
+
+    Tensors inside tuples, lists, dicts, named tuples and classes registered with torch's pytree are found; integer,
+    boolean and complex tensors and all other objects stay as they are.
+    """
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(cast, tree)  # type: ignore[no-any-return]
+
+
+def _select(module: nn.Module, names: Iterable[str], pattern: KeepPattern) -> set[str]:
+    if isinstance(pattern, str):
+        expression = re.compile(rf"(^|\.){'.*'.join(map(re.escape, pattern.split('*')))}($|\.)")
+        return {name for name in names if expression.search(name)}
+    prefixes = [prefix for prefix, child in module.named_modules(remove_duplicate=False) if isinstance(child, pattern)]
+    return {name for name in names if any(not prefix or name.startswith(f"{prefix}.") for prefix in prefixes)}
+
+
+def _nothing_selected(names: Iterable[str], pattern: KeepPattern) -> str:
+    if not isinstance(pattern, str):
+        return f"keep_fp32: the model has no module of class {pattern.__name__} with floating parameters"
+    parts = sorted({part for name in names for part in name.split(".")})
+    nearest = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.4)
+    hint = f"; the nearest part of a name is {nearest[0]!r}" if nearest else ""
+    return f"keep_fp32: {pattern!r} selects no parameter or buffer of the model{hint} (`*` stands for any characters)"

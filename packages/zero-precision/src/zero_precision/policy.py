@@ -1,0 +1,201 @@
+"""In which dtype each thing lives: one frozen table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zero_precision.dtypes import TRAINING_DTYPES, PrecisionError, dtype_name, itemsize
+
+KeepPattern = str | type[nn.Module]
+"""A module or parameter name pattern, or a module class; see `keep_fp32`."""
+
+
+class PolicyRow(NamedTuple):
+    """One row of the table: the thing, its dtype, bytes per element, and the stage from which it is sharded."""
+
+    thing: str
+    dtype: str
+    nbytes: int
+    sharded_from: int | None
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """The dtype of every thing that training keeps or sends.
+
+    Attributes:
+        param_dtype: the parameters that forward and backward compute with.
+        accumulate_dtype: the reduced gradient: its local sum, its shard, and accumulation over micro-batches.
+        wire_dtype: gradients while they travel between ranks.
+        master_dtype: the high-precision copy that the optimizer updates; None, or the parameter dtype itself, means
+            that there is no copy and the optimizer updates the parameters.
+        state_dtype: the optimizer's moments.
+        buffer_dtype: floating module buffers; None leaves them as they are.
+        keep_fp32: modules whose parameters stay in float32 when `param_dtype` is narrower (see `keep_fp32`).
+
+    Raises `PrecisionError` when two dtypes cannot go together.
+    """
+
+    param_dtype: torch.dtype = torch.float32
+    accumulate_dtype: torch.dtype = torch.float32
+    wire_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype = torch.float32
+    buffer_dtype: torch.dtype | None = None
+    keep_fp32: tuple[KeepPattern, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep_fp32", _checked_patterns(self.keep_fp32))
+        for field in _DTYPE_FIELDS:
+            self._check_training_dtype(field)
+        self._check_one_half_format()
+        for field in ("master_dtype", "accumulate_dtype"):
+            self._check_not_narrower(field, "param_dtype")
+        self._check_not_narrower("state_dtype", "param_dtype")
+        self._check_not_narrower("accumulate_dtype", "wire_dtype")
+
+    @classmethod
+    def full(cls, dtype: torch.dtype = torch.float32, **overrides: Any) -> PrecisionPolicy:
+        """Everything in one dtype, float32 or float64, without a master copy; `overrides` replace single fields."""
+        if dtype not in (torch.float32, torch.float64):
+            raise PrecisionError(
+                f"PrecisionPolicy.full: expected float32 or float64, got {dtype}; for half precision use "
+                "PrecisionPolicy.bf16(), .fp16() or .pure_bf16()"
+            )
+        fields: dict[str, Any] = {"param_dtype": dtype, "accumulate_dtype": dtype, "wire_dtype": dtype}
+        return cls(**{**fields, "state_dtype": dtype, **overrides})
+
+    @classmethod
+    def bf16(cls, **overrides: Any) -> PrecisionPolicy:
+        """Parameters and wire in bfloat16; accumulation, master and state in float32."""
+        return cls._mixed(torch.bfloat16, overrides)
+
+    @classmethod
+    def fp16(cls, **overrides: Any) -> PrecisionPolicy:
+        """Parameters and wire in float16; accumulation, master and state in float32; needs a loss scale."""
+        return cls._mixed(torch.float16, overrides)
+
+    @classmethod
+    def pure_bf16(cls, **overrides: Any) -> PrecisionPolicy:
+        """Everything in bfloat16 without a master copy: 8 bytes per parameter with Adam instead of 18.
+
+        An update smaller than 2^-9 of the weight is lost to rounding; see the package's documentation.
+        """
+        fields: dict[str, Any] = dict.fromkeys(("param_dtype", "accumulate_dtype", "wire_dtype"), torch.bfloat16)
+        return cls(**{**fields, "state_dtype": torch.bfloat16, **overrides})
+
+    @classmethod
+    def _mixed(cls, half: torch.dtype, overrides: dict[str, Any]) -> PrecisionPolicy:
+        fields: dict[str, Any] = {"param_dtype": half, "wire_dtype": half, "master_dtype": torch.float32}
+        return cls(**{**fields, **overrides})
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """What autograd delivers into the flat gradient buffer: always the parameter dtype."""
+        return self.param_dtype
+
+    @property
+    def has_master(self) -> bool:
+        """True when the optimizer updates a copy instead of the parameters themselves."""
+        return self.master_dtype is not None and self.master_dtype != self.param_dtype
+
+    @property
+    def update_dtype(self) -> torch.dtype:
+        """The dtype of the weights that the optimizer updates: the master's, or the parameters' without one."""
+        return self.param_dtype if self.master_dtype is None else self.master_dtype
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """True for float16 parameters: their gradients underflow without a loss scale."""
+        return self.param_dtype == torch.float16
+
+    def bytes_per_parameter(self, stage: int, world_size: int, *, state_tensors: int = 2) -> float:
+        """Return the bytes of model state that one rank holds per parameter of the model.
+
+        `p + a + K` with p the parameter's bytes, a the accumulated gradient's and K = master + `state_tensors` x state;
+        divided by `world_size`: K from stage 1, a from stage 2, p from stage 3 (ZeRO, arXiv 1910.02054, section 5).
+        The paper's 16 bytes are `PrecisionPolicy.fp16(accumulate_dtype=torch.float16)`. `state_tensors` is 2 for Adam,
+        1 for SGD with momentum, Lion and Adagrad, 0 for SGD. Raises `PrecisionError` for a stage or size out of range.
+        """
+        if stage not in (0, 1, 2, 3) or world_size < 1 or state_tensors < 0:
+            raise PrecisionError(
+                "bytes_per_parameter: expected stage 0 to 3, world_size >= 1 and state_tensors >= 0, got "
+                f"stage={stage}, world_size={world_size}, state_tensors={state_tensors}"
+            )
+        master = itemsize(self.master_dtype) if self.has_master else 0
+        terms = ((self.param_dtype.itemsize, 3), (self.accumulate_dtype.itemsize, 2))
+        optimizer = master + state_tensors * self.state_dtype.itemsize
+        return sum(nbytes / (world_size if stage >= sharded else 1) for nbytes, sharded in (*terms, (optimizer, 1)))
+
+    def table(self) -> tuple[PolicyRow, ...]:
+        """Return one row per thing: its dtype, bytes per element, and the stage from which it is sharded."""
+        master = self.master_dtype if self.has_master else None
+        rows = [
+            PolicyRow("parameter", dtype_name(self.param_dtype), self.param_dtype.itemsize, 3),
+            PolicyRow("gradient from autograd", dtype_name(self.gradient_dtype), self.gradient_dtype.itemsize, None),
+            PolicyRow("accumulated gradient", dtype_name(self.accumulate_dtype), self.accumulate_dtype.itemsize, 2),
+            PolicyRow("on the wire", dtype_name(self.wire_dtype), self.wire_dtype.itemsize, None),
+            PolicyRow("master", "none" if master is None else dtype_name(master), itemsize(master), 1),
+            PolicyRow("state, each", dtype_name(self.state_dtype), self.state_dtype.itemsize, 1),
+        ]
+        buffers = "as they are" if self.buffer_dtype is None else dtype_name(self.buffer_dtype)
+        rows.append(PolicyRow("buffer", buffers, itemsize(self.buffer_dtype), None))
+        if self.keep_fp32:
+            names = ", ".join(p if isinstance(p, str) else p.__name__ for p in self.keep_fp32)
+            rows.append(PolicyRow(f"kept in fp32: {names}", "fp32", 4, 3))
+        return tuple(rows)
+
+    def __str__(self) -> str:
+        header = ("thing", "dtype", "bytes", "sharded from")
+        body = [(r.thing, r.dtype, str(r.nbytes or "-"), _stage_text(r.sharded_from)) for r in self.table()]
+        widths = [max(len(row[column]) for row in (header, *body)) for column in range(len(header))]
+        lines = ("  ".join(map(str.ljust, row, widths)) for row in (header, *body))
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _check_training_dtype(self, field: str) -> None:
+        dtype = getattr(self, field)
+        if dtype is None and field in ("master_dtype", "buffer_dtype"):
+            return
+        if dtype not in TRAINING_DTYPES:
+            known = ", ".join(map(dtype_name, TRAINING_DTYPES))
+            raise PrecisionError(f"PrecisionPolicy.{field}: expected one of {known}, got {dtype!r}")
+
+    def _check_one_half_format(self) -> None:
+        fields = {field: getattr(self, field) for field in _DTYPE_FIELDS}
+        half = [field for field, dtype in fields.items() if dtype == torch.float16]
+        brain = [field for field, dtype in fields.items() if dtype == torch.bfloat16]
+        if half and brain:
+            raise PrecisionError(
+                f"PrecisionPolicy: fp16 ({', '.join(half)}) and bf16 ({', '.join(brain)}) in one policy lose range one "
+                "way and digits the other way; use one of them, or fp32 in its place"
+            )
+
+    def _check_not_narrower(self, field: str, than: str) -> None:
+        dtype, other = getattr(self, field), getattr(self, than)
+        if dtype is not None and dtype.itemsize < other.itemsize:
+            raise PrecisionError(
+                f"PrecisionPolicy.{field}: expected a dtype at least as wide as {than} ({dtype_name(other)}), got "
+                f"{dtype_name(dtype)}; widen {field} or narrow {than}"
+            )
+
+
+_DTYPE_FIELDS = ("param_dtype", "accumulate_dtype", "wire_dtype", "master_dtype", "state_dtype", "buffer_dtype")
+
+
+def _checked_patterns(patterns: Any) -> tuple[KeepPattern, ...]:
+    if isinstance(patterns, (str, type)):
+        raise PrecisionError(f"PrecisionPolicy.keep_fp32: expected a list of patterns, got {patterns!r}")
+    for pattern in patterns:
+        if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
+            raise PrecisionError(
+                f"PrecisionPolicy.keep_fp32: expected name patterns or module classes, got {pattern!r}"
+            )
+    return tuple(patterns)
+
+
+def _stage_text(stage: int | None) -> str:
+    return "-" if stage is None else f"stage {stage}"
