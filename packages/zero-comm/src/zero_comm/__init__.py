@@ -1,1 +1,39 @@
-"""The few collectives ZeRO needs, over torch.distributed, countable."""
+"""The few collectives ZeRO needs, over torch.distributed, countable.
+
+Read `group.py` first: it holds the gather, the one reduction and the broadcast.
+"""
+
+from __future__ import annotations
+
+from .codec import Codec
+from .control import Control, Message
+from .errors import CommError, DesyncError, PeerError
+from .group import Group
+from .ledger import Ledger, LedgerRow
+from .mesh import EngineGroups, Mesh
+from .setup import init
+from .slices import SliceSum, sum_slices
+from .tag import Tag
+from .testing import RankFailure, run_ranks
+from .work import Work
+
+__all__ = [
+    "Codec",
+    "CommError",
+    "Control",
+    "DesyncError",
+    "EngineGroups",
+    "Group",
+    "Ledger",
+    "LedgerRow",
+    "Mesh",
+    "Message",
+    "PeerError",
+    "RankFailure",
+    "SliceSum",
+    "Tag",
+    "Work",
+    "init",
+    "run_ranks",
+    "sum_slices",
+]

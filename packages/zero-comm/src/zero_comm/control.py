@@ -1,0 +1,177 @@
+"""Small messages that keep the ranks in agreement, and that say what went wrong when they are not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import CommError, DesyncError, PeerError
+from .ledger import Ledger
+from .tag import Tag
+from .work import Work
+
+_FRAME_BYTES = 512
+_DIRECT_RANKS = 16  # up to here every rank writes to every other; above, gloo's own all-gather is cheaper
+_ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a rank says at an agreement point: a kind, a name, the step, and plain data (JSON)."""
+
+    kind: str
+    name: str
+    step: int
+    payload: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} '{self.name}' in step {self.step}"
+
+    def same_call(self, other: Message) -> bool:
+        """Whether both ranks are at the same point (payloads may differ)."""
+        return (self.kind, self.name, self.step) == (other.kind, other.name, other.step)
+
+
+class Control:
+    """Exchanges one `Message` per rank over a CPU (gloo) group; every rank receives all of them in rank order.
+
+    Messages of up to 500 bytes travel in one fixed frame; larger ones announce their size in it and follow.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, *, ledger: Ledger | None = None) -> None:
+        self._process_group = process_group
+        self.rank = 0 if process_group is None else dist.get_rank(process_group)
+        self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
+        self.ledger = ledger if ledger is not None else Ledger()
+        self._sequence = 0
+        self._last_words: object = None  # keeps an abort's buffers alive until the peers have read them
+
+    def exchange(self, message: Message) -> list[Message]:
+        """Return every rank's message. Raises `PeerError` when a rank is gone or has aborted."""
+        body = json.dumps([message.kind, message.name, message.step, message.payload]).encode()
+        if self.world_size == 1:
+            return [_decode(body)]
+        tag = Tag("control", message.kind, message.step)
+        frames = self._all_gather(_frame(body), tag, str(message))
+        lengths = [int.from_bytes(frame[:4], "little") for frame in frames]
+        inline = _FRAME_BYTES - 4
+        bodies = [frame[4 : 4 + length] for frame, length in zip(frames, lengths, strict=True)]
+        if max(lengths) > inline:
+            rest = max(lengths) - inline
+            tails = self._all_gather(body[inline:].ljust(rest, b" "), tag, str(message))
+            bodies = [(head + tail)[:length] for head, tail, length in zip(bodies, tails, lengths, strict=True)]
+        messages = [_decode(b) for b in bodies]
+        for rank, received in enumerate(messages):
+            if received.kind == _ABORT and rank != self.rank:
+                raise PeerError(f"rank {rank} failed while this rank was at {message}: {received.payload}")
+        return messages
+
+    def agree(self, message: Message) -> list[Any]:
+        """Exchange ``message`` and return every rank's payload; all ranks must be at the same call.
+
+        Raises `DesyncError` that lists what each rank was doing when they are not.
+        """
+        messages = self.exchange(message)
+        self.check_same(messages)
+        return [m.payload for m in messages]
+
+    def check_same(self, messages: Sequence[Message]) -> None:
+        """Raise `DesyncError` unless all ``messages`` (in rank order) are of the same call."""
+        if all(m.same_call(messages[0]) for m in messages):
+            return
+        listing = "\n".join(f"  rank {rank}: {m}" for rank, m in enumerate(messages))
+        raise DesyncError(
+            f"the ranks are at different calls:\n{listing}\n"
+            "Every rank must make the same engine calls in the same order (forward, backward, step, save, load, gathered, destroy)."
+        )
+
+    def abort(self, reason: str) -> None:
+        """Tell every rank, at its next agreement point, that this one has failed and why. Never blocks on a peer."""
+        if self.world_size == 1 or self._process_group is None:
+            return
+        body = json.dumps([_ABORT, "", 0, reason[:400]]).encode()[: _FRAME_BYTES - 4]
+        try:
+            self._last_words = self._start(_frame(body), Tag("control", _ABORT, 0))
+        except RuntimeError as error:
+            raise CommError(f"could not tell the other ranks about: {reason}") from error
+
+    def recover_reason(self, error: CommError, seconds: float = 2.0) -> CommError:
+        """After a data collective failed: look whether a rank has told why, and return the better error."""
+        if self.world_size == 1 or self._process_group is None:
+            return error
+        body = json.dumps([_ABORT, "", 0, f"{error}"[:300]]).encode()[: _FRAME_BYTES - 4]
+        received, pending = self._start(_frame(body), Tag("control", _ABORT, 0))
+        for peer, arrival in pending:
+            try:
+                arrival.wait(timedelta(seconds=seconds))
+            except RuntimeError:
+                continue
+            message = _parse(bytes(received[peer].numpy()))
+            if message is not None and message.kind == _ABORT:
+                return PeerError(f"rank {peer} failed: {message.payload}")
+        return error
+
+    def close(self) -> None:
+        """Give the process group back."""
+        if self._process_group is not None:
+            dist.destroy_process_group(self._process_group)
+            self._process_group = None
+
+    def _all_gather(self, body: bytes, tag: Tag, doing: str) -> list[bytes]:
+        if self.world_size > _DIRECT_RANKS:
+            received = [torch.empty(len(body), dtype=torch.uint8) for _ in range(self.world_size)]
+            self.ledger.count(tag, len(body) * (self.world_size - 1))
+            Work(
+                tag, [(dist.all_gather(received, _tensor(body), group=self._process_group, async_op=True), None)]
+            ).wait()
+            return [bytes(r.numpy()) for r in received]
+        received_by_rank, pending = self._start(body, tag)
+        for peer, arrival in pending:
+            try:
+                arrival.wait()
+            except RuntimeError as error:
+                raise PeerError(
+                    f"rank {peer} left or did not answer while this rank was at {doing}: {error}"
+                ) from error
+        return [bytes(r.numpy()) for r in received_by_rank]
+
+    def _start(self, body: bytes, tag: Tag) -> tuple[list[torch.Tensor], list[tuple[int, dist.Work]]]:
+        """Send ``body`` to every rank and start receiving theirs."""
+        self._sequence = (self._sequence + 1) % (1 << 30)
+        self.ledger.count(tag, len(body) * (self.world_size - 1))
+        mine = _tensor(body)
+        received = [mine if r == self.rank else torch.empty_like(mine) for r in range(self.world_size)]
+        pending = []
+        for distance in range(1, self.world_size):
+            source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
+            arrival = dist.irecv(received[source], group=self._process_group, group_src=source, tag=self._sequence)
+            departure = dist.isend(mine, group=self._process_group, group_dst=target, tag=self._sequence)
+            pending += [(source, arrival), (target, departure)]
+        return received, pending
+
+
+def _frame(body: bytes) -> bytes:
+    return (len(body).to_bytes(4, "little") + body[: _FRAME_BYTES - 4]).ljust(_FRAME_BYTES, b"\0")
+
+
+def _tensor(body: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8)
+
+
+def _decode(body: bytes) -> Message:
+    kind, name, step, payload = json.loads(body)
+    return Message(kind, name, step, payload)
+
+
+def _parse(frame: bytes) -> Message | None:
+    length = int.from_bytes(frame[:4], "little")
+    try:
+        return _decode(frame[4 : 4 + length])
+    except ValueError:
+        return None

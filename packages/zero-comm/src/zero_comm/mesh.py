@@ -1,0 +1,92 @@
+"""Which ranks share one copy of the model, and which repeat it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .control import Control
+from .group import Group
+from .ledger import Ledger
+from .setup import default_device
+from .slices import SliceSum, sum_slices
+
+
+@dataclass(frozen=True)
+class EngineGroups:
+    """The three channels of one engine: gathers, reductions and control messages never wait for one another."""
+
+    gather: Group
+    reduce: Group
+    control: Control
+
+    def close(self) -> None:
+        """Give all three process groups back."""
+        self.gather.close()
+        self.reduce.close()
+        self.control.close()
+
+
+class Mesh:
+    """The world as (replicate, shard): ``shard_size`` consecutive ranks hold one copy of the model between them.
+
+    ``shard_size`` defaults to the world size. `device_mesh` is torch's own mesh with dimensions ``("replicate", "shard")``.
+    Raises ValueError when ``shard_size`` does not divide the world size.
+    """
+
+    def __init__(self, *, shard_size: int | None = None, device: torch.device | None = None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("torch.distributed is not initialised: call zero_comm.init() first")
+        self.world_size = dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.device = device if device is not None else default_device()
+        self.shard_size = self.world_size if shard_size is None else shard_size
+        if self.shard_size < 1 or self.world_size % self.shard_size:
+            raise ValueError(
+                f"shard_size must divide the world size {self.world_size}, got {self.shard_size}; "
+                f"possible sizes: {[n for n in range(1, self.world_size + 1) if self.world_size % n == 0]}"
+            )
+        grid = torch.arange(self.world_size).view(-1, self.shard_size)
+        self._grid = grid
+        self._device_mesh: DeviceMesh | None = None
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's DeviceMesh of shape (replicate, shard); made on first use, on every rank together."""
+        if self._device_mesh is None:
+            self._device_mesh = DeviceMesh(self.device.type, self._grid, mesh_dim_names=("replicate", "shard"))
+        return self._device_mesh
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """Global ranks that share this rank's copy of the model, in shard order."""
+        return self._grid[self.rank // self.shard_size].tolist()
+
+    @property
+    def replicate_ranks(self) -> list[int]:
+        """Global ranks that hold the same shard in the other copies."""
+        return self._grid[:, self.rank % self.shard_size].tolist()
+
+    def open_groups(
+        self, *, ledger: Ledger | None = None, slice_sum: SliceSum = sum_slices, deterministic: bool = False
+    ) -> EngineGroups:
+        """Make the three groups of one engine over the shard axis; every rank of the world must call it together."""
+        book = ledger if ledger is not None else Ledger()
+        return EngineGroups(
+            gather=Group(self._new_group(), ledger=book, slice_sum=slice_sum, deterministic=deterministic),
+            reduce=Group(self._new_group(), ledger=book, slice_sum=slice_sum, deterministic=deterministic),
+            control=Control(self._new_group("gloo"), ledger=book),
+        )
+
+    def _new_group(self, backend: str | None = None) -> dist.ProcessGroup | None:
+        mine = None
+        for row in self._grid.tolist():
+            if len(row) == 1:
+                continue
+            group = dist.new_group(row, backend=backend)
+            if self.rank in row:
+                mine = group
+        return mine

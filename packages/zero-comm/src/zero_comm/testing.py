@@ -1,0 +1,109 @@
+"""Run a function on several ranks from one test process."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailure(RuntimeError):
+    """One or more ranks raised; the message holds every rank's traceback, `failures` maps rank to its exception text."""
+
+    def __init__(self, failures: dict[int, str]) -> None:
+        self.failures = failures
+        super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())))
+
+
+class _Pool:
+    """Worker processes that stay alive between calls: importing torch costs seconds."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[SpawnProcess, Connection]] = []
+
+    def take(self, count: int) -> list[tuple[SpawnProcess, Connection]]:
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < count:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        return self._workers[:count]
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+
+@functools.cache
+def _pool() -> _Pool:
+    pool = _Pool()
+    atexit.register(pool.close)
+    return pool
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Call ``fn(*args)`` on ``world_size`` processes with torch.distributed (gloo) initialised; return their results by rank.
+
+    ``fn`` and ``args`` must be picklable (a function at module level). Workers run torch with one thread and are reused.
+    Raises `RankFailure` with every rank's traceback when one raises; TimeoutError after ``timeout`` seconds.
+    """
+    pool = _pool()
+    workers = pool.take(world_size)
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, (_, connection) in enumerate(workers):
+            connection.send((fn, args, rank, world_size, str(Path(folder) / "store")))
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        pending = {connection: rank for rank, (_, connection) in enumerate(workers)}
+        while pending:
+            ready = wait(list(pending), timeout)
+            if not ready:
+                pool.close()
+                raise TimeoutError(
+                    f"rank(s) {sorted(pending.values())} gave no answer in {timeout:.0f} s"
+                    + "".join(f"\n--- rank {r} ---\n{t}" for r, t in sorted(failures.items()))
+                )
+            for connection in ready:
+                rank = pending.pop(connection)  # type: ignore[arg-type]
+                try:
+                    ok, value = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, "the process ended without an answer"
+                (results if ok else failures)[rank] = value
+    if failures:
+        pool.close()
+        raise RankFailure(failures)
+    return [results[rank] for rank in range(world_size)]
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            fn, args, rank, world_size, store = connection.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+            try:
+                answer = (True, fn(*args))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:  # every failure of the function under test goes back to the caller with its traceback
+            answer = (False, traceback.format_exc())
+        connection.send(answer)

@@ -1,0 +1,55 @@
+"""A collective in flight that owns its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from .errors import PeerError
+from .tag import Tag
+
+
+class Waitable(Protocol):
+    """What torch.distributed returns for an asynchronous operation."""
+
+    def wait(self) -> object: ...
+
+
+class Work:
+    """A started collective; `wait` finishes it.
+
+    Holds every buffer that the transport may still touch. `wait` may be called again and then does nothing. The
+    finishing computation (for the reduction: the local sum) runs in the thread that waits.
+    """
+
+    def __init__(
+        self,
+        tag: Tag,
+        pending: Sequence[tuple[Waitable, int | None]] = (),
+        *,
+        buffers: Sequence[torch.Tensor] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self.tag = tag
+        self._pending = list(pending)
+        self._buffers = tuple(buffers)
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Block until the result is in place (on an accelerator: until the current stream is ordered behind it).
+
+        Raises `PeerError` when the transport reports that a rank is gone.
+        """
+        for waitable, peer in self._pending:
+            try:
+                waitable.wait()
+            except RuntimeError as error:
+                who = "a rank" if peer is None else f"rank {peer}"
+                raise PeerError(f"{self.tag}: {who} did not answer: {error}") from error
+        self._pending.clear()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._buffers = ()
