@@ -1,7 +1,7 @@
 """Say in which dtype each thing lives, and keep the loss scale honest."""
 
 from zero_precision.codec import BlockCodec, BlockFormat, BlockQuantizer, TorchBlockQuantizer
-from zero_precision.dtypes import TRAINING_DTYPES, PrecisionError, dtype_name, parse_dtype
+from zero_precision.dtypes import PrecisionError, dtype_name, parse_dtype
 from zero_precision.loss_scale import DynamicLossScale, LossScale, LossScaleError, NoLossScale, StaticLossScale
 from zero_precision.modules import AUTOCAST_MODULES, autocast_dtypes, cast_floating, declared_keep_fp32, keep_fp32
 from zero_precision.policy import KeepPattern, PolicyRow, PrecisionPolicy
@@ -20,7 +20,6 @@ __all__ = [
     "PrecisionError",
     "PrecisionPolicy",
     "StaticLossScale",
-    "TRAINING_DTYPES",
     "TorchBlockQuantizer",
     "autocast_dtypes",
     "cast_floating",

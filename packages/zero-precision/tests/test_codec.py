@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from zero_precision import BlockCodec, PrecisionError, TorchBlockQuantizer
+
+FORMATS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
+
+
+def roundtrip(codec, x, dtype=torch.float32):
+    payload, scales = codec.encode(x)
+    out = torch.empty(x.numel(), dtype=dtype)
+    codec.decode(payload, scales, out)
+    return out
+
+
+def bound(name, x, block):
+    """The documented error bound, with a relative 1e-6 for the float32 products."""
+    blocks = torch.nn.functional.pad(x, (0, -x.numel() % block)).view(-1, block).abs().amax(1)
+    largest = blocks.repeat_interleave(block)[: x.numel()]
+    if name == "int8":
+        limit = largest / 254
+    elif name == "int4":
+        limit = largest / 14
+    elif name == "fp8_e4m3":
+        limit = torch.maximum(x.abs() * 2**-4, largest / 448 * 2**-10)
+    else:
+        limit = torch.maximum(x.abs() * 2**-3, largest / 57344 * 2**-17)
+    return limit + largest * 1e-6
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("numel", [0, 1, 2, 63, 64, 65, 1000])
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
+def test_every_element_is_within_the_documented_bound(name, numel, magnitude):
+    torch.manual_seed(numel)
+    x = torch.randn(numel) * torch.logspace(-3, 3, numel) * magnitude
+    codec = BlockCodec(name, block=64)
+    payload, scales = codec.encode(x)
+    assert payload.dtype == torch.uint8 and payload.numel() == codec.payload_nbytes(numel)
+    assert scales.dtype == torch.float32 and scales.numel() == codec.scales_numel(numel)
+    assert bool(((roundtrip(codec, x) - x).abs() <= bound(name, x, 64)).all())
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("int8", 1001), ("int4", 501), ("fp8_e4m3", 1001)])
+def test_payload_sizes_are_those_of_the_format(name, nbytes):
+    assert BlockCodec(name, block=100).payload_nbytes(1001) == nbytes
+    assert BlockCodec(name, block=100).scales_numel(1001) == 11
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_any_floating_dtype_goes_in_and_out(name, dtype):
+    x = torch.linspace(-3, 3, 200).to(dtype)
+    out = roundtrip(BlockCodec(name, block=32), x, dtype)
+    assert out.dtype == dtype
+    assert bool(((out - x).float().abs() <= bound(name, x.float(), 32) + x.float().abs() * 2**-8).all())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_largest_element_of_a_block_survives_within_float32_rounding(name):
+    x = torch.tensor([0.0, 0.1, -7.3, 2.0] * 16)
+    assert math.isclose(roundtrip(BlockCodec(name, block=4), x).min().item(), -7.3, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_zero_blocks_decode_to_zero(name):
+    x = torch.cat((torch.zeros(64), torch.ones(64), torch.zeros(10)))
+    _, scales = BlockCodec(name, block=64).encode(x)
+    assert scales[0] == 0 and scales[2] == 0
+    out = roundtrip(BlockCodec(name, block=64), x)
+    assert torch.equal(out[:64], x[:64]) and torch.equal(out[128:], x[128:])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_block_that_is_not_finite_decodes_to_nan_and_its_neighbours_do_not_notice(name, bad):
+    x = torch.linspace(-1, 1, 192)
+    clean = roundtrip(BlockCodec(name, block=64), x)
+    x[70] = bad
+    out = roundtrip(BlockCodec(name, block=64), x)
+    assert bool(out[64:128].isnan().all())
+    assert torch.equal(out[:64], clean[:64]) and torch.equal(out[128:], clean[128:])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_subnormal_blocks_stay_finite_and_tiny(name):
+    x = torch.full((64,), 1e-44)
+    out = roundtrip(BlockCodec(name, block=64), x)
+    assert bool(out.isfinite().all()) and bool((out.abs() <= 1e-42).all())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_are_anchored_at_element_zero_so_shards_cut_at_blocks_encode_to_the_bytes_of_the_whole(name):
+    torch.manual_seed(1)
+    x, codec = torch.randn(320), BlockCodec(name, block=64)
+    payload, scales = codec.encode(x)
+    parts = [codec.encode(part) for part in (x[:128], x[128:192], x[192:])]
+    assert torch.equal(torch.cat([part[0] for part in parts]), payload)
+    assert torch.equal(torch.cat([part[1] for part in parts]), scales)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_encoding_what_was_decoded_gives_the_same_bytes(name):
+    torch.manual_seed(2)
+    codec = BlockCodec(name, block=64)
+    once = roundtrip(codec, torch.randn(500))
+    payload, _ = codec.encode(once)
+    again, _ = codec.encode(roundtrip(codec, once))
+    assert torch.equal(payload, again)
+
+
+def test_nibbles_are_packed_low_half_first_in_twos_complement():
+    payload, scales = TorchBlockQuantizer().quantize_blocks(torch.tensor([1.0, -1.0, 7.0]), 4, 4)
+    assert payload.tolist() == [0xF1, 0x07] and scales.tolist() == [1.0]
+
+
+def test_encoding_leaves_its_input_alone_and_takes_strided_and_differentiable_ones():
+    base = torch.randn(100, requires_grad=True)
+    copy = base.detach().clone()
+    payload, _ = BlockCodec(block=16).encode(base[::2])
+    assert not payload.requires_grad and torch.equal(base.detach(), copy)
+    assert torch.equal(payload, BlockCodec(block=16).encode(copy[::2].clone())[0])
+
+
+def test_an_injected_quantizer_serves_the_integer_formats():
+    class Counting(TorchBlockQuantizer):
+        calls = 0
+
+        def quantize_blocks(self, x, bits, block):
+            Counting.calls += 1
+            return super().quantize_blocks(x, bits, block)
+
+    x = torch.randn(64)
+    for name in FORMATS:
+        BlockCodec(name, quantizer=Counting()).encode(x)
+    assert Counting.calls == 2
+
+
+@pytest.mark.parametrize("arguments", [{"format": "int3"}, {"block": 0}, {"block": 7}, {"block": True}])
+def test_wrong_formats_and_blocks_are_refused(arguments):
+    with pytest.raises(PrecisionError, match="BlockCodec"):
+        BlockCodec(**arguments)
+
+
+def test_wrong_tensors_are_refused_with_the_sizes_that_fit():
+    codec = BlockCodec("int4", block=64)
+    payload, scales = codec.encode(torch.ones(130))
+    with pytest.raises(PrecisionError, match="1-D floating tensor"):
+        codec.encode(torch.ones(2, 2))
+    with pytest.raises(PrecisionError, match="1-D floating tensor"):
+        codec.encode(torch.arange(4))
+    with pytest.raises(PrecisionError, match="65 uint8 and 3 float32"):
+        codec.decode(payload[:-1], scales, torch.empty(130))
+    with pytest.raises(PrecisionError, match="`out`"):
+        codec.decode(payload, scales, torch.empty(13, 10))
