@@ -1,0 +1,317 @@
+"""The sessions of this repository: `nox -l` lists them, `nox -s NAME` runs one.
+
+`python3 tools/dev.py` is the front door; it makes an environment that holds nox and calls the sessions here.
+`test(<package>)` installs the dependency closure of one package and nothing else; every other session that needs
+the packages shares one environment, `.nox/shared`, which is only rebuilt where sources changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import nox
+import nox.project
+
+ROOT = Path(__file__).resolve().parent
+PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
+PROJECTS = {name: nox.project.load_toml(path / "pyproject.toml") for name, path in PACKAGES.items()}
+NATIVE = [name for name in PACKAGES if "scikit-build-core" in str(PROJECTS[name]["build-system"]["requires"])]
+GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")
+CONSTRAINTS = ROOT / "constraints.txt"
+SHARED = ROOT / ".nox" / "shared"
+ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["check"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a package needs
+
+
+def group(name: str) -> list[str]:
+    return list(nox.project.dependency_groups(GROUPS, name))
+
+
+def requirement_name(requirement: str) -> str:
+    """The bare distribution name of a requirement string: `zero-ckpt[nvme]~=0.1.0` is `zero-ckpt`."""
+    for index, letter in enumerate(requirement):
+        if not (letter.isalnum() or letter in "-_."):
+            return requirement[:index].strip()
+    return requirement
+
+
+def requirements(name: str) -> list[str]:
+    """Every requirement of a package with all its extras, siblings included."""
+    project = PROJECTS[name]["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    return [*project.get("dependencies", []), *(line for lines in extras for line in lines)]
+
+
+def closure(name: str) -> list[str]:
+    """The package and the siblings that it reaches, extras included: what its tests may import."""
+    found: list[str] = []
+    waiting = [name]
+    while waiting:
+        current = waiting.pop()
+        if current in found:
+            continue
+        found.append(current)
+        waiting += [sibling for sibling in map(requirement_name, requirements(current)) if sibling in PACKAGES]
+    return sorted(found)
+
+
+def needs_torch(names: Iterable[str]) -> bool:
+    return any(requirement_name(line) == "torch" for name in names for line in requirements(name))
+
+
+def third_party(names: Iterable[str]) -> list[str]:
+    """What the packages and their extras require besides each other."""
+    lines = {line for name in names for line in requirements(name) if requirement_name(line) not in PACKAGES}
+    return sorted(lines)
+
+
+def test_requirements(names: Iterable[str]) -> list[str]:
+    """The common test group and the `test` groups of the packages themselves."""
+    lines = group("test")
+    for name in names:
+        lines += PROJECTS[name].get("dependency-groups", {}).get("test", [])
+    return sorted(set(lines))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Environments
+
+
+def run(session: nox.Session, *command: str, env: dict[str, str] | None = None) -> None:
+    session.run(*command, external=True, env={**ENVIRONMENT, **(env or {})})
+
+
+def pip_install(session: nox.Session, python: str, *args: str) -> None:
+    run(session, python, "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), *args)
+
+
+def install_tools(session: nox.Session, python: str, names: Sequence[str], *more: str) -> None:
+    """Install everything but the packages themselves; torch comes first, so that nothing else chooses its build."""
+    if needs_torch(names):
+        pip_install(session, python, "-r", str(CONSTRAINTS))
+    pip_install(session, python, *group("build"), *test_requirements(names), *third_party(names), *more)
+
+
+def install_packages(session: nox.Session, python: str, names: Sequence[str]) -> None:
+    """Install local packages in one pip command: siblings are on no index, and pip must not look for them there."""
+    pip_install(session, python, "--no-build-isolation", "--no-deps", *(str(PACKAGES[name]) for name in names))
+
+
+def fingerprint(path: Path) -> str:
+    """A digest of what gets installed from a package's folder; the package is installed again when it differs."""
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")):
+        inside = file.relative_to(path).parts
+        if file.is_file() and not {"tests", "bench", "build", "dist", "__pycache__"} & set(inside):
+            digest.update(repr(inside).encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def shared(session: nox.Session) -> str:
+    """Bring the shared environment up to date and return its interpreter.
+
+    With ZERO_PYTHON set, that interpreter is used as it is: for machines where nothing can be installed.
+    """
+    given = os.environ.get("ZERO_PYTHON")
+    if given:
+        return given
+    python = str(SHARED / "bin" / "python")
+    stamp_path = SHARED / "installed.json"
+    stamp: dict[str, str] = json.loads(stamp_path.read_text()) if stamp_path.exists() else {}
+    if not stamp:
+        run(session, sys.executable, "-m", "venv", "--clear", str(SHARED))
+    tools = repr(
+        [CONSTRAINTS.read_text(), group("lint"), group("build"), test_requirements(PACKAGES), *third_party(PACKAGES)]
+    )
+    if stamp.get("tools") != tools:
+        install_tools(session, python, list(PACKAGES), *group("lint"))
+    wanted = {name: fingerprint(path) for name, path in PACKAGES.items()}
+    changed = [name for name in PACKAGES if stamp.get(name) != wanted[name]]
+    if changed:
+        install_packages(session, python, changed)
+    stamp_path.write_text(json.dumps({"tools": tools, **wanted}))
+    return python
+
+
+def suites(session: nox.Session, python: str, *args: str) -> None:
+    run(session, python, str(ROOT / "tools" / "suites.py"), *args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def run_lint(session: nox.Session, python: str) -> None:
+    sources = [str(path / "src") for path in PACKAGES.values()]
+    public = [
+        str(file)
+        for path in PACKAGES.values()
+        for file in sorted((path / "src").rglob("*.py"))
+        if not any(part.startswith("_") and part != "__init__.py" for part in file.relative_to(path).parts)
+    ]
+    run(session, python, "-m", "ruff", "check", str(ROOT))
+    run(session, python, "-m", "mypy", *public)
+    lint_imports = Path(python).parent / "lint-imports"
+    run(session, str(lint_imports), env={"PYTHONPATH": os.pathsep.join(sources)})
+    run(session, python, str(ROOT / "tools" / "check_house.py"))
+
+
+@nox.session(venv_backend="none")
+def check(session: nox.Session) -> None:
+    """Lint, every package's tests and the integration tests, in the shared environment: `tools/dev.py test`."""
+    python = shared(session)
+    run_lint(session, python)
+    run(session, python, str(ROOT / "tools" / "check_docs.py"))
+    suites(session, python, "--all", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Style (ruff), types of the public modules (mypy --strict), the arrows between packages, the export lists."""
+    run_lint(session, shared(session))
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
+def test(session: nox.Session, package: str) -> None:
+    """The tests of one package in an environment that holds its dependency closure and nothing else."""
+    python = str(Path(session.virtualenv.location) / "bin" / "python")
+    names = closure(package)
+    install_tools(session, python, names)
+    install_packages(session, python, names)
+    suites(session, python, str(PACKAGES[package]), "--", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(name, id=name) for name in NATIVE])
+def sanitize(session: nox.Session, package: str) -> None:
+    """A native package built with the address and undefined-behaviour sanitizers, under its own tests."""
+    python = str(Path(session.virtualenv.location) / "bin" / "python")
+    flags = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1"
+    names = closure(package)
+    install_tools(session, python, names)
+    with tempfile.TemporaryDirectory() as build:
+        build_env = {"CXXFLAGS": flags, "LDFLAGS": flags, "SKBUILD_BUILD_DIR": build, "SKBUILD_INSTALL_STRIP": "false"}
+        command = [python, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--force-reinstall"]
+        run(session, *command, str(PACKAGES[package]), env=build_env)
+    libraries = [
+        session.run("c++", f"-print-file-name={name}", external=True, silent=True)
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    test_env = {
+        "LD_PRELOAD": ":".join(str(line).strip() for line in libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    run(
+        session, python, str(ROOT / "tools" / "suites.py"), str(PACKAGES[package]), "--", *session.posargs, env=test_env
+    )
+
+
+@nox.session(venv_backend="none")
+def integration(session: nox.Session) -> None:
+    """Several packages together: tests-integration/."""
+    suites(session, shared(session), str(ROOT / "tests-integration"), "--", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def soak(session: nox.Session) -> None:
+    """The long tests, marked `soak`, of every suite."""
+    suites(session, shared(session), "--all", "--marker", "soak", "--", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """The tests marked `gpu`, on a machine with an accelerator. ZERO_PYTHON names an interpreter to use as it is."""
+    python = shared(session)
+    run(
+        session,
+        python,
+        "-c",
+        "import sys, torch; sys.exit(0 if torch.accelerator.is_available() else 'no accelerator here')",
+    )
+    suites(session, python, "--all", "--marker", "gpu", "--", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Links between the pages resolve, and the examples in them are Python, JSON and TOML that parse."""
+    run(session, shared(session), str(ROOT / "tools" / "check_docs.py"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What people run
+
+
+@nox.session(venv_backend="none")
+def demo(session: nox.Session) -> None:
+    """The main job: docs/examples/gpt.py on two ranks. Arguments after `--` go to the script."""
+    script = ROOT / "docs" / "examples" / "gpt.py"
+    if not script.exists():
+        session.error(f"{script.relative_to(ROOT)} is not there")
+    run(session, shared(session), "-m", "zero_launch", "--nproc", "2", str(script), *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Every benchmark beside its peers. A missing peer is an error: a ratio needs both numbers."""
+    if shutil.which("fio") is None:
+        session.error("fio is not installed; the I/O benchmarks measure against it (Debian: apt-get install fio)")
+    python = str(Path(session.virtualenv.location) / "bin" / "python")
+    names = list(PACKAGES)
+    install_tools(session, python, names)
+    # DeepSpeed's build imports torch, and builds no native code ahead of time.
+    build_env = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+    command = [python, "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), "--no-build-isolation"]
+    run(session, *command, *group("bench"), env=build_env)
+    run(session, python, "-c", "import deepspeed; print('peer: deepspeed', deepspeed.__version__)", env=build_env)
+    install_packages(session, python, names)
+    folders = [*(path / "bench" for path in PACKAGES.values()), ROOT / "bench", ROOT / "tests-integration"]
+    scripts = [script for folder in folders for script in sorted(folder.glob("bench_*.py"))]
+    if not scripts:
+        session.error("no benchmark found: packages/*/bench/bench_*.py, bench/bench_*.py, tests-integration/bench_*.py")
+    wanted = session.posargs
+    for script in scripts:
+        if not wanted or any(word in str(script) for word in wanted):
+            run(session, python, str(script), env={"DS_ACCELERATOR": "cpu"})
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build all nine wheels, install `zero-core[nvme]` from them alone, and import every package."""
+    python = str(Path(session.virtualenv.location) / "bin" / "python")
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    pip_install(session, python, *group("build"))
+    command = [python, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--wheel-dir", str(dist)]
+    run(session, *command, *map(str, PACKAGES.values()))
+    built = sorted(path.name for path in dist.glob("*.whl"))
+    if len(built) != len(PACKAGES):
+        session.error(f"expected {len(PACKAGES)} wheels in dist/, got {len(built)}: {', '.join(built)}")
+    with tempfile.TemporaryDirectory() as scratch:
+        fresh = str(Path(scratch) / "venv" / "bin" / "python")
+        run(session, sys.executable, "-m", "venv", str(Path(scratch) / "venv"))
+        pip_install(session, fresh, "-r", str(CONSTRAINTS))
+        pip_install(session, fresh, *third_party(PACKAGES))
+        # Everything from elsewhere is there now: with no index, the siblings can only come from dist/.
+        pip_install(session, fresh, "--no-index", "--find-links", str(dist), "zero-core[nvme]")
+        run(session, fresh, "-m", "pip", "check")
+        modules = [name.replace("-", "_") for name in PACKAGES]
+        with session.chdir(scratch):
+            run(session, fresh, "-c", f"import {', '.join(modules)}; print('imported from wheels:', {modules})")

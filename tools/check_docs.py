@@ -1,0 +1,88 @@
+"""Check the Markdown pages: relative links lead to files and headings that exist, and the examples parse.
+
+Standard library only. Python examples must be valid Python (a `>>>` session counts by its input lines), JSON examples
+valid JSON; every script in docs/examples/ must compile.
+"""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+ROOT = Path(__file__).resolve().parent.parent
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+
+
+def pages() -> list[Path]:
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sorted({ROOT / name for name in listing.split("\0") if name and (ROOT / name).is_file()})
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that Markdown renderers give to headings: lower case, no punctuation, hyphens for spaces."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#{1,6} +(.+?) *$", FENCE.sub("", text), re.MULTILINE):
+        plain = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower())
+        found.add(plain.replace(" ", "-"))
+    return found
+
+
+def broken_links(page: Path, text: str) -> Iterator[str]:
+    for match in LINK.finditer(FENCE.sub("", text)):
+        target = unquote(match["target"])
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        aim = (page.parent / path).resolve() if path else page
+        if not aim.exists():
+            yield f"{page.relative_to(ROOT)}: link to {target}, which is not there"
+        elif anchor and aim.suffix == ".md" and anchor not in anchors(aim.read_text(encoding="utf-8")):
+            yield f"{page.relative_to(ROOT)}: link to {target}, but {aim.name} has no such heading"
+
+
+def parse_example(language: str, body: str) -> None:
+    if language == "python":
+        if body.lstrip().startswith(">>>"):
+            body = "".join(example.source for example in doctest.DocTestParser().get_examples(body))
+        ast.parse(body)
+    elif language == "json":
+        json.loads(body)
+
+
+def broken_examples(page: Path, text: str) -> Iterator[str]:
+    for match in FENCE.finditer(text):
+        indent = match["indent"]
+        body = "".join(line.removeprefix(indent) for line in match["body"].splitlines(keepends=True))
+        line = text.count("\n", 0, match.start()) + 1
+        try:
+            parse_example(match["language"], body)
+        except (SyntaxError, ValueError) as error:
+            yield f"{page.relative_to(ROOT)}:{line}: {match['language']} example does not parse: {error}"
+
+
+def main() -> int:
+    """Print every complaint; the exit status is 1 when there is one."""
+    complaints: list[str] = []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        complaints += [*broken_links(page, text), *broken_examples(page, text)]
+    for script in sorted((ROOT / "docs" / "examples").glob("*.py")):
+        try:
+            compile(script.read_text(encoding="utf-8"), str(script), "exec")
+        except SyntaxError as error:
+            complaints.append(f"{script.relative_to(ROOT)}: {error}")
+    print("\n".join(complaints) or f"docs: {len(pages())} pages, no broken link or example")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

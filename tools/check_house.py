@@ -1,0 +1,143 @@
+"""Rules of the house that ruff, mypy and import-linter do not know. Run by `nox -s lint`.
+
+* `__all__` of every package is sorted and names exactly what the package offers.
+* At most one file of zero-offload and of zero-ckpt imports zero-nvme-aio (the `nvme` extra).
+* No product file swallows every exception without a word, carries a to-do, names a machine's own folder or a
+  registry's host.
+* Every package has its README, CHANGELOG and LICENSE, a static version, and its siblings pinned to its own series.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+TEXT = {".cfg", ".cpp", ".h", ".json", ".md", ".py", ".toml", ".txt", ".yaml", ".yml", ""}
+# Written in pieces where this file would otherwise find itself.
+FORBIDDEN = {
+    "a machine's own folder": re.compile(
+        r"(?<![\w.])/(?:root|work/main|work/shared|opt/" + r"pypi|opt/" + r"wheels)\b"
+    ),
+    "a home folder": re.compile(r"(?<![\w.])/(?:home|Users)/(?!you\b|user\b)\w+"),
+    "a registry's host": re.compile(r"py" + r"pi\.(?:org|python)|python" + r"hosted\.org|registry\." + r"npmjs"),
+    "a to-do": re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
+    "a merge conflict": re.compile(r"^(?:<{7} |>{7} )", re.MULTILINE),
+}
+
+
+def import_name(package: Path) -> str:
+    return package.name.replace("-", "_")
+
+
+def exported(package: Path) -> Iterator[str]:
+    """Complaints about the export list of a package, which is imported for it."""
+    name = import_name(package)
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        yield f"{package.name}: cannot import {name}: {error}"
+        return
+    listed = getattr(module, "__all__", None)
+    if listed is None:
+        yield f"{package.name}: {name}/__init__.py has no __all__"
+        return
+    if list(listed) != sorted(set(listed)):
+        yield f"{package.name}: __all__ is not sorted() or has duplicates: {listed}"
+    for missing in (item for item in listed if not hasattr(module, item)):
+        yield f"{package.name}: __all__ names {missing!r}, which {name} does not have"
+    submodules = {path.stem for path in Path(str(module.__file__)).parent.iterdir()}
+    for item, value in vars(module).items():
+        is_module = isinstance(value, types.ModuleType)
+        is_future = type(value).__module__ == "__future__"
+        if not item.startswith("_") and item not in listed and not is_module and not is_future:
+            yield f"{package.name}: {name}.{item} looks public but is not in __all__"
+        if is_module and not item.startswith("_") and item not in submodules:
+            yield f"{package.name}: {name}.{item} is a foreign module that the package exposes by accident"
+
+
+def nvme_importers(package: Path) -> list[Path]:
+    found = []
+    for path in sorted((package / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "zero_nvme_aio" for name in names):
+                found.append(path)
+                break
+    return found
+
+
+def one_door_to_nvme(package: Path) -> Iterator[str]:
+    files = nvme_importers(package)
+    if len(files) > 1:
+        names = ", ".join(str(path.relative_to(ROOT)) for path in files)
+        yield f"{package.name}: zero_nvme_aio is imported by {len(files)} files, one is allowed: {names}"
+
+
+def silent_handlers(path: Path, text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ExceptHandler) or not all(isinstance(line, ast.Pass) for line in node.body):
+            continue
+        broad = node.type is None or (
+            isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"}
+        )
+        if broad:
+            yield f"{path.relative_to(ROOT)}:{node.lineno}: swallows every exception without a word"
+
+
+def written_down(path: Path) -> Iterator[str]:
+    """Complaints about the text of one tracked file."""
+    if path.suffix not in TEXT or path.name == "LICENSE" or "third_party" in path.parts or not path.is_file():
+        return
+    text = path.read_text(encoding="utf-8")
+    for what, pattern in FORBIDDEN.items():
+        for match in pattern.finditer(text):
+            yield f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {what}: {match.group()!r}"
+    if path.suffix == ".py":
+        yield from silent_handlers(path, text)
+
+
+def metadata(package: Path) -> Iterator[str]:
+    for name in ("README.md", "CHANGELOG.md", "LICENSE"):
+        if not (package / name).is_file():
+            yield f"{package.name}: {name} is missing"
+    text = (package / "pyproject.toml").read_text(encoding="utf-8")
+    version = re.search(r'^version = "(\d+)\.(\d+)\.\d+"$', text, re.MULTILINE)
+    if version is None:
+        yield f"{package.name}: pyproject.toml has no static version"
+    for sibling, pin in re.findall(r'"(zero-[a-z-]+)(?:\[\w+\])?([^"]*)"', text):
+        if (
+            (ROOT / "packages" / sibling).is_dir()
+            and sibling != package.name
+            and not re.fullmatch(r"~=\d+\.\d+\.0", pin)
+        ):
+            yield f"{package.name}: {sibling} is pinned {pin!r}, expected ~=0.N.0"
+
+
+def tracked() -> list[Path]:
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listing.split("\0") if name]
+
+
+def main() -> int:
+    """Print every complaint; the exit status is 1 when there is one."""
+    complaints = [line for package in PACKAGES for check in (exported, metadata) for line in check(package)]
+    for package in PACKAGES:
+        if package.name in {"zero-offload", "zero-ckpt"}:
+            complaints += one_door_to_nvme(package)
+    complaints += [line for path in tracked() for line in written_down(path)]
+    print("\n".join(complaints) or f"house rules: {len(PACKAGES)} packages, no complaint")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

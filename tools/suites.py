@@ -1,0 +1,109 @@
+"""Run test suites one after the other and close with one table and one count.
+
+Standard library only; it is run by the interpreter of the environment under test. A suite is a folder of a package
+(its tests/ is taken) or a folder of tests. Each runs in a pytest process of its own, so that files of the same name do
+not meet, and a suite that crashes does not take the others along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NO_TESTS_COLLECTED = 5
+
+
+@dataclass
+class Outcome:
+    """What one suite did: pytest's exit status, its counts and its wall time in seconds."""
+
+    name: str
+    status: int
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+
+    @property
+    def word(self) -> str:
+        if self.status == 0:
+            return "ok"
+        return "NO TESTS" if self.status == NO_TESTS_COLLECTED else f"FAILED (exit status {self.status})"
+
+
+def every_suite() -> list[Path]:
+    packages = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+    return [*packages, ROOT / "tests-integration"]
+
+
+def count(report: Path) -> tuple[int, int, int]:
+    """Passed, failed (errors too) and skipped tests of a JUnit file; zeros when pytest died before it wrote one."""
+    if not report.exists():
+        return 0, 0, 0
+    passed = failed = skipped = 0
+    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+        bad = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        idle = int(suite.get("skipped", 0))
+        failed += bad
+        skipped += idle
+        passed += int(suite.get("tests", 0)) - bad - idle
+    return passed, failed, skipped
+
+
+def run_suite(folder: Path, marker: str | None, pytest_args: list[str], scratch: Path) -> Outcome:
+    tests = folder / "tests" if (folder / "tests").is_dir() else folder
+    report = scratch / f"{folder.name}.xml"
+    command = [sys.executable, "-m", "pytest", str(tests), f"--junitxml={report}", "-o", "junit_family=xunit1", "-q"]
+    command += ["-m", marker] if marker else []
+    print(f"\n=== {folder.name} ===", flush=True)
+    begin = time.monotonic()
+    # The working directory is not the repository: a test must not depend on it, nor import a package from its sources.
+    work = scratch / folder.name
+    work.mkdir()
+    status = subprocess.run([*command, *pytest_args], cwd=work, check=False).returncode
+    return Outcome(folder.name, status, *count(report), time.monotonic() - begin)
+
+
+def main() -> int:
+    """Run the suites that the command line names; the exit status is 0 when all of them passed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path, help="packages or folders of tests")
+    parser.add_argument("--all", action="store_true", help="every package, and tests-integration")
+    parser.add_argument("--marker", help="run the tests with this marker; a suite without one is no failure")
+    own, pytest_args = sys.argv[1:], []
+    if "--" in own:
+        cut = own.index("--")
+        own, pytest_args = own[:cut], own[cut + 1 :]
+    args = parser.parse_args(own)
+    folders = [folder.resolve() for folder in args.folders] + (every_suite() if args.all else [])
+    if not folders:
+        parser.error("name a suite, or say --all")
+
+    with tempfile.TemporaryDirectory(prefix="zero-suites-") as scratch:
+        outcomes = [run_suite(folder, args.marker, pytest_args, Path(scratch)) for folder in folders]
+
+    width = max(len(outcome.name) for outcome in outcomes)
+    print("\n=== all suites ===")
+    for outcome in outcomes:
+        counts = f"{outcome.passed:5d} passed {outcome.failed:4d} failed {outcome.skipped:4d} skipped"
+        print(f"{outcome.name:{width}s} {counts} {outcome.seconds:7.1f} s  {outcome.word}")
+    passed, failed, skipped = (sum(getattr(o, field) for o in outcomes) for field in ("passed", "failed", "skipped"))
+    bad = [outcome for outcome in outcomes if outcome.status not in ((0, NO_TESTS_COLLECTED) if args.marker else (0,))]
+    nothing_ran = passed + failed == 0
+    if bad:
+        print(f"not passed: {', '.join(outcome.name for outcome in bad)}")
+    if nothing_ran:
+        print("no test ran")
+    print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
+    return 1 if bad or nothing_ran else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
