@@ -1,0 +1,49 @@
+"""One step of a collective operation: every rank does its part, then all know who failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .errors import CheckpointError
+from .types import Coordinator
+
+T = TypeVar("T")
+
+
+def together(coordinator: Coordinator, what: str, part: Callable[[], T]) -> list[T]:
+    """Run `part` on every rank and return what each returned (plain data), in rank order.
+
+    When it raised anywhere, every rank raises a CheckpointError (of the type that the ranks agree on, if they do) that
+    carries each failed rank's cause, chained to its own exception.
+    """
+    own: BaseException | None = None
+    result: Any = None
+    try:
+        result = part()
+    except BaseException as error:  # an interrupt too: the other ranks wait for an answer
+        own = error
+    answers = coordinator.all_gather_object([None if own is None else _describe(own), result])
+    if own is not None and not isinstance(own, Exception):
+        raise own
+    causes = {rank: answer[0] for rank, answer in enumerate(answers) if answer[0] is not None}
+    if not causes:
+        return [answer[1] for answer in answers]
+    names = {cause[0] for cause in causes.values()}
+    kind = _TYPES.get(names.pop(), CheckpointError) if len(names) == 1 else CheckpointError
+    raise kind(f"{what} failed", {rank: cause[1] for rank, cause in causes.items()}) from own
+
+
+def _describe(error: BaseException) -> list[str]:
+    name = type(error).__name__
+    return [name, str(error) if isinstance(error, CheckpointError) else f"{name}: {error}"]
+
+
+def _error_types(kind: type[CheckpointError]) -> dict[str, type[CheckpointError]]:
+    found = {kind.__name__: kind}
+    for child in kind.__subclasses__():
+        found.update(_error_types(child))
+    return found
+
+
+_TYPES = _error_types(CheckpointError)

@@ -1,0 +1,34 @@
+"""What can go wrong with a checkpoint, as types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint operation failed.
+
+    `causes` maps each rank that failed to its own message; it is empty when the failure is not tied to a rank.
+    Every rank of a collective save or load raises it with the same `causes`.
+    """
+
+    def __init__(self, message: str, causes: Mapping[int, str] | None = None) -> None:
+        self.causes: dict[int, str] = dict(sorted((causes or {}).items()))
+        lines = [message, *(f"  rank {rank}: {cause}" for rank, cause in self.causes.items())]
+        super().__init__("\n".join(lines))
+
+
+class DamagedError(CheckpointError):
+    """Bytes on disk are not the bytes that were saved (truncated, altered, missing or not valid)."""
+
+
+class NotFoundError(CheckpointError):
+    """There is no checkpoint, tag or tensor of that name."""
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint and what was asked for do not fit (missing or unexpected names, shapes or dtypes)."""
+
+
+class NotPlainDataError(CheckpointError):
+    """Client state or configuration holds something other than plain data; the message gives its path."""

@@ -1,0 +1,263 @@
+"""Manifest version 1: what a checkpoint directory contains, in one checksummed msgpack file.
+
+Everything read is checked before it is believed: types, ranges, paths, and that the slices of each tensor cover it
+exactly once. No size in a manifest leads to an allocation that the files on disk do not back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+import xxhash
+
+from .checksum import is_checksum
+from .errors import CheckpointError, DamagedError
+from .plain import pack, unpack
+from .types import ITEMSIZE, numel
+
+MANIFEST_NAME = "manifest.msgpack"
+MAGIC = b"ZCKPT\x00\x00\x01"
+VERSION = 1
+_PREFIX_BYTES = 16
+_MAX_INT = 1 << 62
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One data file: `path` relative to the checkpoint directory, its size, and checksums of it and of its header."""
+
+    path: str
+    nbytes: int
+    checksum: str
+    header_nbytes: int
+    header_checksum: str
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements `offset` to `offset + length` of a flattened tensor, as entry `key` of file number `file`."""
+
+    file: int
+    key: str
+    offset: int
+    length: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A logical tensor: its slices are sorted by offset and cover it exactly once."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    slices: tuple[Slice, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return numel(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint but its tensors' bytes."""
+
+    step: int
+    world_size: int
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    client_state: Any = None
+    config: Any = None
+    rank_state: tuple[Any, ...] = ()
+
+    def encode(self) -> bytes:
+        """The bytes of the manifest file."""
+        body = pack(
+            {
+                "format": "zero-ckpt",
+                "version": VERSION,
+                "step": self.step,
+                "world_size": self.world_size,
+                "files": [vars(entry) for entry in self.files],
+                "tensors": [
+                    {
+                        "name": tensor.name,
+                        "kind": tensor.kind,
+                        "shape": list(tensor.shape),
+                        "dtype": tensor.dtype,
+                        "slices": [vars(piece) for piece in tensor.slices],
+                    }
+                    for tensor in self.tensors
+                ],
+                "aliases": dict(self.aliases),
+                "client_state": self.client_state,
+                "config": self.config,
+                "rank_state": list(self.rank_state),
+            }
+        )
+        return MAGIC + xxhash.xxh3_64_digest(body) + body
+
+
+def decode_manifest(raw: bytes, where: str) -> Manifest:
+    """The manifest in `raw`; `where` names the file in errors.
+
+    Raises DamagedError when anything about it is not as the format says, and CheckpointError when a later version
+    wrote it.
+    """
+    body = memoryview(raw)[_PREFIX_BYTES:]
+    if raw[:7] != MAGIC[:7]:
+        raise DamagedError(f"{where}: not a checkpoint manifest (wrong magic)")
+    if raw[:8] != MAGIC:
+        raise CheckpointError(f"{where}: manifest version {raw[7:8].hex()} is not known here; upgrade zero-ckpt")
+    if xxhash.xxh3_64_digest(body) != raw[8:_PREFIX_BYTES]:
+        raise DamagedError(f"{where}: the manifest's checksum does not hold")
+    try:
+        return _Decoder(where).manifest(unpack(body))
+    except DamagedError as error:
+        raise DamagedError(f"{where}: {error}") from error
+
+
+class _Decoder:
+    """Walks the decoded msgpack map and turns it into dataclasses, or says at which key it is wrong."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def manifest(self, value: Any) -> Manifest:
+        table = _typed(value, dict, "the manifest")
+        if table.get("format") != "zero-ckpt":
+            raise DamagedError(f"format is {table.get('format')!r}, expected 'zero-ckpt'")
+        if table.get("version") != VERSION:
+            raise CheckpointError(
+                f"{self._where}: manifest version {table.get('version')!r} is not known here; upgrade zero-ckpt"
+            )
+        files = tuple(self._file(item, f"files[{i}]") for i, item in enumerate(_get(table, "files", list)))
+        _unique((entry.path for entry in files), "files: the path")
+        tensors = tuple(
+            self._tensor(item, f"tensors[{i}]", len(files)) for i, item in enumerate(_get(table, "tensors", list))
+        )
+        _unique(((tensor.name, tensor.kind) for tensor in tensors), "tensors: the (name, kind)")
+        self._check_sizes(files, tensors)
+        aliases = _get(table, "aliases", dict)
+        for alias, name in aliases.items():
+            _typed(name, str, f"aliases[{alias!r}]")
+        return Manifest(
+            step=_size(table, "step"),
+            world_size=_size(table, "world_size"),
+            files=files,
+            tensors=tensors,
+            aliases=aliases,
+            client_state=table.get("client_state"),
+            config=table.get("config"),
+            rank_state=tuple(_typed(table.get("rank_state", []), list, "rank_state")),
+        )
+
+    def _file(self, value: Any, at: str) -> FileEntry:
+        table = _typed(value, dict, at)
+        return FileEntry(
+            path=_safe_path(_get(table, "path", str, at), at),
+            nbytes=_size(table, "nbytes", at),
+            checksum=_checksum(table, "checksum", at),
+            header_nbytes=_size(table, "header_nbytes", at),
+            header_checksum=_checksum(table, "header_checksum", at),
+        )
+
+    def _tensor(self, value: Any, at: str, file_count: int) -> TensorEntry:
+        table = _typed(value, dict, at)
+        name, kind = _get(table, "name", str, at), _get(table, "kind", str, at)
+        at = f"{at} ({name!r}, {kind!r})"
+        shape = _get(table, "shape", list, at)
+        if len(shape) > 64 or not all(type(size) is int and 0 <= size < _MAX_INT for size in shape):
+            raise DamagedError(f"{at}: shape {shape!r} is not a list of sizes")
+        dtype = _get(table, "dtype", str, at)
+        if dtype not in ITEMSIZE:
+            raise DamagedError(f"{at}: unknown dtype {dtype!r}")
+        slices = tuple(
+            self._slice(item, f"{at}.slices[{i}]", file_count) for i, item in enumerate(_get(table, "slices", list, at))
+        )
+        return TensorEntry(name, kind, tuple(shape), dtype, _covering(slices, numel(tuple(shape)), at))
+
+    def _slice(self, value: Any, at: str, file_count: int) -> Slice:
+        table = _typed(value, dict, at)
+        piece = Slice(
+            file=_size(table, "file", at),
+            key=_get(table, "key", str, at),
+            offset=_size(table, "offset", at),
+            length=_size(table, "length", at),
+            checksum=_checksum(table, "checksum", at),
+        )
+        if piece.file >= file_count or piece.length == 0:
+            raise DamagedError(f"{at}: file {piece.file} of {file_count}, length {piece.length}")
+        return piece
+
+    def _check_sizes(self, files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
+        claimed = [entry.header_nbytes for entry in files]
+        for tensor in tensors:
+            for piece in tensor.slices:
+                claimed[piece.file] += piece.length * ITEMSIZE[tensor.dtype]
+        for entry, nbytes in zip(files, claimed, strict=True):
+            if nbytes > entry.nbytes:
+                raise DamagedError(f"{entry.path}: slices need {nbytes} bytes of a file of {entry.nbytes}")
+
+
+def _covering(slices: tuple[Slice, ...], count: int, at: str) -> tuple[Slice, ...]:
+    ordered = tuple(sorted(slices, key=lambda piece: piece.offset))
+    position = 0
+    for piece in ordered:
+        if piece.offset != position:
+            problem = "overlap" if piece.offset < position else "leave a hole"
+            raise DamagedError(f"{at}: slices {problem} at element {min(position, piece.offset)}")
+        position += piece.length
+    if position != count:
+        raise DamagedError(f"{at}: slices cover {position} of {count} elements")
+    return ordered
+
+
+def _safe_path(path: str, at: str) -> str:
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path or ":" in parts[0]:
+        raise DamagedError(f"{at}: {path!r} is not a path inside the checkpoint directory")
+    return path
+
+
+def _typed(value: Any, kind: type, at: str) -> Any:
+    if type(value) is not kind:
+        raise DamagedError(f"{at}: expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _get(table: dict[str, Any], key: str, kind: type, at: str = "the manifest") -> Any:
+    return _typed(table.get(key), kind, f"{at}.{key}")
+
+
+def _size(table: dict[str, Any], key: str, at: str = "the manifest") -> int:
+    value: int = _get(table, key, int, at)
+    if not 0 <= value < _MAX_INT:
+        raise DamagedError(f"{at}.{key}: {value} is out of range")
+    return value
+
+
+def _checksum(table: dict[str, Any], key: str, at: str) -> str:
+    value = table.get(key)
+    if not is_checksum(value):
+        raise DamagedError(f"{at}.{key}: {value!r} is not a checksum")
+    return str(value)
+
+
+def _unique(items: Iterable[Any], what: str) -> None:
+    seen = set()
+    for item in items:
+        if item in seen:
+            raise DamagedError(f"{what} {item!r} appears twice")
+        seen.add(item)

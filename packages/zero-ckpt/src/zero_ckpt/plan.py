@@ -1,0 +1,143 @@
+"""Decide which rank writes which elements. Pure arithmetic; every rank computes the same plan from the same input.
+
+Elements that several ranks hold (replicas) are written once, by the candidate with the fewest bytes so far, in runs of
+at most `MAX_SLICE_BYTES`. Elements that nobody holds are an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import CheckpointError
+from .types import ITEMSIZE, numel
+
+MAX_SLICE_BYTES = 8 << 20
+"""A slice is the unit of checksumming, so a reader that needs part of one reads and verifies at most this much."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Elements that a rank can write: `index` is the interval's position in that rank's own list."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    length: int
+    rank: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One slice to be written: `length` elements of a tensor from `offset` on, out of the rank's interval `index`."""
+
+    index: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`tensors` in the order in which ranks first named them; `pieces[rank]` in order of interval and offset."""
+
+    tensors: tuple[tuple[str, str, tuple[int, ...], str], ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+
+
+@dataclass
+class _Run:
+    begin: int
+    end: int
+    holders: tuple[Holding, ...]
+
+
+def make_plan(holdings: Sequence[Holding], world_size: int) -> Plan:
+    """Assign every element of every tensor to exactly one rank.
+
+    Raises CheckpointError when ranks disagree on a tensor's shape or dtype, when one rank holds an element twice, or
+    when elements are held by nobody.
+    """
+    tensors: dict[tuple[str, str], list[Holding]] = {}
+    for holding in holdings:
+        tensors.setdefault((holding.name, holding.kind), []).append(holding)
+    load = [0] * world_size
+    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+    shared: list[_Run] = []
+    for group in tensors.values():
+        _check_same(group)
+        for run in _runs(group):
+            if len(run.holders) == 1:
+                _assign(run, run.holders[0], load, pieces)
+            else:
+                shared.extend(_cut(run))
+    for run in sorted(shared, key=_run_nbytes, reverse=True):
+        _assign(run, min(run.holders, key=lambda holding: load[holding.rank]), load, pieces)
+    order = [sorted(own, key=lambda piece: (piece.index, piece.offset)) for own in pieces]
+    heads = tuple((group[0].name, group[0].kind, group[0].shape, group[0].dtype) for group in tensors.values())
+    return Plan(heads, tuple(tuple(own) for own in order))
+
+
+def _check_same(group: Sequence[Holding]) -> None:
+    first = group[0]
+    for other in group:
+        if (other.shape, other.dtype) != (first.shape, first.dtype):
+            raise CheckpointError(
+                f"{first.name!r} ({first.kind}) is {first.dtype} {first.shape} on rank {first.rank} "
+                f"but {other.dtype} {other.shape} on rank {other.rank}"
+            )
+
+
+def _runs(group: Sequence[Holding]) -> list[_Run]:
+    """Maximal runs of elements with the same holders, in order; together they must cover the tensor."""
+    total = numel(group[0].shape)
+    held = [holding for holding in group if holding.length]
+    if len(held) == 1 and held[0].length == total:
+        return [_Run(0, total, (held[0],))]
+    marks: list[tuple[int, int, Holding]] = []
+    for holding in held:
+        marks.append((holding.offset, 1, holding))
+        marks.append((holding.offset + holding.length, 0, holding))
+    marks.sort(key=lambda mark: (mark[0], mark[1], mark[2].rank))
+    runs: list[_Run] = []
+    active: dict[int, Holding] = {}
+    position = 0
+    for at, opens, holding in marks:
+        if at > position:
+            if not active:
+                raise _hole(group[0], position, at)
+            runs.append(_Run(position, at, tuple(active[rank] for rank in sorted(active))))
+            position = at
+        if not opens:
+            del active[holding.rank]
+        elif active.setdefault(holding.rank, holding) is not holding:
+            raise CheckpointError(
+                f"{holding.name!r} ({holding.kind}): rank {holding.rank} contributes element {at} twice"
+            )
+    if position != total:
+        raise _hole(group[0], position, total)
+    return runs
+
+
+def _hole(holding: Holding, begin: int, end: int) -> CheckpointError:
+    return CheckpointError(
+        f"{holding.name!r} ({holding.kind}, {holding.dtype} {holding.shape}): no rank contributes elements "
+        f"{begin} to {end}"
+    )
+
+
+def _cut(run: _Run) -> list[_Run]:
+    step = MAX_SLICE_BYTES // ITEMSIZE[run.holders[0].dtype]
+    return [_Run(at, min(at + step, run.end), run.holders) for at in range(run.begin, run.end, step)]
+
+
+def _run_nbytes(run: _Run) -> int:
+    return (run.end - run.begin) * ITEMSIZE[run.holders[0].dtype]
+
+
+def _assign(run: _Run, holder: Holding, load: list[int], pieces: list[list[Piece]]) -> None:
+    load[holder.rank] += _run_nbytes(run)
+    for part in _cut(run):
+        pieces[holder.rank].append(Piece(holder.index, part.begin, part.end - part.begin))

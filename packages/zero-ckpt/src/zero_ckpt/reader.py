@@ -1,0 +1,244 @@
+"""Open a checkpoint and read any interval of any tensor, touching only the bytes that are needed.
+
+[Note: verified partial reads]
+A slice is the unit of checksumming and never larger than `MAX_SLICE_BYTES` when written by this package. A request that
+covers a slice reads it straight into the caller's memory and verifies it there. A request that covers part of a slice
+reads the whole slice into a scratch buffer, verifies it, and copies the part: at most two slices per request. With
+`verify=False` only the requested bytes are read.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .checksum import checksum
+from .errors import DamagedError, MismatchError, NotFoundError
+from .manifest import Manifest, Slice, TensorEntry
+from .safetensors_file import Entry, parse_header
+from .types import ITEMSIZE
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True)
+class OpenReport:
+    """Which checkpoint was opened and why: `skipped` lists newer ones as (tag, what is wrong with it)."""
+
+    requested: str | None
+    opened: str
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"opened checkpoint {self.opened!r}"]
+        lines += [f"  instead of {tag!r}: {problem}" for tag, problem in self.skipped]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """Fill `out` with elements of tensor (`name`, `kind`) from flat element `offset` on; its size gives the length."""
+
+    name: str
+    kind: str
+    offset: int
+    out: Buffer
+
+
+class Checkpoint:
+    """A complete checkpoint, opened for reading; make one with `open_checkpoint`. Safe to use from several threads."""
+
+    def __init__(self, path: Path, tag: str, manifest: Manifest, report: OpenReport) -> None:
+        self.path, self.tag, self.report = path, tag, report
+        self._manifest = manifest
+        self._tensors = {(tensor.name, tensor.kind): tensor for tensor in manifest.tensors}
+        self._headers: dict[int, dict[str, Entry]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken when it was saved."""
+        return self._manifest.step
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that wrote it."""
+        return self._manifest.world_size
+
+    @property
+    def tensors(self) -> Mapping[tuple[str, str], TensorEntry]:
+        """Every logical tensor by (name, kind)."""
+        return self._tensors
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied names to the name under which the tensor is stored."""
+        return self._manifest.aliases
+
+    @property
+    def client_state(self) -> Any:
+        """What the saver passed as `client_state`."""
+        return self._manifest.client_state
+
+    @property
+    def config(self) -> Any:
+        """What the saver passed as `config`."""
+        return self._manifest.config
+
+    @property
+    def rank_state(self) -> Sequence[Any]:
+        """What each saving rank passed as `rank_state`, by rank; empty when none did."""
+        return self._manifest.rank_state
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest as it is on disk."""
+        return self._manifest
+
+    def entry(self, name: str, kind: str) -> TensorEntry:
+        """The tensor of that name, or of the name it is an alias of; raises NotFoundError."""
+        found = self._tensors.get((name, kind)) or self._tensors.get((self.aliases.get(name, name), kind))
+        if found is None:
+            raise NotFoundError(f"{self.path} has no tensor {name!r} of kind {kind!r}")
+        return found
+
+    def read_into(self, name: str, kind: str, offset: int, out: Buffer, *, verify: bool = True) -> None:
+        """Fill `out` with elements of a tensor from flat element `offset` on, in the stored dtype.
+
+        `out` is a writable C-contiguous buffer; its size decides how many elements are read. Raises NotFoundError,
+        MismatchError when `out` is no such interval, and DamagedError naming tensor and file.
+        """
+        for job in self._jobs(ReadRequest(name, kind, offset, out)):
+            self._run(job, verify)
+
+    def read_many(self, requests: Iterable[ReadRequest], *, verify: bool = True, threads: int = 4) -> None:
+        """Like `read_into` for many requests, with several reads in flight."""
+        jobs = [job for request in requests for job in self._jobs(request)]
+        if threads <= 1 or len(jobs) <= 1:
+            for job in jobs:
+                self._run(job, verify)
+            return
+        with ThreadPoolExecutor(threads, thread_name_prefix="zero-ckpt-read") as pool:
+            futures = [pool.submit(self._run, job, verify) for job in jobs]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def read(self, name: str, kind: str, offset: int = 0, length: int | None = None) -> bytearray:
+        """The bytes of an interval, by default of the whole tensor, verified."""
+        entry = self.entry(name, kind)
+        count = entry.numel - offset if length is None else length
+        if offset < 0 or count < 0 or offset + count > entry.numel:
+            raise MismatchError(f"{name!r} ({kind}): elements {offset} to {offset + count} of {entry.numel}")
+        out = bytearray(count * ITEMSIZE[entry.dtype])
+        self.read_into(name, kind, offset, out)
+        return out
+
+    def _jobs(self, request: ReadRequest) -> list[_Job]:
+        entry = self.entry(request.name, request.kind)
+        itemsize = ITEMSIZE[entry.dtype]
+        out = _writable(request)
+        length, rest = divmod(out.nbytes, itemsize)
+        begin, end = request.offset, request.offset + length
+        if rest or begin < 0 or end > entry.numel:
+            raise MismatchError(
+                f"{request.name!r} ({request.kind}) has {entry.numel} elements of {entry.dtype}; "
+                f"{out.nbytes} bytes from element {begin} on are not an interval of it"
+            )
+        jobs = []
+        for piece in _overlapping(entry.slices, begin, end):
+            low, high = max(begin, piece.offset), min(end, piece.offset + piece.length)
+            view = out[(low - begin) * itemsize : (high - begin) * itemsize]
+            jobs.append(_Job(entry, piece, (low - piece.offset) * itemsize, view))
+        return jobs
+
+    def _run(self, job: _Job, verify: bool) -> None:
+        file = self.path / self._manifest.files[job.piece.file].path
+        where = f"{job.entry.name!r} ({job.entry.kind}) in {file}"
+        stored = self._header(job.piece.file).get(job.piece.key)
+        nbytes = job.piece.length * ITEMSIZE[job.entry.dtype]
+        if stored is None or stored.dtype != job.entry.dtype or stored.end - stored.begin != nbytes:
+            raise DamagedError(f"{where}: the file's header does not hold slice {job.piece.key!r} as the manifest says")
+        if not verify:
+            _read_at(file, stored.begin + job.skip, job.view, where)
+            return
+        whole = job.view if job.view.nbytes == nbytes else memoryview(bytearray(nbytes))
+        _read_at(file, stored.begin, whole, where)
+        if (found := checksum(whole)) != job.piece.checksum:
+            raise DamagedError(
+                f"{where}: elements {job.piece.offset} to {job.piece.offset + job.piece.length} are damaged "
+                f"(checksum {found}, expected {job.piece.checksum})"
+            )
+        if whole is not job.view:
+            job.view[:] = whole[job.skip : job.skip + job.view.nbytes]
+
+    def _header(self, index: int) -> dict[str, Entry]:
+        with self._lock:
+            if index not in self._headers:
+                entry = self._manifest.files[index]
+                raw = bytearray(entry.header_nbytes)
+                _read_at(self.path / entry.path, 0, memoryview(raw), str(self.path / entry.path))
+                if checksum(raw) != entry.header_checksum:
+                    raise DamagedError(f"{self.path / entry.path}: the header is damaged (its checksum does not hold)")
+                self._headers[index] = parse_header(bytes(raw), entry.nbytes, str(self.path / entry.path))[0]
+            return self._headers[index]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Copy bytes of one slice, `skip` bytes after its begin, into `view`."""
+
+    entry: TensorEntry
+    piece: Slice
+    skip: int
+    view: memoryview
+
+
+def _writable(request: ReadRequest) -> memoryview:
+    view = memoryview(request.out)
+    if view.readonly or not view.c_contiguous:
+        raise MismatchError(
+            f"{request.name!r} ({request.kind}): the buffer to read into must be writable and contiguous"
+        )
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def _overlapping(slices: Sequence[Slice], begin: int, end: int) -> list[Slice]:
+    low, high = 0, len(slices)
+    while low < high:  # the first slice that ends after `begin`
+        middle = (low + high) // 2
+        if slices[middle].offset + slices[middle].length <= begin:
+            low = middle + 1
+        else:
+            high = middle
+    found = []
+    while low < len(slices) and slices[low].offset < end:
+        found.append(slices[low])
+        low += 1
+    return found
+
+
+def _read_at(path: Path, position: int, out: memoryview, where: str) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise DamagedError(f"{where}: {error.strerror}") from error
+    try:
+        while out:
+            count = os.preadv(fd, [out], position)
+            if count == 0:
+                raise DamagedError(f"{where}: the file ends at byte {position}, before its data does")
+            out, position = out[count:], position + count
+    except OSError as error:
+        raise DamagedError(f"{where}: reading at byte {position}: {error.strerror}") from error
+    finally:
+        os.close(fd)

@@ -1,0 +1,102 @@
+"""The header of a safetensors file: 8 bytes of length, then JSON that maps keys to dtype, shape and byte range."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from .errors import DamagedError
+from .types import ITEMSIZE, numel
+
+_MAX_HEADER_BYTES = 1 << 30
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a safetensors file; `begin` and `end` are byte positions in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def encode_header(
+    entries: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, int]:
+    """The header for tensors that follow one another in the order given, and the file's size in bytes.
+
+    Each entry is (key, dtype, shape). The header is padded with spaces to a multiple of 4096 bytes, so that data starts
+    on a block boundary.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for key, dtype, shape in entries:
+        end = position + numel(shape) * ITEMSIZE[dtype]
+        table[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT
+    header = (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8)
+    return header, padded + position
+
+
+def parse_header(raw: bytes, file_nbytes: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Entries by key, and the metadata, of a header as it is on disk (its 8 bytes of length included).
+
+    `file_nbytes` bounds every position; `where` names the file in errors. Raises DamagedError.
+    """
+    try:
+        table = json.loads(raw[8:].decode())
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{where}: the safetensors header is not valid JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise DamagedError(f"{where}: the safetensors header is not a map")
+    metadata = table.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DamagedError(f"{where}: __metadata__ of the safetensors header is not a map of strings")
+    return {key: _entry(key, value, len(raw), file_nbytes, where) for key, value in table.items()}, metadata
+
+
+def _entry(key: str, value: Any, header_nbytes: int, file_nbytes: int, where: str) -> Entry:
+    if not isinstance(value, dict):
+        raise DamagedError(f"{where}: entry {key!r} of the safetensors header is not a map")
+    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        raise DamagedError(f"{where}: entry {key!r} has the unknown dtype {dtype!r}")
+    if not (_is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):
+        raise DamagedError(f"{where}: entry {key!r} has no valid shape and data_offsets")
+    begin, end = (header_nbytes + offset for offset in offsets)
+    if not begin <= end <= file_nbytes or end - begin != numel(tuple(shape)) * ITEMSIZE[dtype]:
+        raise DamagedError(
+            f"{where}: entry {key!r} ({dtype}, shape {shape}) cannot lie at bytes {begin} to {end} "
+            f"of a file of {file_nbytes} bytes"
+        )
+    return Entry(dtype, tuple(shape), begin, end)
+
+
+def _is_sizes(value: Any) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list)
+        and len(value) <= 64
+        and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+    )
+
+
+def read_header(path: str | os.PathLike[str]) -> tuple[bytes, int]:
+    """The raw header of a safetensors file (length included), and the file's size in bytes; raises DamagedError."""
+    nbytes = Path(path).stat().st_size
+    with Path(path).open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(_MAX_HEADER_BYTES, nbytes - 8):
+            raise DamagedError(f"{path}: not a safetensors file (header of {length} bytes in a file of {nbytes})")
+        raw = prefix + file.read(length)
+    if len(raw) != 8 + length:
+        raise DamagedError(f"{path}: the safetensors header is cut short")
+    return raw, nbytes

@@ -1,0 +1,91 @@
+"""Tensors as buffers, without a copy where memory allows it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..errors import CheckpointError
+from ..types import Interval
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_STAGING_BYTES = 64 << 20
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The checkpoint's name of a torch dtype; raises CheckpointError for one that has none."""
+    if dtype not in _NAMES:
+        raise CheckpointError(f"{dtype} cannot be stored; expected one of {', '.join(str(known) for known in _NAMES)}")
+    return _NAMES[dtype]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a checkpoint's dtype name."""
+    return _DTYPES[name]
+
+
+def tensor_buffer(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as a flat, writable view of its bytes; the view keeps the tensor alive.
+
+    Raises CheckpointError for a tensor on another device or with strides.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise CheckpointError(f"a buffer needs a contiguous CPU tensor, got {tensor.device} with {tensor.stride()}")
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor.detach()  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+class Stager:
+    """Turns tensors into intervals: CPU memory as it is, memory of accelerators through one reused pinned buffer."""
+
+    def __init__(self) -> None:
+        self._staging: torch.Tensor | None = None
+
+    def intervals(
+        self, name: str, kind: str, tensor: torch.Tensor, *, shape: Sequence[int] | None = None, offset: int = 0
+    ) -> Iterator[Interval]:
+        """The elements of `tensor`, in C order, as elements `offset` on of a logical tensor of the given shape.
+
+        Without `shape`, `tensor` is the whole logical tensor. Nothing is copied until an interval is written.
+        """
+        tensor = tensor.detach()
+        dtype, whole = dtype_name(tensor.dtype), tuple(tensor.shape if shape is None else shape)
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            yield Interval(name, kind, whole, dtype, offset, tensor_buffer(tensor))
+            return
+        flat = tensor.reshape(-1)
+        step = _STAGING_BYTES // tensor.element_size()
+        for begin in range(0, max(flat.numel(), 1), step):
+            part = flat[begin : begin + step]
+            yield Interval(name, kind, whole, dtype, offset + begin, _Staged(self, part), part.numel())
+
+    def stage(self, part: torch.Tensor) -> memoryview:
+        """The bytes of a flat tensor in the staging buffer, which the next call overwrites."""
+        if self._staging is None:
+            pin = part.device.type != "cpu" and torch.accelerator.is_available()
+            self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=pin)
+        staged = self._staging[: part.numel() * part.element_size()]
+        staged.copy_(part.view(torch.uint8))
+        return tensor_buffer(staged)
+
+
+class _Staged:
+    """A function that stages one part."""
+
+    def __init__(self, stager: Stager, part: torch.Tensor) -> None:
+        self._stager, self._part = stager, part
+
+    def __call__(self) -> memoryview:
+        return self._stager.stage(self._part)

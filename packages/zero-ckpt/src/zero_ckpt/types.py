@@ -1,0 +1,87 @@
+"""The narrow waist: what one rank contributes to a checkpoint, and how ranks talk. Imports nothing of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+ITEMSIZE: dict[str, int] = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes per element of every dtype a checkpoint can hold, by its safetensors name."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A run of consecutive elements of one logical tensor, flattened in C order.
+
+    `name` is the parameter or buffer name, `kind` is `param`, `buffer`, `master` or an optimizer state key, `shape` the
+    shape of the whole tensor, `dtype` a key of `ITEMSIZE`, `offset` the first element. `data` is a C-contiguous buffer
+    of the interval's raw bytes (any element format), or a function that returns one; a function is called once, on the
+    saving thread, shortly before its bytes are written, and its buffer must stay valid until the next such call, so a
+    staging buffer may be reused. `length` in elements is needed with a function only.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    data: Buffer | Callable[[], Buffer]
+    length: int | None = None
+
+
+class Coordinator(Protocol):
+    """How the ranks of one job agree; every call is collective. Objects are plain data (see `zero_ckpt.plain`)."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """`obj` of every rank, in rank order."""
+        ...
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+        ...
+
+
+class SoloCoordinator:
+    """The coordinator of a job of one process."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """`[obj]`."""
+        return [obj]
+
+    def barrier(self) -> None:
+        """Nothing to wait for."""
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    """Elements of a tensor of this shape; 1 for a 0-dimensional one."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def byte_view(data: Buffer) -> memoryview:
+    """`data` as a flat view of bytes, without a copy.
+
+    Raises TypeError when it is not a C-contiguous buffer.
+    """
+    view = memoryview(data)
+    if view.nbytes == 0:
+        return memoryview(b"")
+    return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")

@@ -1,0 +1,230 @@
+"""Write one rank's safetensors file: hash every slice and the whole file while the previous bytes go to disk."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from .checksum import Checksummer, checksum
+from .errors import CheckpointError
+from .manifest import FileEntry
+from .plan import Piece
+from .safetensors_file import encode_header
+from .types import ITEMSIZE, Interval, byte_view, numel
+
+
+class FileSink(Protocol):
+    """Where a file's bytes go, in order. Bytes handed to `write` must not change until `drain` or `finish` returns."""
+
+    def write(self, data: memoryview) -> None:
+        """Take the next bytes of the file."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until the memory of everything written so far may be reused."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until the whole file is on disk, and close it."""
+        ...
+
+    def abort(self) -> None:
+        """Close without any promise; never raises."""
+        ...
+
+
+OpenSink = Callable[[Path, int], FileSink]
+"""Make a sink for a new file at a path; the second argument is the file's final size in bytes."""
+
+
+class BufferedSink:
+    """An ordinary file, written by a thread so that hashing overlaps with the copy into the page cache.
+
+    Each run of bytes is handed to the disk as soon as it is written, so that the final fsync has little left to do.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._queue: queue.Queue[memoryview | None] = queue.Queue(maxsize=4)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="zero-ckpt-write", daemon=True)
+        self._thread.start()
+
+    def write(self, data: memoryview) -> None:
+        """Take the next bytes of the file; raises what an earlier write met."""
+        self._raise()
+        self._queue.put(data)
+
+    def drain(self) -> None:
+        """Wait until the memory of everything written so far may be reused."""
+        self._queue.join()
+        self._raise()
+
+    def finish(self) -> None:
+        """Wait until the whole file is on disk, and close it."""
+        self._stop()
+        try:
+            self._raise()
+            os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+    def abort(self) -> None:
+        """Stop and close."""
+        self._stop()
+        os.close(self._fd)
+
+    def _stop(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        position = 0
+        while (data := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    position = self._write(data, position)
+            except BaseException as error:  # handed to the caller's thread
+                self._error = error
+            finally:
+                self._queue.task_done()
+
+    def _write(self, data: memoryview, position: int) -> int:
+        begin = position
+        while data:
+            written = os.pwrite(self._fd, data, position)
+            data, position = data[written:], position + written
+        if hasattr(os, "posix_fadvise"):  # starts the write-back of these pages now
+            os.posix_fadvise(self._fd, begin, position - begin, os.POSIX_FADV_DONTNEED)
+        return position
+
+
+@dataclass(frozen=True)
+class WrittenSlice:
+    """What the manifest needs to know of one slice: `index` is the rank's interval it came from."""
+
+    index: int
+    key: str
+    offset: int
+    length: int
+    checksum: str
+
+
+def slice_key(interval: Interval, offset: int) -> str:
+    """The safetensors key of a slice; kinds hold no slash, so keys are unique."""
+    return f"{interval.kind}/{interval.name}@{offset}"
+
+
+def write_rank_file(
+    path: Path, intervals: list[Interval], pieces: Iterable[Piece], open_sink: OpenSink
+) -> tuple[FileEntry, list[WrittenSlice]]:
+    """Write the given pieces of `intervals` to a new safetensors file and wait until it is on disk.
+
+    Wider dtypes come first, so every slice is aligned to its element size. Raises OSError with the file's name, or
+    CheckpointError when an interval's data is not what it claims.
+    """
+    ordered = sorted(pieces, key=lambda piece: -ITEMSIZE[intervals[piece.index].dtype])
+    header, nbytes = encode_header(
+        (slice_key(intervals[piece.index], piece.offset), intervals[piece.index].dtype, (piece.length,))
+        for piece in ordered
+    )
+    total = Checksummer()
+    written: list[WrittenSlice] = []
+    sink = open_sink(path, nbytes)
+    try:
+        total.update(header)
+        sink.write(memoryview(header))
+        source = _Source(intervals, sink)
+        for piece in ordered:
+            data = source.bytes_of(piece)
+            written.append(
+                WrittenSlice(
+                    piece.index,
+                    slice_key(intervals[piece.index], piece.offset),
+                    piece.offset,
+                    piece.length,
+                    checksum(data),
+                )
+            )
+            total.update(data)
+            sink.write(data)
+    except BaseException as error:
+        sink.abort()
+        if isinstance(error, OSError):
+            raise _named(error, path) from error
+        raise
+    try:
+        sink.finish()
+    except OSError as error:
+        raise _named(error, path) from error
+    return FileEntry(path.name, nbytes, total.result(), len(header), checksum(header)), written
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    return type(error)(error.errno, error.strerror, str(path)) if error.filename is None else error
+
+
+class _Source:
+    """The bytes of pieces, asking each interval that is a function for its buffer once, in order."""
+
+    def __init__(self, intervals: list[Interval], sink: FileSink) -> None:
+        self._intervals, self._sink = intervals, sink
+        self._index = -1
+        self._view = memoryview(b"")
+
+    def bytes_of(self, piece: Piece) -> memoryview:
+        interval = self._intervals[piece.index]
+        itemsize = ITEMSIZE[interval.dtype]
+        if piece.index != self._index:
+            self._view = self._open(interval, itemsize)
+            self._index = piece.index
+        begin = (piece.offset - interval.offset) * itemsize
+        return self._view[begin : begin + piece.length * itemsize]
+
+    def _open(self, interval: Interval, itemsize: int) -> memoryview:
+        data = interval.data
+        if callable(data):
+            self._sink.drain()
+            self._view = memoryview(b"")
+            data = data()
+        view = byte_view(data)
+        if view.nbytes != interval_length(interval) * itemsize:
+            raise CheckpointError(
+                f"{interval.name!r} ({interval.kind}): expected {interval_length(interval)} elements of "
+                f"{interval.dtype} from its data function, got {view.nbytes} bytes"
+            )
+        return view
+
+
+def interval_length(interval: Interval) -> int:
+    """Elements of an interval, checked against its shape; raises CheckpointError that names it."""
+    where = f"{interval.name!r} ({interval.kind})"
+    if interval.dtype not in ITEMSIZE:
+        raise CheckpointError(f"{where}: unknown dtype {interval.dtype!r}; expected one of {', '.join(ITEMSIZE)}")
+    length = interval.length
+    if not callable(interval.data):
+        try:
+            nbytes = memoryview(interval.data).nbytes
+        except TypeError as error:
+            raise CheckpointError(f"{where}: data is neither a buffer nor a function: {error}") from error
+        if nbytes % ITEMSIZE[interval.dtype] or length not in (None, nbytes // ITEMSIZE[interval.dtype]):
+            raise CheckpointError(
+                f"{where}: data of {nbytes} bytes is not {length or 'whole'} {interval.dtype} elements"
+            )
+        length = nbytes // ITEMSIZE[interval.dtype]
+    if length is None:
+        raise CheckpointError(f"{where}: an interval whose data is a function needs its length in elements")
+    if interval.offset < 0 or length < 0 or interval.offset + length > numel(interval.shape):
+        raise CheckpointError(
+            f"{where}: elements {interval.offset} to {interval.offset + length} are outside of shape {interval.shape}"
+        )
+    return length
