@@ -1,0 +1,142 @@
+// Conversions between float32 and what is stored: bf16, f16, 8-bit codes, and the random bits of stochastic rounding.
+
+// Calls body.at<Vector>(i) for whole vectors and body.at<Scalar>(i) for the rest of [0, n).
+template <class Body>
+ZOK_INLINE void for_lanes(Body body, int64_t n) {
+    int64_t i = 0;
+    for (; i + Vector::W <= n; i += Vector::W) body.template at<Vector>(i);
+    for (; i < n; ++i) body.template at<Scalar>(i);
+}
+
+template <class T>
+ZOK_INLINE typename T::M is_nan(typename T::U u) {
+    return T::gt_u(u & T::setu(0x7fffffffu), T::setu(0x7f800000u));
+}
+
+template <class T>
+ZOK_INLINE typename T::U bf16_nearest(typename T::F x) {
+    const typename T::U u = T::bits(x);
+    const typename T::U rounded = (u + T::setu(0x7fffu) + (u >> 16 & T::setu(1u))) >> 16;
+    return T::pick(is_nan<T>(u), (u >> 16) | T::setu(0x40u), rounded);
+}
+
+// `random` is uniform in [0, 2^16): the expectation of the result is x.
+template <class T>
+ZOK_INLINE typename T::U bf16_stochastic(typename T::F x, typename T::U random) {
+    const typename T::U u = T::bits(x);
+    return T::pick(is_nan<T>(u), (u >> 16) | T::setu(0x40u), (u + random) >> 16);
+}
+
+// 32 random bits that depend on (seed, step) through `key` and on the global element index; a full-avalanche integer hash.
+template <class T>
+ZOK_INLINE typename T::U random_bits(uint64_t key, uint32_t index) {
+    typename T::U x = T::iota() + T::setu(index + static_cast<uint32_t>(key));
+    x = (x ^ x >> 16) * T::setu(0x7feb352du);
+    x = (x ^ x >> 15 ^ T::setu(static_cast<uint32_t>(key >> 32))) * T::setu(0x846ca68bu);
+    return x ^ x >> 16;
+}
+
+ZOK_INLINE uint64_t mix(uint64_t x) {
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+// A tile never crosses a multiple of 2^32 elements, so its random numbers need one key and a 32-bit index.
+ZOK_INLINE uint64_t tile_key(uint64_t key, uint64_t index) { return mix(key + (index >> 32) * 0x9e3779b97f4a7c15u); }
+
+struct LoadF32 {
+    template <class T>
+    ZOK_INLINE typename T::F load(const char* p, int64_t i) { return T::load(reinterpret_cast<const float*>(p) + i); }
+};
+struct LoadBf16 {
+    template <class T>
+    ZOK_INLINE typename T::F load(const char* p, int64_t i) {
+        return T::from_bits(T::load_u16(reinterpret_cast<const uint16_t*>(p) + i) << 16);
+    }
+};
+struct LoadF16 {
+    template <class T>
+    ZOK_INLINE typename T::F load(const char* p, int64_t i) { return T::load_f16(reinterpret_cast<const uint16_t*>(p) + i); }
+};
+
+template <class Load>
+struct Widen {
+    const char* x;
+    float* out;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) { T::store(out + i, Load::template load<T>(x, i)); }
+};
+
+template <bool kHalf, bool kStream>
+struct Narrow {
+    const float* x;
+    uint16_t* out;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) {
+        const typename T::F v = T::load(x + i);
+        typename T::H h;
+        if (kHalf) h = T::to_f16(v);
+        else h = T::narrow(bf16_nearest<T>(v));
+        if (kStream) T::stream_h(out + i, h);
+        else T::store_h(out + i, h);
+    }
+};
+
+struct NarrowStochastic {
+    const float* x;
+    uint16_t* out;
+    uint64_t key;
+    uint32_t index;
+    int shift;  // which half of the random word: 0 for parameters, 16 for the second moment
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) {
+        const typename T::U r = random_bits<T>(key, index + static_cast<uint32_t>(i)) >> shift & T::setu(0xffffu);
+        T::store_h(out + i, T::narrow(bf16_stochastic<T>(T::load(x + i), r)));
+    }
+};
+
+static void widen(const char* x, Dtype dtype, float* out, int64_t n) {
+    if (dtype == Dtype::bf16) for_lanes(Widen<LoadBf16>{x, out}, n);
+    else if (dtype == Dtype::f16) for_lanes(Widen<LoadF16>{x, out}, n);
+    else for_lanes(Widen<LoadF32>{x, out}, n);
+}
+
+// Non-temporal stores need whole-vector alignment; a stream that is only written then costs no read of its old content.
+static void narrow(const float* x, char* out, Dtype dtype, int64_t n, bool stream) {
+    uint16_t* p = reinterpret_cast<uint16_t*>(out);
+    stream = stream && reinterpret_cast<uintptr_t>(out) % sizeof(Vector::H) == 0;
+    if (dtype == Dtype::bf16) {
+        if (stream) for_lanes(Narrow<false, true>{x, p}, n);
+        else for_lanes(Narrow<false, false>{x, p}, n);
+    } else {
+        if (stream) for_lanes(Narrow<true, true>{x, p}, n);
+        else for_lanes(Narrow<true, false>{x, p}, n);
+    }
+}
+
+// A float32 kept as bf16 plus 16 bits: the bf16 is the nearest one (ties away from zero), the low half its signed difference, so the
+// pair is exact and the bf16 alone is what forward needs.
+struct JoinLow {
+    const uint16_t* high;
+    const uint16_t* low;
+    float* out;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) {
+        const typename T::U l = T::load_u16(low + i);
+        const typename T::U h = (T::load_u16(high + i) - (l >> 15)) << 16;
+        T::store(out + i, T::from_bits(h | l));
+    }
+};
+struct SplitLow {
+    const float* x;
+    uint16_t* high;
+    uint16_t* low;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) {
+        const typename T::U raw = T::bits(T::load(x + i));
+        const typename T::U u = T::pick(is_nan<T>(raw), T::setu(0x7fc00000u), raw);
+        T::store_h(high + i, T::narrow((u + T::setu(0x8000u)) >> 16));
+        T::store_h(low + i, T::narrow(u & T::setu(0xffffu)));
+    }
+};

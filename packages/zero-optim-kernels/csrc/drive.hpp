@@ -1,0 +1,24 @@
+// Splits a call into chunks and runs them on the pool. Knows nothing of instruction sets or of Python.
+#pragma once
+
+#include <vector>
+
+#include "types.hpp"
+
+namespace zok {
+
+// `norms` is null or receives one entry per row (LAMB).
+void run_step(const Format& format, const std::vector<Run>& runs, const std::vector<Row>& rows, int threads, std::vector<RowNorms>* norms);
+void run_apply(const Format& format, const std::vector<Run>& runs, const std::vector<Row>& rows, int threads);
+
+struct Span {
+    char* data;
+    int64_t n;
+};
+double run_norm_squared(const std::vector<Span>& spans, Dtype dtype, int threads);
+int64_t run_count_nonfinite(const std::vector<Span>& spans, Dtype dtype, int threads);
+void run_scale(const std::vector<Span>& spans, Dtype dtype, double factor, int threads);
+void run_cast(const char* x, Dtype from, char* out, Dtype to, int64_t n, int threads);
+void run_sum_slices(const std::vector<const char*>& slices, Dtype dtype, char* out, Dtype out_dtype, int64_t n, double divisor, int threads);
+
+}  // namespace zok

@@ -1,0 +1,5 @@
+// Attributes of the functions in the -inl.h files: static members and free functions, and members of loop bodies.
+#pragma once
+
+#define ZOK_INLINE static inline __attribute__((always_inline))
+#define ZOK_MEMBER inline __attribute__((always_inline))

@@ -1,0 +1,32 @@
+// The table of functions that every instruction set provides.
+#pragma once
+
+#include "types.hpp"
+
+namespace zok {
+
+struct Kernels {
+    const char* name;
+    // Elements [begin, end) of `run`; `begin` is 0 or a multiple of kTile in global coordinates. `norms` has one entry per row (LAMB only).
+    void (*step)(const Format&, const Run& run, const Row* rows, int64_t begin, int64_t end, RowNorms* norms);
+    // param -= row.c[0] * update, and the copy.
+    void (*apply)(const Format&, const Run& run, const Row* rows, int64_t begin, int64_t end);
+    double (*sum_squares)(const char* x, Dtype dtype, int64_t n);   // n <= kNormChunk
+    int64_t (*count_nonfinite)(const char* x, Dtype dtype, int64_t n);
+    void (*cast)(const char* x, Dtype from, char* out, Dtype to, int64_t n, bool stream);
+    void (*scale)(char* x, Dtype dtype, int64_t n, double factor);
+    void (*sum_slices)(const char* const* slices, int64_t count, int64_t begin, int64_t end, Dtype dtype, char* out, Dtype out_dtype,
+                       double divisor);
+};
+
+constexpr int64_t kNormChunk = 65536;  // part of the definition of the norm's order of summation
+
+const Kernels* scalar_kernels();
+#if defined(__x86_64__)
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+#elif defined(__aarch64__)
+const Kernels* neon_kernels();
+#endif
+
+}  // namespace zok

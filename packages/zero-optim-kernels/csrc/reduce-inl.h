@@ -1,0 +1,125 @@
+// Sums of squares, sums of slices and the non-finite scan. The order of every sum is part of its definition and the same for every
+// instruction set: 32 interleaved float64 lanes, folded in halves.
+
+typedef double Double8 __attribute__((vector_size(64)));
+typedef float Float8 __attribute__((vector_size(32), aligned(4)));
+typedef double LoadDouble8 __attribute__((vector_size(64), aligned(8)));
+
+constexpr int kLanes = 32;
+
+ZOK_INLINE void square_into(Double8& lane, const float* x) {
+    const Double8 wide = __builtin_convertvector(*reinterpret_cast<const Float8*>(x), Double8);
+    lane += wide * wide;
+}
+ZOK_INLINE void square_into(Double8& lane, const double* x) {
+    const Double8 wide = *reinterpret_cast<const LoadDouble8*>(x);
+    lane += wide * wide;
+}
+
+// Adds the squares of n elements, the first of which belongs to lane 0.
+template <class E>
+ZOK_INLINE void add_squares(Double8* lanes, const E* x, int64_t n) {
+    Double8 a = lanes[0], b = lanes[1], c = lanes[2], d = lanes[3];
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        square_into(a, x + i);
+        square_into(b, x + i + 8);
+        square_into(c, x + i + 16);
+        square_into(d, x + i + 24);
+    }
+    lanes[0] = a; lanes[1] = b; lanes[2] = c; lanes[3] = d;
+    double* flat = reinterpret_cast<double*>(lanes);
+    for (int lane = 0; i < n; ++i, ++lane) {
+        const double wide = static_cast<double>(x[i]);
+        flat[lane] += wide * wide;
+    }
+}
+
+ZOK_INLINE double fold(Double8* lanes) {
+    const Double8 sum = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+    return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+}
+
+static double sum_squares(const char* x, Dtype dtype, int64_t n) {
+    alignas(64) Double8 lanes[4] = {};
+    if (dtype == Dtype::f32) {
+        add_squares(lanes, reinterpret_cast<const float*>(x), n);
+    } else if (dtype == Dtype::f64) {
+        add_squares(lanes, reinterpret_cast<const double*>(x), n);
+    } else {
+        alignas(64) float wide[kTile];
+        for (int64_t begin = 0; begin < n; begin += kTile) {
+            const int64_t length = n - begin < kTile ? n - begin : kTile;
+            widen(x + 2 * begin, dtype, wide, length);
+            add_squares(lanes, wide, length);
+        }
+    }
+    return fold(lanes);
+}
+
+template <class E>
+ZOK_INLINE int64_t count_exponent(const char* x, int64_t n, E mask) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        E u;
+        __builtin_memcpy(&u, x + i * static_cast<int64_t>(sizeof(E)), sizeof(E));
+        found += static_cast<E>(u & mask) == mask;
+    }
+    return found;
+}
+
+static int64_t count_nonfinite(const char* x, Dtype dtype, int64_t n) {
+    switch (dtype) {
+        case Dtype::f64: return count_exponent<uint64_t>(x, n, 0x7ff0000000000000u);
+        case Dtype::f32: return count_exponent<uint32_t>(x, n, 0x7f800000u);
+        case Dtype::bf16: return count_exponent<uint16_t>(x, n, 0x7f80u);
+        case Dtype::f16: return count_exponent<uint16_t>(x, n, 0x7c00u);
+        default: return 0;
+    }
+}
+
+template <class Load>
+struct SumSlices {
+    const char* const* slices;
+    int64_t count;
+    float* out;
+    int64_t begin;
+    float divisor;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) {
+        typename T::F sum = Load::template load<T>(slices[0], begin + i);
+        for (int64_t k = 1; k < count; ++k) sum = sum + Load::template load<T>(slices[k], begin + i);
+        T::store(out + i, sum / T::set(divisor));
+    }
+};
+
+static void sum_slices_f64(const char* const* slices, int64_t count, int64_t begin, int64_t end, double* out, double divisor) {
+    for (int64_t i = begin; i < end; ++i) {
+        double sum = reinterpret_cast<const double*>(slices[0])[i];
+        for (int64_t k = 1; k < count; ++k) sum += reinterpret_cast<const double*>(slices[k])[i];
+        out[i - begin] = sum / divisor;
+    }
+}
+
+// Float64 slices are summed in float64, all others in float32; one division at the end. `out` may be one of the slices.
+static void sum_slices(const char* const* slices, int64_t count, int64_t begin, int64_t end, Dtype dtype, char* out, Dtype out_dtype,
+                       double divisor) {
+    alignas(64) float single[kTile];
+    alignas(64) double wide[kTile];
+    for (int64_t b = begin; b < end; b += kTile) {
+        const int64_t e = b + kTile < end ? b + kTile : end, n = e - b;
+        char* target = out + b * item_size(out_dtype);
+        if (dtype == Dtype::f64) {
+            double* to = out_dtype == Dtype::f64 ? reinterpret_cast<double*>(target) : wide;
+            sum_slices_f64(slices, count, b, e, to, divisor);
+            if (out_dtype != Dtype::f64) cast(reinterpret_cast<const char*>(wide), Dtype::f64, target, out_dtype, n, false);
+            continue;
+        }
+        float* to = out_dtype == Dtype::f32 ? reinterpret_cast<float*>(target) : single;
+        const float by = static_cast<float>(divisor);
+        if (dtype == Dtype::bf16) for_lanes(SumSlices<LoadBf16>{slices, count, to, b, by}, n);
+        else if (dtype == Dtype::f16) for_lanes(SumSlices<LoadF16>{slices, count, to, b, by}, n);
+        else for_lanes(SumSlices<LoadF32>{slices, count, to, b, by}, n);
+        if (out_dtype != Dtype::f32) cast(reinterpret_cast<const char*>(single), Dtype::f32, target, out_dtype, n, false);
+    }
+}

@@ -1,0 +1,65 @@
+// Plain data that crosses from the bindings to the drivers and from there to the kernels of one instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace zok {
+
+enum class Dtype : int { f32, bf16, f16, f64, int8, none };
+
+constexpr int64_t kQuantBlock = 256;  // elements that share one scale in an 8-bit state
+constexpr int64_t kTile = 1024;       // elements that stay in the first-level cache between the phases of one step
+constexpr int64_t kChunk = 32768;     // elements of one unit of work for a thread; anchored at multiples of itself
+static_assert(kTile % kQuantBlock == 0 && kChunk % kTile == 0, "a quantisation block never spans two chunks");
+
+inline int64_t item_size(Dtype dtype) {
+    switch (dtype) {
+        case Dtype::f64: return 8;
+        case Dtype::f32: return 4;
+        case Dtype::bf16:
+        case Dtype::f16: return 2;
+        case Dtype::int8: return 1;
+        case Dtype::none: return 0;
+    }
+    return 0;
+}
+
+enum class Rule : int { adam, adagrad, lion, sgd, lamb };
+constexpr int kCoefficients = 12;
+
+// One tensor, or one contiguous range of a shard. `offset` is the global index of element 0.
+struct Run {
+    char* param;
+    uint16_t* param_low;   // the 16 bits that a bf16 parameter lacks, or null
+    char* grad;
+    char* state1;          // exp_avg, momentum_buffer, sum
+    char* state2;          // exp_avg_sq, or null
+    float* scale1;         // one per quantisation block, or null
+    float* scale2;
+    char* copy_out;        // low-precision copy of the updated parameter, or null
+    char* update;          // LAMB's update direction, or null
+    int64_t n;
+    uint64_t offset;
+};
+
+// Hyperparameters of the elements before `end` (and after the previous row), as each rule reads them.
+struct Row {
+    int64_t end;
+    double c[kCoefficients];
+};
+
+struct Format {
+    Rule rule;
+    Dtype param, grad, state, copy;
+    bool zero_grad;
+    uint64_t key;          // mixed from seed and step number
+};
+
+// Squared norms that LAMB needs of one row, over one chunk.
+struct RowNorms {
+    double weight;
+    double update;
+};
+
+}  // namespace zok

@@ -1,0 +1,50 @@
+// Eight lanes.
+
+struct Vector {
+    using F = __m256;
+    using E = float;
+    typedef uint32_t U __attribute__((vector_size(32)));
+    using M = __m256i;
+    using H = __m128i;
+    static constexpr int W = 8;
+
+    ZOK_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
+    ZOK_INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+    ZOK_INLINE F set(float x) { return _mm256_set1_ps(x); }
+    ZOK_INLINE U setu(uint32_t x) { return (U)_mm256_set1_epi32(static_cast<int>(x)); }
+    ZOK_INLINE U iota() { return U{0, 1, 2, 3, 4, 5, 6, 7}; }
+    ZOK_INLINE U bits(F x) { return (U)x; }
+    ZOK_INLINE F from_bits(U u) { return (F)u; }
+    ZOK_INLINE F sqrt(F x) { return _mm256_sqrt_ps(x); }
+    ZOK_INLINE U max_u(U a, U b) { return (U)_mm256_max_epu32((__m256i)a, (__m256i)b); }
+    ZOK_INLINE U min_u(U a, U b) { return (U)_mm256_min_epu32((__m256i)a, (__m256i)b); }
+    ZOK_INLINE M gt_u(U a, U b) { return _mm256_cmpgt_epi32((__m256i)a, (__m256i)b); }
+    ZOK_INLINE M eq_u(U a, U b) { return _mm256_cmpeq_epi32((__m256i)a, (__m256i)b); }
+    ZOK_INLINE M differs_from_zero(F x) { return (__m256i)_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ); }
+    ZOK_INLINE U pick(M m, U a, U b) { return (U)_mm256_blendv_epi8((__m256i)b, (__m256i)a, m); }
+    ZOK_INLINE uint32_t highest(U x) {
+        uint32_t best = x[0];
+        for (int i = 1; i < W; ++i) best = x[i] > best ? x[i] : best;
+        return best;
+    }
+    ZOK_INLINE U load_u8(const uint8_t* p) { return (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+    ZOK_INLINE void store_u8(uint8_t* p, U x) {
+        const __m128i h = narrow(x);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(h, h));
+    }
+    ZOK_INLINE U load_u16(const uint16_t* p) { return (U)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+    ZOK_INLINE H narrow(U x) {
+        return _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    }
+    ZOK_INLINE void store_h(uint16_t* p, H x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
+    ZOK_INLINE void stream_h(uint16_t* p, H x) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), x); }
+    ZOK_INLINE F load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+    ZOK_INLINE H to_f16(F x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    ZOK_INLINE F load_e4m3(const uint8_t* p, F scale) {
+        // e4m3 shifted by 7 is a half of 2^-8 times its value: the conversion treats subnormal numbers at full speed.
+        const __m128i c = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+        const __m128i h = _mm_or_si128(_mm_slli_epi16(_mm_and_si128(c, _mm_set1_epi16(0x80)), 8),
+                                       _mm_slli_epi16(_mm_and_si128(c, _mm_set1_epi16(0x7f)), 7));
+        return _mm256_cvtph_ps(h) * _mm256_set1_ps(256.0f) * scale;
+    }
+};

@@ -1,0 +1,42 @@
+// Sixteen lanes. The bf16 conversion instructions are not used: they flush subnormal numbers to zero, so results would depend on
+// the machine, and the integer rounding below is never what a memory-bound step waits for.
+
+struct Vector {
+    using F = __m512;
+    using E = float;
+    typedef uint32_t U __attribute__((vector_size(64)));
+    using M = __mmask16;
+    using H = __m256i;
+    static constexpr int W = 16;
+
+    ZOK_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
+    ZOK_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+    ZOK_INLINE F set(float x) { return _mm512_set1_ps(x); }
+    ZOK_INLINE U setu(uint32_t x) { return (U)_mm512_set1_epi32(static_cast<int>(x)); }
+    ZOK_INLINE U iota() { return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+    ZOK_INLINE U bits(F x) { return (U)x; }
+    ZOK_INLINE F from_bits(U u) { return (F)u; }
+    ZOK_INLINE F sqrt(F x) { return _mm512_sqrt_ps(x); }
+    ZOK_INLINE U max_u(U a, U b) { return (U)_mm512_max_epu32((__m512i)a, (__m512i)b); }
+    ZOK_INLINE U min_u(U a, U b) { return (U)_mm512_min_epu32((__m512i)a, (__m512i)b); }
+    ZOK_INLINE M gt_u(U a, U b) { return _mm512_cmpgt_epu32_mask((__m512i)a, (__m512i)b); }
+    ZOK_INLINE M eq_u(U a, U b) { return _mm512_cmpeq_epi32_mask((__m512i)a, (__m512i)b); }
+    ZOK_INLINE M differs_from_zero(F x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_OQ); }
+    ZOK_INLINE U pick(M m, U a, U b) { return (U)_mm512_mask_blend_epi32(m, (__m512i)b, (__m512i)a); }
+    ZOK_INLINE uint32_t highest(U x) { return _mm512_reduce_max_epu32((__m512i)x); }
+    ZOK_INLINE U load_u8(const uint8_t* p) { return (U)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+    ZOK_INLINE void store_u8(uint8_t* p, U x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x)); }
+    ZOK_INLINE U load_u16(const uint16_t* p) { return (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+    ZOK_INLINE H narrow(U x) { return _mm512_cvtepi32_epi16((__m512i)x); }
+    ZOK_INLINE void store_h(uint16_t* p, H x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+    ZOK_INLINE void stream_h(uint16_t* p, H x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x); }
+    ZOK_INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+    ZOK_INLINE H to_f16(F x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    ZOK_INLINE F load_e4m3(const uint8_t* p, F scale) {
+        // e4m3 shifted by 7 is a half of 2^-8 times its value: the conversion treats subnormal numbers at full speed.
+        const __m256i c = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        const __m256i h = _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(c, _mm256_set1_epi16(0x80)), 8),
+                                          _mm256_slli_epi16(_mm256_and_si256(c, _mm256_set1_epi16(0x7f)), 7));
+        return _mm512_cvtph_ps(h) * _mm512_set1_ps(256.0f) * scale;
+    }
+};

@@ -1,0 +1,37 @@
+// Four lanes; part of every 64-bit Arm processor.
+
+struct Vector {
+    using F = float32x4_t;
+    using E = float;
+    using U = uint32x4_t;
+    using M = uint32x4_t;
+    using H = uint16x4_t;
+    static constexpr int W = 4;
+
+    ZOK_INLINE F load(const float* p) { return vld1q_f32(p); }
+    ZOK_INLINE void store(float* p, F x) { vst1q_f32(p, x); }
+    ZOK_INLINE F set(float x) { return vdupq_n_f32(x); }
+    ZOK_INLINE U setu(uint32_t x) { return vdupq_n_u32(x); }
+    ZOK_INLINE U iota() { return U{0, 1, 2, 3}; }
+    ZOK_INLINE U bits(F x) { return vreinterpretq_u32_f32(x); }
+    ZOK_INLINE F from_bits(U u) { return vreinterpretq_f32_u32(u); }
+    ZOK_INLINE F sqrt(F x) { return vsqrtq_f32(x); }
+    ZOK_INLINE U max_u(U a, U b) { return vmaxq_u32(a, b); }
+    ZOK_INLINE U min_u(U a, U b) { return vminq_u32(a, b); }
+    ZOK_INLINE M gt_u(U a, U b) { return vcgtq_u32(a, b); }
+    ZOK_INLINE M eq_u(U a, U b) { return vceqq_u32(a, b); }
+    ZOK_INLINE M differs_from_zero(F x) { return vorrq_u32(vcltzq_f32(x), vcgtzq_f32(x)); }
+    ZOK_INLINE U pick(M m, U a, U b) { return vbslq_u32(m, a, b); }
+    ZOK_INLINE uint32_t highest(U x) { return vmaxvq_u32(x); }
+    ZOK_INLINE U load_u8(const uint8_t* p) { return U{p[0], p[1], p[2], p[3]}; }
+    ZOK_INLINE void store_u8(uint8_t* p, U x) {
+        for (int i = 0; i < W; ++i) p[i] = static_cast<uint8_t>(x[i]);
+    }
+    ZOK_INLINE U load_u16(const uint16_t* p) { return vmovl_u16(vld1_u16(p)); }
+    ZOK_INLINE H narrow(U x) { return vmovn_u32(x); }
+    ZOK_INLINE void store_h(uint16_t* p, H x) { vst1_u16(p, x); }
+    ZOK_INLINE void stream_h(uint16_t* p, H x) { vst1_u16(p, x); }
+    ZOK_INLINE F load_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+    ZOK_INLINE H to_f16(F x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+    ZOK_INLINE F load_e4m3(const uint8_t* p, F scale) { return e4m3_value<Vector>(load_u8(p)) * scale; }
+};

@@ -1,0 +1,34 @@
+from typing import Any
+
+def active_isa() -> str: ...
+def targets() -> list[tuple[str, str]]: ...
+def default_threads() -> int: ...
+def step(
+    rule: int,
+    apply: bool,
+    n: Any,
+    param: Any,
+    param_low: Any,
+    grad: Any,
+    state1: Any,
+    state2: Any,
+    scale1: Any,
+    scale2: Any,
+    copy_out: Any,
+    update: Any,
+    param_dtype: str,
+    grad_dtype: str,
+    state_dtype: str,
+    copy_dtype: str | None,
+    rows: list[tuple[int, tuple[float, ...]]],
+    zero_grad: bool,
+    element_offset: int,
+    seed: int,
+    step_number: int,
+    threads: int,
+) -> list[tuple[float, float]] | None: ...
+def norm_squared(x: Any, n: Any, dtype: str, threads: int) -> float: ...
+def count_nonfinite(x: Any, n: Any, dtype: str, threads: int) -> int: ...
+def scale(x: Any, n: Any, factor: float, dtype: str, threads: int) -> None: ...
+def cast(x: Any, out: Any, n: int, dtype: str, out_dtype: str, threads: int) -> None: ...
+def sum_slices(slices: Any, out: Any, n: int, dtype: str, out_dtype: str, divisor: float, threads: int) -> None: ...

@@ -1,0 +1,115 @@
+"""The coefficients that each rule's kernel reads, in the order of `csrc/rules-inl.h`, prepared in float64.
+
+The reference in `reference.py` and the kernels both start from these, so that what is compared is the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ._types import Segment
+
+__all__ = ["ADAGRAD", "ADAM", "LAMB", "LION", "SGD", "adagrad_row", "adam_row", "check_step", "lamb_row", "lion_row", "segments_of", "sgd_row"]
+
+ADAM, ADAGRAD, LION, SGD, LAMB = range(5)
+
+
+def check_step(step: int) -> None:
+    """Raise unless the 1-based step number is at least 1."""
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise TypeError(f"step: expected an int, got {type(step).__name__}")
+    if step < 1:
+        raise ValueError(f"step: the first step is 1, got {step}")
+
+
+def _at_least_zero(name: str, value: float) -> None:
+    if not value >= 0.0:
+        raise ValueError(f"{name}: expected a number >= 0, got {value}")
+
+
+def _beta(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name}: expected a number in [0, 1), got {value}")
+
+
+def segments_of(
+    n: int | Sequence[int], segments: Sequence[Segment] | None, lr: float, weight_decay: float, betas: tuple[float, float]
+) -> Sequence[Segment]:
+    """The segment table of a call: the one given, or one row with the scalars, each row checked."""
+    rows = segments
+    if rows is None:
+        rows = [(n if isinstance(n, int) else 0, lr, weight_decay, betas[0], betas[1])]
+    for _, row_lr, row_decay, beta1, beta2 in rows:
+        _at_least_zero("lr", row_lr)
+        _at_least_zero("weight_decay", row_decay)
+        _beta("beta1", beta1)
+        _beta("beta2", beta2)
+    return rows
+
+
+def adam_row(
+    segment: Segment, *, step: int, eps: float, adamw_mode: bool, bias_correction: bool, grad_scale: float
+) -> tuple[int, tuple[float, ...]]:
+    """Coefficients of Adam (``adamw_mode=False``, decay added to the gradient) and AdamW."""
+    end, lr, weight_decay, beta1, beta2 = segment
+    _at_least_zero("eps", eps)
+    correction1 = 1.0 - beta1**step if bias_correction else 1.0
+    correction2 = 1.0 - beta2**step if bias_correction else 1.0
+    return end, (
+        grad_scale,
+        1.0 - lr * weight_decay if adamw_mode else 1.0,
+        0.0 if adamw_mode else weight_decay,
+        1.0 - beta1,
+        beta1,
+        beta2,
+        1.0 - beta2,
+        -lr / correction1,
+        1.0 / math.sqrt(correction2),
+        eps,
+    )
+
+
+def lamb_row(segment: Segment, *, step: int, eps: float, bias_correction: bool, grad_scale: float) -> tuple[int, tuple[float, ...]]:
+    """Coefficients of LAMB's update direction."""
+    end, _, weight_decay, beta1, beta2 = segment
+    _at_least_zero("eps", eps)
+    correction1 = 1.0 - beta1**step if bias_correction else 1.0
+    correction2 = 1.0 - beta2**step if bias_correction else 1.0
+    return end, (
+        grad_scale,
+        1.0 / correction1,
+        0.0,
+        1.0 - beta1,
+        beta1,
+        beta2,
+        1.0 - beta2,
+        weight_decay,
+        1.0 / math.sqrt(correction2),
+        eps,
+    )
+
+
+def lion_row(segment: Segment, *, grad_scale: float) -> tuple[int, tuple[float, ...]]:
+    """Coefficients of Lion."""
+    end, lr, weight_decay, beta1, beta2 = segment
+    return end, (grad_scale, 1.0 - lr * weight_decay, 1.0 - beta1, beta1, 1.0 - beta2, beta2, -lr)
+
+
+def adagrad_row(segment: Segment, *, step: int, lr_decay: float, eps: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
+    """Coefficients of Adagrad."""
+    end, lr, weight_decay, _, _ = segment
+    _at_least_zero("lr_decay", lr_decay)
+    _at_least_zero("eps", eps)
+    return end, (grad_scale, weight_decay, -lr / (1.0 + (step - 1) * lr_decay), eps)
+
+
+def sgd_row(
+    segment: Segment, *, momentum: float, dampening: float, nesterov: bool, first: bool, grad_scale: float
+) -> tuple[int, tuple[float, ...]]:
+    """Coefficients of stochastic gradient descent; ``first`` starts the momentum buffer from the gradient."""
+    end, lr, weight_decay, _, _ = segment
+    _at_least_zero("momentum", momentum)
+    if nesterov and (momentum <= 0.0 or dampening != 0.0):
+        raise ValueError(f"nesterov: needs momentum > 0 and dampening = 0, got momentum = {momentum} and dampening = {dampening}")
+    return end, (grad_scale, weight_decay, -lr, momentum, 1.0 - dampening, float(nesterov), float(first))

@@ -1,0 +1,21 @@
+"""The types of the public signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Union
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Count", "Dtype", "Operand", "Operands", "Segment"]
+
+Dtype = Literal["f32", "bf16", "f16", "f64", "int8"]
+#: An address, or an object with a C-contiguous buffer.
+Operand = Union[int, "Buffer"]
+#: One operand, or a list with one per tensor.
+Operands = Union[Operand, Sequence[Operand]]
+#: Elements, or a list with the elements of each tensor.
+Count = Union[int, Sequence[int]]
+#: (end, lr, weight_decay, beta1, beta2)
+Segment = tuple[int, float, float, float, float]

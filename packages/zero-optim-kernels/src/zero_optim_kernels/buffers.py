@@ -1,0 +1,62 @@
+"""Kernels over plain buffers: norms, scans, scaling, casts and the sum of slices.
+
+Operands are integer addresses or contiguous buffers; ``n`` counts elements; dtypes are ``"f32"``, ``"bf16"``, ``"f16"`` and ``"f64"``.
+Where ``x`` may be a list of operands, ``n`` is the list of their lengths. Results are the same bits on every instruction set and for
+every number of threads. All functions release the GIL and raise ``TypeError`` or ``ValueError`` before anything is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from . import _native
+from ._types import Count, Dtype, Operand, Operands
+
+__all__ = ["cast", "count_nonfinite", "l2_norm", "l2_norm_squared", "scale", "sum_slices"]
+
+
+def l2_norm_squared(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> float:
+    """The sum of squares, accumulated in float64 in an order that depends on ``n`` only; of a list, the sum over its tensors in order."""
+    return _native.norm_squared(x, n, dtype, threads)
+
+
+def l2_norm(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> float:
+    """The Euclidean norm: the root of `l2_norm_squared`."""
+    return math.sqrt(l2_norm_squared(x, n, dtype=dtype, threads=threads))
+
+
+def count_nonfinite(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> int:
+    """How many elements are NaN or infinite."""
+    return _native.count_nonfinite(x, n, dtype, threads)
+
+
+def scale(x: Operands, n: Count, factor: float, *, dtype: Dtype = "f32", threads: int = 0) -> None:
+    """Multiply in place; 16-bit elements are multiplied in float32 and rounded to nearest even."""
+    _native.scale(x, n, factor, dtype, threads)
+
+
+def cast(x: Operand, out: Operand, n: int, *, dtype: Dtype, out_dtype: Dtype, threads: int = 0) -> None:
+    """Write ``x`` to ``out`` in another dtype, rounded to nearest even; NaN stays NaN. float64 goes to 16 bits through float32.
+
+    ``x`` and ``out`` must not overlap unless the dtypes are equal.
+    """
+    _native.cast(x, out, n, dtype, out_dtype, threads)
+
+
+def sum_slices(
+    slices: Sequence[Operand],
+    out: Operand,
+    n: int,
+    *,
+    dtype: Dtype,
+    out_dtype: Dtype | None = None,
+    divisor: float = 1.0,
+    threads: int = 0,
+) -> None:
+    """Write the sum of slices of ``n`` elements, added in the order given and divided once, to ``out``.
+
+    The accumulator is float32 (float64 for ``"f64"`` slices); ``divisor`` is rounded to the accumulator's dtype, and the quotient to
+    nearest even in ``out_dtype`` (by default ``dtype``). ``out`` may be one of the slices when the two dtypes are equal.
+    """
+    _native.sum_slices(slices, out, n, dtype, out_dtype or dtype, divisor, threads)
