@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from .errors import CommError
 from .ledger import Ledger
 from .slices import SliceSum, sum_slices
 from .tag import Tag
@@ -32,8 +33,10 @@ class Group:
         ledger: Ledger | None = None,
         slice_sum: SliceSum = sum_slices,
         deterministic: bool = False,
+        explain: Callable[[CommError], CommError] | None = None,
     ) -> None:
         self._process_group = process_group
+        self._explain = explain
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
         self.ledger = ledger if ledger is not None else Ledger()
@@ -56,9 +59,9 @@ class Group:
         self.ledger.count(tag, (self.world_size - 1) * size * shard.element_size())
         if self._direct(out):
             slices = out.view(self.world_size, size)
-            return Work(tag, self._exchange([shard] * self.world_size, slices.unbind()), buffers=(out, shard))
+            return Work(tag, self._exchange([shard] * self.world_size, slices.unbind()), buffers=(out, shard), explain=self._explain)
         work = dist.all_gather_into_tensor(out, mine, group=self._process_group, async_op=True)
-        return Work(tag, [(work, None)], buffers=(out, shard))
+        return Work(tag, [(work, None)], buffers=(out, shard), explain=self._explain)
 
     def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Average the ranks' ``flat`` (N*s elements) into the owners' ``out`` (s elements): the one reduction.
@@ -84,8 +87,11 @@ class Group:
             whole = torch.empty_like(flat)
             parts = list(whole.view(self.world_size, size).unbind())
             pending = [(dist.all_to_all_single(whole, flat, group=self._process_group, async_op=True), None)]
-        finish = lambda: self._slice_sum(parts, out, divisor=self.world_size, accumulate=accumulate)  # noqa: E731
-        return Work(tag, pending, buffers=(flat, received, out), finish=finish)
+
+        def finish() -> None:
+            self._slice_sum(parts, out, divisor=self.world_size, accumulate=accumulate)
+
+        return Work(tag, pending, buffers=(flat, received, out), finish=finish, explain=self._explain)
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> Work:
         """Copy rank ``source``'s ``tensor`` (contiguous) to every rank of the group."""
@@ -93,7 +99,7 @@ class Group:
             return Work(tag)
         self.ledger.count(tag, tensor.nbytes if self.rank == source else 0)
         work = dist.broadcast(tensor, group=self._process_group, async_op=True, group_src=source)
-        return Work(tag, [(work, None)], buffers=(tensor,))
+        return Work(tag, [(work, None)], buffers=(tensor,), explain=self._explain)
 
     def close(self) -> None:
         """Give the process group back; peers that still wait on it are told that this rank left."""
@@ -127,7 +133,7 @@ class Group:
             if accumulate:
                 out.add_(result)
 
-        return Work(tag, [(work, None)], buffers=(flat, source, result, out), finish=finish)
+        return Work(tag, [(work, None)], buffers=(flat, source, result, out), finish=finish, explain=self._explain)
 
 
 def _check(condition: bool, tag: Tag, expected: str, got: int) -> None:

@@ -75,11 +75,18 @@ class Mesh:
     ) -> EngineGroups:
         """Make the three groups of one engine over the shard axis; every rank of the world must call it together."""
         book = ledger if ledger is not None else Ledger()
-        return EngineGroups(
-            gather=Group(self._new_group(), ledger=book, slice_sum=slice_sum, deterministic=deterministic),
-            reduce=Group(self._new_group(), ledger=book, slice_sum=slice_sum, deterministic=deterministic),
-            control=Control(self._new_group("gloo"), ledger=book),
-        )
+        control = Control(self._new_group("gloo"), ledger=book)
+
+        def data_group() -> Group:
+            return Group(
+                self._new_group(),
+                ledger=book,
+                slice_sum=slice_sum,
+                deterministic=deterministic,
+                explain=control.recover_reason,
+            )
+
+        return EngineGroups(gather=data_group(), reduce=data_group(), control=control)
 
     def _new_group(self, backend: str | None = None) -> dist.ProcessGroup | None:
         mine = None

@@ -14,7 +14,7 @@ class SliceSum(Protocol):
     """Sums equal slices in the order given into ``out``, then divides once by ``divisor``.
 
     ``slices``: N tensors of shape (n,), one dtype. ``out``: shape (n,), the accumulate dtype. With ``accumulate`` the
-    quotient is added to ``out`` instead of replacing it. ``out`` aliases no slice.
+    quotient is added to ``out`` instead of replacing it. ``out`` may be one of the slices.
     """
 
     def __call__(
@@ -25,20 +25,15 @@ class SliceSum(Protocol):
 def sum_slices(slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool = False) -> None:
     """Plain torch `SliceSum`, blocked so that the running sum does not leave the cache."""
     block = _BLOCK if out.device.type == "cpu" else out.numel()
+    scratch = torch.empty(min(block, out.numel()), dtype=out.dtype, device=out.device)
     for start in range(0, out.numel(), block):
         target = out[start : start + block]
-        parts = [s[start : start + block].to(out.dtype) for s in slices]
-        if accumulate or len(parts) == 1:
-            total = parts[0].clone() if parts[0].data_ptr() == slices[0][start:].data_ptr() else parts[0]
-            for part in parts[1:]:
-                total.add_(part)
-        else:
-            total = torch.add(parts[0], parts[1], out=target)
-            for part in parts[2:]:
-                total.add_(part)
+        total = scratch[: target.numel()].copy_(slices[0][start : start + block])
+        for other in slices[1:]:
+            total.add_(other[start : start + block].to(out.dtype))
         if divisor != 1:
             total.div_(divisor)
         if accumulate:
             target.add_(total)
-        elif total is not target:
+        else:
             target.copy_(total)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from .errors import PeerError
+from .errors import CommError, PeerError
 from .tag import Tag
 
 
@@ -31,11 +31,13 @@ class Work:
         *,
         buffers: Sequence[torch.Tensor] = (),
         finish: Callable[[], None] | None = None,
+        explain: Callable[[CommError], CommError] | None = None,
     ) -> None:
         self.tag = tag
         self._pending = list(pending)
         self._buffers = tuple(buffers)
         self._finish = finish
+        self._explain = explain
 
     def wait(self) -> None:
         """Block until the result is in place (on an accelerator: until the current stream is ordered behind it).
@@ -47,7 +49,8 @@ class Work:
                 waitable.wait()
             except RuntimeError as error:
                 who = "a rank" if peer is None else f"rank {peer}"
-                raise PeerError(f"{self.tag}: {who} did not answer: {error}") from error
+                failure: CommError = PeerError(f"{self.tag}: {who} did not answer: {error}")
+                raise (failure if self._explain is None else self._explain(failure)) from error
         self._pending.clear()
         finish, self._finish = self._finish, None
         if finish is not None:

@@ -1,1 +1,45 @@
-"""Decide which rank owns which bytes, and have them in one piece when a module computes."""
+"""Decide which rank owns which bytes, and have them in one piece when a module computes.
+
+Read `layout.py` first, then `unit.py`, `gatherer.py`, `reducer.py` and `runtime.py`.
+"""
+
+from __future__ import annotations
+
+from .access import full_gradient, full_parameter, full_state, gathered
+from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterError
+from .layout import Entry, Fragment, Layout, UnitLayout
+from .norm import NormSquared, norm_squared
+from .optimizer import OwnedFragment, ShardedOptimizer, StepResult
+from .partition import Partition, PartitionOptions, partition
+from .residency import DeviceResidency, Residency
+from .unit import Unit, UnitState
+from .units import UnitLimits, UnitPlan, plan_units
+
+__all__ = [
+    "DeviceResidency",
+    "Entry",
+    "Fragment",
+    "Layout",
+    "NonFiniteGradientError",
+    "NormSquared",
+    "OwnedFragment",
+    "Partition",
+    "PartitionError",
+    "PartitionOptions",
+    "ReleasedParameterError",
+    "Residency",
+    "ShardedOptimizer",
+    "StepResult",
+    "Unit",
+    "UnitLayout",
+    "UnitLimits",
+    "UnitPlan",
+    "UnitState",
+    "full_gradient",
+    "full_parameter",
+    "full_state",
+    "gathered",
+    "norm_squared",
+    "partition",
+    "plan_units",
+]

@@ -1,0 +1,120 @@
+"""Whole parameters, gradients and optimizer states for the user, outside a pass. All calls are collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from zero_comm import Tag
+
+from .errors import PartitionError
+from .optimizer import ShardedOptimizer
+from .partition import Partition
+from .unit import Unit, UnitState
+
+
+@contextmanager
+def gathered(
+    partition: Partition, parameters: nn.Parameter | Iterable[object], modifier_rank: int | None = None
+) -> Iterator[None]:
+    """Have ``parameters`` whole inside the block; a single parameter or an iterable (what is not of this model is ignored).
+
+    With ``modifier_rank`` the values that this rank leaves in ``p.data`` (or copies into it) become every rank's at exit; without it
+    changes are lost where parameters are sharded. Raises `PartitionError` inside a forward or backward pass.
+    """
+    runtime = partition.runtime
+    if runtime.gatherer.active:
+        raise PartitionError("gathered(...) was opened inside a forward or backward pass; open it before or after the pass")
+    given: Iterable[object] = [parameters] if isinstance(parameters, nn.Parameter) else parameters
+    units = _units_of(partition, given)
+    runtime.agree("gathered", ",".join(str(u.index) for u in units), None)
+    opened = [u for u in units if u.releasable and u.state is UnitState.RELEASED]
+    for unit in opened:
+        unit.issue_gather(runtime.step)
+    for unit in opened:
+        unit.wait_gather()
+    try:
+        yield
+    finally:
+        if modifier_rank is not None:
+            for unit in units:
+                _take_changes(partition, unit, modifier_rank)
+        for unit in opened:
+            unit.release()
+
+
+def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tensor:
+    """A copy of the parameter's weights as the optimizer sees them (the master's dtype), whole, on every rank."""
+    unit, index = _find(partition, parameter)
+    partition.runtime.agree("full parameter", unit.names[index], None)
+    source = unit.master if unit.master is not None else partition.residency.acquire(unit.name)
+    return _whole(partition, unit, index, source)
+
+
+def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor | None:
+    """A copy of the parameter's averaged gradient, whole, on every rank; None when no rank has one."""
+    unit, index = _find(partition, parameter)
+    partition.runtime.flush()
+    gradients = partition.runtime.gradients.get(unit.index)
+    touched = partition.runtime.agree(
+        "full gradient", unit.names[index], gradients is not None and gradients.touched[index]
+    )
+    if gradients is None or gradients.reduced is None or not any(touched):
+        return None
+    return _whole(partition, unit, index, gradients.reduced)
+
+
+def full_state(
+    partition: Partition, optimizer: ShardedOptimizer, parameter: nn.Parameter, key: str
+) -> torch.Tensor:
+    """A copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter, whole, on every rank.
+
+    Zeros where a fragment has no state yet. Raises `PartitionError` for a parameter that is not trained.
+    """
+    unit, index = _find(partition, parameter)
+    if unit.master is None:
+        raise PartitionError(f"parameter '{unit.names[index]}' is not trained and has no optimizer state")
+    partition.runtime.agree("full state", f"{unit.names[index]}.{key}", None)
+    values = torch.zeros_like(unit.master)
+    for owned in optimizer.fragments:
+        state = optimizer.state.get(owned.tensor, {}).get(key) if owned.unit is unit else None
+        if isinstance(state, torch.Tensor) and state.numel() == owned.fragment.length:
+            values[owned.reduced_start : owned.reduced_start + owned.fragment.length].copy_(state)
+    return _whole(partition, unit, index, values)
+
+
+def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:
+    found = partition.find(parameter)
+    if found is None:
+        raise PartitionError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this engine's model")
+    return found
+
+
+def _units_of(partition: Partition, parameters: Iterable[object]) -> list[Unit]:
+    found = {}
+    for parameter in parameters:
+        place = partition.find(parameter) if isinstance(parameter, nn.Parameter) else None
+        if place is not None:
+            found[place[0].index] = place[0]
+    return [found[index] for index in sorted(found)]
+
+
+def _take_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
+    for parameter, view in zip(unit.parameters, unit.views, strict=True):
+        if parameter.data.data_ptr() != view.data_ptr():
+            view.copy_(parameter.data)
+            parameter.data = view
+    partition.groups.gather.broadcast(unit.flat, modifier_rank, Tag("broadcast", unit.name, partition.runtime.step)).wait()
+    unit.write_back()
+
+
+def _whole(partition: Partition, unit: Unit, index: int, source: torch.Tensor) -> torch.Tensor:
+    entry = unit.layout.entries[index]
+    full = source
+    if source.numel() != unit.layout.numel:
+        full = source.new_empty(unit.layout.numel)
+        tag = Tag("gather", entry.name, partition.runtime.step)
+        partition.groups.gather.all_gather(full, source.contiguous(), tag).wait()
+    return full[entry.offset : entry.end].view(entry.shape).clone()

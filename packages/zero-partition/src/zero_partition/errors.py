@@ -1,0 +1,15 @@
+"""What can go wrong in the partitioning runtime."""
+
+from __future__ import annotations
+
+
+class PartitionError(RuntimeError):
+    """The model, the optimizer or a parameter cannot be partitioned as asked; the message names it."""
+
+
+class ReleasedParameterError(PartitionError):
+    """A released parameter was written or replaced; the message names it."""
+
+
+class NonFiniteGradientError(PartitionError):
+    """The gradient norm is not finite and no loss scale is there to skip the step."""

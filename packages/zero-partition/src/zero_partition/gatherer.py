@@ -1,0 +1,184 @@
+"""Which units are present, when they come, and when they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from zero_comm import Group, Tag, Work
+
+from .residency import Residency
+from .schedule import GatherSchedule, merge_orders
+from .unit import Unit, UnitState
+
+
+class Gatherer:
+    """Brings releasable units in the agreed order of the running pass.
+
+    ``prefetch_numel`` bounds the elements in flight ahead of use, ``max_live_numel`` those gathered; the unit that is needed now is
+    gathered whatever the bounds. ``request`` gathers a unit out of order with all ranks (see passes.py).
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        group: Group,
+        residency: Residency,
+        request: Callable[[int], None],
+        *,
+        prefetch_numel: int,
+        max_live_numel: int,
+    ) -> None:
+        self._units = units
+        self._group = group
+        self._residency = residency
+        self._request = request
+        self._prefetch_numel = prefetch_numel
+        self._max_live_numel = max_live_numel
+        self._releasable = [u.index for u in units if u.releasable]
+        self._schedules: dict[str, GatherSchedule] = {}
+        self._learned: set[str] = set()
+        self._held: dict[str, set[int]] = {}
+        self._key = ""
+        self._schedule: GatherSchedule | None = None
+        self._used: list[int] = []
+        self._joined: list[Work] = []
+        self._news: dict[str, list[int]] = {}
+        self.step = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether a pass is running."""
+        return self._schedule is not None
+
+    @property
+    def key(self) -> str:
+        """The running pass's name."""
+        return self._key
+
+    def take_news(self) -> dict[str, list[int]]:
+        """What this rank observed since the last agreement: pass name -> units in order of use."""
+        news, self._news = self._news, {}
+        return news
+
+    def learn(self, news_by_rank: Sequence[dict[str, list[int]]]) -> None:
+        """Merge the ranks' observations (rank order) into the schedules; same result on every rank."""
+        for key in dict.fromkeys(k for news in news_by_rank for k in news):
+            base = [self._schedules[key].order] if key in self._learned else []
+            order = merge_orders([*base, *(news[key] for news in news_by_rank if key in news)])
+            self._schedules[key] = GatherSchedule(order)
+            self._learned.add(key)
+
+    def begin(self, key: str, *, like_reversed: str | None = None) -> None:
+        """Start the pass ``key``. Until its order is learned, it is the order of ``like_reversed`` backwards, or module order."""
+        if key not in self._schedules:
+            known = self._schedules[like_reversed].order if like_reversed in self._learned and like_reversed is not None else None
+            self._schedules[key] = GatherSchedule(known[::-1] if known is not None else self._releasable)
+        self._key = key
+        self._schedule = self._schedules[key]
+        self._schedule.restart()
+        self._used = []
+
+    def need(self, unit: Unit) -> None:
+        """Make ``unit`` present; returns when its parameters are whole."""
+        if not unit.releasable:
+            return
+        if unit.index not in self._used and self._schedule is not None:
+            self._used.append(unit.index)
+        if unit.state is UnitState.GATHERED:
+            return
+        if unit.state is UnitState.RELEASED:
+            self._bring(unit)
+        unit.wait_gather()
+        self._prefetch()
+        self._evict(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """The unit's modules have run in this pass; release it unless it is known to be used again."""
+        if unit.releasable and unit.index not in self._held.get(self._key, ()):
+            unit.release()
+
+    def leave_before(self, unit: Unit, may_go: Callable[[Unit], bool]) -> None:
+        """Release gathered units that the pass's order puts more than one place before ``unit`` and that ``may_go``."""
+        order = self._schedule.order if self._schedule is not None else []
+        if unit.index in order:
+            for index in order[: max(0, order.index(unit.index) - 1)]:
+                if self._units[index].state is UnitState.GATHERED and may_go(self._units[index]):
+                    self.leave(self._units[index])
+
+    def end(self, keep: Callable[[Unit], bool]) -> None:
+        """Finish the pass: join the gathers that this rank did not need, release everything but what ``keep`` says."""
+        schedule = self._schedule
+        if schedule is None:
+            return
+        for index in schedule.remaining():
+            self._issue(index)
+            if not keep(self._units[index]):
+                self._units[index].release()
+        for work in self._joined:
+            work.wait()
+        self._joined.clear()
+        for unit in self._units:
+            if not keep(unit):
+                unit.release()
+        if self._key not in self._learned or not set(self._used) <= set(schedule.order):
+            self._news[self._key] = self._used
+        self._schedule = None
+
+    def serve(self, index: int) -> None:
+        """Take part in gathering a requested unit; every rank calls this at the same agreement point."""
+        self._gather(self._units[index])
+
+    def _bring(self, unit: Unit) -> None:
+        schedule = self._schedule
+        ahead = schedule.pending_until(unit.index) if schedule is not None else None
+        if ahead is not None:
+            for index in ahead:
+                self._issue(index)
+            return
+        self._held.setdefault(self._key, set()).add(unit.index)
+        if schedule is not None:
+            for index in schedule.remaining():
+                self._issue(index)
+        self._request(unit.index)
+
+    def _issue(self, index: int) -> None:
+        """Issue the next gather of the order."""
+        if self._schedule is not None:
+            self._schedule.advance(1)
+        self._gather(self._units[index])
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.state is UnitState.RELEASED:
+            unit.issue_gather(self.step)
+            return
+        spare = torch.empty(unit.layout.numel, dtype=unit.plan.dtype, device=unit.flat.device)
+        shard = self._residency.acquire(unit.name)
+        self._joined.append(self._group.all_gather(spare, shard, Tag("gather", unit.name, self.step)))
+        self._residency.release(unit.name, dirty=False)
+
+    def _prefetch(self) -> None:
+        if self._schedule is None:
+            return
+        ahead = sum(u.layout.numel for u in self._units if u.state is UnitState.GATHERING)
+        live = self._live()
+        for index in self._schedule.remaining():
+            numel = self._units[index].layout.numel
+            if ahead + numel > self._prefetch_numel or live + numel > self._max_live_numel:
+                return
+            self._issue(index)
+            ahead, live = ahead + numel, live + numel
+
+    def _evict(self, needed: Unit) -> None:
+        """Above the live bound, release gathered units that were only joined, not used, oldest first."""
+        schedule = self._schedule
+        if schedule is None or self._live() <= self._max_live_numel:
+            return
+        for index in schedule.order[: schedule.issued]:
+            if index != needed.index and index not in self._used:
+                self._units[index].release()
+                if self._live() <= self._max_live_numel:
+                    return
+
+    def _live(self) -> int:
+        return sum(u.layout.numel for u in self._units if u.releasable and u.state is not UnitState.RELEASED)

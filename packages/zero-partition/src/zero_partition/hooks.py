@@ -1,0 +1,168 @@
+"""Where the runtime meets the user's modules: public torch hooks, and nothing patched."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+from torch.utils._pytree import tree_leaves
+
+from .unit import Unit
+
+
+class PassListener(Protocol):
+    """What the hooks report; `Runtime` answers."""
+
+    def enter_module(self, name: str, units: list[Unit]) -> None: ...
+    def exit_module(
+        self, name: str, units: list[Unit], aliases: list[tuple[Unit, torch.Tensor]], failure: BaseException | None
+    ) -> None: ...
+    def before_backward(self, units: list[Unit]) -> None: ...
+    def gradient_ready(self, unit: Unit, index: int) -> None: ...
+    def unit_of_storage(self, address: int) -> Unit | None: ...
+
+
+class ModuleHooks:
+    """Installs the hooks for ``units`` on ``model``; `remove` takes every one of them away.
+
+    Every module that owns parameters of a unit, or is one of a unit's members, reports entry and exit. Outputs that require gradients
+    report before their module's backward; the saved-tensor hooks (`SavedViews`) catch every other way backward can reach a unit.
+    """
+
+    def __init__(self, model: nn.Module, units: list[Unit], listener: PassListener) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._listener = listener
+        for name, module in model.named_modules():
+            touched = [u for u in units if _belongs(name, module, u)]
+            if touched or module is model:
+                self._hook_module(name, module, touched, outermost=module is model)
+        for unit in units:
+            if unit.plan.trainable:
+                for index, parameter in enumerate(unit.parameters):
+                    hook = partial(self._on_gradient, unit, index)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook_module(self, name: str, module: nn.Module, units: list[Unit], *, outermost: bool) -> None:
+        watch = outermost or any(u.releasable for u in units)
+        entered: list[BaseException | None] = []
+
+        def enter(_module: nn.Module, _args: Any) -> None:
+            entered.append(sys.exc_info()[1])
+            self._listener.enter_module(name, units)
+
+        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+            raised = sys.exc_info()[1]
+            before = entered.pop() if entered else None
+            failure = raised if raised is not before else None
+            aliases = list(self._watch_outputs(units, output)) if watch and failure is None else []
+            self._listener.exit_module(name, units, aliases, failure)
+
+        self._handles.append(module.register_forward_pre_hook(enter))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def _watch_outputs(self, units: list[Unit], output: Any) -> Iterator[tuple[Unit, torch.Tensor]]:
+        """Hook the outputs' gradients; yield the outputs that share a unit's storage."""
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.requires_grad and leaf.grad_fn is not None:
+                leaf.register_hook(partial(self._on_output_gradient, units))
+            owner = self._listener.unit_of_storage(_address(leaf))
+            if owner is not None:
+                yield owner, leaf
+
+    def _on_output_gradient(self, units: list[Unit], _gradient: torch.Tensor) -> None:
+        self._listener.before_backward(units)
+
+    def _on_gradient(self, unit: Unit, index: int, _parameter: torch.Tensor) -> None:
+        self._listener.gradient_ready(unit, index)
+
+
+class SavedViews:
+    """Saved-tensor hooks that make backward ask for a unit before it reads a saved view of it.
+
+    Other tensors go through the hooks that were active outside, if any (save_on_cpu and the like), else are saved as they are.
+    """
+
+    def __init__(self, listener: PassListener) -> None:
+        self._listener = listener
+        self._outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
+        self._context: saved_tensors_hooks | None = None
+
+    def open(self) -> None:
+        """Start catching what autograd saves in this thread."""
+        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._context = saved_tensors_hooks(self._make_pack(self._outer), self._unpack)
+        self._context.__enter__()
+
+    def close(self) -> None:
+        """Stop; tensors saved so far keep their hooks."""
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
+            self._context = None
+
+    def _make_pack(self, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Callable[[torch.Tensor], Any]:
+        find = self._listener.unit_of_storage
+
+        def pack(tensor: torch.Tensor) -> Any:
+            unit = find(_address(tensor))
+            if unit is not None:
+                return _SavedView(unit, tensor)
+            return tensor if outer is None else _SavedOuter(outer[1], outer[0](tensor))
+
+        return pack
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if isinstance(packed, _SavedOuter):
+            return packed.restore()
+        self._listener.before_backward([packed.unit])
+        view: torch.Tensor = packed.tensor
+        return view
+
+
+class _SavedView:
+    __slots__ = ("tensor", "unit")
+
+    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
+        self.unit = unit
+        self.tensor = tensor
+
+
+class _SavedOuter:
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
+        self._unpack = unpack
+        self._packed = packed
+
+    def restore(self) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+
+def _belongs(name: str, module: nn.Module, unit: Unit) -> bool:
+    """Whether running ``module`` uses ``unit``: it is one of its members or owns one of its parameters."""
+    if name in unit.plan.members:
+        return True
+    held = {id(p) for p in unit.parameters}
+    return any(id(p) in held for p in module._parameters.values() if p is not None)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse and functional tensors have no storage of their own
+        return 0

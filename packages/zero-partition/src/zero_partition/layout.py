@@ -1,0 +1,117 @@
+"""Which rank owns which elements: pure arithmetic, no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter's place in its unit's flat buffer; ``offset`` and ``numel`` in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """First element behind the parameter."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of one parameter that lies in one rank's shard (offsets and length in elements).
+
+    ``param_offset``: first element within the flattened parameter; ``shard_offset``: within the shard.
+    """
+
+    entry: Entry
+    rank: int
+    param_offset: int
+    shard_offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The flat buffer of one unit: entries in order, padded so that every rank owns an equal, aligned shard."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    world_size: int
+    shard_numel: int
+
+    @classmethod
+    def of(cls, name: str, shapes: Mapping[str, Sequence[int]], world_size: int, alignment: int = 1) -> UnitLayout:
+        """Lay out parameters (name -> shape) in the order given.
+
+        ``alignment``: shard boundaries are multiples of so many elements. Raises ValueError when an argument is below 1.
+        """
+        if world_size < 1 or alignment < 1:
+            raise ValueError(f"unit '{name}': expected world_size and alignment >= 1, got {world_size} and {alignment}")
+        entries, offset = [], 0
+        for parameter, shape in shapes.items():
+            entry = Entry(parameter, tuple(shape), offset)
+            entries.append(entry)
+            offset = entry.end
+        shard = -(-offset // (world_size * alignment)) * alignment
+        return cls(name, tuple(entries), world_size, shard)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat buffer, padding included."""
+        return self.shard_numel * self.world_size
+
+    @cached_property
+    def used_numel(self) -> int:
+        """Elements of the flat buffer that belong to parameters."""
+        return self.entries[-1].end if self.entries else 0
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """First element of ``rank``'s shard in the flat buffer, and the first behind it."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def fragments(self, rank: int) -> Iterator[Fragment]:
+        """Yield the parts of parameters that ``rank`` owns, in order; empty parameters have none."""
+        start, end = self.shard_range(rank)
+        for entry in self.entries:
+            low, high = max(start, entry.offset), min(end, entry.end)
+            if low < high:
+                yield Fragment(entry, rank, low - entry.offset, low - start, high - low)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The map from parameter name to (unit, offset, length, shape) for a whole model."""
+
+    units: tuple[UnitLayout, ...]
+
+    @cached_property
+    def _where(self) -> dict[str, tuple[UnitLayout, Entry]]:
+        return {entry.name: (unit, entry) for unit in self.units for entry in unit.entries}
+
+    def find(self, parameter: str) -> tuple[UnitLayout, Entry]:
+        """The unit and entry of a parameter; KeyError names an unknown one."""
+        try:
+            return self._where[parameter]
+        except KeyError:
+            raise KeyError(f"no parameter '{parameter}' in the layout ({len(self._where)} parameters)") from None
+
+    @property
+    def numel(self) -> int:
+        """Elements of all flat buffers, padding included."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def used_numel(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(unit.used_numel for unit in self.units)

@@ -1,0 +1,247 @@
+"""A torch optimizer that updates only this rank's fragments, and the transaction around its step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from zero_precision import LossScale, NoLossScale
+
+from .elementwise import check_elementwise
+from .errors import NonFiniteGradientError, PartitionError
+from .layout import Fragment
+from .norm import NormSquared, norm_squared
+from .partition import Partition
+from .unit import Unit
+
+_CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did: the global gradient norm before clipping (unscaled), and whether the update was taken."""
+
+    norm: float
+    taken: bool
+
+
+@dataclass(frozen=True)
+class OwnedFragment:
+    """A fragment this rank updates: ``tensor`` is the optimizer's parameter, a view of the unit's master."""
+
+    unit: Unit
+    fragment: Fragment
+    tensor: nn.Parameter
+
+    @property
+    def reduced_start(self) -> int:
+        """First element in the unit's master and reduced gradient."""
+        base = self.fragment.rank * self.unit.layout.shard_numel if self.unit_is_whole else 0
+        return base + self.fragment.shard_offset
+
+    @property
+    def unit_is_whole(self) -> bool:
+        """Whether this rank updates the whole unit (stage 0)."""
+        return self.unit.master is not None and self.unit.master.numel() == self.unit.layout.numel
+
+
+class ShardedOptimizer:
+    """Wraps any elementwise ``torch.optim.Optimizer`` built over the model's parameters.
+
+    The optimizer object stays the user's: its param groups keep their dicts and hyperparameters, only their ``params`` become this
+    rank's fragments, one tensor per parameter and shard. So schedulers and ``group["lr"] = …`` work.
+
+    ``clip``: maximal global norm, 0 for off. ``skip_non_finite``: skip the step instead of raising when the norm is not finite and
+    there is no loss scale. ``refuse``: reasons are raised by name: foreign or duplicate parameters, an optimizer that is not elementwise.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        partition: Partition,
+        *,
+        clip: float = 0.0,
+        loss_scale: LossScale | None = None,
+        skip_non_finite: bool = False,
+        norm: NormSquared = norm_squared,
+    ) -> None:
+        check_elementwise(optimizer, sharded=partition.options.stage >= 1)
+        self.inner = optimizer
+        self.clip = clip
+        self.loss_scale: LossScale = loss_scale if loss_scale is not None else NoLossScale()
+        self._partition = partition
+        self._skip_non_finite = skip_non_finite
+        self._norm = norm
+        self.fragments: list[OwnedFragment] = []
+        self._adopt(optimizer)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's own param groups."""
+        groups: list[dict[str, Any]] = self.inner.param_groups
+        return groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state, by fragment."""
+        return self.inner.state
+
+    def step(self) -> StepResult:
+        """One transaction: agree on overflow and on who had gradients, clip once, update, publish. Collective.
+
+        Raises `NonFiniteGradientError` on every rank, naming the first parameter, when the norm is not finite and nothing skips it.
+        """
+        runtime = self._partition.runtime
+        runtime.end_backward()
+        runtime.flush()
+        runtime.hide_gradients()
+        touched, total, culprit = self._agree_on_gradients()
+        norm = math.sqrt(total) / self.loss_scale.scale if total >= 0 else math.nan
+        finite = math.isfinite(total)
+        if not finite and isinstance(self.loss_scale, NoLossScale) and not self._skip_non_finite:
+            runtime.reducer.clear()
+            raise NonFiniteGradientError(
+                f"the gradient norm of step {runtime.step} is {norm}: the first gradient that is not finite belongs to parameter "
+                f"'{culprit}'. The weights were not changed. Check the loss and the data of this step, lower the learning rate, "
+                "or set bf16.check_grad_overflow to true to skip such steps."
+            )
+        taken = self.loss_scale.update(not finite)
+        if taken:
+            self._update(touched, self._factor(norm))
+            self._partition.publish()
+        runtime.reducer.clear()
+        return StepResult(norm, taken)
+
+    def gradient_norm(self) -> float:
+        """The global norm of the unscaled gradients reduced so far. Collective."""
+        self._partition.runtime.flush()
+        _, total, _ = self._agree_on_gradients()
+        return math.sqrt(total) / self.loss_scale.scale
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the reduced gradients (clipping outside the step)."""
+        for gradients in self._partition.runtime.gradients.values():
+            if gradients.reduced is not None:
+                gradients.reduced.mul_(factor)
+
+    def _factor(self, norm: float) -> float:
+        factor = 1.0 / self.loss_scale.scale
+        if self.clip > 0:
+            factor *= min(1.0, self.clip / (norm + _CLIP_EPSILON))
+        return factor
+
+    def _agree_on_gradients(self) -> tuple[dict[int, list[bool]], float, str]:
+        """Return which parameters of each unit had a gradient on any rank, the global sum of squares, and the first culprit's name."""
+        runtime, partition = self._partition.runtime, self._partition
+        present = {i: g for i, g in runtime.gradients.items() if g.reduced is not None}
+        whole = partition.options.stage == 0
+        squares = [0.0] * partition.world_size
+        for gradients in present.values():
+            size = gradients.unit.layout.shard_numel
+            for rank in partition.owned_ranks():
+                reduced = gradients.reduced if not whole else gradients.reduced[rank * size : (rank + 1) * size]  # type: ignore[index]
+                squares[rank] += self._norm(reduced)  # type: ignore[arg-type]
+        mine = squares[partition.rank]
+        culprit = "" if math.isfinite(mine) else self._first_non_finite()
+        untouched = {str(i): [k for k, t in enumerate(g.touched) if not t] for i, g in present.items() if not all(g.touched)}
+        answers = runtime.agree("step", "", [mine, untouched, culprit])
+        total = 0.0
+        for rank, answer in enumerate(answers):
+            total += squares[rank] if whole else answer[0]
+        touched = {i: [True] * len(g.unit.parameters) for i, g in present.items()}
+        for index, flags in touched.items():
+            for k in set.intersection(*(set(a[1].get(str(index), ())) for a in answers)):
+                flags[k] = False
+        return touched, total, next((a[2] for a in answers if a[2]), "")
+
+    def _first_non_finite(self) -> str:
+        for owned in self.fragments:
+            gradient = self._gradient(owned)
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                return owned.fragment.entry.name
+        return ""
+
+    def _gradient(self, owned: OwnedFragment) -> torch.Tensor | None:
+        reduced = self._partition.runtime.gradients[owned.unit.index].reduced
+        if reduced is None:
+            return None
+        return reduced[owned.reduced_start : owned.reduced_start + owned.fragment.length]
+
+    @torch.no_grad()
+    def _update(self, touched: dict[int, list[bool]], factor: float) -> None:
+        for owned in self.fragments:
+            gradient = self._gradient(owned)
+            _, number = self._numbers[id(owned.tensor)]
+            if gradient is None or not touched[owned.unit.index][number]:
+                owned.tensor.grad = None
+                continue
+            if gradient.dtype != owned.tensor.dtype:
+                gradient = gradient.to(owned.tensor.dtype)
+            owned.tensor.grad = gradient
+        if factor != 1.0:
+            grads = [o.tensor.grad for o in self.fragments if o.tensor.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, factor)
+        self.inner.step()
+        for owned in self.fragments:
+            owned.tensor.grad = None
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Exchange the model's parameters in the param groups for this rank's fragments."""
+        old_state = dict(optimizer.state)
+        optimizer.state.clear()
+        self._numbers: dict[int, tuple[int, int]] = {}
+        seen: set[int] = set()
+        for number, group in enumerate(optimizer.param_groups):
+            tensors: list[nn.Parameter] = []
+            for position, parameter in enumerate(group["params"]):
+                for owned in self._own(parameter, number, position, seen):
+                    self.fragments.append(owned)
+                    tensors.append(owned.tensor)
+                    if parameter in old_state:
+                        optimizer.state[owned.tensor] = _cut_state(old_state[parameter], parameter, owned)
+            group["params"] = tensors
+
+    def _own(self, parameter: nn.Parameter, group: int, position: int, seen: set[int]) -> Iterator[OwnedFragment]:
+        where = f"param_groups[{group}]['params'][{position}]"
+        if id(parameter) in seen:
+            raise PartitionError(f"{where} (shape {tuple(parameter.shape)}) is in the optimizer twice; list every parameter once")
+        seen.add(id(parameter))
+        found = self._partition.find(parameter)
+        if found is None:
+            if not parameter.requires_grad or parameter.numel() == 0:
+                return
+            raise PartitionError(
+                f"{where} (shape {tuple(parameter.shape)}) does not belong to the model given to initialize; build the optimizer over "
+                "that model's parameters"
+            )
+        unit, number = found
+        if unit.master is None:
+            return
+        for rank in self._partition.owned_ranks():
+            for fragment in unit.layout.fragments(rank):
+                if fragment.entry is unit.layout.entries[number]:
+                    base = rank * unit.layout.shard_numel if unit.master.numel() == unit.layout.numel else 0
+                    start = base + fragment.shard_offset
+                    tensor = nn.Parameter(unit.master[start : start + fragment.length])
+                    self._numbers[id(tensor)] = (unit.index, number)
+                    yield OwnedFragment(unit, fragment, tensor)
+
+
+def _cut_state(state: dict[str, Any], parameter: nn.Parameter, owned: OwnedFragment) -> dict[str, Any]:
+    """The part of a whole parameter's optimizer state that belongs to a fragment."""
+    start, end = owned.fragment.param_offset, owned.fragment.param_offset + owned.fragment.length
+    cut: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
+            cut[key] = value.flatten()[start:end].clone()
+        else:
+            cut[key] = copy.deepcopy(value)
+    return defaultdict(dict, cut) if isinstance(state, defaultdict) else cut

@@ -1,0 +1,261 @@
+"""Cut a model over ranks, and give the parts back in one piece: the composition of this package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from zero_comm import EngineGroups, Message, Tag
+from zero_precision import PrecisionPolicy, declared_keep_fp32, keep_fp32
+
+from .errors import PartitionError
+from .gradients import UnitGradients
+from .layout import Layout, UnitLayout
+from .residency import DeviceResidency, Residency
+from .runtime import Runtime
+from .unit import Unit
+from .units import UnitLimits, UnitPlan, check_trainable_uncut, plan_units, uncut_parameters
+
+
+@dataclass(frozen=True)
+class PartitionOptions:
+    """How to cut and when to move; sizes in elements.
+
+    ``stage``: optimizer state is sharded when >= 1, gradients when >= 2, parameters when >= 3. ``accumulates``: several backward passes
+    per step add up locally before they are reduced (stages 0 and 1); with ``reduce_each_micro_batch`` they are reduced one by one as
+    stages 2 and 3 do, which makes all stages bitwise equal. ``alignment``: shard boundaries are multiples of it.
+    """
+
+    stage: int
+    policy: PrecisionPolicy
+    limits: UnitLimits = UnitLimits()
+    prefetch_numel: int = 50_000_000
+    max_live_numel: int = 1_000_000_000
+    accumulates: bool = False
+    reduce_each_micro_batch: bool = False
+    alignment: int = 64
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether every backward pass reduces (else only the last one before a step)."""
+        return self.stage >= 2 or self.reduce_each_micro_batch
+
+
+class Partition:
+    """A model cut into units over the ranks of ``groups``; made by `partition`.
+
+    Attributes:
+        layout: which rank owns which elements.
+        units: the units at run time, in module order.
+        runtime: the passes.
+        uncut: parameter name -> why every rank keeps it whole.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: EngineGroups,
+        options: PartitionOptions,
+        *,
+        device: torch.device,
+        trainable: set[int] | None,
+        residency: Residency,
+    ) -> None:
+        self.options = options
+        self.groups = groups
+        self.device = device
+        self.residency = residency
+        self.rank = groups.gather.rank
+        self.world_size = groups.gather.world_size
+        self.uncut = uncut_parameters(model)
+        check_trainable_uncut(model)
+        plans = _plan(model, options, trainable)
+        self.layout = Layout(tuple(_unit_layout(plan, self.world_size, options.alignment) for plan in plans))
+        self._agree_on_model(model, plans)
+        self.units = [
+            self._make_unit(index, plan, layout) for index, (plan, layout) in enumerate(zip(plans, self.layout.units, strict=True))
+        ]
+        self._share_buffers(model)
+        self.runtime = Runtime(
+            model,
+            self.units,
+            [self._make_gradients(unit) for unit in self.units if unit.plan.trainable],
+            groups,
+            residency,
+            device=device,
+            prefetch_numel=options.prefetch_numel,
+            max_live_numel=options.max_live_numel,
+        )
+        self._by_parameter = {id(p): (unit, i) for unit in self.units for i, p in enumerate(unit.parameters)}
+
+    def find(self, parameter: nn.Parameter) -> tuple[Unit, int] | None:
+        """The unit that holds ``parameter`` and its number there; None when no unit does."""
+        return self._by_parameter.get(id(parameter))
+
+    def owned_ranks(self) -> range:
+        """The ranks whose shards this rank's optimizer updates: all at stage 0, else its own."""
+        return range(self.world_size) if self.options.stage == 0 else range(self.rank, self.rank + 1)
+
+    def publish(self) -> None:
+        """Write the updated weights back to where forward reads them."""
+        step = self.runtime.step
+        works = [work for unit in self.units if (work := unit.publish(step)) is not None]
+        for work in works:
+            work.wait()
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes of model state that this rank holds now, by kind, without the optimizer's states."""
+        seen: set[int] = set()
+
+        def nbytes(tensor: torch.Tensor | None) -> int:
+            if tensor is None or (storage := tensor.untyped_storage()).data_ptr() in seen:
+                return 0
+            seen.add(storage.data_ptr())
+            return storage.nbytes()
+
+        gathered = sum(nbytes(u.flat) for u in self.units)
+        shards = sum(nbytes(self.residency.acquire(u.name)) for u in self.units)
+        masters = sum(nbytes(u.master) for u in self.units)
+        gradients = sum(nbytes(t) for g in self.runtime.gradients.values() for t in g.tensors())
+        placeholders = sum(nbytes(t) for u in self.units for t in u.placeholder_tensors())
+        return {
+            "gathered parameters": gathered,
+            "parameter shards": shards,
+            "masters": masters,
+            "gradients": gradients,
+            "placeholders": placeholders,
+        }
+
+    def close(self) -> None:
+        """Bring all parameters back in one piece and remove every hook. Collective."""
+        self.runtime.agree("close", "", None)
+        for unit in self.units:
+            if unit.releasable:
+                unit.issue_gather(self.runtime.step)
+                unit.wait_gather()
+        self.runtime.close()
+
+    def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:
+        releasable = self.options.stage >= 3 and not plan.resident and self.world_size > 1
+        unit = Unit(index, plan, layout, self.groups.gather, self.residency, device=self.device, releasable=releasable)
+        update_dtype = _update_dtype(plan, self.options.policy)
+        source = torch.zeros(layout.numel, dtype=update_dtype, device=self.device)
+        for entry, parameter in zip(layout.entries, unit.parameters, strict=True):
+            source[entry.offset : entry.end].view(entry.shape).copy_(parameter.data)
+            parameter.data = torch.empty(0, dtype=plan.dtype, device=self.device)
+        self.groups.gather.broadcast(source, 0, Tag("broadcast", plan.name)).wait()
+        unit.materialise(source, update_dtype, whole_master=self.options.stage == 0)
+        return unit
+
+    def _make_gradients(self, unit: Unit) -> UnitGradients:
+        options, policy = self.options, self.options.policy
+        narrow = unit.plan.dtype == policy.param_dtype
+        accumulate = policy.accumulate_dtype if narrow else torch.promote_types(unit.plan.dtype, policy.accumulate_dtype)
+        local = accumulate if options.accumulates and not options.reduces_each else unit.plan.dtype
+        return UnitGradients(
+            unit,
+            self.groups.reduce,
+            local_dtype=local,
+            accumulate_dtype=accumulate,
+            wire_dtype=policy.wire_dtype if narrow else unit.plan.dtype,
+            keep_flat=options.stage < 2,
+            whole=options.stage == 0,
+        )
+
+    def _share_buffers(self, model: nn.Module) -> None:
+        """Every rank starts with rank 0's buffers and uncut parameters, on the compute device."""
+        for name, module in model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                dtype = self.options.policy.buffer_dtype if buffer.is_floating_point() else None
+                moved = buffer.to(self.device, dtype or buffer.dtype).contiguous()
+                self.groups.gather.broadcast(moved, 0, Tag("broadcast", f"{name}.{key}")).wait()
+                if moved is not buffer:
+                    module._buffers[key] = moved
+        for name, parameter in model.named_parameters():
+            if name in self.uncut and type(parameter.data) is torch.Tensor and parameter.numel():
+                parameter.data = parameter.data.to(self.device).contiguous()
+                self.groups.gather.broadcast(parameter.data, 0, Tag("broadcast", name)).wait()
+
+    def _agree_on_model(self, model: nn.Module, plans: list[UnitPlan]) -> None:
+        """Refuse, by the first name that differs, to train different models together."""
+        mine = [
+            [name, list(p.shape), str(p.dtype), plan.trainable] for plan in plans for name, p in plan.parameters.items()
+        ]
+        mine += [[name, list(b.shape), str(b.dtype), False] for name, b in model.named_buffers()]
+        theirs = self.groups.control.agree(Message("partition", "the model", 0, mine))
+        for rank, rows in enumerate(theirs):
+            for expected, got in zip(theirs[0], rows, strict=False):
+                if expected != got:
+                    raise PartitionError(
+                        f"rank 0 and rank {rank} have different models: rank 0 has {_row(expected)}, rank {rank} has {_row(got)}. "
+                        "Build the same model on every rank."
+                    )
+            if len(rows) != len(theirs[0]):
+                raise PartitionError(
+                    f"rank 0 and rank {rank} have different models: {len(theirs[0])} and {len(rows)} parameters and buffers. "
+                    "Build the same model on every rank."
+                )
+
+
+def partition(
+    model: nn.Module,
+    groups: EngineGroups,
+    options: PartitionOptions,
+    *,
+    device: torch.device | None = None,
+    trainable: Iterator[nn.Parameter] | list[nn.Parameter] | None = None,
+    residency: Residency | None = None,
+) -> Partition:
+    """Cut ``model`` in place over ``groups`` and install the hooks that bring its parameters when modules compute.
+
+    ``trainable``: the parameters that an optimizer will update (default: all that require gradients). ``residency``: where shards live
+    (default: on the device). Parameters keep their identity. Every rank ends up with rank 0's values. Collective.
+    Raises `PartitionError` by name when ranks have different models or a parameter cannot be cut.
+    """
+    chosen = None if trainable is None else {id(p) for p in trainable}
+    where = device if device is not None else torch.device("cpu")
+    return Partition(
+        model, groups, options, device=where, trainable=chosen, residency=residency if residency is not None else DeviceResidency()
+    )
+
+
+def _plan(model: nn.Module, options: PartitionOptions, trainable: set[int] | None) -> list[UnitPlan]:
+    policy = options.policy
+    kept: frozenset[str] = frozenset()
+    if policy.param_dtype.itemsize < 4:
+        patterns = [*policy.keep_fp32, *declared_keep_fp32(model, policy.param_dtype)]
+        kept = keep_fp32(model, patterns) if patterns else kept
+
+    def is_trained(parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad and (trainable is None or id(parameter) in trainable)
+
+    def dtype_of(name: str, parameter: nn.Parameter) -> torch.dtype:
+        if name in kept:
+            return torch.float32
+        if not is_trained(parameter) and parameter.dtype.itemsize < policy.param_dtype.itemsize:
+            return parameter.dtype
+        return policy.param_dtype
+
+    return plan_units(model, options.limits, trainable=is_trained, dtype_of=dtype_of)
+
+
+def _unit_layout(plan: UnitPlan, world_size: int, alignment: int) -> UnitLayout:
+    total = sum(math.prod(p.shape) for p in plan.parameters.values())
+    align = alignment if total >= alignment * world_size else 1
+    return UnitLayout.of(plan.name, {name: tuple(p.shape) for name, p in plan.parameters.items()}, world_size, align)
+
+
+def _update_dtype(plan: UnitPlan, policy: PrecisionPolicy) -> torch.dtype:
+    if not plan.trainable or plan.dtype != policy.param_dtype:
+        return plan.dtype
+    return policy.update_dtype
+
+
+def _row(row: list[object]) -> str:
+    name, shape, dtype, trained = row
+    return f"'{name}' of shape {shape}, {dtype}, {'trained' if trained else 'not trained'}"

@@ -1,0 +1,47 @@
+"""Agreement between ranks on what happens next, so that none waits for a collective that another will not issue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zero_comm import Control, Message
+
+_REQUEST = "request"
+
+
+class Agreement:
+    """Every rank passes the same points in the same order: the start of a forward or backward pass, the step, a gather by the user.
+
+    [Note: requests] Within a pass, gathers follow the agreed order and each unit comes once. A rank that needs a unit the order cannot
+    give (released already, or never learned) joins what is left of the order and then sends a *request* at its next agreement point.
+    The other ranks meet the request at their next point, whatever that is, serve it, and repeat their own message. So nobody
+    hangs and nobody has to guess what another rank will compute.
+    """
+
+    def __init__(self, control: Control, serve: Callable[[int], None]) -> None:
+        self._control = control
+        self._serve = serve
+        self.requests_served = 0
+
+    def start(self, kind: str, name: str, step: int, payload: Any = None) -> list[Any]:
+        """Meet the other ranks at ``kind``/``name``; return their payloads in rank order.
+
+        Raises `DesyncError` listing every rank's call when they differ.
+        """
+        while True:
+            messages = self._control.exchange(Message(kind, name, step, payload))
+            if not self._serve_requests(messages):
+                self._control.check_same(messages)
+                return [m.payload for m in messages]
+
+    def request(self, unit: int, step: int) -> None:
+        """Have every rank take part in gathering ``unit`` outside the order; return when it was issued."""
+        self._serve_requests(self._control.exchange(Message(_REQUEST, "", step, unit)))
+
+    def _serve_requests(self, messages: list[Message]) -> bool:
+        wanted = dict.fromkeys(m.payload for m in messages if m.kind == _REQUEST)
+        for unit in wanted:
+            self._serve(unit)
+            self.requests_served += 1
+        return bool(wanted)

@@ -1,0 +1,50 @@
+"""What a released parameter looks like: its true shape over a single NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .errors import ReleasedParameterError
+
+
+class Placeholders:
+    """Zero-stride views of one NaN per parameter, and the proof that nobody wrote them.
+
+    ``parameters``: (name, parameter) of one unit, all of one dtype and device. Shape, numel and iteration over a placeholder are
+    truthful, memory is one element; reading gives NaN; most writes raise in torch (overlapping memory), `fill_` and `zero_` do not,
+    and neither does assigning ``.data``: `verify` finds those.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, device: torch.device) -> None:
+        self._parameters = list(parameters)
+        self._dtype = dtype
+        self._nans = torch.full((len(self._parameters),), torch.nan, dtype=dtype, device=device)
+        self._views = [self._nans[i].expand(p.shape) for i, (_, p) in enumerate(self._parameters)]
+        self._addresses = [view.data_ptr() for view in self._views]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The NaNs, one tensor of as many elements as there are parameters."""
+        return [self._nans]
+
+    def install(self) -> None:
+        """Make every parameter of the unit its placeholder."""
+        for (_, parameter), view in zip(self._parameters, self._views, strict=True):
+            parameter.data = view
+
+    def verify(self) -> None:
+        """Raise `ReleasedParameterError` by name when a parameter is not its untouched placeholder any more."""
+        for (name, parameter), address in zip(self._parameters, self._addresses, strict=True):
+            if parameter.data_ptr() != address or parameter.dtype != self._dtype:
+                raise ReleasedParameterError(
+                    f"parameter '{name}' was replaced while it was released: expected its placeholder of dtype {self._dtype}, got a "
+                    f"tensor of shape {tuple(parameter.shape)} and dtype {parameter.dtype}. Change it inside `gathered([...], modifier_rank=0)`."
+                )
+        if not bool(torch.isnan(self._nans).all()):
+            index = int(torch.isnan(self._nans).logical_not().nonzero()[0, 0])
+            raise ReleasedParameterError(
+                f"parameter '{self._parameters[index][0]}' was written while it was released; the value is lost. "
+                "Change it inside `gathered([...], modifier_rank=0)`."
+            )

@@ -1,0 +1,54 @@
+"""The seam behind which shards live on some tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Residency(Protocol):
+    """Keeps named shards on a tier and brings them to the compute device in time.
+
+    Call order per shard: `prefetch` (optional), `acquire`, use, `release`; `flush` before anything outside reads the tier.
+    """
+
+    def put(self, name: str, shard: torch.Tensor) -> None:
+        """Hand over a new shard (1-D, any floating dtype); the store owns it from now on."""
+
+    def acquire(self, name: str) -> torch.Tensor:
+        """The shard on the compute device, valid until `release`."""
+
+    def release(self, name: str, *, dirty: bool) -> None:
+        """The caller is done; ``dirty`` says that it wrote the shard, which must reach its tier."""
+
+    def prefetch(self, names: Sequence[str]) -> None:
+        """A hint: these shards will be acquired soon, in this order."""
+
+    def flush(self) -> None:
+        """Return when everything released has reached its tier."""
+
+
+class DeviceResidency:
+    """The null store: shards stay on the compute device and every call is free."""
+
+    def __init__(self) -> None:
+        self._shards: dict[str, torch.Tensor] = {}
+
+    def put(self, name: str, shard: torch.Tensor) -> None:
+        """Keep ``shard`` under ``name``."""
+        self._shards[name] = shard
+
+    def acquire(self, name: str) -> torch.Tensor:
+        """Return the shard itself; KeyError names an unknown one."""
+        return self._shards[name]
+
+    def release(self, name: str, *, dirty: bool) -> None:
+        """Nothing to do."""
+
+    def prefetch(self, names: Sequence[str]) -> None:
+        """Nothing to do."""
+
+    def flush(self) -> None:
+        """Nothing to do."""

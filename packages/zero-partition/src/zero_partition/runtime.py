@@ -1,0 +1,268 @@
+"""The passes of one partitioned model: forward and backward hooks, gathers, reductions, agreement."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from zero_comm import CommError, EngineGroups
+
+from .gatherer import Gatherer
+from .gradients import UnitGradients
+from .hooks import ModuleHooks, SavedViews
+from .passes import Agreement
+from .reducer import Reducer
+from .residency import Residency
+from .unit import Unit, UnitState
+
+_BACKWARD = "backward"
+
+
+class Runtime:
+    """Runs a partitioned model's passes; made by `partition`.
+
+    A forward pass is the call of the outermost hooked module; a backward pass lasts from `begin_backward` to `end_backward`, or, when the
+    user calls ``loss.backward()``, from the first gradient to the end of autograd's run. Passes of sharded parameters, and backward passes
+    that reduce, are agreed by all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        gradients: Sequence[UnitGradients],
+        groups: EngineGroups,
+        residency: Residency,
+        *,
+        device: torch.device,
+        prefetch_numel: int,
+        max_live_numel: int,
+    ) -> None:
+        self.units = list(units)
+        self.gradients = {g.unit.index: g for g in gradients}
+        self.groups = groups
+        self.step = 0
+        self.reduces_now: Callable[[], bool] = lambda: True
+        self.allows_plain_backward: Callable[[], str | None] = lambda: None
+        self.agreement = Agreement(groups.control, self._serve)
+        self.gatherer = Gatherer(
+            self.units, groups.gather, residency, self._request, prefetch_numel=prefetch_numel, max_live_numel=max_live_numel
+        )
+        self.reducer = Reducer(list(gradients), device)
+        self._sharded = any(u.releasable for u in self.units)
+        self._saved = SavedViews(self)
+        self._in_backward = False
+        self._shows_gradients = False
+        self._depth: dict[int, int] = {}
+        self._members_run: dict[int, set[str]] = {}
+        self._outermost: str | None = None
+        self._last_forward: str | None = None
+        self._trains = False
+        self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self._failure: str | None = None
+        self._storages: dict[int, Unit] = {}
+        self._hooks = ModuleHooks(model, self.units, self)
+
+    # -- the user's backward and the engine's ---------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Start a backward pass; agreed by all ranks when it gathers or reduces."""
+        self.check_alive()
+        self.hide_gradients()
+        reduces = self.reduces_now()
+        self._in_backward = True
+        if self._sharded or reduces:
+            payload = {"units": self.reducer.pending() if reduces else [], "reduces": reduces}
+            answers = self.agree(_BACKWARD, "", payload)
+            if reduces:
+                self.reducer.step = self.step
+                self.reducer.begin({unit for answer in answers for unit in answer["units"]})
+        if self._sharded:
+            self.gatherer.step = self.step
+            self.gatherer.begin(_BACKWARD, like_reversed=self._last_forward)
+
+    def end_backward(self) -> None:
+        """Finish the backward pass: flush reductions, release units."""
+        if not self._in_backward:
+            return
+        self.reducer.finish()
+        self.gatherer.end(keep=self._aliased)
+        self._in_backward = False
+        if self.reduces_now():
+            self.show_gradients()
+
+    def show_gradients(self) -> None:
+        """Where every rank keeps whole averaged gradients (stage 0): make them the parameters' ``.grad``."""
+        works = [work for g in self.gradients.values() if (work := g.gather_whole(self.step)) is not None]
+        for work in works:
+            work.wait()
+        for gradients in self.gradients.values():
+            for parameter, view, touched in gradients.visible():
+                parameter.grad = view if touched or bool(view.any()) else None
+                self._shows_gradients = True
+
+    def hide_gradients(self) -> None:
+        """Take the averaged gradients off the parameters again: autograd would add to them in place."""
+        if self._shows_gradients:
+            for gradients in self.gradients.values():
+                for parameter in gradients.unit.parameters:
+                    parameter.grad = None
+            self._shows_gradients = False
+
+    def flush(self) -> None:
+        """Reduce gradients that came after their unit's turn, on any rank; all ranks call it at the same point."""
+        late = sorted({unit for answer in self.agree("flush", "", self.reducer.unreduced()) for unit in answer})
+        if late:
+            self.reducer.step = self.step
+            self.reducer.reduce_now(late)
+            self.show_gradients()
+
+    def agree(self, kind: str, name: str, payload: Any) -> list[Any]:
+        """Meet the other ranks; carries what was learned about orders along. Returns the payloads in rank order."""
+        self.check_alive()
+        news = self.gatherer.take_news() if self._sharded else {}
+        answers = self.agreement.start(kind, name, self.step, [payload, news, self.reducer.observed()])
+        if any(answer[1] for answer in answers):
+            self.gatherer.learn([answer[1] for answer in answers])
+        if answers[0][2] is not None:
+            self.reducer.learn(answers[0][2])
+        return [answer[0] for answer in answers]
+
+    def abort(self, failure: BaseException) -> None:
+        """This rank cannot go on: tell the others why and leave the data groups, so that nobody waits for it."""
+        if self._failure is None:
+            self._failure = f"{type(failure).__name__}: {failure}"
+            if not isinstance(failure, CommError):
+                self.groups.control.abort(f"{self._failure} (in step {self.step})")
+            self.groups.gather.close()
+            self.groups.reduce.close()
+
+    def check_alive(self) -> None:
+        """Raise when an earlier failure has ended this runtime."""
+        if self._failure is not None:
+            raise CommError(f"this engine has failed earlier and cannot go on: {self._failure}. Start again from a checkpoint.")
+
+    def close(self) -> None:
+        """Remove the hooks; parameters stay as they are."""
+        self._hooks.remove()
+
+    # -- what the hooks report ------------------------------------------------------------------------------------------
+
+    def enter_module(self, name: str, units: list[Unit]) -> None:
+        """A hooked module's forward begins."""
+        if self._outermost is None:
+            self._outermost = name
+            self._trains = torch.is_grad_enabled()
+            self._begin_forward(name)
+        for unit in units:
+            if self._trains:
+                self.reducer.mark_ran(unit.index)
+            if unit.releasable:
+                self.gatherer.need(unit)
+                self._storages[unit.flat.untyped_storage().data_ptr()] = unit
+                self._depth[unit.index] = self._depth.get(unit.index, 0) + 1
+
+    def exit_module(
+        self, name: str, units: list[Unit], aliases: list[tuple[Unit, torch.Tensor]], failure: BaseException | None
+    ) -> None:
+        """A hooked module's forward is over."""
+        for unit, output in aliases:
+            self._aliases.setdefault(unit.index, []).append(weakref.ref(output))
+        for unit in units:
+            if not unit.releasable:
+                continue
+            depth = self._depth.get(unit.index, 0) - 1
+            self._depth[unit.index] = max(depth, 0)
+            run = self._members_run.setdefault(unit.index, set())
+            run.add(name)
+            if depth <= 0 and not self._in_backward and not self._aliased(unit):
+                if all(member in run for member in unit.plan.members):
+                    self.gatherer.leave(unit)
+        if name == self._outermost:
+            self._outermost = None
+            self._end_forward(failure)
+
+    def before_backward(self, units: list[Unit]) -> None:
+        """Backward is about to read the units' parameters."""
+        if not self._in_backward:
+            self._begin_plain_backward()
+        for unit in units:
+            if unit.releasable and unit.state is not UnitState.GATHERED:
+                self.gatherer.need(unit)
+                self._storages[unit.flat.untyped_storage().data_ptr()] = unit
+                self.gatherer.leave_before(unit, self._idle_in_backward)
+
+    def gradient_ready(self, unit: Unit, index: int) -> None:
+        """Autograd has finished a parameter."""
+        if not self._in_backward:
+            self._begin_plain_backward()
+        parameter = unit.parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        self.gradients[unit.index].add(index, gradient)
+        parameter.grad = None
+        if self.reducer.active and self.reducer.arrived(unit.index):
+            self.gatherer.leave(unit)
+
+    def unit_of_storage(self, address: int) -> Unit | None:
+        """The gathered unit whose flat buffer lives at ``address``."""
+        unit = self._storages.get(address)
+        return unit if unit is not None and unit.holds_storage(address) else None
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _begin_forward(self, name: str) -> None:
+        if self._in_backward:
+            return
+        self.hide_gradients()
+        if not self._sharded:
+            return
+        self.check_alive()
+        self._members_run.clear()
+        self._depth.clear()
+        key = f"forward of {name or 'the model'}"
+        self.agree("forward", name, None)
+        self.gatherer.step = self.step
+        self.gatherer.begin(key)
+        self._last_forward = key
+        if torch.is_grad_enabled():
+            self._saved.open()
+
+    def _end_forward(self, failure: BaseException | None) -> None:
+        if self._in_backward or not self._sharded:
+            return
+        self._saved.close()
+        if failure is not None:
+            self.abort(failure)
+            return
+        self.gatherer.end(keep=self._aliased)
+
+    def _begin_plain_backward(self) -> None:
+        refusal = self.allows_plain_backward()
+        if refusal is not None:
+            raise RuntimeError(refusal)
+        self.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _idle_in_backward(self, unit: Unit) -> bool:
+        """Frozen units have no gradient that says when backward is done with them; those with one member go by the order."""
+        return not unit.plan.trainable and len(unit.plan.members) == 1 and self._depth.get(unit.index, 0) == 0
+
+    def _aliased(self, unit: Unit) -> bool:
+        """Whether an output that shares the unit's storage is still alive: freeing it would pull the memory from under the user."""
+        alive = [ref for ref in self._aliases.get(unit.index, ()) if ref() is not None]
+        if alive:
+            self._aliases[unit.index] = alive
+        else:
+            self._aliases.pop(unit.index, None)
+        return bool(alive)
+
+    def _request(self, unit: int) -> None:
+        self.agreement.request(unit, self.step)
+
+    def _serve(self, unit: int) -> None:
+        self.gatherer.serve(unit)

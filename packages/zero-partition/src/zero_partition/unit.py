@@ -1,0 +1,149 @@
+"""One unit at run time: its flat buffer, this rank's shard, and whether the parameters are present."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch import nn
+from zero_comm import Group, Tag, Work
+
+from .layout import UnitLayout
+from .placeholder import Placeholders
+from .residency import Residency
+from .units import UnitPlan
+
+
+class UnitState(enum.Enum):
+    """Where a unit's parameters are.
+
+    RELEASED -> GATHERING by `issue_gather`; GATHERING -> GATHERED by `wait_gather`; GATHERED -> RELEASED by `release`.
+    Units that are never released stay GATHERED.
+    """
+
+    RELEASED = enum.auto()
+    GATHERING = enum.auto()
+    GATHERED = enum.auto()
+
+
+class Unit:
+    """The parameters of one `UnitPlan` as views of one flat buffer in their compute dtype.
+
+    [Note: the flat buffer keeps its storage object] Gather and release only resize the storage of `flat`, so views that autograd saved
+    in forward are valid again after the gather in backward. Parameters are these views while gathered and placeholders otherwise.
+
+    Attributes:
+        index: position in the model's list of units; the same on every rank.
+        flat: 1-D, ``layout.numel`` elements; its storage is empty while released.
+        master: the weights that the optimizer updates: all of the flat buffer's elements at stage 0, else this rank's shard.
+            None for frozen units.
+    """
+
+    def __init__(
+        self, index: int, plan: UnitPlan, layout: UnitLayout, group: Group, residency: Residency, *, device: torch.device, releasable: bool
+    ) -> None:
+        self.index = index
+        self.plan = plan
+        self.layout = layout
+        self.name = plan.name
+        self.releasable = releasable
+        self.state = UnitState.GATHERED
+        self.parameters: list[nn.Parameter] = list(plan.parameters.values())
+        self.names: list[str] = list(plan.parameters)
+        self.master: torch.Tensor | None = None
+        self._group = group
+        self._residency = residency
+        self._device = device
+        self._work: Work | None = None
+
+    def materialise(self, source: torch.Tensor, update_dtype: torch.dtype, *, whole_master: bool) -> None:
+        """Take the full values in ``source`` (1-D, ``layout.numel`` elements) and keep what this rank holds of them.
+
+        ``update_dtype``: dtype of the weights that the optimizer updates. ``whole_master``: keep all of them (stage 0).
+        """
+        start, end = self.layout.shard_range(self._group.rank)
+        self.flat = source if source.dtype == self.plan.dtype else source.to(self.plan.dtype)
+        self.views = [self.flat[e.offset : e.end].view(e.shape) for e in self.layout.entries]
+        shard = self.flat[start:end]
+        if self.releasable:
+            shard = shard.clone()
+        self._residency.put(self.name, shard)
+        if self.plan.trainable:
+            if update_dtype == self.plan.dtype:
+                self.master = self.flat if whole_master else shard
+            else:
+                self.master = (source if whole_master else source[start:end]).to(update_dtype, copy=True)
+        self._install_views()
+        if self.releasable:
+            self._placeholders = Placeholders(list(zip(self.names, self.parameters, strict=True)), self.plan.dtype, self._device)
+            self.release()
+
+    def issue_gather(self, step: int) -> None:
+        """Start bringing the parameters; every rank of the group issues gathers in the same order."""
+        if self.state is not UnitState.RELEASED:
+            raise RuntimeError(f"unit '{self.name}' is {self.state.name}, expected RELEASED")
+        self._placeholders.verify()
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        shard = self._residency.acquire(self.name)
+        self._work = self._group.all_gather(self.flat, shard, Tag("gather", self.name, step))
+        self.state = UnitState.GATHERING
+
+    def wait_gather(self) -> None:
+        """Finish the gather: the parameters are whole."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._residency.release(self.name, dirty=False)
+            self._install_views()
+            self.state = UnitState.GATHERED
+
+    def release(self) -> None:
+        """Make the parameters absent; finishes a gather in flight first. Does nothing when they are absent already."""
+        if not self.releasable or self.state is UnitState.RELEASED:
+            return
+        self.wait_gather()
+        self._placeholders.install()
+        self.flat.untyped_storage().resize_(0)
+        self.state = UnitState.RELEASED
+
+    def publish(self, step: int) -> Work | None:
+        """After the optimizer's update: write the weights back to where forward reads them.
+
+        Returns the all-gather in flight where the parameters stay gathered and are sharded for the optimizer.
+        """
+        if self.master is None:
+            return None
+        whole = self.master.numel() == self.layout.numel
+        if whole:
+            if self.master is not self.flat:
+                self.flat.copy_(self.master)
+            return None
+        shard = self._residency.acquire(self.name)
+        if self.master.dtype != shard.dtype:
+            shard.copy_(self.master)
+        self._residency.release(self.name, dirty=True)
+        if self.releasable:
+            return None
+        return self._group.all_gather(self.flat, shard, Tag("publish", self.name, step))
+
+    def write_back(self) -> None:
+        """Take the gathered parameters' present values into the shard and the master (after the user changed them)."""
+        start, end = self.layout.shard_range(self._group.rank)
+        shard = self._residency.acquire(self.name)
+        if shard.data_ptr() != self.flat[start:end].data_ptr():
+            shard.copy_(self.flat[start:end])
+        self._residency.release(self.name, dirty=True)
+        if self.master is not None and self.master.dtype != self.flat.dtype:
+            self.master.copy_(self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end])
+
+    def placeholder_tensors(self) -> list[torch.Tensor]:
+        """The tensors that released parameters stand on."""
+        return self._placeholders.tensors() if self.releasable else []
+
+    def holds_storage(self, storage_address: int) -> bool:
+        """Whether a storage (by `UntypedStorage.data_ptr`) is the gathered flat buffer's."""
+        return self.state is not UnitState.RELEASED and self.flat.untyped_storage().data_ptr() == storage_address
+
+    def _install_views(self) -> None:
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.data = view

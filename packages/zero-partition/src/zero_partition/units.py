@@ -1,0 +1,170 @@
+"""Cut a model into units: which parameters are gathered and reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .errors import PartitionError
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class UnitLimits:
+    """Bounds in elements: units are opened above ``max_numel``, small leftovers are merged up to ``min_numel``;
+    parameters below ``persistence_threshold`` elements are resident."""
+
+    max_numel: int = 64_000_000
+    min_numel: int = 250_000
+    persistence_threshold: int = 0
+
+
+@dataclass
+class UnitPlan:
+    """One unit before any tensor is made: parameters of one dtype, all trainable or all frozen.
+
+    ``members``: the modules whose forward uses the unit; it may be released when all of them have run.
+    """
+
+    name: str
+    dtype: torch.dtype
+    trainable: bool
+    resident: bool
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    members: dict[str, nn.Module] = field(default_factory=dict)
+
+
+@dataclass
+class _Group:
+    """A run of the module tree that will become one unit per dtype and trainability."""
+
+    name: str
+    members: dict[str, nn.Module] = field(default_factory=dict)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    mergeable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel() for p in self.parameters.values())
+
+
+def plan_units(
+    model: nn.Module,
+    limits: UnitLimits,
+    *,
+    trainable: Callable[[nn.Parameter], bool],
+    dtype_of: Callable[[str, nn.Parameter], torch.dtype],
+) -> list[UnitPlan]:
+    """Return the units of ``model`` in module order.
+
+    A subtree that fits ``limits.max_numel`` and is an element of a ModuleList, Sequential or ModuleDict is a unit; larger subtrees
+    are opened; what is left over is merged while it stays below ``min_numel``. ``dtype_of`` decides the dtype a parameter is computed
+    with. Parameters that cannot be cut (empty, not floating point, tensor subclasses) are left out; `uncut_parameters` lists them.
+    """
+    owners = _owners(model)
+    groups = _merge(_walk("", model, limits, owners), limits)
+    plans: dict[tuple[str, torch.dtype, bool, bool], UnitPlan] = {}
+    placed: set[int] = set()
+    for group in groups:
+        for name, parameter in group.parameters.items():
+            if id(parameter) in placed or reason_uncut(parameter) is not None:
+                continue
+            placed.add(id(parameter))
+            dtype = dtype_of(name, parameter)
+            resident = parameter.numel() <= 1 or parameter.numel() < limits.persistence_threshold
+            key = (group.name, dtype, trainable(parameter), resident)
+            if key not in plans:
+                plans[key] = UnitPlan(_unit_name(*key), dtype, key[2], resident)
+            plan = plans[key]
+            plan.parameters[name] = parameter
+            plan.members.update(group.members)
+            plan.members.update(owners[id(parameter)] if len(owners[id(parameter)]) > 1 else {})
+    return list(plans.values())
+
+
+def uncut_parameters(model: nn.Module) -> dict[str, str]:
+    """Name -> reason, for parameters that every rank keeps whole and no unit holds."""
+    found = ((name, reason_uncut(p)) for name, p in model.named_parameters())
+    return {name: reason for name, reason in found if reason is not None}
+
+
+def reason_uncut(parameter: nn.Parameter) -> str | None:
+    """Why a parameter cannot be part of a flat buffer, or None."""
+    if type(parameter.data) is not torch.Tensor:
+        return f"it is a tensor subclass ({type(parameter.data).__name__})"
+    if parameter.layout != torch.strided:
+        return f"its layout is {parameter.layout}"
+    if not parameter.is_floating_point():
+        return f"its dtype {parameter.dtype} is not floating point"
+    if parameter.numel() == 0:
+        return "it is empty"
+    return None
+
+
+def check_trainable_uncut(model: nn.Module) -> None:
+    """Refuse by name what would train on every rank without being reduced."""
+    for name, parameter in model.named_parameters():
+        reason = reason_uncut(parameter)
+        if reason is not None and parameter.requires_grad and parameter.numel() > 0:
+            raise PartitionError(
+                f"parameter '{name}' requires gradients but cannot be partitioned: {reason}. "
+                "Freeze it (requires_grad_(False)) or replace it by a plain floating-point parameter."
+            )
+
+
+def _owners(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
+    """id of parameter -> the modules that own it directly, by name (tied parameters have several)."""
+    owners: dict[int, dict[str, nn.Module]] = {}
+    for module_name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), {})[module_name] = module
+    return owners
+
+
+def _walk(name: str, module: nn.Module, limits: UnitLimits, owners: dict[int, dict[str, nn.Module]]) -> Iterator[_Group]:
+    """Yield groups in module order: own parameters first, then children, opening what is too large."""
+    own = {_join(name, key): p for key, p in module._parameters.items() if p is not None}
+    if own:
+        yield _Group(name or "root", {name: module}, own)
+    for key, child in module.named_children():
+        child_name = _join(name, key)
+        whole = dict(_named_parameters(child_name, child))
+        numel = sum(p.numel() for p in whole.values())
+        if not whole:
+            continue
+        if isinstance(module, _CONTAINERS) and numel <= limits.max_numel and not isinstance(child, _CONTAINERS):
+            yield _Group(child_name, {child_name: child}, whole, mergeable=numel < limits.min_numel)
+        else:
+            yield from _walk(child_name, child, limits, owners)
+
+
+def _merge(groups: Iterator[_Group], limits: UnitLimits) -> list[_Group]:
+    """Join neighbouring small leftovers so that no collective is tiny."""
+    merged: list[_Group] = []
+    for group in groups:
+        last = merged[-1] if merged else None
+        if last is not None and last.mergeable and group.mergeable and last.numel + group.numel <= limits.min_numel:
+            last.members.update(group.members)
+            last.parameters.update(group.parameters)
+        else:
+            merged.append(group)
+    return merged
+
+
+def _named_parameters(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in module.named_parameters():
+        yield _join(prefix, name), parameter
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _unit_name(group: str, dtype: torch.dtype, trainable: bool, resident: bool) -> str:
+    marks = [str(dtype).removeprefix("torch.")] + ([] if trainable else ["frozen"]) + (["resident"] if resident else [])
+    return f"{group} [{', '.join(marks)}]"
