@@ -1,0 +1,192 @@
+"""torchrun's elastic agent with our rules: where output goes, when a job ends, and who failed first.
+
+The rendezvous, the ranks' environment and their start are the agent's. This file uses the places that it offers for
+extension: a `LogsSpecs`, and the start / monitor / shutdown steps of an agent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from zero_launch.processes import end_job, exit_status, wait_for_helpers
+from zero_launch.report import LaunchError, RankFailure, describe_exit, read_error_file, signal_name, tail
+from zero_launch.streams import Streamer
+
+
+class RankFiles(LogsSpecs):  # type: ignore[misc]
+    """Where the ranks' output goes: `<run folder>/rank0/stdout.log`, `stderr.log` and `error.json`."""
+
+    def __init__(self, folder: Path, direct_rank: int | None, env: Mapping[str, str]) -> None:
+        super().__init__(log_dir=str(folder))
+        self._folder = folder
+        self._direct_rank = direct_rank
+        self._env = dict(env)
+        self.ranks: dict[int, Path] = {}
+        """Local rank to the folder of its files, for the attempt that runs."""
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Make the folders, and put our variables into the environments, which the agent hands over for this."""
+        stdouts, stderrs, errors = {}, {}, {}
+        for local_rank, env in envs.items():
+            attempt = int(env["TORCHELASTIC_RESTART_COUNT"])
+            folder = self._folder / (f"rank{env['RANK']}" + (f".restart{attempt}" if attempt else ""))
+            folder.mkdir(parents=True)
+            self.ranks[local_rank] = folder
+            direct = int(env["RANK"]) == self._direct_rank
+            stdouts[local_rank] = "" if direct else str(folder / "stdout.log")
+            stderrs[local_rank] = "" if direct else str(folder / "stderr.log")
+            errors[local_rank] = str(folder / "error.json")
+            env["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
+            env.update(self._env)
+        return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=errors)
+
+
+@dataclass
+class RankRecord:
+    """What is known of one rank: its exit status while it is a zombie, and when it was last seen alive (epoch)."""
+
+    rank: int
+    pid: int
+    folder: Path
+    seen_alive: float
+    status: int | None = None
+    status_before_stop: int | None = None
+
+    def look(self) -> None:
+        if self.status is None:
+            now = time.time()
+            self.status = exit_status(self.pid)
+            if self.status is None:
+                self.seen_alive = now
+
+
+class Agent(LocalElasticAgent):
+    """The elastic agent, ending a job within `grace_seconds` of its first failure, with everything it started."""
+
+    def __init__(self, spec: WorkerSpec, files: RankFiles, job_id: str, grace_seconds: float) -> None:
+        super().__init__(spec, logs_specs=files, shutdown_timeout=1)
+        self._files = files
+        self._job_id = job_id
+        self._grace_seconds = grace_seconds
+        self._ignored = [s for s in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(s) is signal.SIG_IGN]
+        self._streamer = Streamer()
+        self._records: list[RankRecord] = []
+        self._started_at = time.time()
+        self._stopping = False
+        self.notes: list[str] = []
+        """Processes that did not end when they were asked to."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._streamer = Streamer()
+        self._started_at = time.time()
+        self._stopping = False
+        ids: dict[int, Any] = super()._start_workers(worker_group)
+        for sig in self._ignored:  # `nohup` and `&` ignore these; the engine's start put a handler in their place
+            signal.signal(sig, signal.SIG_IGN)
+        folders = {worker.global_rank: self._files.ranks[worker.local_rank] for worker in worker_group.workers}
+        self._records = [
+            RankRecord(worker.global_rank, ids[worker.local_rank], folders[worker.global_rank], time.time())
+            for worker in worker_group.workers
+        ]
+        for name, sink in (("stdout.log", sys.stdout), ("stderr.log", sys.stderr)):
+            paths = {r: str(folder / name) for r, folder in folders.items() if (folder / name).exists()}
+            self._streamer.add(paths, sink, colour=sink.isatty() and "NO_COLOR" not in os.environ)
+        self._streamer.start()
+        return ids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._streamer.broken is not None:
+            raise self._streamer.broken
+        for record in self._records:
+            record.look()
+        if any(record.status for record in self._records) or self._stuck_after_exception():
+            # The engine's check below ends the other ranks too, but waits 30 s for them whatever its settings say.
+            self._end(signal.SIGTERM)
+        return super()._monitor_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        for record in self._records:
+            record.look()
+        if self._records and all(record.status == 0 for record in self._records):
+            pids = [record.pid for record in self._records]
+            wait_for_helpers(self._job_id, pids, grace_seconds=self._grace_seconds)
+        self._end(death_sig)
+        super()._shutdown(death_sig, 1)
+        self._streamer.stop()
+
+    def _stuck_after_exception(self) -> bool:
+        """Whether a rank recorded an uncaught exception and is still there when the grace is over."""
+        limit = time.time() - self._grace_seconds
+        for record in self._records:
+            if record.status is None:
+                error = read_error_file(record.folder / "error.json")
+                if error is not None and error["extraInfo"]["uncaught_at"] < limit:
+                    return True
+        return False
+
+    def _end(self, signum: signal.Signals) -> None:
+        if not self._stopping:
+            self._stopping = True
+            for record in self._records:
+                record.status_before_stop = record.status
+        pids = {record.pid for record in self._records}
+        ended = end_job(self._job_id, pids, signum=signum, grace_seconds=self._grace_seconds)
+        ranks = {record.pid: record.rank for record in self._records}
+        for pid, text in ended:
+            self.notes.append(f"rank {ranks[pid]}: {text}" if pid in ranks else f"left behind: {text}")
+        for record in self._records:
+            record.look()
+
+    def failures(self) -> list[RankFailure]:
+        """The ranks that failed by themselves, in the order in which they began to fail.
+
+        A rank that died without a word counts from when it was last seen alive: its death is what made the others'
+        collectives fail a moment later.
+        """
+        found: list[tuple[float, RankFailure]] = []
+        for record in self._records:
+            error = read_error_file(record.folder / "error.json") if record.status != 0 else None
+            if error is not None:
+                when = float(error["extraInfo"]["uncaught_at"])
+                cause, detail = str(error["message"]), str(error["extraInfo"]["py_callstack"])
+            elif record.status_before_stop:
+                when = record.seen_alive
+                cause, detail = describe_exit(record.status_before_stop), tail(record.folder / "stderr.log")
+            else:
+                continue
+            code = record.status if error is None or (record.status or 0) > 0 else None
+            seconds = when - self._started_at
+            failure = RankFailure(record.rank, socket.gethostname(), record.pid, code, cause, detail, seconds)
+            found.append((when, failure))
+        return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
+
+    def error(self, notes: Sequence[str]) -> LaunchError:
+        """The job's failure, with what became of the ranks that did not fail by themselves, and then ``notes``."""
+        failures = self.failures()
+        failed = {failure.rank for failure in failures}
+        fates = []
+        for record in self._records:
+            if record.rank in failed:
+                continue
+            if record.status_before_stop == 0:
+                fates.append(f"rank {record.rank} had already ended with exit status 0")
+            elif record.status is not None:
+                how = signal_name(-record.status) if record.status < 0 else f"exit status {record.status}"
+                fates.append(f"rank {record.rank} was stopped by zero-launch ({how})")
+        return LaunchError(failures, len(self._records), [*fates, *self.notes, *notes])

@@ -1,0 +1,106 @@
+"""The host list of a job: `host slots=N` lines, and the include and exclude filters over them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
+
+
+@dataclass(frozen=True)
+class Hostfile:
+    """The hosts of a job in rank order, each with the indices of the slots (one rank per slot) that it offers.
+
+    ``hosts`` maps a host name to its slot indices, at least one each. Two hostfiles are equal when hosts, order and
+    slots are.
+    """
+
+    hosts: Mapping[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hosts", MappingProxyType(dict(self.hosts)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hostfile) and list(self.hosts.items()) == list(other.hosts.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.hosts.items()))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Hostfile:
+        """Read a hostfile. Raises FileNotFoundError, and ValueError with the line number for what `parse` refuses."""
+        return cls.parse(Path(path).read_text(encoding="utf-8"), source=os.fspath(path))
+
+    @classmethod
+    def parse(cls, text: str, *, source: str = "hostfile") -> Hostfile:
+        """Parse lines of `host slots=N`; `#` starts a comment, empty lines are skipped.
+
+        Raises ValueError, naming ``source`` and the line, for anything else, a host named twice, or no slot.
+        """
+        hosts: dict[str, tuple[int, ...]] = {}
+        lines: dict[str, int] = {}
+        for number, line in enumerate(text.splitlines(), start=1):
+            content = line.partition("#")[0].strip()
+            if not content:
+                continue
+            match = _LINE.fullmatch(content)
+            if match is None:
+                raise ValueError(f"{source}:{number}: expected 'host slots=N', got {content!r}")
+            host, slots = match["host"], int(match["slots"])
+            if slots == 0:
+                raise ValueError(f"{source}:{number}: host {host!r} offers slots=0; give it at least 1 or remove the line")
+            if host in hosts:
+                raise ValueError(f"{source}:{number}: host {host!r} is already named in line {lines[host]}")
+            hosts[host], lines[host] = tuple(range(slots)), number
+        if not hosts:
+            raise ValueError(f"{source}: no host in it; expected lines of 'host slots=N'")
+        return cls(hosts)
+
+    @property
+    def world_size(self) -> int:
+        """The number of slots over all hosts, which is the number of ranks."""
+        return sum(map(len, self.hosts.values()))
+
+    def select(self, *, include: str = "", exclude: str = "") -> Hostfile:
+        """The hostfile restricted to ``include``, or without ``exclude``; at most one of them may be given.
+
+        The grammar is `host[:slot,slot...]`, several joined by `@`: `a@b:0,2` is all of host a and two slots of host b.
+        Raises ValueError for a host or slot that the hostfile does not have, or when nothing is left.
+        """
+        if include and exclude:
+            raise ValueError(f"give include ({include!r}) or exclude ({exclude!r}), not both")
+        if not include and not exclude:
+            return self
+        named = self._parse_filter(include or exclude, "include" if include else "exclude")
+        if include:
+            left = {host: slots for host in self.hosts if (slots := tuple(sorted(named.get(host, ()))))}
+        else:
+            kept = {host: tuple(s for s in slots if s not in named.get(host, ())) for host, slots in self.hosts.items()}
+            left = {host: slots for host, slots in kept.items() if slots}
+        if not left:
+            raise ValueError(f"exclude {exclude!r} leaves no slot of {', '.join(self.hosts)}")
+        return Hostfile(left)
+
+    def _parse_filter(self, text: str, what: str) -> dict[str, set[int]]:
+        named: dict[str, set[int]] = {}
+        for part in text.split("@"):
+            host, colon, slots = part.strip().partition(":")
+            if host not in self.hosts:
+                raise ValueError(f"{what} {text!r}: no host {host!r} in the hostfile; it has {', '.join(self.hosts)}")
+            if host in named:
+                raise ValueError(f"{what} {text!r}: host {host!r} is named twice; join its slots by commas")
+            try:
+                wanted = [int(slot) for slot in slots.split(",")] if colon else list(self.hosts[host])
+            except ValueError:
+                raise ValueError(f"{what} {text!r}: expected slot numbers after {host!r}, got {slots!r}") from None
+            for slot in wanted:
+                if slot not in self.hosts[host]:
+                    have = ",".join(map(str, self.hosts[host]))
+                    raise ValueError(f"{what} {text!r}: host {host!r} has no slot {slot}; it has {have}")
+            named[host] = set(wanted)
+        return named

@@ -1,0 +1,130 @@
+"""Find every process of a job, and end them all.
+
+[Note: What belongs to a job]
+A rank is started as the leader of a session of its own, with the job's id in its environment. What it starts inherits
+both, and either is enough: a helper that was given a clean environment is still in the session, and one that made its
+own session still carries the id. Parenthood is no criterion, because it ends with the parent. Only a process that
+sheds both, a daemon on purpose, is out of reach.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
+
+JOB_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
+LAUNCHER_PID_VARIABLE = "ZERO_LAUNCH_PID"
+_POLL_SECONDS = 0.02
+_LEFTOVER_SECONDS = 0.5
+_KILL_SECONDS = 2.0
+
+
+def exit_status(pid: int) -> int | None:
+    """The exit status of a child that ended and was not reaped (a signal is negative), or None while it runs.
+
+    The child stays a zombie, so that the engine still gets its status. Raises ChildProcessError when it is no child.
+    """
+    result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def job_processes(job_id: str, rank_pids: Collection[int]) -> list[psutil.Process]:
+    """The living processes of a job, ranks first; see [Note: What belongs to a job]."""
+    import psutil
+
+    found = []
+    me = os.getpid()
+    for process in psutil.process_iter():
+        if process.pid == me:
+            continue
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            inside = process.pid in rank_pids or os.getsid(process.pid) in rank_pids
+            if inside or process.environ().get(JOB_ID_VARIABLE) == job_id:
+                found.append(process)
+        except (psutil.Error, ProcessLookupError, PermissionError):
+            continue  # it ended while we looked, or it is another user's and so none of ours
+    return sorted(found, key=lambda process: process.pid not in rank_pids)
+
+
+def end_job(
+    job_id: str, rank_pids: Collection[int], *, signum: int = signal.SIGTERM, grace_seconds: float
+) -> list[tuple[int, str]]:
+    """End every process of a job and return those that had to be killed, or could not be, as (pid, what happened).
+
+    The ranks get ``signum`` and ``grace_seconds`` to end; whatever else the job left running then gets SIGTERM, and half a
+    second later what still runs gets SIGKILL. When nothing runs, this returns at once.
+    """
+    alive = job_processes(job_id, rank_pids)
+    for process in alive:
+        if process.pid in rank_pids:
+            _send(process, signum)
+    alive = _wait(alive, grace_seconds)
+    helpers = [process for process in job_processes(job_id, rank_pids) if process.pid not in rank_pids]
+    for process in helpers:
+        _send(process, signal.SIGTERM)
+    _wait(helpers, _LEFTOVER_SECONDS)
+    report = []
+    survivors = job_processes(job_id, rank_pids)
+    names = {process.pid: _name(process) for process in survivors}
+    for process in survivors:
+        _send(process, signal.SIGKILL)
+    unkillable = {process.pid for process in _wait(survivors, _KILL_SECONDS)}
+    for process in survivors:
+        fate = "still runs after SIGKILL" if process.pid in unkillable else "had to be killed"
+        report.append((process.pid, f"{names[process.pid]} (pid {process.pid}) {fate}"))
+    return report
+
+
+def wait_for_helpers(job_id: str, rank_pids: Collection[int], *, grace_seconds: float) -> None:
+    """Give processes that ranks left behind ``grace_seconds`` to end by themselves."""
+    _wait(job_processes(job_id, rank_pids), grace_seconds)
+
+
+def _wait(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait until all have ended, at most ``seconds``; return those that run."""
+    import psutil
+
+    end = time.monotonic() + seconds
+    while True:
+        # A zombie has ended; a rank stays one until the engine reaps it.
+        processes = [p for p in processes if p.is_running() and _status(p) != psutil.STATUS_ZOMBIE]
+        if not processes or time.monotonic() >= end:
+            return processes
+        time.sleep(_POLL_SECONDS)
+
+
+def _status(process: psutil.Process) -> str:
+    import psutil
+
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:
+        return str(psutil.STATUS_ZOMBIE)
+
+
+def _name(process: psutil.Process) -> str:
+    import psutil
+
+    try:
+        return str(process.name())
+    except psutil.Error:
+        return "process"
+
+
+def _send(process: psutil.Process, signum: int) -> None:
+    import psutil
+
+    try:
+        process.send_signal(signum)
+    except psutil.NoSuchProcess:
+        return  # it ended on its own

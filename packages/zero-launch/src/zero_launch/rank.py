@@ -1,0 +1,101 @@
+"""What runs in each rank: `python -m zero_launch.rank (script|module|call) TARGET ARGS...`.
+
+The target runs as `__main__`, as if Python had been started with it. Around it this file does three things: the process
+dies with its launcher, lines reach the log when they are complete, and an exception that nobody caught is written to the
+engine's error file, so that the launcher can say which rank failed first and why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from zero_launch.processes import LAUNCHER_PID_VARIABLE
+
+_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run the target that `sys.argv` names."""
+    _die_with_launcher()
+    faulthandler.enable()
+    if not sys.stdout.isatty():
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _, kind, target, *args = sys.argv
+    sys.argv = [target, *args]
+    try:
+        if kind == "script":
+            if not getattr(sys.flags, "safe_path", False):
+                sys.path[0] = os.path.dirname(os.path.abspath(target))
+            runpy.run_path(target, run_name="__main__")
+        elif kind == "module":
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            from zero_launch.notebook import run_call
+
+            run_call(target)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        error.__traceback__ = _own_part(error.__traceback__)
+        when = time.time()
+        sys.excepthook(type(error), error, error.__traceback__)
+        write_error_file(error, when)
+        sys.exit(1)
+
+
+def write_error_file(error: BaseException, when: float) -> None:
+    """Write the exception where the engine looks for it, in its format; ``when`` is in seconds since the epoch."""
+    path = os.environ.get(_ERROR_FILE_VARIABLE)
+    if not path:
+        return
+    record = {
+        "message": {
+            "message": "".join(traceback.format_exception_only(error)).strip(),
+            "extraInfo": {
+                "py_callstack": "".join(traceback.format_exception(error)),
+                "timestamp": str(int(when)),
+                "uncaught_at": when,
+            },
+        }
+    }
+    # The launcher may look at any moment: the file appears whole or not at all.
+    scratch = f"{path}.part"
+    with open(scratch, "w", encoding="utf-8") as file:
+        json.dump(record, file)
+    os.replace(scratch, path)
+
+
+def _die_with_launcher() -> None:
+    """Ask the kernel for SIGKILL when the launcher is gone, however it went."""
+    launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
+    if launcher is None:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):
+        sys.exit(f"zero-launch (pid {launcher}) was gone before this rank began")
+
+
+def _own_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this file and of runpy at its top."""
+    rest = trace
+    while rest is not None and _is_ours(rest.tb_frame.f_code.co_filename):
+        rest = rest.tb_next
+    return rest if rest is not None else trace
+
+
+def _is_ours(filename: str) -> bool:
+    return filename in (__file__, runpy.__file__, "<frozen runpy>")
+
+
+if __name__ == "__main__":
+    main()

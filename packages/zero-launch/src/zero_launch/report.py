@@ -1,0 +1,112 @@
+"""How ranks died: the record of one failure, and the error that carries them all, first cause first."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TAIL_LINES = 15
+_TAIL_BYTES = 16_384
+_MEANING = {
+    signal.SIGABRT: "the program gave up, often a failed check in native code",
+    signal.SIGBUS: "memory that could not be backed, often a full /dev/shm",
+    signal.SIGFPE: "arithmetic error in native code",
+    signal.SIGILL: "an instruction that this processor does not have",
+    signal.SIGKILL: "killed from outside, often by the kernel because memory ran out",
+    signal.SIGSEGV: "invalid memory access in native code",
+}
+
+
+def signal_name(signum: int) -> str:
+    """`SIGTERM` for 15; the bare number for a real-time signal."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed by itself.
+
+    ``exit_code`` is negative for a signal and None when the rank had to be ended after its exception; ``cause`` is one
+    line; ``detail`` the traceback or, where Python had no chance to write one, the end of the rank's stderr;
+    ``seconds`` the time from the start of the ranks.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    exit_code: int | None
+    cause: str
+    detail: str
+    seconds: float
+
+    @property
+    def shell_code(self) -> int:
+        """The exit status as a shell shows it: 128 plus the number of the signal that ended the rank."""
+        if self.exit_code is None or self.exit_code == 0:
+            return 1
+        return self.exit_code if self.exit_code > 0 else 128 - self.exit_code
+
+
+class LaunchError(RuntimeError):
+    """A job that failed. ``failures`` holds the ranks that failed by themselves, the first cause first."""
+
+    def __init__(self, failures: Sequence[RankFailure], nproc: int, notes: Sequence[str] = ()) -> None:
+        self.failures = tuple(failures)
+        self.nproc = nproc
+        self.notes = tuple(notes)
+        super().__init__(self._text())
+
+    @property
+    def exit_code(self) -> int:
+        """What the launcher exits with: the first failing rank's status, never 0."""
+        return self.failures[0].shell_code if self.failures else 1
+
+    def _text(self) -> str:
+        if not self.failures:
+            return "\n".join(["the job failed", *self.notes])
+        first, *others = self.failures
+        lines = [f"rank {first.rank} of {self.nproc} failed first: {first.cause}"]
+        lines.append(f"  on {first.host}, pid {first.pid}, {first.seconds:.1f} s after start")
+        lines += [f"  | {line}" for line in first.detail.splitlines()]
+        for other in others:
+            later = other.seconds - first.seconds
+            lines.append(f"rank {other.rank} failed {later:.1f} s later: {other.cause}")
+        return "\n".join([*lines, *self.notes])
+
+
+def read_error_file(path: Path) -> dict[str, Any] | None:
+    """What an uncaught exception left in a rank's error file, or None when there is none."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))["message"]
+    except FileNotFoundError:
+        return None
+    # The engine's own decorator writes the same format without our time stamp, for exceptions that may have been caught.
+    return record if isinstance(record, dict) and "uncaught_at" in record.get("extraInfo", {}) else None
+
+
+def describe_exit(exit_code: int) -> str:
+    """One line for a rank that ended without an exception in Python."""
+    if exit_code >= 0:
+        return f"exit status {exit_code}, without an uncaught exception"
+    name = signal_name(-exit_code)
+    meaning = _MEANING.get(signal.Signals(-exit_code)) if name.startswith("SIG") else None
+    return f"died of {name} ({meaning})" if meaning else f"died of {name}"
+
+
+def tail(path: Path) -> str:
+    """The last lines of a log file; empty when it is."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-_TAIL_LINES:])
