@@ -1,0 +1,148 @@
+"""From the user's dict to canonical keys: removed and deprecated keys, aliases, unknown keys, "auto"."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_core.config._base import Section
+from zero_core.config.errors import ConfigError, Problem, show
+from zero_core.config.keys import ConfigFile
+
+REMOVED = {
+    "amp": 'use "fp16", "bf16" or "torch_autocast"',
+    "compression_training": "compress the exported weights with torchao after training",
+    "curriculum_learning": 'use "data_efficiency.data_sampling.curriculum_learning"',
+    "eigenvalue": "it only served quantize_training, which is gone too; remove it",
+    "elasticity": 'set the batch sizes directly; checkpoints load at any world size, and "zero-launch" restarts ranks',
+    "graph_harvesting": "use torch.cuda.make_graphed_callables in the model",
+    "nebula": "checkpoints are written asynchronously by zero-ckpt's AsyncSaver",
+    "progressive_layer_drop": "drop layers in the model's own forward",
+    "quantize_training": "use torchao's quantisation-aware training",
+    "sparse_attention": "use torch.nn.attention.flex_attention in the model",
+    "sparse_gradients": "build the embedding with sparse=True",
+    "zero_optimization.mics_hierarchical_params_gather": 'use "zero_optimization.zero_hpz_partition_size"',
+    "zero_optimization.mics_shard_size": 'use "zero_optimization.zero_hpz_partition_size"',
+    "zero_optimization.zeropp_loco_param": 'use "zero_optimization.zero_quantized_gradients"',
+}
+"""Keys that DeepSpeed once had: refused whatever their value, each with what to do instead."""
+
+_CPU_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+
+
+@dataclass
+class Prepared:
+    """The configuration under canonical keys, and what is to be remembered about how it was written."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+    """Canonical path of everything that the user gave -> the path as it was written."""
+    auto: set[str] = field(default_factory=set)
+    """Canonical paths whose value was "auto"."""
+    notes: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def as_written(self, path: str) -> str:
+        """Return a canonical path under the names that the user wrote."""
+        head, tail = path, ""
+        while head and head not in self.written:
+            cut = max(head.rfind("."), head.rfind("["))
+            head, tail = head[: max(cut, 0)], head[max(cut, 0) :] + tail
+        return self.written.get(head, "") + tail
+
+
+def prepare(raw: dict[str, Any]) -> Prepared:
+    """Return the configuration under canonical keys; raise `ConfigError` with all unknown and removed keys."""
+    prepared = Prepared()
+    _refuse_removed(raw, prepared)
+    prepared.data = _clean(_modernised(raw, prepared), ConfigFile, "", "", prepared)
+    if prepared.problems:
+        raise ConfigError(*prepared.problems)
+    return prepared
+
+
+def _refuse_removed(raw: dict[str, Any], prepared: Prepared) -> None:
+    zero = raw.get("zero_optimization")
+    for path, action in REMOVED.items():
+        parent, _, key = path.rpartition(".")
+        if key in (raw if not parent else zero if isinstance(zero, dict) else ()):
+            expected = "expected no such key: it was removed, and is refused even when switched off"
+            prepared.problems.append(Problem(path, expected, "", action=action))
+
+
+def _modernised(raw: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
+    """Replace the legacy forms of `zero_optimization`, and drop the keys that were refused as removed."""
+    raw = {key: value for key, value in raw.items() if key not in REMOVED}
+    zero = raw.get("zero_optimization")
+    if isinstance(zero, bool):
+        prepared.notes["zero_optimization.stage"] = f"from the legacy form zero_optimization: {str(zero).lower()}"
+        return {**raw, "zero_optimization": {"stage": int(zero)}}
+    if not isinstance(zero, dict):
+        return raw
+    zero = {key: value for key, value in zero.items() if f"zero_optimization.{key}" not in REMOVED}
+    pinned = zero.pop("cpu_offload_use_pin_memory", None)
+    for old, new in _CPU_OFFLOAD.items():
+        value = zero.pop(old, None)
+        if value not in (None, False, True):
+            prepared.problems.append(Problem(f"zero_optimization.{old}", "expected true or false", show(value)))
+        elif value and zero.get(new) is not None:
+            action = "keep only the newer one"
+            expected = f"expected either {old} or {new}"
+            prepared.problems.append(Problem(f"zero_optimization.{old}", expected, "both", action=action))
+        elif value:
+            zero[new] = {"device": "cpu", **({} if pinned is None else {"pin_memory": pinned})}
+            prepared.notes[f"zero_optimization.{new}.device"] = f"from the deprecated zero_optimization.{old}"
+    return {**raw, "zero_optimization": zero}
+
+
+def _clean(data: dict[str, Any], section: type[Section], path: str, written: str, into: Prepared) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    open_ended = section.model_config.get("extra") == "allow"
+    for key, value in data.items():
+        name = section.aliases.get(key, key)
+        here, there = path + name, written + key
+        if name not in section.model_fields and not open_ended:
+            into.problems.append(_unknown(key, there, section))
+        elif here in into.written:
+            expected = f"expected either {into.written[here]} or {there}: they are one key"
+            into.problems.append(Problem(there, expected, "both", action="remove one"))
+        else:
+            into.written[here] = there
+            if key != name:
+                into.notes[here] = f"written as {key}"
+            if value == "auto" and section.accepts_auto(name):
+                into.auto.add(here)
+                if name in section.model_fields and section.model_fields[name].is_required():
+                    out[name] = None
+                continue
+            child = section.section_of(name, data)
+            nested = child is not None and isinstance(value, dict)
+            out[name] = _clean(value, child, f"{here}.", f"{there}.", into) if nested and child else value
+    return out
+
+
+def _unknown(key: str, path: str, section: type[Section]) -> Problem:
+    if key == "max_grad_norm":
+        return Problem(path, "unknown key", "", "gradient_clipping", "clipping is a key of its own, at the top")
+    nearest = difflib.get_close_matches(key, section.written_keys(), n=1, cutoff=0.6)
+    elsewhere = [place for place in _places(ConfigFile, key, "") if place != path]
+    if elsewhere and not (nearest and _almost(key, nearest[0])):
+        return Problem(path, "unknown key", "", elsewhere[0], "the key belongs there")
+    if nearest:
+        return Problem(path, "unknown key", "", nearest[0], "correct it or remove it")
+    return Problem(path, "unknown key", "", None, f"the keys here are {', '.join(section.written_keys())}")
+
+
+def _almost(key: str, other: str) -> bool:
+    return difflib.SequenceMatcher(None, key, other).ratio() > 0.85
+
+
+def _places(section: type[Section], key: str, path: str) -> list[str]:
+    """Return the paths at which `key` would be valid."""
+    found = [path + key] if key in section.written_keys() and path + key not in REMOVED else []
+    for name in section.model_fields:
+        child = section.section_of(name, {})
+        if child is not None:
+            found += _places(child, key, f"{path}{name}.")
+    return found

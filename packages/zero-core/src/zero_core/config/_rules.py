@@ -1,0 +1,124 @@
+"""Rules between keys, and values that follow from other values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero_core.config._optim_keys import AdamParams
+from zero_core.config.errors import Problem
+from zero_core.config.keys import ConfigFile
+from zero_core.config.precision import build_policy
+from zero_precision import PrecisionError
+
+
+def contradictions(config: ConfigFile) -> list[Problem]:
+    """Return one problem for every pair of keys that cannot hold together."""
+    return [*_precision(config), *_stages(config), *_dtypes(config)]
+
+
+def _precision(config: ConfigFile) -> list[Problem]:
+    modes = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
+    if len(modes) < 2:
+        return []
+    got = " and ".join(f"{mode}.enabled: true" for mode in modes)
+    action = "keep one: bf16 needs no loss scale, fp16 runs on older GPUs, torch_autocast keeps float32 parameters"
+    return [Problem(f"{modes[1]}.enabled", "expected one precision mode", got, action=action)]
+
+
+def _stages(config: ConfigFile) -> list[Problem]:
+    problems = []
+    zero = config.zero_optimization
+    for section, key in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
+        if getattr(getattr(config, section), key) and zero.stage == 0:
+            problems.append(Problem(f"{section}.{key}", "expected stage 1, 2 or 3 with it", "stage 0"))
+    if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
+        expected = "expected bf16_master_weights_and_grads: true with it"
+        problems.append(Problem("bf16.bf16_optimizer_states", expected, "false"))
+    for section in ("offload_param", "offload_optimizer"):
+        offload = getattr(zero, section)
+        if offload.device == "nvme" and offload.nvme_path is None:
+            path = f"zero_optimization.{section}.nvme_path"
+            problems.append(Problem(path, 'expected a directory with device "nvme"', "null"))
+    return problems
+
+
+def _dtypes(config: ConfigFile) -> list[Problem]:
+    declared = config.data_types.param_dtype
+    mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else None
+    if mode is not None and declared not in (None, mode):
+        action = f"remove it, or switch {mode} off"
+        return [
+            Problem("data_types.param_dtype", f"expected {mode}, as {mode}.enabled says", declared or "", None, action)
+        ]
+    if mode is None and declared in ("fp16", "bf16"):
+        action = f'set "{declared}": {{"enabled": true}} instead'
+        return [
+            Problem(
+                "data_types.param_dtype", "expected fp32 or fp64 without fp16 or bf16", declared or "", None, action
+            )
+        ]
+    if config.torch_autocast.enabled and declared == "fp64":
+        action = "autocast never touches float64"
+        return [Problem("data_types.param_dtype", "expected fp32 under torch_autocast", "fp64", None, action)]
+    try:
+        build_policy(config)
+    except PrecisionError as error:
+        action = "see data_types.grad_accum_dtype, data_types.buffer_dtype and communication_data_type"
+        return [Problem("data_types", str(error), "", None, action)]
+    return []
+
+
+def derived(config: ConfigFile, auto: set[str], model_hint: Any) -> dict[str, Any]:
+    """Return canonical path -> value for what follows from other keys, or from the model's hidden size."""
+    zero = config.zero_optimization
+    values: dict[str, Any] = {}
+    if zero.overlap_comm is None:
+        values["zero_optimization.overlap_comm"] = zero.stage == 3
+    if config.torch_autocast.enabled and config.torch_autocast.dtype is None:
+        values["torch_autocast.dtype"] = "bf16"
+    if config.optimizer is not None and isinstance(config.optimizer.params, AdamParams):
+        params = config.optimizer.params
+        torch_default = params.torch_adam and config.optimizer.decoupled_weight_decay
+        if torch_default and "weight_decay" not in params.model_fields_set:
+            values["optimizer.params.weight_decay"] = 1e-2
+    hidden = hidden_size(model_hint)
+    if hidden is not None:
+        values.update({path: size for path, size in _sizes(hidden).items() if path in auto})
+    return values
+
+
+def _sizes(hidden: int) -> dict[str, int]:
+    """Bucket sizes in elements for transformers of this hidden size, as Accelerate and Transformers fill them."""
+    return {
+        "zero_optimization.reduce_bucket_size": hidden * hidden,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+
+def hidden_size(hint: Any) -> int | None:
+    """Return the hidden size of a model, of its Hugging Face config, or the number itself; None when unknown."""
+    if isinstance(hint, int):
+        return hint
+    for holder in (getattr(hint, "config", None), hint):
+        for described in (holder, getattr(holder, "text_config", None)):
+            size = getattr(described, "hidden_size", None)
+            sizes = getattr(described, "hidden_sizes", None)
+            if isinstance(size, int):
+                return size
+            if isinstance(sizes, (list, tuple)) and sizes:
+                return max(map(int, sizes))
+    return None
+
+
+def with_values(config: ConfigFile, values: dict[str, Any]) -> ConfigFile:
+    """Return the configuration with the values at these canonical paths replaced."""
+    for path, value in values.items():
+        config = _replaced(config, path.split("."), value)
+    return config
+
+
+def _replaced(section: Any, names: list[str], value: Any) -> Any:
+    head, *rest = names
+    new = _replaced(getattr(section, head), rest, value) if rest else value
+    return section.model_copy(update={head: new})

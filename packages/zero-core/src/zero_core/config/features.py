@@ -1,0 +1,194 @@
+"""Which keys are refused because their feature is not available yet, and which are accepted without effect.
+
+Both are tables: a feature that lands removes its rows here, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from zero_core.config._base import Section
+from zero_core.config.errors import Problem, show
+
+Predicate = Callable[[Any], bool]
+
+
+def is_on(value: Any) -> bool:
+    """The flag is true."""
+    return value is True
+
+
+def is_given(value: Any) -> bool:
+    """The key has any value but null, false or an empty object."""
+    return value is not None and value is not False and value != {}
+
+
+def is_above(limit: float) -> Predicate:
+    """The number is above `limit`."""
+    return lambda value: isinstance(value, (int, float)) and value > limit
+
+
+def is_not(*inert: Any) -> Predicate:
+    """The value is none of `inert`."""
+    return lambda value: value not in inert
+
+
+class Refusal(NamedTuple):
+    """A key that would change what happens: refused by name when `when(value)`, inert otherwise."""
+
+    path: str
+    when: Predicate
+    feature: str
+    instead: str
+
+
+_OFFLOAD = 'set the device to "none"'
+_ZEROPP = "train with the default, which sends whole weights and gradients"
+_LOG = 'log from the training loop, and set "enabled" to false'
+_OFF = "set it to false"
+_REDUCTION = "gradients are averaged in one way: summed in the accumulate dtype, divided once by the world size"
+
+REFUSED: tuple[Refusal, ...] = (
+    Refusal("activation_checkpointing.contiguous_memory_optimization", is_on, "activation checkpointing", _OFF),
+    Refusal("activation_checkpointing.cpu_checkpointing", is_on, "activation checkpointing", _OFF),
+    Refusal("activation_checkpointing.partition_activations", is_on, "activation checkpointing", _OFF),
+    Refusal("activation_checkpointing.profile", is_on, "activation checkpointing", _OFF),
+    Refusal("activation_checkpointing.synchronize_checkpoint_boundary", is_on, "activation checkpointing", _OFF),
+    Refusal("autotuning.enabled", is_on, "autotuning", _OFF),
+    Refusal("checkpoint.use_node_local_storage", is_on, "checkpoints on node-local disks", _OFF),
+    Refusal("comet.enabled", is_on, "the Comet monitor", _LOG),
+    Refusal("comms_logger.enabled", is_on, "the communication logger", _OFF),
+    Refusal("compile.autoep_non_moe", is_on, "DeepCompile", _OFF),
+    Refusal("compile.deepcompile", is_on, "DeepCompile", 'set it to false; "engine.compile" uses torch.compile'),
+    Refusal("compile.passes", is_given, "DeepCompile", "remove it"),
+    Refusal("csv_monitor.enabled", is_on, "the CSV monitor", _LOG),
+    Refusal("data_efficiency.enabled", is_on, "data efficiency", _OFF),
+    Refusal("datastates_ckpt", is_given, "DataStates checkpointing", "remove it"),
+    Refusal("expert_parallel.enabled", is_on, "expert parallelism", "train experts with plain ZeRO: set it to false"),
+    Refusal("flops_profiler.enabled", is_on, "the flops profiler", "set it to false; torch.utils.flop_counter counts"),
+    Refusal("gradient_allreduce_op", is_not("mean"), "summing gradients", _REDUCTION),
+    Refusal("gradient_predivide_factor", is_not(1.0), "dividing gradients before they are sent", _REDUCTION),
+    Refusal("hybrid_engine.enabled", is_on, "the hybrid engine", _OFF),
+    Refusal("managed_gradient_accumulation", is_not(True), "accumulation by hand", 'set it to true, or use "no_sync"'),
+    Refusal("memory_breakdown", is_on, "the memory breakdown", _OFF),
+    Refusal("optimizer.legacy_fusion", is_on, "legacy fusion", _OFF),
+    Refusal("optimizer.type", lambda name: name in ("muadam", "muadamw", "musgd"), "mup optimizers", "use adamw"),
+    Refusal("pipeline.stages", is_not("auto", 1), "pipeline parallelism", 'remove it, or set it to "auto"'),
+    Refusal("prescale_gradients", is_on, "dividing gradients before they are sent", _REDUCTION),
+    Refusal("sequence_parallel_size", is_above(1), "sequence parallelism", "set it to 1"),
+    Refusal("tensor_parallel.autotp_size", is_above(1), "tensor parallelism", "set it to 1, or remove it"),
+    Refusal("tensor_parallel.tp.tp_size", is_above(1), "tensor parallelism", "set it to 1, or remove it"),
+    Refusal("tensorboard.enabled", is_on, "the TensorBoard monitor", _LOG),
+    Refusal("use_data_before_expert_parallelism", is_on, "expert parallelism", _OFF),
+    Refusal("wall_clock_breakdown", is_on, "the wall-clock breakdown", _OFF),
+    Refusal("wandb.enabled", is_on, "the Weights & Biases monitor", _LOG),
+    Refusal("weight_quantization", is_given, "quantised inference weights", "remove it"),
+    Refusal("zero_optimization.legacy_stage1", is_on, "the old stage 1", "set it to false: results are the same"),
+    Refusal("zero_optimization.load_from_fp32_weights", is_not(True), "masters from 16-bit weights", "set it to true"),
+    Refusal("zero_optimization.offload_optimizer.device", is_not("none"), "optimizer offload", _OFFLOAD),
+    Refusal("zero_optimization.zenflow", is_given, "ZenFlow", "remove it"),
+    Refusal("zero_optimization.zero_hpz_partition_size", is_above(1), "hierarchical partitioning", "set it to 1"),
+    Refusal("zero_optimization.zero_quantized_gradients", is_on, "quantised gradients", _ZEROPP),
+    Refusal("zero_optimization.zero_quantized_nontrainable_weights", is_on, "quantised weights", _ZEROPP),
+    Refusal("zero_optimization.zero_quantized_weights", is_on, "quantised weights", _ZEROPP),
+)
+
+REFUSED_AT_STAGE_3: tuple[Refusal, ...] = (
+    Refusal("zero_optimization.offload_param.device", is_not("none"), "parameter offload", _OFFLOAD),
+)
+"""Below stage 3 these have no effect, as in DeepSpeed."""
+
+_UNITS = "units are chosen from the module tree"
+_ALWAYS = "always on"
+_LAYOUT = "gradients and parameters are flat buffers always"
+
+NO_EFFECT: dict[str, str] = {
+    "activation_checkpointing": "recomputation is chosen in the model",
+    "aio": "read by the NVMe tier, which is not available yet",
+    "autotuning": "switched off",
+    "bf16.immediate_grad_update": "gradients are always reduced as soon as they are complete",
+    "checkpoint.checkpoint_serialization": "checkpoints hold tensors and plain data, never pickles",
+    "checkpoint.load_universal": "every checkpoint loads at any world size and stage",
+    "checkpoint.parallel_write": "all ranks always write in parallel",
+    "checkpoint.writer": "the writer is chosen for the disk",
+    "disable_allgather": "parameters are always gathered by all-gather",
+    "disable_python_gc": "the garbage collector is left alone",
+    "log_level": 'set the level of the logger "zero_core"',
+    "optimizer.params.fp32_optimizer_states": "the dtype table says in which dtype states are",
+    "pipeline": "one stage",
+    "seq_parallel_communication_data_type": "there is no sequence parallelism",
+    "timers": "throughput is printed with steps_per_print",
+    "vocabulary_size": "only ever a warning",
+    "zero_allow_untested_optimizer": "every optimizer is checked for what it needs instead",
+    "zero_force_ds_cpu_optimizer": "the optimizer that was passed is used",
+    "zero_optimization.allgather_bucket_size": _UNITS,
+    "zero_optimization.allgather_partitions": _ALWAYS,
+    "zero_optimization.compute_grad_norm": "the norm costs nothing extra and is always known",
+    "zero_optimization.contiguous_gradients": _LAYOUT,
+    "zero_optimization.elastic_checkpoint": "every checkpoint loads at any world size and stage",
+    "zero_optimization.enable_sanity_checks": _ALWAYS,
+    "zero_optimization.ignore_unused_parameters": "unused parameters are skipped as torch skips them",
+    "zero_optimization.leaf_module": _UNITS,
+    "zero_optimization.log_trace_cache_warnings": "there is no trace cache: ranks agree on an order",
+    "zero_optimization.memory_efficient_linear": "a gathered weight is never saved by autograd as a copy",
+    "zero_optimization.offload_optimizer": "switched off",
+    "zero_optimization.offload_param": "switched off, or below stage 3",
+    "zero_optimization.overlap_comm": "communication always overlaps with computation",
+    "zero_optimization.override_module_apply": "nothing in torch is replaced",
+    "zero_optimization.parameter_alignment": _LAYOUT,
+    "zero_optimization.pipeline_loading_checkpoint": "checkpoints are always read shard by shard",
+    "zero_optimization.reduce_scatter": "each backend has one reduction",
+    "zero_optimization.round_robin_gradients": _UNITS,
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "states live where their shards live",
+    "zero_optimization.stage3_allgather_sequential": _UNITS,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "whole weights can always be gathered for saving",
+    "zero_optimization.stage3_max_reuse_distance": _UNITS,
+    "zero_optimization.stage3_model_persistence_threshold": "stage3_param_persistence_threshold alone decides",
+    "zero_optimization.stage3_module_granularity_threshold": _UNITS,
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _UNITS,
+    "zero_optimization.sub_group_size": "read by optimizer offload, which is not available yet",
+    "zero_optimization.use_multi_rank_bucket_allreduce": _UNITS,
+}
+"""Keys, or whole sections, that change no result here: accepted, and listed in the report with the reason."""
+
+
+def leaves(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every (path, value) of a section, nested sections flattened."""
+    for name, value in section:
+        if isinstance(value, Section):
+            yield from leaves(value, f"{path}{name}.")
+        else:
+            yield path + name, value
+
+
+def lookup(section: Section, path: str) -> Any:
+    """Return the value at a dotted path, None below a section that is absent."""
+    value: Any = section
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def refusals(config: Section) -> list[Problem]:
+    """Return one problem for every key that asks for what is not available."""
+    rows = REFUSED + (REFUSED_AT_STAGE_3 if lookup(config, "zero_optimization.stage") == 3 else ())
+    return [
+        Problem(row.path, f"{row.feature}: not available in this version", show(value), action=row.instead)
+        for row in rows
+        if row.when(value := lookup(config, row.path))
+    ]
+
+
+def no_effect(config: Section, path: str) -> str:
+    """Return why a value at `path` changes nothing, or an empty text when it does something."""
+    if path.endswith(".enabled"):
+        return ""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        if lookup(config, f"{prefix}.enabled") is False:
+            return f"accepted, no effect: {prefix}.enabled is false"
+        if prefix in NO_EFFECT:
+            return f"accepted, no effect: {NO_EFFECT[prefix]}"
+    return ""
