@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-import torch.multiprocessing as mp  # noqa: E402
+from processes import run_ranks  # noqa: E402
 
 from zero_ckpt import CheckpointError, Interval, open_checkpoint, save_sharded  # noqa: E402
 from zero_ckpt.torch import DistCoordinator, Stager, dtype_name, tensor_buffer, torch_dtype  # noqa: E402
@@ -44,9 +44,7 @@ def test_a_strided_tensor_is_staged(tmp_path: Path) -> None:
     assert torch.equal(read, tensor.reshape(-1))
 
 
-def _save_as_rank(rank: int, world_size: int, root: str) -> None:
-    store = torch.distributed.FileStore(root + "/store", world_size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+def save_as_rank(rank: int, world_size: int, root: str) -> None:
     group = DistCoordinator()
     assert group.all_gather_object({"rank": rank, "long": b"x" * (rank * 1000)}) == [
         {"rank": other, "long": b"x" * (other * 1000)} for other in range(world_size)
@@ -57,10 +55,9 @@ def _save_as_rank(rank: int, world_size: int, root: str) -> None:
     broken = [Interval("w", "param", (world_size,), "U8", rank, b"" if rank == 1 else b"x")]
     with pytest.raises(CheckpointError, match="no rank contributes elements 1 to 2"):
         save_sharded(root + "/run", "u", broken, step=2, coordinator=group)
-    torch.distributed.destroy_process_group()
 
 
 def test_processes_save_together(tmp_path: Path) -> None:
-    mp.spawn(_save_as_rank, (2, str(tmp_path)), nprocs=2)
+    run_ranks(save_as_rank, 2, tmp_path, 2, str(tmp_path))
     expected = torch.arange(2.0).repeat_interleave(5)
     assert open_checkpoint(tmp_path / "run").read("w", "param") == bytes(tensor_buffer(expected))

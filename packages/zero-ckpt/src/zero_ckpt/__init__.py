@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from .errors import CheckpointError, DamagedError, MismatchError, NotFoundError, NotPlainDataError
+from .facade import load, save
 from .opening import open_checkpoint
 from .reader import Checkpoint, OpenReport, ReadRequest
-from .restore import restore
-from .save import save_sharded
+from .report import LoadReport
+from .restoring import restore
+from .saving import save_sharded
 from .types import Coordinator, Interval, SoloCoordinator
 
 __all__ = [
@@ -15,13 +17,16 @@ __all__ = [
     "Coordinator",
     "DamagedError",
     "Interval",
+    "LoadReport",
     "MismatchError",
     "NotFoundError",
     "NotPlainDataError",
     "OpenReport",
     "ReadRequest",
     "SoloCoordinator",
+    "load",
     "open_checkpoint",
     "restore",
+    "save",
     "save_sharded",
 ]

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from .buffers import Stager, dtype_name, tensor_buffer, torch_dtype
 from .coordinator import DistCoordinator, default_coordinator
+from .loading import load
+from .rng import RngState
+from .saving import Stateful, save
 
 __all__ = [
     "DistCoordinator",
+    "RngState",
     "Stager",
+    "Stateful",
     "default_coordinator",
     "dtype_name",
+    "load",
+    "save",
     "tensor_buffer",
     "torch_dtype",
 ]

@@ -1,0 +1,53 @@
+"""What a load did, name by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import MismatchError
+from .reader import OpenReport
+
+_SHOWN = 10
+
+
+@dataclass
+class LoadReport:
+    """Names, as `name (kind)`, by what happened to them.
+
+    `loaded` got the checkpoint's values; `converted` is the part of it whose dtype differs from the checkpoint's;
+    `defaulted` is not in the checkpoint and kept the value it had; `ignored` is in the checkpoint but nothing asked
+    for it. `not_requested` lists the kinds that the load left out by intent (`exp_avg` when no optimizer was given).
+    """
+
+    path: Path
+    step: int
+    opened: OpenReport
+    loaded: list[str] = field(default_factory=list)
+    converted: list[str] = field(default_factory=list)
+    defaulted: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    not_requested: list[str] = field(default_factory=list)
+
+    def require_complete(self) -> None:
+        """Raise MismatchError when anything was defaulted or ignored."""
+        if self.defaulted or self.ignored:
+            raise MismatchError(
+                f"{self.path} does not fit what is loaded from it:"
+                f"{_lines('not in the checkpoint', self.defaulted)}{_lines('only in the checkpoint', self.ignored)}"
+                "\n  pass strict=False to load what fits"
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.opened}\n  step {self.step}: {len(self.loaded)} loaded"
+            f"{_lines('converted', self.converted)}{_lines('defaulted', self.defaulted)}"
+            f"{_lines('ignored', self.ignored)}{_lines('kinds not requested', self.not_requested)}"
+        )
+
+
+def _lines(title: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"\n  {title} ({len(names)}): {', '.join(names[:_SHOWN])}{rest}"

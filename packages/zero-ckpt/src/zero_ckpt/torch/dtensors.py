@@ -1,0 +1,82 @@
+"""Where the local part of a tensor lies inside the whole one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Run:
+    """`length` elements: `local` is where they begin in the flattened local part, `whole` in the flattened tensor."""
+
+    local: int
+    whole: int
+    length: int
+
+
+def local_part(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, list[Run]]:
+    """What this rank holds of a tensor (of a DTensor, its local tensor), and its runs in the whole one.
+
+    Raises CheckpointError for placements other than `Shard` and `Replicate`.
+    """
+    if not _is_dtensor(tensor):
+        return tensor, [Run(0, 0, tensor.numel())]
+    local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    box = _box(tensor, name)
+    if box is None:
+        return local, []
+    begins, sizes = box
+    if tuple(local.shape) != tuple(sizes):
+        raise CheckpointError(
+            f"{name!r}: this rank holds shape {tuple(local.shape)}, its placements say {tuple(sizes)}"
+        )
+    return local, list(_runs(list(tensor.shape), begins, sizes))
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
+
+
+def _box(tensor: Any, name: str) -> tuple[list[int], list[int]] | None:
+    """Begin and size of the local part per dimension, or None where this rank holds nothing of it."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    begins, sizes = [0] * tensor.ndim, list(tensor.shape)
+    for axis, placement in enumerate(tensor.placements):
+        if type(placement) is Shard:
+            dim, ranks = placement.dim, tensor.device_mesh.size(axis)
+            chunk = -(-sizes[dim] // ranks)
+            begin = min(coordinate[axis] * chunk, sizes[dim])
+            sizes[dim] = min(chunk, sizes[dim] - begin)
+            begins[dim] += begin
+        elif type(placement) is not Replicate:
+            raise CheckpointError(
+                f"{name!r} is placed as {placement}; only Shard and Replicate can be saved and loaded"
+            )
+    return begins, sizes
+
+
+def _runs(shape: list[int], begins: list[int], sizes: list[int]) -> Iterator[Run]:
+    if 0 in sizes:
+        return
+    split = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
+    strides = [1] * (len(shape) + 1)
+    for dim in reversed(range(len(shape))):
+        strides[dim] = strides[dim + 1] * shape[dim]
+    length = strides[split + 1] * sizes[split] if shape else 1
+    local = 0
+    for index in itertools.product(*(range(size) for size in sizes[:split])):
+        position = (*index, 0)
+        whole = sum((begins[dim] + at) * strides[dim + 1] for dim, at in enumerate(position)) if shape else 0
+        yield Run(local, whole, length)
+        local += length

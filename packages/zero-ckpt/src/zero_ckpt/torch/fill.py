@@ -1,0 +1,70 @@
+"""Read checkpoint tensors into tensors that exist, on any device, in any dtype, whole or local parts."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import MismatchError
+from ..manifest import TensorEntry
+from ..reader import Checkpoint, ReadRequest
+from .buffers import tensor_buffer, torch_dtype
+from .dtensors import Run, local_part
+
+_STAGING_BYTES = 64 << 20
+
+
+class Filler:
+    """Collects what to read, then reads it all at once with several reads in flight."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._direct: list[ReadRequest] = []
+        self._staged: list[tuple[TensorEntry, torch.Tensor, list[Run]]] = []
+
+    def add(self, entry: TensorEntry, tensor: torch.Tensor, name: str) -> bool:
+        """Ask for the values of `tensor`; returns whether their dtype has to be converted.
+
+        Raises MismatchError when the shapes differ.
+        """
+        if tuple(tensor.shape) != entry.shape:
+            raise MismatchError(
+                f"{name!r} has shape {tuple(tensor.shape)}, but {entry.name!r} ({entry.kind}) of the checkpoint "
+                f"has {entry.shape}"
+            )
+        local, runs = local_part(tensor.detach(), name)
+        same = torch_dtype(entry.dtype) == tensor.dtype
+        if same and local.device.type == "cpu" and local.is_contiguous():
+            view, size = tensor_buffer(local), local.element_size()
+            for run in runs:
+                out = view[run.local * size : (run.local + run.length) * size]
+                self._direct.append(ReadRequest(entry.name, entry.kind, run.whole, out))
+        else:
+            self._staged.append((entry, local, runs))
+        return not same
+
+    def run(self) -> None:
+        """Read everything that was asked for."""
+        self._checkpoint.read_many(self._direct)
+        for entry, local, runs in self._staged:
+            self._fill(entry, local, runs)
+
+    def _fill(self, entry: TensorEntry, local: torch.Tensor, runs: list[Run]) -> None:
+        flat = local.view(-1) if local.is_contiguous() else torch.empty(local.shape, dtype=local.dtype).view(-1)
+        dtype = torch_dtype(entry.dtype)
+        step = _STAGING_BYTES // dtype.itemsize
+        for run in runs:
+            for begin in range(0, run.length, step):
+                staging = torch.empty(min(step, run.length - begin), dtype=dtype)
+                request = ReadRequest(entry.name, entry.kind, run.whole + begin, tensor_buffer(staging))
+                self._checkpoint.read_many([request])
+                flat[run.local + begin : run.local + begin + staging.numel()].copy_(staging)
+        if not local.is_contiguous():
+            local.copy_(flat.view(local.shape))
+
+
+def read_tensor(checkpoint: Checkpoint, name: str, kind: str) -> torch.Tensor:
+    """A whole tensor in new CPU memory, in the dtype in which it is stored."""
+    entry = checkpoint.entry(name, kind)
+    tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+    checkpoint.read_into(name, kind, 0, tensor_buffer(tensor))
+    return tensor

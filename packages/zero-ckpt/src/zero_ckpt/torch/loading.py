@@ -1,0 +1,175 @@
+"""`load` into a dict of modules, optimizers, stateful objects, tensors and plain data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+
+from ..reader import Checkpoint
+from ..report import LoadReport
+from ..restoring import restore
+from ..types import Coordinator
+from .buffers import dtype_name
+from .coordinator import default_coordinator
+from .fill import Filler, read_tensor
+from .modules import ModuleState
+from .optimizers import MODEL_KINDS, OptimizerLoader
+from .rng import RngState
+from .saving import STATE_KIND, Parts, Stateful
+from .tree import decode
+
+
+def load(
+    root: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    *,
+    tag: str | None = None,
+    strict: bool = True,
+    rename: Callable[[str], str | None] | None = None,
+    coordinator: Coordinator | None = None,
+) -> LoadReport:
+    """Load a checkpoint into the objects of `state`, in place, and say what was loaded; collective.
+
+    Without a tag the newest good checkpoint is loaded (see `restore`). Modules, optimizers and stateful objects are
+    filled, tensors are written into, and plain data is replaced in the mapping. What is not in `state` is not
+    requested: pass only the module to load only the module. `rename` maps a model's name to the checkpoint's name, or
+    None to leave it as it is. A parameter is read from its `master` when that has the parameter's dtype.
+
+    Raises MismatchError on every rank when shapes differ, or, unless `strict=False`, when anything was defaulted or
+    ignored.
+    """
+    group = coordinator or default_coordinator()
+
+    def fill(checkpoint: Checkpoint) -> LoadReport:
+        return _Load(checkpoint, state, rename or (lambda name: name), group.rank).run(strict)
+
+    return restore(root, fill, tag, coordinator=group)[1]
+
+
+class _Load:
+    """One attempt to load a state from one checkpoint."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, state: MutableMapping[str, Any], rename: Callable[[str], str | None], rank: int
+    ) -> None:
+        self._checkpoint, self._state, self._rename, self._rank = checkpoint, state, rename, rank
+        self._parts = Parts(state)
+        self._filler = Filler(checkpoint)
+        self._wanted: set[tuple[str, str]] = set()
+        self._report = LoadReport(checkpoint.path, checkpoint.step, checkpoint.report)
+        client = checkpoint.client_state
+        self._client: dict[str, Any] = client if isinstance(client, dict) else {}
+
+    def run(self, strict: bool) -> LoadReport:
+        for module in self._parts.modules.values():
+            self._module(module)
+        for key, value in self._state.items():
+            if isinstance(value, torch.optim.Optimizer):
+                self._optimizer(key, value)
+        self._finish_report()
+        if strict:
+            self._report.require_complete()
+        self._filler.run()
+        for key in self._state:
+            self._other(key)
+        if strict:
+            self._report.require_complete()
+        return self._report
+
+    def _module(self, module: ModuleState) -> None:
+        for name, tensor in module.tensors.items():
+            stored = self._rename(name) or name
+            kind = self._choose(stored, module.kind(name), tensor)
+            if kind is None:
+                self._report.defaulted.append(f"{name} ({module.kind(name)})")
+                continue
+            entry = self._checkpoint.entry(stored, kind)
+            self._ask(entry.name, kind, tensor, name)
+            self._wanted.update((entry.name, other) for other in ("param", "master"))
+
+    def _choose(self, name: str, kind: str, tensor: torch.Tensor) -> str | None:
+        """The kind to read a module's tensor from: `master` where the stored parameter has another dtype than asked."""
+        known = self._checkpoint.tensors
+        stored = name if (name, kind) in known else self._checkpoint.aliases.get(name, name)
+        if kind == "param" and (stored, "master") in known:
+            plain = known.get((stored, "param"))
+            if plain is None or plain.dtype != dtype_name(tensor.dtype):
+                return "master"
+        return kind if (stored, kind) in known else None
+
+    def _ask(self, stored: str, kind: str, tensor: torch.Tensor, name: str) -> None:
+        entry = self._checkpoint.entry(stored, kind)
+        if self._filler.add(entry, tensor, name):
+            self._report.converted.append(f"{name} ({kind})")
+        self._report.loaded.append(f"{name} ({kind})")
+        self._wanted.add((entry.name, kind))
+
+    def _optimizer(self, key: str, optimizer: torch.optim.Optimizer) -> None:
+        by_name: dict[str, list[str]] = {}
+        for name, kind in self._checkpoint.tensors:
+            if kind not in MODEL_KINDS and kind != STATE_KIND:
+                by_name.setdefault(name, []).append(kind)
+        names = {identity: self._rename(name) or name for identity, name in self._parts.names.items()}
+        loader = OptimizerLoader(optimizer, names, key, self._client.get(key), self._checkpoint)
+        found: list[tuple[str, str]] = []
+        unknown = loader.load(self._filler, by_name, found)
+        self._report.defaulted += [f"{name} ({key})" for name in unknown]
+        self._report.loaded += [f"{name} ({kind})" for name, kind in found]
+        self._wanted.update(found)
+
+    def _finish_report(self) -> None:
+        modules = bool(self._parts.modules)
+        optimizers = any(isinstance(value, torch.optim.Optimizer) for value in self._state.values())
+        skipped: set[str] = set()
+        for name, kind in self._checkpoint.tensors:
+            asked = kind != STATE_KIND and (modules if kind in MODEL_KINDS else optimizers)
+            if not asked:
+                skipped.add(kind)
+            elif (name, kind) not in self._wanted:
+                self._report.ignored.append(f"{name} ({kind})")
+        self._report.not_requested = sorted(skipped - {STATE_KIND})
+
+    def _other(self, key: str) -> None:
+        value = self._state[key]
+        if isinstance(value, (RngState, torch.Generator)):
+            self._generator(key, value)
+        elif isinstance(value, torch.nn.Module):
+            extra = self._client.get(key)
+            stored = decode(extra["$module"], self._read) if isinstance(extra, dict) and "$module" in extra else {}
+            if stored:
+                value.load_state_dict(stored, strict=False)
+        elif not isinstance(value, torch.optim.Optimizer):
+            self._plain(key, value)
+
+    def _plain(self, key: str, value: Any) -> None:
+        if key not in self._client:
+            self._report.defaulted.append(key)
+            return
+        if isinstance(value, torch.Tensor):
+            filler = Filler(self._checkpoint)
+            if filler.add(self._checkpoint.entry(key, STATE_KIND), value, key):
+                self._report.converted.append(key)
+            filler.run()
+        elif isinstance(value, Stateful):
+            value.load_state_dict(decode(self._client[key], self._read))
+        else:
+            self._state[key] = decode(self._client[key], self._read)
+        self._report.loaded.append(key)
+
+    def _generator(self, key: str, value: RngState | torch.Generator) -> None:
+        states = self._checkpoint.rank_state
+        mine = states[self._rank] if self._rank < len(states) else None
+        if not isinstance(mine, dict) or key not in mine:
+            self._report.defaulted.append(key)
+        elif isinstance(value, RngState):
+            value.load_state_dict(mine[key])
+            self._report.loaded.append(key)
+        else:
+            value.set_state(torch.frombuffer(bytearray(mine[key]), dtype=torch.uint8))
+            self._report.loaded.append(key)
+
+    def _read(self, name: str) -> torch.Tensor:
+        return read_tensor(self._checkpoint, name, STATE_KIND)

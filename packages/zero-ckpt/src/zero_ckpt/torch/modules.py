@@ -1,0 +1,46 @@
+"""What of a module is stored, and under which names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass
+class ModuleState:
+    """Tensors by name, each once; tied names in `aliases`; everything else of the state dict in `extra`."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def kind(self, name: str) -> str:
+        """`param` or `buffer`."""
+        return "param" if isinstance(self.tensors[name], torch.nn.Parameter) else "buffer"
+
+
+def module_state(module: torch.nn.Module, prefix: str = "") -> ModuleState:
+    """Parameters and persistent buffers of a module, without the wrappers that DDP and compilation put around it."""
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        module = module.module
+    state = ModuleState()
+    names: dict[int, str] = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        name = prefix + ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+        if not isinstance(value, torch.Tensor):
+            state.extra[name] = value
+        elif id(value) in names:
+            state.aliases[name] = names[id(value)]
+        else:
+            names[id(value)] = name
+            state.tensors[name] = value
+    return state
+
+
+def parameter_names(states: list[ModuleState]) -> dict[int, str]:
+    """Names of parameters by the identity of the parameter."""
+    return {id(tensor): name for state in states for name, tensor in state.tensors.items()}

@@ -1,0 +1,133 @@
+"""Optimizer state by parameter name, independent of the order of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import MismatchError
+from ..plain import to_plain
+from ..reader import Checkpoint
+from .buffers import torch_dtype
+from .fill import Filler
+from .tree import decode, encode
+
+MODEL_KINDS = frozenset({"param", "buffer", "master"})
+
+
+def parameters_of(optimizer: torch.optim.Optimizer, names: dict[int, str], key: str) -> list[list[tuple[str, Any]]]:
+    """(name, parameter) per group; a parameter of no saved module is named by its place in the optimizer."""
+    return [
+        [(names.get(id(p), f"{key}.{group}.{index}"), p) for index, p in enumerate(params["params"])]
+        for group, params in enumerate(optimizer.param_groups)
+    ]
+
+
+def describe_optimizer(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], key: str
+) -> tuple[dict[str, Any], list[tuple[str, str, torch.Tensor]]]:
+    """The plain part of an optimizer's state, and its tensors as (parameter name, kind, tensor)."""
+    groups, state, tensors = [], {}, []
+    for options, members in zip(optimizer.param_groups, parameters_of(optimizer, names, key), strict=True):
+        plain = {name: value for name, value in options.items() if name not in ("params", "param_names")}
+        found: dict[str, torch.Tensor] = {}
+        encoded = encode(plain, f"{key}.param_groups", found)
+        inline = {name: tensor.item() for name, tensor in found.items()}  # such as a learning rate kept in a tensor
+        groups.append({"options": _inline(encoded, inline), "params": [name for name, _ in members]})
+        for name, parameter in members:
+            kinds, values = [], {}
+            for kind, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    kinds.append(kind)
+                    tensors.append((name, kind, value))
+                else:
+                    values[kind] = to_plain(value, f"{key}.state[{name!r}][{kind!r}]")
+            state[name] = {"kinds": kinds, "values": values}
+    return {"$optimizer": {"groups": groups, "state": state}}, tensors
+
+
+def _inline(value: Any, tensors: dict[str, Any]) -> Any:
+    if isinstance(value, dict) and "$tensor" in value:
+        return {"$scalar": tensors[value["$tensor"]]}
+    if isinstance(value, dict):
+        return {key: _inline(item, tensors) for key, item in value.items()}
+    return [_inline(item, tensors) for item in value] if isinstance(value, list) else value
+
+
+class OptimizerLoader:
+    """Fills one optimizer from a checkpoint that this package or a ZeRO engine wrote."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: dict[int, str], key: str, described: Any, checkpoint: Checkpoint
+    ) -> None:
+        self._optimizer, self._key, self._checkpoint = optimizer, key, checkpoint
+        self._members = parameters_of(optimizer, names, key)
+        self._described = described["$optimizer"] if isinstance(described, dict) else None
+
+    def kinds_of(self, name: str, by_name: dict[str, list[str]]) -> Iterable[str]:
+        """The state kinds of a parameter that belong to this optimizer."""
+        if self._described is None:
+            return by_name.get(name, [])
+        return self._described["state"].get(name, {}).get("kinds", [])  # type: ignore[no-any-return]
+
+    def load(self, filler: Filler, by_name: dict[str, list[str]], found: list[tuple[str, str]]) -> list[str]:
+        """Create or reuse state tensors and ask `filler` for their values, appending each (name, kind) to `found`.
+
+        `by_name` lists the optimizer kinds in the checkpoint by parameter name. Returns the names of parameters that
+        the checkpoint knows nothing about. Raises MismatchError when the param groups cannot be matched.
+        """
+        unknown = []
+        self._load_groups()
+        for group, members in zip(self._optimizer.param_groups, self._members, strict=True):
+            for name, parameter in members:
+                values = {} if self._described is None else self._described["state"].get(name, {}).get("values", {})
+                kinds = list(self.kinds_of(name, by_name))
+                known = bool(kinds or values) if self._described is None else name in self._described["state"]
+                if not known:
+                    unknown.append(name)
+                    continue
+                state: dict[str, Any] = dict(values)
+                old = self._optimizer.state.get(parameter, {})
+                for kind in kinds:
+                    entry = self._checkpoint.entry(name, kind)
+                    state[kind] = _state_tensor(old.get(kind), parameter, kind, entry.shape, entry.dtype, group)
+                    filler.add(entry, state[kind], f"{name} ({kind})")
+                    found.append((entry.name, kind))
+                if state or parameter in self._optimizer.state:
+                    self._optimizer.state[parameter] = state
+        return unknown
+
+    def _load_groups(self) -> None:
+        if self._described is None:
+            return
+        groups = self._described["groups"]
+        if len(groups) != len(self._optimizer.param_groups):
+            raise MismatchError(
+                f"{self._key!r} has {len(self._optimizer.param_groups)} param groups, the checkpoint has {len(groups)}"
+            )
+        for options, stored in zip(self._optimizer.param_groups, groups, strict=True):
+            for name, value in stored["options"].items():
+                scalar = isinstance(value, dict) and "$scalar" in value
+                if scalar and isinstance(options.get(name), torch.Tensor):
+                    options[name].fill_(value["$scalar"])
+                else:
+                    options[name] = value["$scalar"] if scalar else decode(value, _no_tensor)
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise MismatchError(f"a param group cannot hold the tensor {name!r}")
+
+
+def _state_tensor(
+    old: Any, parameter: torch.Tensor, kind: str, shape: tuple[int, ...], dtype: str, group: dict[str, Any]
+) -> torch.Tensor:
+    """The tensor to fill: the one that is there when it fits, otherwise a new one where the optimizer expects it."""
+    wanted = torch_dtype(dtype)
+    if isinstance(old, torch.Tensor) and tuple(old.shape) == shape and old.dtype == wanted:
+        return old
+    if shape == tuple(parameter.shape) and kind != "step":
+        return torch.empty_like(parameter, dtype=wanted, requires_grad=False)
+    on_device = kind != "step" or group.get("capturable") or group.get("fused")
+    return torch.empty(shape, dtype=wanted, device=parameter.device if on_device else "cpu")

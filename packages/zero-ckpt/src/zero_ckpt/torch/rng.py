@@ -1,0 +1,46 @@
+"""The generators of one rank."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from .buffers import tensor_buffer
+
+
+class RngState:
+    """The states of Python's, NumPy's (when imported), torch's CPU and the accelerators' generators of this process.
+
+    Put one into the dict that `save` and `load` take: every rank keeps its own.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states as plain data."""
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "python": [version, list(words), gauss],
+            "torch": bytes(tensor_buffer(torch.get_rng_state())),
+        }
+        if "numpy" in sys.modules:
+            name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+            state["numpy"] = [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if device is not None:
+            state["accelerator"] = bytes(tensor_buffer(torch.get_device_module(device).get_rng_state()))
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set every generator that the state holds."""
+        version, words, gauss = state_dict["python"]
+        random.setstate((version, tuple(words), gauss))
+        torch.set_rng_state(torch.frombuffer(bytearray(state_dict["torch"]), dtype=torch.uint8))
+        if "numpy" in state_dict and "numpy" in sys.modules:
+            numpy = sys.modules["numpy"]
+            name, keys, *rest = state_dict["numpy"]
+            numpy.random.set_state((name, numpy.array(keys, dtype="uint32"), *rest))
+        if "accelerator" in state_dict and torch.accelerator.is_available():
+            module = torch.get_device_module(torch.accelerator.current_accelerator())
+            module.set_rng_state(torch.frombuffer(bytearray(state_dict["accelerator"]), dtype=torch.uint8))

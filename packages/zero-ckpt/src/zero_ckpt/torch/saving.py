@@ -1,0 +1,124 @@
+"""`save` a dict of modules, optimizers, stateful objects, tensors and plain data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ..saving import save_sharded
+from ..types import Coordinator, Interval
+from .buffers import Stager, tensor_buffer
+from .coordinator import default_coordinator
+from .dtensors import local_part
+from .modules import module_state, parameter_names
+from .optimizers import describe_optimizer
+from .rng import RngState
+from .tree import encode
+
+STATE_KIND = "state"
+"""The kind of tensors inside the state dicts of stateful objects, and of bare tensors."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state is a dict of plain data and tensors."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def save(
+    root: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    step: int = 0,
+    tag: str | None = None,
+    exclude_frozen: bool = False,
+    keep_last: int | None = None,
+    coordinator: Coordinator | None = None,
+) -> Path:
+    """Save `state` as checkpoint `<root>/<tag>` (by default `step<step>`) and return that path; collective.
+
+    Values of `state` are modules (plain, DDP, FSDP2), optimizers, objects with `state_dict` and `load_state_dict`,
+    tensors, and plain data. The only module is stored under its own parameter names, one of several under
+    `<key>.<name>`. `RngState` objects and generators are stored per rank, everything else once; sharded tensors are
+    written by the ranks that hold them. `exclude_frozen` leaves out parameters that need no gradient. Raises
+    CheckpointError as `save_sharded` does.
+    """
+    group = coordinator or default_coordinator()
+    parts = Parts(state)
+    tensors, client, own = parts.describe(exclude_frozen)
+    aliases = {name: target for module in parts.modules.values() for name, target in module.aliases.items()}
+    return save_sharded(
+        root,
+        tag if tag is not None else f"step{step}",
+        _intervals(tensors),
+        step=step,
+        aliases=aliases,
+        client_state=client,
+        rank_state=own or None,
+        coordinator=group,
+        keep_last=keep_last,
+    )
+
+
+class Parts:
+    """The values of a state by what they are."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = state
+        found = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
+        self.modules = {key: module_state(value, "" if len(found) == 1 else f"{key}.") for key, value in found.items()}
+        self.names = parameter_names(list(self.modules.values()))
+
+    def describe(
+        self, exclude_frozen: bool
+    ) -> tuple[list[tuple[str, str, torch.Tensor]], dict[str, Any], dict[str, Any]]:
+        """Tensors as (name, kind, tensor), the plain data that is stored once, and that of this rank."""
+        tensors: list[tuple[str, str, torch.Tensor]] = []
+        client: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for key, value in self.state.items():
+            extra: dict[str, torch.Tensor] = {}
+            if key in self.modules:
+                module = self.modules[key]
+                client[key] = {"$module": encode(module.extra, key, extra)}
+                tensors += [
+                    (name, module.kind(name), tensor)
+                    for name, tensor in module.tensors.items()
+                    if not (exclude_frozen and module.kind(name) == "param" and not tensor.requires_grad)
+                ]
+            elif isinstance(value, torch.optim.Optimizer):
+                client[key], found = describe_optimizer(value, self.names, key)
+                tensors += found
+            elif isinstance(value, (RngState, torch.Generator)):
+                own[key] = _generator_state(value)
+            else:
+                client[key] = encode(_state_of(value), key, extra)
+            tensors += [(name, STATE_KIND, tensor) for name, tensor in extra.items()]
+        return tensors, client, own
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if isinstance(value, Stateful) else value
+
+
+def _generator_state(value: RngState | torch.Generator) -> Any:
+    return value.state_dict() if isinstance(value, RngState) else bytes(tensor_buffer(value.get_state()))
+
+
+def _intervals(tensors: Iterable[tuple[str, str, torch.Tensor]]) -> Iterable[Interval]:
+    stager = Stager()
+    for name, kind, tensor in tensors:
+        local, runs = local_part(tensor.detach(), name)
+        flat = local.reshape(-1) if len(runs) > 1 else local
+        for run in runs:
+            part = flat[run.local : run.local + run.length] if len(runs) > 1 else local
+            yield from stager.intervals(name, kind, part, shape=tensor.shape, offset=run.whole)
+        if not runs and tensor.numel() == 0:
+            yield from stager.intervals(name, kind, local)

@@ -1,0 +1,55 @@
+"""State dicts as plain data plus named tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import DamagedError
+from ..plain import to_plain
+
+_TENSOR, _MAP, _TUPLE = "$tensor", "$map", "$tuple"
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as plain data in which each tensor is replaced by its name, `path` and its place; fills `tensors`.
+
+    Raises NotPlainDataError with the path of what is neither a tensor nor plain data.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.detach()
+        return {_TENSOR: path}
+    if isinstance(value, tuple):
+        return {_TUPLE: [encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+        return {
+            _MAP: [
+                [encode(key, f"{path} key", {}), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()
+            ]
+        }
+    return to_plain(value, path)
+
+
+def decode(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
+    """The inverse of `encode`; `read` returns the tensor of a name."""
+    if isinstance(value, list):
+        return [decode(item, read) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((key, item),) = value.items()
+        if key == _TENSOR:
+            return read(item)
+        if key == _TUPLE:
+            return tuple(decode(part, read) for part in item)
+        if key == _MAP:
+            return {decode(name, read): decode(part, read) for name, part in item}
+        if key.startswith("$"):
+            raise DamagedError(f"{key!r} is no marker of a stored state dict")
+    return {key: decode(item, read) for key, item in value.items()}

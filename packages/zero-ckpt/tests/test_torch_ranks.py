@@ -1,0 +1,88 @@
+"""DDP and FSDP2 save together and load at any other world size, sharding or none."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+from processes import run_ranks  # noqa: E402
+from torch import nn  # noqa: E402
+
+import zero_ckpt  # noqa: E402
+
+WIDTHS = (7, 5, 3)
+
+
+def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(WIDTHS)))
+    if kind == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    elif kind == "columns":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model:
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+            layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh, [Shard(0)]))
+    elif kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) * parameter.detach()
+    optimizer.step()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        for tensor in (parameter, *(optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq", "step"))):
+            found.update(whole(tensor.detach()).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def save(rank: int, root: str, kind: str) -> str:
+    model, optimizer = build(kind, seed=1)
+    train(model, optimizer)
+    zero_ckpt.save(f"{root}/run", {"model": model, "optimizer": optimizer}, step=1)
+    before = digest(model, optimizer)
+    train(model, optimizer)
+    return before + digest(model, optimizer)
+
+
+def load(rank: int, root: str, kind: str) -> str:
+    model, optimizer = build(kind, seed=2)
+    zero_ckpt.load(f"{root}/run", {"model": model, "optimizer": optimizer})
+    after = digest(model, optimizer)
+    train(model, optimizer)
+    return after + digest(model, optimizer)
+
+
+CASES = [("ddp", 2, "plain", 1), ("fsdp2", 2, "plain", 1), ("plain", 1, "fsdp2", 2), ("fsdp2", 3, "fsdp2", 2),
+         ("fsdp2", 2, "columns", 3), ("columns", 2, "ddp", 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("saved", "save_size", "loaded", "load_size"), CASES)
+def test_any_sharding_loads_what_any_other_saved(
+    tmp_path: Path, saved: str, save_size: int, loaded: str, load_size: int
+) -> None:
+    written = run_ranks(save, save_size, tmp_path, str(tmp_path), saved)
+    read = run_ranks(load, load_size, tmp_path, str(tmp_path), loaded)
+    assert len(set(written + read)) == 1
