@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
@@ -25,7 +25,7 @@ from zero_launch.report import LaunchError, RankFailure, describe_exit, read_err
 from zero_launch.streams import Streamer
 
 
-class RankFiles(LogsSpecs):  # type: ignore[misc]
+class RankFiles(LogsSpecs):
     """Where the ranks' output goes: `<run folder>/rank0/stdout.log`, `stderr.log` and `error.json`."""
 
     def __init__(self, folder: Path, direct_rank: int | None, env: Mapping[str, str]) -> None:
@@ -71,7 +71,10 @@ class RankRecord:
     def look(self) -> None:
         if self.status is None:
             now = time.time()
-            self.status = exit_status(self.pid)
+            try:
+                self.status = exit_status(self.pid)
+            except ChildProcessError:  # it outlived SIGKILL for a while, and the engine was there when it ended
+                self.status = -signal.SIGKILL
             if self.status is None:
                 self.seen_alive = now
 
@@ -90,7 +93,7 @@ class Agent(LocalElasticAgent):
         self._started_at = time.time()
         self._stopping = False
         self.notes: list[str] = []
-        """Processes that did not end when they were asked to."""
+        """What ranks left behind and did not end when it was asked to."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._streamer = Streamer()
@@ -116,9 +119,13 @@ class Agent(LocalElasticAgent):
         for record in self._records:
             record.look()
         if any(record.status for record in self._records) or self._stuck_after_exception():
-            # The engine's check below ends the other ranks too, but waits 30 s for them whatever its settings say.
             self._end(signal.SIGTERM)
-        return super()._monitor_workers(worker_group)
+        elif any(record.status is None for record in self._records):
+            # Not asking the engine before all is over keeps it from ending a job by itself: it would wait 30 s for the
+            # other ranks whatever its settings say, and it reaps, which would take the statuses from us.
+            return RunResult(state=WorkerState.HEALTHY)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         for record in self._records:
@@ -147,9 +154,7 @@ class Agent(LocalElasticAgent):
                 record.status_before_stop = record.status
         pids = {record.pid for record in self._records}
         ended = end_job(self._job_id, pids, signum=signum, grace_seconds=self._grace_seconds)
-        ranks = {record.pid: record.rank for record in self._records}
-        for pid, text in ended:
-            self.notes.append(f"rank {ranks[pid]}: {text}" if pid in ranks else f"left behind: {text}")
+        self.notes += [f"left behind: {text}" for pid, text in ended if pid not in pids]
         for record in self._records:
             record.look()
 
@@ -186,7 +191,9 @@ class Agent(LocalElasticAgent):
                 continue
             if record.status_before_stop == 0:
                 fates.append(f"rank {record.rank} had already ended with exit status 0")
-            elif record.status is not None:
+            elif record.status is None:
+                fates.append(f"rank {record.rank} still runs after SIGKILL (pid {record.pid})")
+            else:
                 how = signal_name(-record.status) if record.status < 0 else f"exit status {record.status}"
                 fates.append(f"rank {record.rank} was stopped by zero-launch ({how})")
         return LaunchError(failures, len(self._records), [*fates, *self.notes, *notes])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,7 +27,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc", default="auto", metavar="N", help="ranks to start; auto (default): one per accelerator")
+    parser.add_argument(
+        "--nproc", default="auto", metavar="N", help="ranks to start; auto (default): one per accelerator"
+    )
     parser.add_argument("--log-dir", metavar="DIR", help="keep each rank's output in a new folder under DIR")
     parser.add_argument(
         "--grace", type=float, default=3.0, metavar="S", help="seconds to end by oneself before SIGKILL (default 3)"
@@ -73,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, ValueError) as error:
         print(f"zero-launch: {error}", file=sys.stderr, flush=True)
         return 2
+    except BrokenPipeError:
+        # Whoever read our output is gone, and the job was ended for it. What is buffered has no reader either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
     return 0

@@ -53,7 +53,9 @@ class Hostfile:
                 raise ValueError(f"{source}:{number}: expected 'host slots=N', got {content!r}")
             host, slots = match["host"], int(match["slots"])
             if slots == 0:
-                raise ValueError(f"{source}:{number}: host {host!r} offers slots=0; give it at least 1 or remove the line")
+                raise ValueError(
+                    f"{source}:{number}: host {host!r} offers slots=0; give it at least 1 or remove the line"
+                )
             if host in hosts:
                 raise ValueError(f"{source}:{number}: host {host!r} is already named in line {lines[host]}")
             hosts[host], lines[host] = tuple(range(slots)), number

@@ -44,9 +44,9 @@ def notebook_launch(
 ) -> Result | list[Result]:
     """Call ``fn(*args, **kwargs)`` on ``nproc`` ranks and return rank 0's result, or all in rank order.
 
-    Each rank is a fresh process, for ``nproc=1`` too, so the caller's CUDA context and threads do not matter; ``fn`` may be
-    a function of a cell, a lambda or a closure, and it, its arguments and its results travel by value. Raises
-    LaunchError when a rank fails, with that rank's traceback.
+    Each rank is a fresh process, for ``nproc=1`` too, so the caller's CUDA context and threads do not matter. ``fn``
+    may be a function of a cell, a lambda or a closure; it, its arguments and its results travel by value.
+    Raises LaunchError when a rank fails, with that rank's traceback.
     """
     import cloudpickle
 

@@ -61,8 +61,8 @@ def end_job(
 ) -> list[tuple[int, str]]:
     """End every process of a job and return those that had to be killed, or could not be, as (pid, what happened).
 
-    The ranks get ``signum`` and ``grace_seconds`` to end; whatever else the job left running then gets SIGTERM, and half a
-    second later what still runs gets SIGKILL. When nothing runs, this returns at once.
+    The ranks get ``signum`` and ``grace_seconds`` to end; whatever else the job left running then gets SIGTERM, and
+    half a second later what still runs gets SIGKILL. When nothing runs, this returns at once.
     """
     alive = job_processes(job_id, rank_pids)
     for process in alive:

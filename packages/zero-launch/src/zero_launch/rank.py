@@ -1,8 +1,8 @@
 """What runs in each rank: `python -m zero_launch.rank (script|module|call) TARGET ARGS...`.
 
-The target runs as `__main__`, as if Python had been started with it. Around it this file does three things: the process
-dies with its launcher, lines reach the log when they are complete, and an exception that nobody caught is written to the
-engine's error file, so that the launcher can say which rank failed first and why.
+The target runs as `__main__`, as if Python had been started with it. Around it this file does three things: the
+process dies with its launcher, lines reach the log when they are complete, and an exception that nobody caught is
+written to the engine's error file, so that the launcher can say which rank failed first and why.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _die_with_launcher() -> None:
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this file and of runpy at its top."""
+    """The traceback without the frames of this package and of runpy at its top."""
     rest = trace
     while rest is not None and _is_ours(rest.tb_frame.f_code.co_filename):
         rest = rest.tb_next
@@ -94,7 +94,7 @@ def _own_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename in (__file__, runpy.__file__, "<frozen runpy>")
+    return os.path.dirname(filename) == os.path.dirname(__file__) or filename in (runpy.__file__, "<frozen runpy>")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def read_error_file(path: Path) -> dict[str, Any] | None:
         record = json.loads(path.read_text(encoding="utf-8"))["message"]
     except FileNotFoundError:
         return None
-    # The engine's own decorator writes the same format without our time stamp, for exceptions that may have been caught.
+    # The engine's own decorator writes this format without our time stamp, for exceptions that may have been caught.
     return record if isinstance(record, dict) and "uncaught_at" in record.get("extraInfo", {}) else None
 
 

@@ -33,7 +33,7 @@ class _Tail:
     def pump(self, *, last: bool) -> None:
         if self.file is None:
             try:
-                self.file = open(self.path, "rb")  # noqa: SIM115
+                self.file = open(self.path, "rb")
             except FileNotFoundError:
                 return
         *lines, self.rest = (self.rest + self.file.read()).split(b"\n")

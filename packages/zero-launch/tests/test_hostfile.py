@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+
+from zero_launch import Hostfile
+
+TEXT = """
+# the cluster
+node-a slots=4   # fast
+node-b   slots=2
+
+10.0.0.3 slots=1
+"""
+
+
+def test_hosts_come_in_order_with_their_slots(tmp_path):
+    (tmp_path / "hosts").write_text(TEXT)
+    hostfile = Hostfile.read(tmp_path / "hosts")
+    assert list(hostfile.hosts.items()) == [("node-a", (0, 1, 2, 3)), ("node-b", (0, 1)), ("10.0.0.3", (0,))]
+    assert hostfile.world_size == 7
+    assert hostfile == Hostfile.parse(TEXT) and hash(hostfile) == hash(Hostfile.parse(TEXT))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=1\nb", r"hosts:2: expected 'host slots=N', got 'b'"),
+        ("a slots=x", r"hosts:1: expected 'host slots=N', got 'a slots=x'"),
+        ("a slots=0", r"hosts:1: host 'a' offers slots=0"),
+        ("a slots=1\n\na slots=2", r"hosts:3: host 'a' is already named in line 1"),
+        ("# nothing", r"hosts: no host in it"),
+    ],
+)
+def test_a_bad_line_is_refused_by_number(text, message):
+    with pytest.raises(ValueError, match=message):
+        Hostfile.parse(text, source="hosts")
+
+
+@pytest.mark.parametrize(
+    ("filters", "left"),
+    [
+        ({}, {"node-a": (0, 1, 2, 3), "node-b": (0, 1), "10.0.0.3": (0,)}),
+        ({"include": "node-b@node-a:3,1"}, {"node-a": (1, 3), "node-b": (0, 1)}),
+        ({"exclude": "node-b@node-a:0"}, {"node-a": (1, 2, 3), "10.0.0.3": (0,)}),
+    ],
+)
+def test_filters_select_hosts_and_slots_in_the_files_order(filters, left):
+    assert list(Hostfile.parse(TEXT).select(**filters).hosts.items()) == list(left.items())
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        ({"include": "node-x"}, "include 'node-x': no host 'node-x' in the hostfile; it has node-a, node-b, 10.0.0.3"),
+        ({"include": "node-b:2"}, "host 'node-b' has no slot 2; it has 0,1"),
+        ({"include": "node-b:1,x"}, "expected slot numbers after 'node-b', got '1,x'"),
+        ({"exclude": "node-b@node-b:0"}, "host 'node-b' is named twice"),
+        ({"exclude": "node-a@node-b@10.0.0.3"}, "leaves no slot"),
+        ({"include": "node-a", "exclude": "node-b"}, "not both"),
+    ],
+)
+def test_a_filter_that_does_not_fit_is_refused_with_what_there_is(filters, message):
+    with pytest.raises(ValueError, match=message):
+        Hostfile.parse(TEXT).select(**filters)
