@@ -26,6 +26,7 @@ NATIVE = [name for name in PACKAGES if "scikit-build-core" in str(PROJECTS[name]
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")
 CONSTRAINTS = ROOT / "constraints.txt"
 SHARED = ROOT / ".nox" / "shared"
+TORCH_PYTHON = (3, 11)
 ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 nox.needs_version = ">=2024.4.15"
@@ -71,14 +72,15 @@ def closure(name: str) -> list[str]:
     return sorted(found)
 
 
-def needs_torch(names: Iterable[str]) -> bool:
-    return any(requirement_name(line) == "torch" for name in names for line in requirements(name))
-
-
 def third_party(names: Iterable[str]) -> list[str]:
-    """What the packages and their extras require besides each other."""
+    """What the packages and their extras require besides each other.
+
+    On another Python than the one torch is tested with, packages that only want torch in an extra do without it.
+    """
     lines = {line for name in names for line in requirements(name) if requirement_name(line) not in PACKAGES}
-    return sorted(lines)
+    must = {requirement_name(line) for name in names for line in PROJECTS[name]["project"].get("dependencies", [])}
+    skip_torch = sys.version_info[:2] != TORCH_PYTHON and "torch" not in must
+    return sorted(line for line in lines if not (skip_torch and requirement_name(line) == "torch"))
 
 
 def test_requirements(names: Iterable[str]) -> list[str]:
@@ -103,7 +105,7 @@ def pip_install(session: nox.Session, python: str, *args: str) -> None:
 
 def install_tools(session: nox.Session, python: str, names: Sequence[str], *more: str) -> None:
     """Install everything but the packages themselves; torch comes first, so that nothing else chooses its build."""
-    if needs_torch(names):
+    if "torch" in map(requirement_name, third_party(names)):
         pip_install(session, python, "-r", str(CONSTRAINTS))
     pip_install(session, python, *group("build"), *test_requirements(names), *third_party(names), *more)
 
