@@ -1,0 +1,123 @@
+"""No manifest or header, however wrong, crashes the reader, makes it allocate wildly, or leads it outside."""
+
+from __future__ import annotations
+
+import random
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zero_ckpt import CheckpointError, Interval, open_checkpoint, save_sharded
+from zero_ckpt.manifest import MAGIC
+from zero_ckpt.plain import pack, unpack
+from zero_ckpt.safetensors_file import parse_header
+
+ODD: list[Any] = [
+    *(None, True, -1, 0, 1, 2**31, 2**62, 2**63, 2**64 - 1, 2**200, -(2**63), 0.5, float("nan"), float("inf")),
+    *("", "../x", "/etc/passwd", "a/../../b", "rank-00000.safetensors\0", "xxh3_64:0000000000000000", "F32", "F7"),
+    *(b"", b"\xff", [], [[]], {}, {"": []}, [2**40] * 3),
+]
+
+
+def seal(body: bytes) -> bytes:
+    return MAGIC + xxhash.xxh3_64_digest(body) + body
+
+
+def mutate(value: Any, rng: random.Random) -> Any:
+    """A copy with one or more places changed to something odd."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(list(value))
+        changed = dict(value)
+        if rng.random() < 0.15:
+            del changed[key]
+        else:
+            changed[key] = mutate(value[key], rng)
+        return changed
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        index = rng.randrange(len(value))
+        roll = rng.random()
+        if roll < 0.1:
+            return value[:index] + value[index + 1 :]
+        if roll < 0.2:
+            return value + value[index : index + 1]
+        return [*value[:index], mutate(value[index], rng), *value[index + 1 :]]
+    if type(value) is int and rng.random() < 0.5:
+        return value + rng.choice([-1, 1, 4096, -4096, 2**40])
+    return rng.choice(ODD)
+
+
+def mangle(body: bytes, rng: random.Random) -> bytes:
+    """Another body: structurally mutated, truncated, bit-flipped, or a bomb of nested containers."""
+    roll = rng.random()
+    if roll < 0.7:
+        return pack(mutate(unpack(body), rng))
+    if roll < 0.8:
+        return body[: rng.randrange(len(body))]
+    if roll < 0.95:
+        raw = bytearray(body)
+        for _ in range(rng.randrange(1, 5)):
+            raw[rng.randrange(len(raw))] = rng.randrange(256)
+        return bytes(raw)
+    bomb = rng.choice([b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91"])
+    return bomb * rng.choice([1, 100, 5000])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    root = tmp_path_factory.mktemp("fuzz")
+    tensors = [Interval(name, "param", (6,), "U8", 0, b"abcdef") for name in ("v", "w")]
+    path = save_sharded(root, "t", tensors, step=1, client_state={"a": 1}, aliases={"x": "w"})
+    return path, (path / "manifest.msgpack").read_bytes()[16:]
+
+
+def read_all(path: Path) -> None:
+    opened = open_checkpoint(path)
+    for name, kind in opened.tensors:
+        opened.read(name, kind)
+
+
+def check(path: Path, body: bytes) -> None:
+    (path / "manifest.msgpack").write_bytes(seal(body))
+    try:
+        read_all(path)
+    except CheckpointError:
+        return
+
+
+@given(st.integers(0, 2**63))
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_mangled_manifest_is_refused_or_read(checkpoint: tuple[Path, bytes], seed: int) -> None:
+    path, body = checkpoint
+    check(path, mangle(body, random.Random(seed)))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_hundred_thousand_mangled_manifests(checkpoint: tuple[Path, bytes]) -> None:
+    path, body = checkpoint
+    before = {entry.name for entry in path.parent.iterdir()}
+    rng = random.Random()
+    for _ in range(100_000):
+        check(path, mangle(body, rng))
+    assert {entry.name for entry in path.parent.iterdir()} == before
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1 << 20  # KiB
+
+
+@given(st.binary(max_size=200), st.integers(0, 2**20))
+@settings(max_examples=500, deadline=None)
+def test_a_wrong_safetensors_header_is_refused(text: bytes, nbytes: int) -> None:
+    try:
+        parse_header(len(text).to_bytes(8, "little") + text, nbytes, "file")
+    except CheckpointError:
+        return
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, '{"a":{"dtype":"F32","shape":[' + "9" * 10_000 + "]}}", "[]", "1"])
+def test_headers_built_to_hurt_are_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match="safetensors header|no valid shape"):
+        parse_header(bytes(8) + text.encode(), 1 << 20, "file")
