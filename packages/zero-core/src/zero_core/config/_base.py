@@ -26,9 +26,8 @@ ALL_KEYS: frozenset[str] = frozenset({"*"})
 
 
 def _integer(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    integral = isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
+    if isinstance(value, bool) or not integral:
         raise PydanticCustomError("integer", "an integer")
     return int(value)
 
@@ -94,6 +93,11 @@ def thaw(value: Any) -> Any:
 
 FreeForm = Annotated[Mapping[str, Any], AfterValidator(freeze), PlainSerializer(thaw)]
 """An object whose keys belong to a feature that is not available: refused unless its section is switched off."""
+
+
+def no_keys() -> FrozenMap:
+    """Return an empty object."""
+    return FrozenMap({})
 
 
 class Section(BaseModel):

@@ -15,6 +15,7 @@ _PLAIN = {
     "bool_type": "true or false",
     "string_type": "a string",
     "tuple_type": "a list",
+    "dict_type": "an object",
     "mapping_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
@@ -33,7 +34,9 @@ def explain(error: ValidationError, prepared: Prepared) -> list[Problem]:
             either = f"{earlier.expected} or {problem.expected.removeprefix('expected ')}"
             problem = Problem(path, either, earlier.got, earlier.nearest or problem.nearest, earlier.action)
         problems[path] = problem
-    return list(problems.values())
+    # Of a union, the member that was entered knows more than those that were not.
+    outer = {path for path in problems for deeper in problems if deeper.startswith((f"{path}[", f"{path}."))}
+    return [problem for path, problem in problems.items() if path not in outer]
 
 
 def _path(detail: ErrorDetails) -> str:
@@ -55,12 +58,14 @@ def _problem(path: str, detail: ErrorDetails) -> Problem:
         action = "correct it or remove it" if nearest else f"the arguments are {', '.join(context['choices'])}"
         return Problem(f"{path}.{context['key']}", f"expected {detail['msg']}", "an unknown key", nearest, action)
     if kind == "missing":
-        return Problem(path, "expected a value: the key is required", "nothing")
+        return Problem(path, "expected a value: it is required", "nothing")
     if kind == "missing_argument":
         return Problem(path, f"expected {detail['msg']}", show(value))
     if kind == "removed":
         return Problem(path, f"expected {detail['msg']}", show(value))
     expected = _PLAIN.get(kind) or detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if kind == "literal_error":
+        expected = expected.replace("False", "false")
     choices = context.get("choices") or _choices(context.get("expected", ""))
     nearest = _nearest(value, choices) if isinstance(value, str) else None
     return Problem(path, f"expected {expected}", show(value), nearest, _action(kind, value, choices, nearest))

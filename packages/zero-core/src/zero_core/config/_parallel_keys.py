@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from zero_core.config._base import ALL_KEYS, Flag, Float, FreeForm, FrozenMap, NaturalInt, PositiveInt, Section, Text
+from zero_core.config._base import ALL_KEYS, Flag, Float, FreeForm, NaturalInt, PositiveInt, Section, Text, no_keys
 
 
 class Compile(Section):
@@ -124,13 +124,13 @@ class DataSampling(Section):
     num_epochs: PositiveInt = 1000
     num_workers: NaturalInt = 0
     pin_memory: Flag = False
-    curriculum_learning: FreeForm = FrozenMap({})
-    dynamic_batching: FreeForm = FrozenMap({})
+    curriculum_learning: FreeForm = Field(default_factory=no_keys)
+    dynamic_batching: FreeForm = Field(default_factory=no_keys)
 
 
 class DataRouting(Section):
     enabled: Flag = False
-    random_ltd: FreeForm = FrozenMap({})
+    random_ltd: FreeForm = Field(default_factory=no_keys)
 
 
 class DataEfficiency(Section):
@@ -169,5 +169,5 @@ class WeightQuantization(Section):
     num_bits: PositiveInt = 8
     q_type: Literal["asymmetric", "symmetric"] = "symmetric"
     q_groups: PositiveInt = 1
-    quantized_initialization: FreeForm = FrozenMap({})
-    post_init_quant: FreeForm = FrozenMap({})
+    quantized_initialization: FreeForm = Field(default_factory=no_keys)
+    post_init_quant: FreeForm = Field(default_factory=no_keys)

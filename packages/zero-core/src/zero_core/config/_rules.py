@@ -7,13 +7,13 @@ from typing import Any
 from zero_core.config._optim_keys import AdamParams
 from zero_core.config.errors import Problem
 from zero_core.config.keys import ConfigFile
-from zero_core.config.precision import build_policy
+from zero_core.config.precision import build_policy, loss_scale
 from zero_precision import PrecisionError
 
 
 def contradictions(config: ConfigFile) -> list[Problem]:
     """Return one problem for every pair of keys that cannot hold together."""
-    return [*_precision(config), *_stages(config), *_dtypes(config)]
+    return [*_precision(config), *_stages(config), *_dtypes(config), *_loss_scale(config)]
 
 
 def _precision(config: ConfigFile) -> list[Problem]:
@@ -65,6 +65,14 @@ def _dtypes(config: ConfigFile) -> list[Problem]:
     except PrecisionError as error:
         action = "see data_types.grad_accum_dtype, data_types.buffer_dtype and communication_data_type"
         return [Problem("data_types", str(error), "", None, action)]
+    return []
+
+
+def _loss_scale(config: ConfigFile) -> list[Problem]:
+    try:
+        loss_scale(config)
+    except PrecisionError as error:
+        return [Problem("fp16", str(error), "")]
     return []
 
 

@@ -47,7 +47,6 @@ _OFFLOAD = 'set the device to "none"'
 _ZEROPP = "train with the default, which sends whole weights and gradients"
 _LOG = 'log from the training loop, and set "enabled" to false'
 _OFF = "set it to false"
-_REDUCTION = "gradients are averaged in one way: summed in the accumulate dtype, divided once by the world size"
 
 REFUSED: tuple[Refusal, ...] = (
     Refusal("activation_checkpointing.contiguous_memory_optimization", is_on, "activation checkpointing", _OFF),
@@ -67,15 +66,13 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("datastates_ckpt", is_given, "DataStates checkpointing", "remove it"),
     Refusal("expert_parallel.enabled", is_on, "expert parallelism", "train experts with plain ZeRO: set it to false"),
     Refusal("flops_profiler.enabled", is_on, "the flops profiler", "set it to false; torch.utils.flop_counter counts"),
-    Refusal("gradient_allreduce_op", is_not("mean"), "summing gradients", _REDUCTION),
-    Refusal("gradient_predivide_factor", is_not(1.0), "dividing gradients before they are sent", _REDUCTION),
+    Refusal("gradient_allreduce_op", is_not("mean"), "summing gradients", 'set it to "mean"'),
     Refusal("hybrid_engine.enabled", is_on, "the hybrid engine", _OFF),
     Refusal("managed_gradient_accumulation", is_not(True), "accumulation by hand", 'set it to true, or use "no_sync"'),
     Refusal("memory_breakdown", is_on, "the memory breakdown", _OFF),
     Refusal("optimizer.legacy_fusion", is_on, "legacy fusion", _OFF),
     Refusal("optimizer.type", lambda name: name in ("muadam", "muadamw", "musgd"), "mup optimizers", "use adamw"),
     Refusal("pipeline.stages", is_not("auto", 1), "pipeline parallelism", 'remove it, or set it to "auto"'),
-    Refusal("prescale_gradients", is_on, "dividing gradients before they are sent", _REDUCTION),
     Refusal("sequence_parallel_size", is_above(1), "sequence parallelism", "set it to 1"),
     Refusal("tensor_parallel.autotp_size", is_above(1), "tensor parallelism", "set it to 1, or remove it"),
     Refusal("tensor_parallel.tp.tp_size", is_above(1), "tensor parallelism", "set it to 1, or remove it"),
@@ -101,6 +98,7 @@ REFUSED_AT_STAGE_3: tuple[Refusal, ...] = (
 
 _UNITS = "units are chosen from the module tree"
 _ALWAYS = "always on"
+_MEAN = "the mean is the same: gradients are summed in the accumulate dtype and divided once"
 _LAYOUT = "gradients and parameters are flat buffers always"
 
 NO_EFFECT: dict[str, str] = {
@@ -114,9 +112,11 @@ NO_EFFECT: dict[str, str] = {
     "checkpoint.writer": "the writer is chosen for the disk",
     "disable_allgather": "parameters are always gathered by all-gather",
     "disable_python_gc": "the garbage collector is left alone",
+    "gradient_predivide_factor": _MEAN,
     "log_level": 'set the level of the logger "zero_core"',
     "optimizer.params.fp32_optimizer_states": "the dtype table says in which dtype states are",
     "pipeline": "one stage",
+    "prescale_gradients": _MEAN,
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
     "timers": "throughput is printed with steps_per_print",
     "vocabulary_size": "only ever a warning",

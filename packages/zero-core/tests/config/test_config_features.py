@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+
+from zero_core.config._base import Section
+from zero_core.config.features import NO_EFFECT, REFUSED, REFUSED_AT_STAGE_3
+from zero_core.config.keys import ConfigFile
+from zero_core.config.precision import precision_policy
+
+ASKED = {
+    "checkpoint.writer": {"type": "fast"},
+    "compile.passes": ["z3"],
+    "datastates_ckpt": {"host_cache_size": 16},
+    "gradient_allreduce_op": "sum",
+    "managed_gradient_accumulation": False,
+    "optimizer.type": "MuAdamW",
+    "pipeline.stages": 2,
+    "sequence_parallel_size": 2,
+    "tensor_parallel.autotp_size": 2,
+    "tensor_parallel.tp.tp_size": 2,
+    "weight_quantization": {"num_bits": 4},
+    "zero_optimization.load_from_fp32_weights": False,
+    "zero_optimization.offload_optimizer.device": "cpu",
+    "zero_optimization.offload_param.device": "cpu",
+    "zero_optimization.zenflow": {"topk_ratio": 0.2},
+    "zero_optimization.zero_hpz_partition_size": 2,
+}
+
+
+def at(path, value):
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.path)
+def test_a_key_of_a_feature_that_is_not_available_is_refused_by_name(row, refused):
+    config = at(row.path, ASKED.get(row.path, True))
+    error = refused({"optimizer": {"type": "adam", **config["optimizer"]}} if "optimizer" in config else config)
+    assert [problem.path for problem in error.problems] == [row.path]
+    assert row.feature in str(error) and "not available in this version" in str(error) and row.instead in str(error)
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.path)
+def test_the_default_of_every_refusable_key_is_inert(row):
+    section, names = ConfigFile, row.path.split(".")
+    for name in names[:-1]:
+        section = section.section_of(name, {})
+    field = section.model_fields[names[-1]]
+    assert field.is_required() or not row.when(field.get_default(call_default_factory=True))
+
+
+def test_a_refusal_under_an_old_name_says_where_it_came_from(refused):
+    error = refused({"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert "zero_optimization.offload_optimizer.device: optimizer offload" in str(error)
+    assert "from the deprecated zero_optimization.cpu_offload" in str(error)
+
+
+def test_parameter_offload_is_refused_at_stage_3_and_without_effect_below(refused, loaded):
+    (row,) = REFUSED_AT_STAGE_3
+    for device in ("cpu", "nvme"):
+        offload = {"device": device, "nvme_path": "/local_nvme"}
+        assert refused({"zero_optimization": {"stage": 3, "offload_param": offload}}).path == row.path
+        config = loaded({"zero_optimization": {"stage": 2, "offload_param": offload}})
+        notes = {line.path: line.note for line in config.report()}
+        assert "no effect" in notes[row.path]
+
+
+@pytest.mark.parametrize("path", NO_EFFECT)
+def test_every_key_without_effect_exists_and_says_why(path):
+    section = ConfigFile
+    *parents, key = path.split(".")
+    for name in parents:
+        siblings = {"type": "adam"} if name == "params" else {}
+        section = section.section_of(name, siblings)
+    assert issubclass(section, Section) and key in section.model_fields
+    assert NO_EFFECT[path]
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"zero_optimization": {"contiguous_gradients": False}}, "zero_optimization.contiguous_gradients"),
+        ({"zero_optimization": {"overlap_comm": False}}, "zero_optimization.overlap_comm"),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "zero_optimization.round_robin_gradients"),
+        ({"zero_optimization": {"offload_optimizer": {"pin_memory": True}}},
+         "zero_optimization.offload_optimizer.pin_memory"),
+        ({"aio": {"queue_depth": 32}}, "aio.queue_depth"),
+        ({"prescale_gradients": True}, "prescale_gradients"),
+        ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer"),
+        ({"fp16": {"enabled": False, "loss_scale": 0}}, "fp16.loss_scale"),
+        ({"tensorboard": {"enabled": False, "output_path": "logs"}}, "tensorboard.output_path"),
+        ({"timers": {"throughput": {"enabled": False, "synchronized": False}}}, "timers.throughput.synchronized"),
+        ({"zero_optimization": {"leaf_module": {"names": ["experts"]}}}, "zero_optimization.leaf_module.names"),
+    ],
+)  # fmt: skip
+def test_hints_without_meaning_here_are_accepted_and_listed_as_such(config, path, loaded):
+    row = {row.path: row for row in loaded(config).report()}[path]
+    assert row.provenance == "user" and row.note.startswith("accepted, no effect: ")
+
+
+def test_keys_that_nobody_wrote_carry_no_note(loaded):
+    assert [row.path for row in loaded({}).report() if row.note] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "said"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled", "one precision mode"),
+        ({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16.enabled", "one precision mode"),
+        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "keep one"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+         "fp16.fp16_master_weights_and_grads", "stage 1, 2 or 3"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+         "bf16.bf16_master_weights_and_grads", "stage 1, 2 or 3"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states", "with it"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+         "zero_optimization.offload_optimizer.nvme_path", "a directory"),
+        ({"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}}, "data_types.param_dtype", "bf16"),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", '"bf16": {"enabled": true}'),
+        ({"data_types": {"param_dtype": "fp64"}, "torch_autocast": {"enabled": True}},
+         "data_types.param_dtype", "float64"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types", "accumulate_dtype"),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp16"}, "data_types", "wire_dtype"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "fp16", "below min_loss_scale"),
+    ],
+)  # fmt: skip
+def test_keys_that_contradict_each_other_are_refused(config, path, said, refused):
+    error = refused(config)
+    assert error.path == path and said in str(error)
+
+
+def test_every_accepted_precision_section_gives_a_policy(loaded):
+    for mode in ("fp16", "bf16", "torch_autocast"):
+        assert precision_policy(loaded({mode: {"enabled": True}}))
