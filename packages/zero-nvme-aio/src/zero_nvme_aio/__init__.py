@@ -1,1 +1,57 @@
 """Move bytes between memory and files asynchronously, as fast as the disk goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._engine import Engine, File, Request
+from ._memory import AlignedBuffer, BufferPool
+from .errors import AioError
+
+if TYPE_CHECKING:
+    from ._probe import Probe, probe
+    from ._tensors import load, save
+    from .extents import Extent, ExtentStore, Generation
+
+__all__ = [
+    "AioError",
+    "AlignedBuffer",
+    "BufferPool",
+    "Engine",
+    "Extent",
+    "ExtentStore",
+    "File",
+    "Generation",
+    "Probe",
+    "Request",
+    "load",
+    "probe",
+    "save",
+]
+__version__ = "0.1.0"
+
+# Imported when first used: they need modules (json, dataclasses) that a bare import should not pay for.
+_LAZY = {
+    "Extent": "extents",
+    "ExtentStore": "extents",
+    "Generation": "extents",
+    "Probe": "_probe",
+    "load": "_tensors",
+    "probe": "_probe",
+    "save": "_tensors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    import importlib
+
+    value = getattr(importlib.import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "errors", "testing"]

@@ -1,0 +1,119 @@
+#include "request.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace zaio {
+namespace {
+
+// Copy and hash in pieces that stay in the second-level cache, so the bytes cross the memory bus once.
+constexpr uint64_t kHashPiece = 128 << 10;
+
+}  // namespace
+
+Request::Request(OpKind kind, std::shared_ptr<File> file, std::vector<Segment> segments, uint64_t offset, bool checksum)
+    : kind(kind), file(std::move(file)), segments(std::move(segments)), offset(offset) {
+    starts_.reserve(this->segments.size() + 1);
+    starts_.push_back(0);
+    for (const Segment& segment : this->segments) starts_.push_back(starts_.back() + segment.nbytes);
+    if (checksum) checksum_ = std::make_unique<Checksum>();
+}
+
+size_t Request::segment_at(uint64_t position) const {
+    const auto after = std::upper_bound(starts_.begin(), starts_.end(), position);
+    return static_cast<size_t>(after - starts_.begin()) - 1;
+}
+
+template <typename Visit>
+void Request::visit(uint64_t position, uint64_t n, Visit&& visit) const {
+    for (size_t i = segment_at(position); n > 0; ++i) {
+        const uint64_t skip = position - starts_[i];
+        const uint64_t take = std::min(n, segments[i].nbytes - skip);
+        if (take > 0) visit(segments[i].address + skip, take);
+        position += take;
+        n -= take;
+    }
+}
+
+void Request::gather(char* out, uint64_t position, uint64_t n, Checksum* hash) const {
+    visit(position, n, [&](const char* from, uint64_t length) {
+        if (hash == nullptr) {
+            std::memcpy(out, from, length);
+            out += length;
+            return;
+        }
+        for (uint64_t i = 0; i < length; i += kHashPiece) {
+            const uint64_t piece = std::min(kHashPiece, length - i);
+            std::memcpy(out, from + i, piece);
+            hash->update(out, piece);
+            out += piece;
+        }
+    });
+}
+
+void Request::scatter(const char* in, uint64_t position, uint64_t n) const {
+    visit(position, n, [&](char* to, uint64_t length) {
+        std::memcpy(to, in, length);
+        in += length;
+    });
+}
+
+void Request::hash(uint64_t position, uint64_t n) {
+    visit(position, n, [&](const char* from, uint64_t length) { checksum_->update(from, length); });
+}
+
+void Request::start(unsigned parts) {
+    parts_.store(parts);
+    file->request_started();
+    if (kind == OpKind::write) write_epoch_ = file->write_started();
+}
+
+void Request::finish_part() {
+    if (parts_.fetch_sub(1) != 1) return;
+    if (kind == OpKind::write) file->write_finished(write_epoch_, failure());
+    // The file may be closed as soon as it counts no request, and the caller may free memory as soon as it sees `done`.
+    file->request_finished();
+    std::lock_guard<std::mutex> lock(mutex_);
+    done_.store(true, std::memory_order_release);
+    finished_.notify_all();
+    const uint64_t one = 1;
+    for (const int fd : event_fds_) {
+        [[maybe_unused]] const ssize_t n = ::write(fd, &one, sizeof one);
+    }
+    event_fds_.clear();
+}
+
+void Request::fail(const Failure& failure) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (done_.load(std::memory_order_relaxed)) return;
+    // Completions come in any order; the lowest offset is where the trouble began. A real error outranks a cancellation.
+    const bool earlier = failure.error != kCancelled && (failure_.error == kCancelled || failure.offset < failure_.offset);
+    if (!failure_ || earlier) failure_ = failure;
+    failed_.store(true, std::memory_order_release);
+}
+
+bool Request::wait_for(std::chrono::nanoseconds timeout) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return finished_.wait_for(lock, timeout, [this] { return done_.load(std::memory_order_relaxed); });
+}
+
+Failure Request::failure() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return failure_;
+}
+
+bool Request::notify(int event_fd) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (done_.load(std::memory_order_relaxed)) return false;
+    event_fds_.push_back(event_fd);
+    return true;
+}
+
+void Request::forget_notify(int event_fd) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    event_fds_.erase(std::remove(event_fds_.begin(), event_fds_.end(), event_fd), event_fds_.end());
+}
+
+}  // namespace zaio

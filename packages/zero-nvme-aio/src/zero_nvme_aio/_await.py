@@ -1,0 +1,29 @@
+"""Awaiting a request: the progress thread writes an eventfd that the running loop watches."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from . import _native
+
+
+async def until_done(request: _native.Request) -> None:
+    """Returns when the request is done; cancelling the task only stops watching."""
+    loop = asyncio.get_running_loop()
+    finished: asyncio.Future[None] = loop.create_future()
+    fd = _native.eventfd()
+    try:
+        loop.add_reader(fd, _resolve, finished)
+        if request.notify(fd):
+            await finished
+    finally:
+        # First the native side forgets the descriptor, so that it never writes to a number that was given out again.
+        request.forget_notify(fd)
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+def _resolve(finished: asyncio.Future[None]) -> None:
+    if not finished.done():
+        finished.set_result(None)

@@ -1,0 +1,139 @@
+"""From a user's buffer to memory the engine can use. torch and NumPy are never imported, only recognised."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from . import _native
+from .errors import InvalidBufferError
+
+# What the native engine takes: an exporter of the buffer protocol, or (address, nbytes, owner).
+Item = Any
+
+_CPU, _CUDA_HOST, _ROCM_HOST = 1, 3, 11
+
+
+def describe_all(buffers: Any, writable: bool) -> list[Item]:
+    """One item per buffer; `buffers` is one buffer, or a list or tuple of them."""
+    if isinstance(buffers, (list, tuple)):
+        return [describe(buffer, writable) for buffer in buffers]
+    return [describe(buffers, writable)]
+
+
+def describe(buffer: Any, writable: bool) -> Item:
+    """The memory of one C-contiguous host buffer; raises InvalidBufferError naming what is wrong with it."""
+    if is_tensor(buffer):
+        return _from_tensor(buffer)
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        return _from_interface(buffer, writable)
+    except (ValueError, BufferError):
+        # NumPy does not export element types that the buffer protocol has no letter for (bfloat16, datetime64).
+        return _from_interface(buffer, writable)
+    _require(view.c_contiguous, writable and view.readonly, buffer)
+    return view
+
+
+def nbytes_of(item: Item) -> int:
+    """Bytes of a described buffer."""
+    return item[1] if isinstance(item, tuple) else item.nbytes  # type: ignore[no-any-return]
+
+
+def slice_item(item: Item, begin: int, end: int) -> Item:
+    """Bytes [begin, end) of a described buffer."""
+    if isinstance(item, tuple):
+        address, _, owner = item
+        return (address + begin, end - begin, owner)
+    flat = item if item.format == "B" and item.ndim == 1 else _flat(item)
+    return flat[begin:end]
+
+
+def slice_items(items: Sequence[Item], begin: int, end: int) -> list[Item]:
+    """Bytes [begin, end) of described buffers laid end to end."""
+    out = []
+    position = 0
+    for item in items:
+        size = nbytes_of(item)
+        low, high = max(begin - position, 0), min(end - position, size)
+        if low < high:
+            out.append(slice_item(item, low, high))
+        position += size
+    return out
+
+
+def checksum_of(item: Item) -> int:
+    """xxh3_64 of a described buffer."""
+    if isinstance(item, tuple):
+        return _native.checksum_at(item[0], item[1])
+    return _native.checksum(item)
+
+
+def is_tensor(buffer: Any) -> bool:
+    """Whether this is a torch tensor; an object can only be one when torch was imported by someone."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(buffer, torch.Tensor)
+
+
+def is_device_tensor(buffer: Any) -> bool:
+    """Whether this is a torch tensor in an accelerator's memory."""
+    return is_tensor(buffer) and buffer.device.type not in ("cpu", "meta")
+
+
+def _flat(view: memoryview) -> memoryview:
+    return memoryview(b"") if view.nbytes == 0 else view.cast("B")
+
+
+def _require(contiguous: bool, read_only_target: bool, buffer: Any) -> None:
+    kind = type(buffer).__name__
+    if not contiguous:
+        message = f"expected C-contiguous memory, got a strided {kind}; make it contiguous first (.contiguous(), ascontiguousarray)"
+        raise InvalidBufferError(message)
+    if read_only_target:
+        raise InvalidBufferError(f"expected writable memory to read into, got a read-only {kind}")
+
+
+def _from_tensor(tensor: Any) -> Item:
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.strided:
+        raise InvalidBufferError(f"expected a dense tensor, got layout {tensor.layout}")
+    if tensor.device.type != "cpu":
+        raise InvalidBufferError(f"expected a tensor in host memory, got one on '{tensor.device}'")
+    if tensor.is_conj() or tensor.is_neg():
+        raise InvalidBufferError("expected plain memory, got a tensor with a lazy conjugate or negation; call .resolve_conj()")
+    _require(tensor.is_contiguous(), False, tensor)
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes > 0 and tensor.untyped_storage().nbytes() < nbytes:
+        raise InvalidBufferError(
+            f"the tensor claims {nbytes} bytes but its storage holds {tensor.untyped_storage().nbytes()}; "
+            "was it released (resized to nothing) meanwhile?"
+        )
+    return (tensor.data_ptr(), nbytes, tensor)
+
+
+def _from_interface(buffer: Any, writable: bool) -> Item:
+    interface = getattr(buffer, "__array_interface__", None)
+    if interface is not None:
+        address, read_only = interface["data"]
+        _require(interface.get("strides") is None, writable and read_only, buffer)
+        return (address, buffer.nbytes, buffer)
+    if hasattr(buffer, "__dlpack__"):
+        return _from_dlpack(buffer, writable)
+    raise InvalidBufferError(
+        f"expected a contiguous buffer (bytes-like, NumPy, torch or DLPack), got {type(buffer).__name__}"
+    )
+
+
+def _from_dlpack(buffer: Any, writable: bool) -> Item:
+    device = buffer.__dlpack_device__()[0]
+    if device not in (_CPU, _CUDA_HOST, _ROCM_HOST):
+        raise InvalidBufferError(f"expected DLPack memory of the host, got device type {int(device)}")
+    try:
+        capsule = buffer.__dlpack__(max_version=(1, 0))
+    except TypeError:  # producers older than DLPack 1.0 know no such argument
+        capsule = buffer.__dlpack__()
+    address, nbytes, contiguous, read_only = _native.describe_dlpack(capsule)
+    _require(contiguous, writable and read_only, buffer)
+    return (address, nbytes, capsule)

@@ -1,0 +1,394 @@
+"""Engine, File and Request: the part everyone uses."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Generator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import _buffers, _native
+from .errors import (
+    AccessError,
+    BackendUnavailableError,
+    ClosedError,
+    InvalidBufferError,
+    InvalidOffsetError,
+    WaitTimeoutError,
+    open_error,
+    transfer_error,
+)
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Engine", "File", "Request"]
+
+DEFAULT_BLOCK_BYTES = 1 << 20
+DEFAULT_QUEUE_DEPTH = 32
+DEFAULT_WORKERS = 8
+
+_MAX_OFFSET = 2**63 - 1
+_MODES = {"r": (True, False, False, False), "w": (False, True, True, True), "rw": (True, True, True, False)}
+_DIRECT: dict[Any, int] = {"auto": 0, False: 1, True: 2}
+_CODES = (_native.END_OF_FILE, _native.CANCELLED)
+
+
+class Request:
+    """One transfer under way. It keeps its buffers alive until the kernel is done with them, also when it is dropped.
+
+    May be waited for from several threads and awaited from several asyncio tasks; giving up a wait (timeout, Ctrl-C, a
+    cancelled task) leaves the transfer running.
+    """
+
+    __slots__ = ("__weakref__", "_engine", "_kind", "_native", "_path")
+
+    def __init__(self, native: _native.Request, engine: _native.Engine, kind: str, path: str) -> None:
+        self._native = native
+        self._engine = engine
+        self._kind = kind
+        self._path = path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the request moves in total."""
+        return self._native.nbytes()
+
+    @property
+    def checksum(self) -> str | None:
+        """`"xxh3_64:<16 hex>"` of the bytes moved, when asked for at submission and the request is done."""
+        value = self._native.checksum()
+        return None if value is None else format_checksum(value)
+
+    def done(self) -> bool:
+        """Whether the request has ended, well or not; never blocks."""
+        return self._native.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Blocks until the request has ended and returns the bytes moved.
+
+        `timeout` is in seconds. Raises WaitTimeoutError when it passes first, and the request's own error (EndOfFileError,
+        NoSpaceError, DeviceError, …) when it failed.
+        """
+        if timeout is not None and timeout < 0:
+            raise ValueError(f"expected a timeout of 0 or more seconds, got {timeout}")
+        self._refuse_fork()
+        if not self._native.wait(-1.0 if timeout is None else timeout):
+            raise WaitTimeoutError(f"{self._kind} of '{self._path}' is still under way after {timeout} s", path=self._path)
+        return self._result()
+
+    def cancel(self) -> None:
+        """Starts no further block of this request; what the kernel already has is finished, then the request ends.
+
+        A request that was cut short raises RequestCancelledError from `wait`.
+        """
+        if not self._native.done():
+            self._engine.cancel(self._native)
+
+    def __await__(self) -> Generator[Any, None, int]:
+        if not self._native.done():
+            from ._await import until_done
+
+            self._refuse_fork()
+            yield from until_done(self._native).__await__()
+        return self._result()
+
+    def __repr__(self) -> str:
+        state = "done" if self._native.done() else "under way"
+        return f"<Request {self._kind} {self.nbytes} bytes of '{self._path}', {state}>"
+
+    def _refuse_fork(self) -> None:
+        if self._engine.forked() and not self._native.done():
+            raise ClosedError("the request belongs to the parent process; make a new engine after fork()")
+
+    def _result(self) -> int:
+        failure = self._native.failure()
+        if failure is not None:
+            raise transfer_error(self._kind, self._path, failure, _CODES)
+        return self._native.nbytes()
+
+
+class File:
+    """A file opened by an engine; close it, or use it as a context manager."""
+
+    __slots__ = ("__weakref__", "_finalizer", "_native", "mode", "path")
+
+    def __init__(self, native: _native.File, engine: _native.Engine, path: str, mode: str) -> None:
+        self._native: _native.File | None = native
+        self.path = path
+        self.mode = mode
+        self._finalizer = weakref.finalize(self, engine.release, native)
+        self._finalizer.atexit = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._native is None
+
+    @property
+    def direct(self) -> bool:
+        """Whether whole pages go past the page cache."""
+        return self.native.direct
+
+    @property
+    def direct_reason(self) -> str:
+        """Why direct I/O is or is not used."""
+        return self.native.direct_reason
+
+    @property
+    def granularity(self) -> int:
+        """Bytes: direct transfers begin and end at multiples of this offset; 1 for a buffered file."""
+        return self.native.granularity
+
+    @property
+    def memory_alignment(self) -> int:
+        """Bytes: memory at multiples of this address needs no copy; 1 for a buffered file."""
+        return self.native.memory_alignment
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file now."""
+        return self.native.size()
+
+    @property
+    def native(self) -> _native.File:
+        """The native file; raises ClosedError when closed."""
+        if self._native is None:
+            raise ClosedError(f"'{self.path}' is closed", path=self.path)
+        return self._native
+
+    def close(self) -> None:
+        """Waits for the file's requests and closes it; does not sync. May be called twice."""
+        if self._native is not None:
+            self._native = None
+            self._finalizer()
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<File '{self.path}' mode '{self.mode}'{', closed' if self.closed else ''}>"
+
+
+class Engine:
+    """Moves bytes between memory and files on threads of its own; submitting only enqueues.
+
+    `backend`: "auto" (io_uring, else libaio, else threads; `probe()` says why), or one of "io_uring", "libaio", "threads",
+    "null" by name. `queue_depth`: blocks in flight per progress thread. `block_bytes`: bytes per block, a multiple of 4096.
+    `threads`: progress threads, or pool threads of the "threads" backend. What is None comes from `tune`, file by file, where
+    the device was tuned, else from defaults (32, 1 MiB, 1, pool of 8). `single_submit` hands blocks over one by one;
+    `overlap_events=False` awaits each batch before the next.
+
+    Raises BackendUnavailableError when a backend named does not run here, ValueError for numbers out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        queue_depth: int | None = None,
+        block_bytes: int | None = None,
+        threads: int | None = None,
+        single_submit: bool = False,
+        overlap_events: bool = True,
+    ) -> None:
+        self._build(backend, queue_depth, block_bytes, threads, single_submit, overlap_events, None)
+
+    def _build(
+        self,
+        backend: str,
+        queue_depth: int | None,
+        block_bytes: int | None,
+        threads: int | None,
+        single_submit: bool,
+        overlap_events: bool,
+        faults: _native.FaultPlan | None,
+    ) -> None:
+        self._tuned = queue_depth is None and block_bytes is None
+        self.queue_depth = _ranged("queue_depth", DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth, 1, 4096)
+        self.block_bytes = _block("block_bytes", DEFAULT_BLOCK_BYTES if block_bytes is None else block_bytes)
+        default_threads = DEFAULT_WORKERS if backend == "threads" else 1
+        self.threads = _ranged("threads", default_threads if threads is None else threads, 1, 256)
+        try:
+            self._native = _native.Engine(
+                backend, self.queue_depth, self.block_bytes, self.threads, single_submit, overlap_events, faults
+            )
+        except OSError as error:
+            raise BackendUnavailableError(f"backend '{backend}': {error.args[1]}", errno=error.errno) from None
+        # Runs at garbage collection and at exit, so that what was submitted reaches the file.
+        self._finalizer = weakref.finalize(self, self._native.close)
+
+    @classmethod
+    def from_deepspeed(cls, config: Mapping[str, Any], *, backend: str = "auto") -> Engine:
+        """An engine with the meaning of DeepSpeed's `aio` section.
+
+        `block_size` (bytes), `queue_depth`, `intra_op_parallelism` or `thread_count` (progress threads that share each
+        request), `single_submit`, `overlap_events`; absent keys have DeepSpeed's defaults (1 MiB, 8, 1, false, true). Raises
+        ValueError for an unknown key, naming the nearest one.
+        """
+        from ._deepspeed import engine_arguments
+
+        return cls(backend=backend, **engine_arguments(config))
+
+    @classmethod
+    def for_path(cls, path: str | os.PathLike[str]) -> Engine:
+        """An engine with everything that `tune` found best for the device of `path`; defaults when it was not tuned."""
+        from ._tuning import lookup
+
+        found = lookup(os.fspath(path))
+        if found is None:
+            return cls()
+        return cls(
+            backend=found.backend, queue_depth=found.queue_depth, block_bytes=found.block_bytes, threads=found.threads
+        )
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend that runs."""
+        return self._native.backend()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._native.closed()
+
+    def open(
+        self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | str = "auto", preallocate: bool = True
+    ) -> File:
+        """Opens a file: "r" (must exist), "w" (created or emptied), "rw" (created if missing, content kept).
+
+        `direct`: "auto" uses direct I/O where the file system reports its alignment, True insists, False forbids.
+        `preallocate` reserves blocks before writing beyond the end, which makes the file as long as the request at once.
+        Raises MissingPathError, DirectoryPathError, AccessError, OpenError, ClosedError.
+        """
+        if mode not in _MODES:
+            raise ValueError(f"expected mode 'r', 'w' or 'rw', got {mode!r}")
+        if direct not in _DIRECT:
+            raise ValueError(f"expected direct to be 'auto', True or False, got {direct!r}")
+        name = os.fspath(path)
+        self._require_open()
+        block_bytes, queue_depth = self._settings_for(name) if self._tuned else (0, 0)
+        flags = _MODES[mode]
+        try:
+            native = self._native.open(os.fsencode(name), *flags, _DIRECT[direct], block_bytes, queue_depth, preallocate)
+        except OSError as error:
+            raise open_error(name, error) from None
+        except ValueError as error:
+            raise open_error(name, OSError(22, str(error))) from None
+        return File(native, self._native, name, mode)
+
+    def read(self, file: File, out: Any, offset: int = 0, *, checksum: bool = False) -> Request:
+        """Starts filling `out` from the file at `offset` (bytes).
+
+        `out`: a writable C-contiguous buffer, or a list of them, filled one after the other from one file range. A torch tensor
+        on an accelerator goes through pinned staging. Raises InvalidBufferError, InvalidOffsetError, AccessError, ClosedError;
+        what happens later is raised by the request.
+        """
+        return self._submit(False, file, out, offset, checksum)
+
+    def write(self, file: File, data: Any, offset: int = 0, *, checksum: bool = False) -> Request:
+        """Starts writing `data` to the file at `offset` (bytes); the memory must not change until the request is done.
+
+        `data`: a C-contiguous buffer, or a list of them, written one after the other to one file range. Errors as for `read`.
+        Written means handed to the device: `sync` makes it last.
+        """
+        return self._submit(True, file, data, offset, checksum)
+
+    def sync(self, file: File) -> None:
+        """Blocks until every write submitted to the file before this call is on stable storage.
+
+        Raises the error of any of those writes that failed, also when nobody waited for it.
+        """
+        native = self._usable(file, True)
+        try:
+            failure = self._native.sync(native)
+        except RuntimeError as error:
+            raise ClosedError(str(error)) from None
+        if failure is not None:
+            raise transfer_error("sync", file.path, failure, _CODES)
+
+    def counters(self) -> dict[str, int]:
+        """Bytes moved since the start by direction and by route (zero copy, staged, buffered), and memory held."""
+        return self._native.counters()
+
+    def close(self) -> None:
+        """Finishes everything submitted and stops; does not sync. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return (
+            f"<Engine {self.backend} queue_depth={self.queue_depth} block_bytes={self.block_bytes} "
+            f"threads={self.threads}{state}>"
+        )
+
+    def _submit(self, write: bool, file: File, buffers: Any, offset: int, checksum: bool) -> Request:
+        native = self._usable(file, write)
+        if _buffers.is_device_tensor(buffers):
+            from ._device import submit_device
+
+            return submit_device(self, write, file, buffers, offset, checksum)
+        items = _buffers.describe_all(buffers, not write)
+        if not 0 <= offset <= _MAX_OFFSET - sum(map(_buffers.nbytes_of, items)):
+            raise InvalidOffsetError(
+                f"expected an offset from 0 to 2**63 - 1 minus the bytes moved, got {offset} for '{file.path}'",
+                path=file.path,
+                offset=offset,
+            )
+        kind = "write" if write else "read"
+        try:
+            request = self._native.submit(write, native, items, offset, checksum)
+        except BufferError as error:
+            raise InvalidBufferError(str(error)) from None
+        except RuntimeError as error:
+            raise ClosedError(str(error)) from None
+        return Request(request, self._native, kind, file.path)
+
+    def _usable(self, file: File, write: bool) -> _native.File:
+        self._require_open()
+        native = file.native
+        if ("w" if write else "r") not in file.mode:
+            verb = "written" if write else "read"
+            raise AccessError(f"'{file.path}' was opened with mode '{file.mode}' and cannot be {verb}", path=file.path)
+        return native
+
+    def _require_open(self) -> None:
+        if self._native.forked():
+            raise ClosedError("the engine belongs to the parent process; make a new one after fork()")
+        if self._native.closed():
+            raise ClosedError("the engine is closed")
+
+    def _settings_for(self, path: str) -> tuple[int, int]:
+        from ._tuning import lookup
+
+        found = lookup(path)
+        if found is None:
+            return (0, 0)
+        return (found.block_bytes, found.queue_depth)
+
+
+def format_checksum(value: int) -> str:
+    """The text form of an xxh3_64 that every file of this project uses."""
+    return f"xxh3_64:{value:016x}"
+
+
+def _ranged(name: str, value: int, low: int, high: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"expected {name} to be an integer from {low} to {high}, got {value!r}")
+    return value
+
+
+def _block(name: str, value: int) -> int:
+    _ranged(name, value, 4096, 1 << 30)
+    if value % 4096:
+        raise ValueError(f"expected {name} to be a multiple of 4096, got {value}")
+    return value

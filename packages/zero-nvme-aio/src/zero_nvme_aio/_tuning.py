@@ -1,0 +1,88 @@
+"""What `tune` found, remembered per device in the user's cache folder."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+__all__ = ["Tuning", "cache_path", "device_key", "lookup", "remember"]
+
+_BACKENDS = ("io_uring", "libaio", "threads")
+
+
+class Tuning(NamedTuple):
+    """The best setting for one device: bytes per block, blocks in flight, threads, and GB/s that were reached."""
+
+    backend: str
+    block_bytes: int
+    queue_depth: int
+    threads: int
+    read_gb_per_s: float
+    write_gb_per_s: float
+
+
+def cache_path() -> str:
+    """The file that holds the settings: `$XDG_CACHE_HOME/zero-nvme-aio/tune.json`, under `~/.cache` by default."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(root, "zero-nvme-aio", "tune.json")
+
+
+def device_key(path: str) -> str | None:
+    """Names the device under `path` (or under its folder, when it does not exist yet); None when neither does."""
+    for candidate in (path, os.path.dirname(path) or "."):
+        try:
+            device = os.stat(candidate).st_dev
+        except OSError:
+            continue
+        return f"{os.uname().nodename}:{os.major(device)}:{os.minor(device)}"
+    return None
+
+
+def lookup(path: str) -> Tuning | None:
+    """The setting for the device of `path`; None when it was never tuned or the cache holds nonsense."""
+    if not os.path.exists(cache_path()):
+        return None
+    key = device_key(path)
+    entry = None if key is None else _read().get(key)
+    return None if entry is None else _checked(entry)
+
+
+def remember(path: str, tuning: Tuning) -> None:
+    """Stores the setting for the device of `path`."""
+    import json
+
+    key = device_key(path)
+    if key is None:
+        raise FileNotFoundError(f"'{path}' does not exist, so it is on no device")
+    entries = _read()
+    entries[key] = tuning._asdict()
+    target = cache_path()
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    scratch = f"{target}.{os.getpid()}"
+    with open(scratch, "w") as file:
+        json.dump(entries, file, indent=1, sort_keys=True)
+    os.replace(scratch, target)
+
+
+def _read() -> dict[str, Any]:
+    import json
+
+    try:
+        with open(cache_path()) as file:
+            entries = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _checked(entry: Any) -> Tuning | None:
+    try:
+        tuning = Tuning(**entry)
+        whole = [tuning.block_bytes, tuning.queue_depth, tuning.threads]
+    except TypeError:
+        return None
+    if tuning.backend not in _BACKENDS or not all(isinstance(n, int) and n > 0 for n in whole):
+        return None
+    if tuning.block_bytes % 4096 or tuning.block_bytes > 1 << 30 or tuning.queue_depth > 4096 or tuning.threads > 256:
+        return None
+    return tuning

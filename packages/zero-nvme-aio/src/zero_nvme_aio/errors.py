@@ -1,0 +1,185 @@
+"""The exceptions of this package: every one is an `AioError` that carries what happened in fields."""
+
+from __future__ import annotations
+
+import errno as _errno
+import os
+from typing import Any
+
+__all__ = [
+    "AccessError",
+    "AioError",
+    "BackendUnavailableError",
+    "ChecksumError",
+    "ClosedError",
+    "DeviceError",
+    "DirectoryPathError",
+    "EndOfFileError",
+    "ExtentError",
+    "FormatError",
+    "InvalidBufferError",
+    "InvalidOffsetError",
+    "MissingPathError",
+    "NoSpaceError",
+    "OpenError",
+    "RequestCancelledError",
+    "TransferError",
+    "WaitTimeoutError",
+]
+
+
+class AioError(OSError):
+    """Base of every error raised here; an `OSError`, so `errno` and `filename` are where one looks for them.
+
+    `path`: the file as the user named it. `offset`, `expected`, `got`: bytes. `free_bytes`: what the file system had left.
+    Each is None where it does not apply.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        errno: int | None = None,
+        path: str | None = None,
+        offset: int | None = None,
+        expected: int | str | None = None,
+        got: int | str | None = None,
+        free_bytes: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.errno = errno
+        self.filename = path
+        self.path = path
+        self.offset = offset
+        self.expected = expected
+        self.got = got
+        self.free_bytes = free_bytes
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {name: getattr(self, name) for name in ("errno", "path", "offset", "expected", "got", "free_bytes")}
+        return _rebuild, (type(self), self.message, fields)
+
+
+def _rebuild(cls: type[AioError], message: str, fields: dict[str, Any]) -> AioError:
+    return cls(message, **fields)
+
+
+class InvalidBufferError(AioError, ValueError):
+    """The memory cannot be used: not contiguous, read-only as a target, not in host memory, or of the wrong size."""
+
+
+class InvalidOffsetError(AioError, ValueError):
+    """A file offset or length is negative, or beyond what a file can hold (2**63 - 1)."""
+
+
+class ClosedError(AioError, ValueError):
+    """The engine, file or store is closed."""
+
+
+class OpenError(AioError):
+    """A file could not be opened."""
+
+
+class MissingPathError(OpenError, FileNotFoundError):
+    """The path does not exist."""
+
+
+class DirectoryPathError(OpenError, IsADirectoryError):
+    """The path is a directory."""
+
+
+class AccessError(OpenError, PermissionError):
+    """The file may not be opened in this mode, or is used against its mode."""
+
+
+class TransferError(AioError):
+    """The operating system refused a transfer; `errno` says why."""
+
+
+class DeviceError(TransferError):
+    """The device failed (EIO)."""
+
+
+class NoSpaceError(TransferError):
+    """The file system, or the user's quota, is full (ENOSPC, EDQUOT); `free_bytes` says what is left."""
+
+
+class EndOfFileError(TransferError, EOFError):
+    """The file ended before the request did: it is shorter than asked for, or shrank meanwhile."""
+
+
+class RequestCancelledError(AioError):
+    """The request was cancelled before all of it was started."""
+
+
+class WaitTimeoutError(AioError, TimeoutError):
+    """The request is still under way after the time given; it goes on, and may be waited for again."""
+
+
+class BackendUnavailableError(AioError):
+    """The backend does not run here; the message is the reason that `probe()` reports."""
+
+
+class ChecksumError(AioError):
+    """What was read is not what was written; `expected` and `got` are the checksums."""
+
+
+class FormatError(AioError, ValueError):
+    """A file is not what its format says."""
+
+
+class ExtentError(AioError, LookupError):
+    """A name, or a range of it, is not in the extent store, or does not fit what was declared."""
+
+
+def open_error(path: str, error: OSError) -> OpenError:
+    """The typed error for a failed open, made from what the operating system said."""
+    code = error.errno
+    kinds: dict[int | None, tuple[type[OpenError], str]] = {
+        _errno.ENOENT: (MissingPathError, "it does not exist; mode 'w' or 'rw' creates it, in a directory that exists"),
+        _errno.EISDIR: (DirectoryPathError, "it is a directory; name a file in it"),
+        _errno.EACCES: (AccessError, "permission denied"),
+        _errno.EPERM: (AccessError, "not permitted"),
+        _errno.EROFS: (AccessError, "the file system is read-only"),
+    }
+    kind, reason = kinds.get(code, (OpenError, error.args[1] if len(error.args) > 1 else str(error)))
+    return kind(f"cannot open '{path}': {reason}", errno=code, path=path)
+
+
+def transfer_error(kind: str, path: str, native: tuple[int, int, int, int], native_codes: tuple[int, int]) -> AioError:
+    """The typed error for a failed request, made from (code, offset, expected, got)."""
+    code, offset, expected, got = native
+    end_of_file, cancelled = native_codes
+    where = f"'{path}' at offset {offset}"
+    fields: dict[str, Any] = {"path": path, "offset": offset, "expected": expected, "got": got}
+    if code == end_of_file:
+        message = f"read of {where} expected {expected} bytes more but the file ends there; is it the file that was written?"
+        return EndOfFileError(message, **fields)
+    if code == cancelled:
+        return RequestCancelledError(f"{kind} of {where} was cancelled", **fields)
+    fields["errno"] = code
+    if code in (_errno.ENOSPC, _errno.EDQUOT):
+        free = free_bytes(path)
+        quota = "the quota is used up" if code == _errno.EDQUOT else "no space is left"
+        left = "" if free is None else f" ({free} bytes free)"
+        message = f"{kind} of {expected} bytes to {where}: {quota}{left}; free some or write elsewhere"
+        return NoSpaceError(message, free_bytes=free, **fields)
+    message = f"{kind} of {where}: expected {expected} bytes, got {got}: {os.strerror(code)}"
+    if code == _errno.EIO:
+        return DeviceError(f"{message}; the device failed, see the kernel log", **fields)
+    if code == _errno.EINVAL:
+        message += "; if the file system does no direct I/O here, open the file with direct=False"
+    return TransferError(message, **fields)
+
+
+def free_bytes(path: str) -> int | None:
+    """Bytes that this user may still write on the file system of `path`; None when it cannot be asked."""
+    try:
+        info = os.statvfs(path)
+    except OSError:
+        return None
+    return info.f_bavail * info.f_frsize
