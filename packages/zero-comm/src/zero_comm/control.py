@@ -52,6 +52,11 @@ class Control:
         self._sequence = 0
         self._last_words: object = None  # keeps an abort's buffers alive until the peers have read them
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The gloo group underneath; None for a single rank."""
+        return self._process_group
+
     def exchange(self, message: Message) -> list[Message]:
         """Return every rank's message. Raises `PeerError` when a rank is gone or has aborted."""
         body = json.dumps([message.kind, message.name, message.step, message.payload]).encode()
@@ -88,7 +93,8 @@ class Control:
         listing = "\n".join(f"  rank {rank}: {m}" for rank, m in enumerate(messages))
         raise DesyncError(
             f"the ranks are at different calls:\n{listing}\n"
-            "Every rank must make the same engine calls in the same order (forward, backward, step, save, load, gathered, destroy)."
+            "Every rank must make the same engine calls in the same order "
+            "(forward, backward, step, save, load, gathered, destroy)."
         )
 
     def abort(self, reason: str) -> None:
@@ -141,13 +147,13 @@ class Control:
                 ) from error
         return [bytes(r.numpy()) for r in received_by_rank]
 
-    def _start(self, body: bytes, tag: Tag) -> tuple[list[torch.Tensor], list[tuple[int, dist.Work]]]:
+    def _start(self, body: bytes, tag: Tag) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
         """Send ``body`` to every rank and start receiving theirs."""
         self._sequence = (self._sequence + 1) % (1 << 30)
         self.ledger.count(tag, len(body) * (self.world_size - 1))
         mine = _tensor(body)
         received = [mine if r == self.rank else torch.empty_like(mine) for r in range(self.world_size)]
-        pending = []
+        pending: list[tuple[int, Any]] = []
         for distance in range(1, self.world_size):
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
             arrival = dist.irecv(received[source], group=self._process_group, group_src=source, tag=self._sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,10 @@ class Group:
 
     Every rank of the group must issue the same calls in the same order.
 
-    [Note: direct messages on gloo] gloo's own all-gather and reduce-scatter copy through temporaries and, for the latter, send
-    the bytes of an all-reduce. Here each rank sends its slice to every other rank and receives theirs in place: the formula's bytes,
-    no copy, no worker thread, 0.37 of the time for 64 MiB at two ranks. On NCCL and the like the backend's own collectives are used.
+    [Note: direct messages on gloo] gloo's own all-gather and reduce-scatter copy through temporaries and, for the
+    latter, send the bytes of an all-reduce. Here each rank sends its slice to every other rank and receives theirs in
+    place: the formula's bytes, no copy, no worker thread, 0.37 of the time for 64 MiB at two ranks. On NCCL and the
+    like the backend's own collectives are used.
     """
 
     def __init__(
@@ -59,15 +61,21 @@ class Group:
         self.ledger.count(tag, (self.world_size - 1) * size * shard.element_size())
         if self._direct(out):
             slices = out.view(self.world_size, size)
-            return Work(tag, self._exchange([shard] * self.world_size, slices.unbind()), buffers=(out, shard), explain=self._explain)
+            return Work(
+                tag,
+                self._exchange([shard] * self.world_size, slices.unbind()),
+                buffers=(out, shard),
+                explain=self._explain,
+            )
         work = dist.all_gather_into_tensor(out, mine, group=self._process_group, async_op=True)
         return Work(tag, [(work, None)], buffers=(out, shard), explain=self._explain)
 
     def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Average the ranks' ``flat`` (N*s elements) into the owners' ``out`` (s elements): the one reduction.
 
-        Slices travel in ``flat``'s dtype, are summed in rank order 0…N-1 in ``out``'s dtype and divided once by N; with ``accumulate``
-        the average is added to ``out``. ``flat`` is free for reuse when the work is done. Sends s*(N-1) elements.
+        Slices travel in ``flat``'s dtype, are summed in rank order 0…N-1 in ``out``'s dtype and divided once by N;
+        with ``accumulate`` the average is added to ``out``. ``flat`` is free for reuse when the work is done. Sends
+        s*(N-1) elements.
         """
         size = out.numel()
         _check(flat.numel() == size * self.world_size, tag, f"flat of {size * self.world_size} elements", flat.numel())
@@ -110,12 +118,10 @@ class Group:
     def _direct(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
 
-    def _exchange(
-        self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]
-    ) -> list[tuple[dist.Work, int | None]]:
+    def _exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> list[tuple[Any, int | None]]:
         """Send ``send[r]`` to and receive ``receive[r]`` from every other rank r; nearest neighbours first."""
         self._sequence = (self._sequence + 1) % _TAG_LIMIT
-        pending: list[tuple[dist.Work, int | None]] = []
+        pending: list[tuple[Any, int | None]] = []
         for distance in range(1, self.world_size):
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
             arrival = dist.irecv(receive[source], group=self._process_group, group_src=source, tag=self._sequence)

@@ -33,8 +33,8 @@ class EngineGroups:
 class Mesh:
     """The world as (replicate, shard): ``shard_size`` consecutive ranks hold one copy of the model between them.
 
-    ``shard_size`` defaults to the world size. `device_mesh` is torch's own mesh with dimensions ``("replicate", "shard")``.
-    Raises ValueError when ``shard_size`` does not divide the world size.
+    ``shard_size`` defaults to the world size. `device_mesh` is torch's own mesh with dimensions ``("replicate",
+    "shard")``. Raises ValueError when ``shard_size`` does not divide the world size.
     """
 
     def __init__(self, *, shard_size: int | None = None, device: torch.device | None = None) -> None:

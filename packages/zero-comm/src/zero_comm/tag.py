@@ -12,7 +12,8 @@ Phase = Literal["gather", "reduce", "publish", "broadcast", "control", "checkpoi
 class Tag:
     """Names one collective: what it does, for which unit or parameter, in which optimizer step.
 
-    The group that carries it adds its own running number, so that two ranks can tell whether they are at the same point.
+    The group that carries it adds its own running number, so that two ranks can tell whether they are at the same
+    point.
     """
 
     phase: Phase

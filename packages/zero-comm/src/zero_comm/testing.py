@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 
 class RankFailure(RuntimeError):
-    """One or more ranks raised; the message holds every rank's traceback, `failures` maps rank to its exception text."""
+    """One or more ranks raised; the message holds every rank's traceback, `failures` maps rank to its exception
+    text."""
 
     def __init__(self, failures: dict[int, str]) -> None:
         self.failures = failures
@@ -57,10 +59,11 @@ def _pool() -> _Pool:
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Call ``fn(*args)`` on ``world_size`` processes with torch.distributed (gloo) initialised; return their results by rank.
+    """Call ``fn(*args)`` on ``world_size`` processes with torch.distributed (gloo) initialised; return their results
+    by rank.
 
-    ``fn`` and ``args`` must be picklable (a function at module level). Workers run torch with one thread and are reused.
-    Raises `RankFailure` with every rank's traceback when one raises; TimeoutError after ``timeout`` seconds.
+    ``fn`` and ``args`` must be picklable (a function at module level). Workers run torch with one thread and are
+    reused. Raises `RankFailure` with every rank's traceback when one raises; TimeoutError after ``timeout`` seconds.
     """
     pool = _pool()
     workers = pool.take(world_size)
@@ -68,8 +71,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         for rank, (_, connection) in enumerate(workers):
             connection.send((fn, args, rank, world_size, str(Path(folder) / "store")))
         results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
-        pending = {connection: rank for rank, (_, connection) in enumerate(workers)}
+        failures: dict[int, Any] = {}
+        pending: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(workers)}
         while pending:
             ready = wait(list(pending), timeout)
             if not ready:
@@ -78,10 +81,10 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                     f"rank(s) {sorted(pending.values())} gave no answer in {timeout:.0f} s"
                     + "".join(f"\n--- rank {r} ---\n{t}" for r, t in sorted(failures.items()))
                 )
-            for connection in ready:
-                rank = pending.pop(connection)  # type: ignore[arg-type]
+            for answered in ready:
+                rank = pending.pop(answered)
                 try:
-                    ok, value = connection.recv()  # type: ignore[union-attr]
+                    ok, value = answered.recv()  # type: ignore[union-attr, call-arg]
                 except EOFError:
                     ok, value = False, "the process ended without an answer"
                 (results if ok else failures)[rank] = value
@@ -99,7 +102,7 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+            dist.init_process_group("gloo", store=FileStore(store, world_size), rank=rank, world_size=world_size)
             try:
                 answer = (True, fn(*args))
             finally:

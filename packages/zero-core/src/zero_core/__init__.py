@@ -1,1 +1,40 @@
-"""Compose the parts behind one `initialize`: the ZeRO family from one DeepSpeed-style JSON file."""
+"""Compose the parts behind one `initialize`: ZeRO stages 0 to 3 from one DeepSpeed-style JSON file.
+
+Names are imported on first use, so that importing this package costs little beyond torch. Read `assembly.py` first.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .assembly import initialize
+    from .config import Config, ConfigError
+    from .engine import Engine
+    from .errors import UsageError
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Config": "config",
+    "ConfigError": "config",
+    "Engine": "engine",
+    "UsageError": "errors",
+    "initialize": "assembly",
+}
+
+__all__ = ["Config", "ConfigError", "Engine", "UsageError", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_LAZY[name]}")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

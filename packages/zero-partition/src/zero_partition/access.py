@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+
 from zero_comm import Tag
 
 from .errors import PartitionError
@@ -19,14 +20,18 @@ from .unit import Unit, UnitState
 def gathered(
     partition: Partition, parameters: nn.Parameter | Iterable[object], modifier_rank: int | None = None
 ) -> Iterator[None]:
-    """Have ``parameters`` whole inside the block; a single parameter or an iterable (what is not of this model is ignored).
+    """Have ``parameters`` whole inside the block; a single parameter or an iterable (what is not of this model is
+    ignored).
 
-    With ``modifier_rank`` the values that this rank leaves in ``p.data`` (or copies into it) become every rank's at exit; without it
-    changes are lost where parameters are sharded. Raises `PartitionError` inside a forward or backward pass.
+    With ``modifier_rank`` the values that this rank leaves in ``p.data`` (or copies into it) become every rank's at
+    exit; without it changes are lost where parameters are sharded. Raises `PartitionError` inside a forward or
+    backward pass.
     """
     runtime = partition.runtime
     if runtime.gatherer.active:
-        raise PartitionError("gathered(...) was opened inside a forward or backward pass; open it before or after the pass")
+        raise PartitionError(
+            "gathered(...) was opened inside a forward or backward pass; open it before or after the pass"
+        )
     given: Iterable[object] = [parameters] if isinstance(parameters, nn.Parameter) else parameters
     units = _units_of(partition, given)
     runtime.agree("gathered", ",".join(str(u.index) for u in units), None)
@@ -66,10 +71,9 @@ def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor
     return _whole(partition, unit, index, gradients.reduced)
 
 
-def full_state(
-    partition: Partition, optimizer: ShardedOptimizer, parameter: nn.Parameter, key: str
-) -> torch.Tensor:
-    """A copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter, whole, on every rank.
+def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
+    """A copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter, whole, on
+    every rank.
 
     Zeros where a fragment has no state yet. Raises `PartitionError` for a parameter that is not trained.
     """
@@ -106,7 +110,9 @@ def _take_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
         if parameter.data.data_ptr() != view.data_ptr():
             view.copy_(parameter.data)
             parameter.data = view
-    partition.groups.gather.broadcast(unit.flat, modifier_rank, Tag("broadcast", unit.name, partition.runtime.step)).wait()
+    partition.groups.gather.broadcast(
+        unit.flat, modifier_rank, Tag("broadcast", unit.name, partition.runtime.step)
+    ).wait()
     unit.write_back()
 
 

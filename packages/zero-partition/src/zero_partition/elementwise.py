@@ -20,14 +20,15 @@ _WHOLE_MODEL = {"LBFGS": "it needs a closure and the whole model's gradient", "S
 def check_elementwise(optimizer: Optimizer, *, sharded: bool) -> None:
     """Refuse by name an optimizer whose result on fragments differs from its result on whole parameters.
 
-    torch's own elementwise optimizers are known; any other is run once on a small matrix, whole and split. ``sharded``: whether the
-    optimizer sees fragments of single ranks only (stage >= 1). Raises `PartitionError`.
+    torch's own elementwise optimizers are known; any other is run once on a small matrix, whole and split.
+    ``sharded``: whether the optimizer sees fragments of single ranks only (stage >= 1). Raises `PartitionError`.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE:
         return
     if kind.__name__ in _WHOLE_MODEL:
-        raise PartitionError(f"{kind.__name__} cannot run in an engine: {_WHOLE_MODEL[kind.__name__]}. Use an elementwise optimizer.")
+        reason = _WHOLE_MODEL[kind.__name__]
+        raise PartitionError(f"{kind.__name__} cannot run in an engine: {reason}. Use AdamW or another elementwise one.")
     if not _split_equals_whole(optimizer):
         where = "on shards of parameters" if sharded else "on the fragments that every stage uses"
         raise PartitionError(
@@ -43,7 +44,7 @@ def _split_equals_whole(optimizer: Optimizer) -> bool:
     gradients = [torch.randn(24, generator=generator) for _ in range(2)]
     results = []
     for cuts in ((24,), (9, 15)):
-        pieces = [nn.Parameter(piece.clone()) for piece in values.split(list(cuts))]
+        pieces = [nn.Parameter(piece.clone()) for piece in torch.split(values, list(cuts))]
         if len(pieces) == 1:
             pieces = [nn.Parameter(pieces[0].detach().view(6, 4))]
         probe = copy.copy(optimizer)
@@ -52,7 +53,7 @@ def _split_equals_whole(optimizer: Optimizer) -> bool:
         probe.param_groups = [{**hyperparameters, "params": pieces}]
         try:
             for gradient in gradients:
-                for piece, part in zip(pieces, gradient.split(list(cuts)), strict=True):
+                for piece, part in zip(pieces, torch.split(gradient, list(cuts)), strict=True):
                     piece.grad = part.clone().view(piece.shape)
                 probe.step()
         except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+
 from zero_comm import Group, Tag, Work
 
 from .residency import Residency
@@ -15,8 +16,9 @@ from .unit import Unit, UnitState
 class Gatherer:
     """Brings releasable units in the agreed order of the running pass.
 
-    ``prefetch_numel`` bounds the elements in flight ahead of use, ``max_live_numel`` those gathered; the unit that is needed now is
-    gathered whatever the bounds. ``request`` gathers a unit out of order with all ranks (see passes.py).
+    ``prefetch_numel`` bounds the elements in flight ahead of use, ``max_live_numel`` those gathered; the unit that is
+    needed now is gathered whatever the bounds. ``request`` gathers a unit out of order with all ranks (see
+    passes.py).
     """
 
     def __init__(
@@ -70,9 +72,14 @@ class Gatherer:
             self._learned.add(key)
 
     def begin(self, key: str, *, like_reversed: str | None = None) -> None:
-        """Start the pass ``key``. Until its order is learned, it is the order of ``like_reversed`` backwards, or module order."""
+        """Start the pass ``key``. Until its order is learned, it is the order of ``like_reversed`` backwards, or
+        module order."""
         if key not in self._schedules:
-            known = self._schedules[like_reversed].order if like_reversed in self._learned and like_reversed is not None else None
+            known = (
+                self._schedules[like_reversed].order
+                if like_reversed in self._learned and like_reversed is not None
+                else None
+            )
             self._schedules[key] = GatherSchedule(known[::-1] if known is not None else self._releasable)
         self._key = key
         self._schedule = self._schedules[key]

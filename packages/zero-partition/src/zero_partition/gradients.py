@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import cast
 
 import torch
+
 from zero_comm import Group, Tag, Work
 
 from .unit import Unit
@@ -14,13 +15,14 @@ from .unit import Unit
 class UnitGradients:
     """Collects one trainable unit's gradients on this rank.
 
-    ``local_dtype``: of the flat buffer that autograd's gradients are added into. ``accumulate_dtype``: of the reduced gradient.
-    ``wire_dtype``: what travels. ``keep_flat``: the flat buffer lives until the step (stages 0 and 1) instead of until it was reduced.
+    ``accumulate_dtype``: of the reduced gradient, and of the flat buffer that autograd's gradients go into when
+    several backward passes add up in it; else that buffer has the parameters' dtype. ``wire_dtype``: what travels.
+    ``keep_flat``: the flat buffer is kept from step to step (stages 0 and 1) instead of until it was reduced.
     ``whole``: every rank needs all of the reduced gradient (stage 0).
 
     Attributes:
-        reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``whole`` the full flat buffer; None before the
-            first reduction since `clear`.
+        reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``whole`` the full flat buffer;
+            None before the first reduction since `clear`.
         touched: for each parameter, whether this rank has had a gradient since `clear`.
     """
 
@@ -29,7 +31,6 @@ class UnitGradients:
         unit: Unit,
         group: Group,
         *,
-        local_dtype: torch.dtype,
         accumulate_dtype: torch.dtype,
         wire_dtype: torch.dtype,
         keep_flat: bool,
@@ -39,7 +40,6 @@ class UnitGradients:
         self.reduced: torch.Tensor | None = None
         self.touched = [False] * len(unit.parameters)
         self._group = group
-        self._local_dtype = local_dtype
         self._accumulate_dtype = accumulate_dtype
         self._wire_dtype = wire_dtype
         self._keep_flat = keep_flat
@@ -47,7 +47,6 @@ class UnitGradients:
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._present = [False] * len(unit.parameters)
-        self._shares = keep_flat and local_dtype == accumulate_dtype
         self._spare: torch.Tensor | None = None
 
     @property
@@ -55,10 +54,11 @@ class UnitGradients:
         """Whether gradients arrived here that no reduction has taken yet."""
         return any(self._present)
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add the gradient of the unit's parameter number ``index``."""
+    def add(self, index: int, gradient: torch.Tensor, *, more_follow: bool) -> None:
+        """Add the gradient of the unit's parameter number ``index``; ``more_follow``: this backward pass is not
+        reduced."""
         if self._flat is None:
-            self._allocate(gradient.device)
+            self._allocate(gradient.device, self._accumulate_dtype if more_follow else self.unit.plan.dtype)
         if self._present[index]:
             self._views[index].add_(gradient)
         else:
@@ -66,9 +66,10 @@ class UnitGradients:
             self._present[index] = self.touched[index] = True
 
     def start_reduce(self, step: int, device: torch.device) -> Work:
-        """Send what has arrived (zeros for the rest) and average it into `reduced`; every rank reduces this unit at this point."""
+        """Send what has arrived (zeros for the rest) and average it into `reduced`; every rank reduces this unit at
+        this point."""
         if self._flat is None:
-            self._allocate(device)
+            self._allocate(device, self.unit.plan.dtype)
         flat = cast(torch.Tensor, self._flat)
         for view, present in zip(self._views, self._present, strict=True):
             if not present:
@@ -83,7 +84,8 @@ class UnitGradients:
         return self._group.reduce(payload, own, Tag("reduce", self.unit.name, step), accumulate=again)
 
     def gather_whole(self, step: int) -> Work | None:
-        """Give every rank the whole averaged gradient (stage 0); call once, after the last reduction before the step."""
+        """Give every rank the whole averaged gradient (stage 0); call once, after the last reduction before the
+        step."""
         if not self._whole or self.reduced is None:
             return None
         return self._group.all_gather(self.reduced, self._slice(self.reduced), Tag("reduce", self.unit.name, step))
@@ -99,7 +101,8 @@ class UnitGradients:
         return [t for t in (self._flat, self._spare, self.reduced) if t is not None]
 
     def visible(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
-        """Yield (parameter, its averaged gradient in its own shape and dtype, whether this rank touched it) after `gather_whole`."""
+        """Yield (parameter, its averaged gradient in its own shape and dtype, whether this rank touched it) after
+        `gather_whole`."""
         if not self._whole or self.reduced is None:
             return
         for entry, parameter, touched in zip(self.unit.layout.entries, self.unit.parameters, self.touched, strict=True):
@@ -110,7 +113,7 @@ class UnitGradients:
         """Where this rank's averaged shard goes; `reduced` covers it."""
         if self.reduced is not None:
             return self._slice(self.reduced) if self._whole else self.reduced
-        if self._shares:
+        if self._keep_flat and flat.dtype == self._accumulate_dtype:
             self.reduced = flat if self._whole else self._slice(flat)
             return self._slice(flat)
         numel = self.unit.layout.numel if self._whole else self.unit.layout.shard_numel
@@ -121,11 +124,11 @@ class UnitGradients:
         start, end = self.unit.layout.shard_range(self._group.rank)
         return full[start:end]
 
-    def _allocate(self, device: torch.device) -> None:
+    def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         layout = self.unit.layout
-        if self._spare is not None and self.reduced is None:
+        if self._spare is not None and self.reduced is None and self._spare.dtype == dtype:
             self._flat = self._spare
         else:
-            self._flat = torch.empty(layout.numel, dtype=self._local_dtype, device=device)
+            self._flat = torch.empty(layout.numel, dtype=dtype, device=device)
         self._flat[layout.used_numel :].zero_()
         self._views = [self._flat[e.offset : e.end].view(e.shape) for e in layout.entries]

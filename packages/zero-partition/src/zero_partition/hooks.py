@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from .unit import Unit
 
@@ -31,8 +31,9 @@ class PassListener(Protocol):
 class ModuleHooks:
     """Installs the hooks for ``units`` on ``model``; `remove` takes every one of them away.
 
-    Every module that owns parameters of a unit, or is one of a unit's members, reports entry and exit. Outputs that require gradients
-    report before their module's backward; the saved-tensor hooks (`SavedViews`) catch every other way backward can reach a unit.
+    Every module that owns parameters of a unit, or is one of a unit's members, reports entry and exit. Outputs that
+    require gradients report before their module's backward; the saved-tensor hooks (`SavedViews`) catch every other
+    way backward can reach a unit.
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], listener: PassListener) -> None:
@@ -46,7 +47,7 @@ class ModuleHooks:
             if unit.plan.trainable:
                 for index, parameter in enumerate(unit.parameters):
                     hook = partial(self._on_gradient, unit, index)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -78,7 +79,7 @@ class ModuleHooks:
             if not isinstance(leaf, torch.Tensor):
                 continue
             if leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(partial(self._on_output_gradient, units))
+                leaf.register_hook(partial(self._on_output_gradient, units))  # type: ignore[no-untyped-call]
             owner = self._listener.unit_of_storage(_address(leaf))
             if owner is not None:
                 yield owner, leaf
@@ -93,7 +94,8 @@ class ModuleHooks:
 class SavedViews:
     """Saved-tensor hooks that make backward ask for a unit before it reads a saved view of it.
 
-    Other tensors go through the hooks that were active outside, if any (save_on_cpu and the like), else are saved as they are.
+    Other tensors go through the hooks that were active outside, if any (save_on_cpu and the like), else are saved as
+    they are.
     """
 
     def __init__(self, listener: PassListener) -> None:

@@ -54,7 +54,8 @@ class UnitLayout:
     def of(cls, name: str, shapes: Mapping[str, Sequence[int]], world_size: int, alignment: int = 1) -> UnitLayout:
         """Lay out parameters (name -> shape) in the order given.
 
-        ``alignment``: shard boundaries are multiples of so many elements. Raises ValueError when an argument is below 1.
+        ``alignment``: shard boundaries are multiples of so many elements. Raises ValueError when an argument is below
+        1.
         """
         if world_size < 1 or alignment < 1:
             raise ValueError(f"unit '{name}': expected world_size and alignment >= 1, got {world_size} and {alignment}")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
 from zero_precision import LossScale, NoLossScale
 
 from .elementwise import check_elementwise
@@ -55,11 +56,13 @@ class OwnedFragment:
 class ShardedOptimizer:
     """Wraps any elementwise ``torch.optim.Optimizer`` built over the model's parameters.
 
-    The optimizer object stays the user's: its param groups keep their dicts and hyperparameters, only their ``params`` become this
-    rank's fragments, one tensor per parameter and shard. So schedulers and ``group["lr"] = …`` work.
+    The optimizer object stays the user's: its param groups keep their dicts and hyperparameters, only their
+    ``params`` become this rank's fragments, one tensor per parameter and shard. So schedulers and ``group["lr"] = …``
+    work.
 
-    ``clip``: maximal global norm, 0 for off. ``skip_non_finite``: skip the step instead of raising when the norm is not finite and
-    there is no loss scale. ``refuse``: reasons are raised by name: foreign or duplicate parameters, an optimizer that is not elementwise.
+    ``clip``: maximal global norm, 0 for off. ``skip_non_finite``: skip the step instead of raising when the norm is
+    not finite and there is no loss scale. ``refuse``: reasons are raised by name: foreign or duplicate parameters, an
+    optimizer that is not elementwise.
     """
 
     def __init__(
@@ -96,7 +99,8 @@ class ShardedOptimizer:
     def step(self) -> StepResult:
         """One transaction: agree on overflow and on who had gradients, clip once, update, publish. Collective.
 
-        Raises `NonFiniteGradientError` on every rank, naming the first parameter, when the norm is not finite and nothing skips it.
+        Raises `NonFiniteGradientError` on every rank, naming the first parameter, when the norm is not finite and
+        nothing skips it.
         """
         runtime = self._partition.runtime
         runtime.end_backward()
@@ -108,9 +112,9 @@ class ShardedOptimizer:
         if not finite and isinstance(self.loss_scale, NoLossScale) and not self._skip_non_finite:
             runtime.reducer.clear()
             raise NonFiniteGradientError(
-                f"the gradient norm of step {runtime.step} is {norm}: the first gradient that is not finite belongs to parameter "
-                f"'{culprit}'. The weights were not changed. Check the loss and the data of this step, lower the learning rate, "
-                "or set bf16.check_grad_overflow to true to skip such steps."
+                f"the gradient norm of step {runtime.step} is {norm}: the first gradient that is not finite belongs to "
+                f"parameter '{culprit}'. The weights were not changed. Check the loss and the data of this step, lower "
+                "the learning rate, or set bf16.check_grad_overflow to true to skip such steps."
             )
         taken = self.loss_scale.update(not finite)
         if taken:
@@ -138,7 +142,8 @@ class ShardedOptimizer:
         return factor
 
     def _agree_on_gradients(self) -> tuple[dict[int, list[bool]], float, str]:
-        """Return which parameters of each unit had a gradient on any rank, the global sum of squares, and the first culprit's name."""
+        """Return which parameters of each unit had a gradient on any rank, the global sum of squares, and the first
+        culprit's name."""
         runtime, partition = self._partition.runtime, self._partition
         present = {i: g for i, g in runtime.gradients.items() if g.reduced is not None}
         whole = partition.options.stage == 0
@@ -150,7 +155,9 @@ class ShardedOptimizer:
                 squares[rank] += self._norm(reduced)  # type: ignore[arg-type]
         mine = squares[partition.rank]
         culprit = "" if math.isfinite(mine) else self._first_non_finite()
-        untouched = {str(i): [k for k, t in enumerate(g.touched) if not t] for i, g in present.items() if not all(g.touched)}
+        untouched = {
+            str(i): [k for k, t in enumerate(g.touched) if not t] for i, g in present.items() if not all(g.touched)
+        }
         answers = runtime.agree("step", "", [mine, untouched, culprit])
         total = 0.0
         for rank, answer in enumerate(answers):
@@ -212,15 +219,17 @@ class ShardedOptimizer:
     def _own(self, parameter: nn.Parameter, group: int, position: int, seen: set[int]) -> Iterator[OwnedFragment]:
         where = f"param_groups[{group}]['params'][{position}]"
         if id(parameter) in seen:
-            raise PartitionError(f"{where} (shape {tuple(parameter.shape)}) is in the optimizer twice; list every parameter once")
+            raise PartitionError(
+                f"{where} (shape {tuple(parameter.shape)}) is in the optimizer twice; list every parameter once"
+            )
         seen.add(id(parameter))
         found = self._partition.find(parameter)
         if found is None:
             if not parameter.requires_grad or parameter.numel() == 0:
                 return
             raise PartitionError(
-                f"{where} (shape {tuple(parameter.shape)}) does not belong to the model given to initialize; build the optimizer over "
-                "that model's parameters"
+                f"{where} (shape {tuple(parameter.shape)}) does not belong to the model given to initialize; "
+                "build the optimizer over that model's parameters"
             )
         unit, number = found
         if unit.master is None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
 from zero_comm import EngineGroups, Message, Tag
 from zero_precision import PrecisionPolicy, declared_keep_fp32, keep_fp32
 
@@ -24,17 +25,17 @@ from .units import UnitLimits, UnitPlan, check_trainable_uncut, plan_units, uncu
 class PartitionOptions:
     """How to cut and when to move; sizes in elements.
 
-    ``stage``: optimizer state is sharded when >= 1, gradients when >= 2, parameters when >= 3. ``accumulates``: several backward passes
-    per step add up locally before they are reduced (stages 0 and 1); with ``reduce_each_micro_batch`` they are reduced one by one as
-    stages 2 and 3 do, which makes all stages bitwise equal. ``alignment``: shard boundaries are multiples of it.
+    ``stage``: optimizer state is sharded when >= 1, gradients when >= 2, parameters when >= 3. At stages 0 and 1 the
+    backward passes of one step add up locally before they are reduced; with ``reduce_each_micro_batch`` they are
+    reduced one by one as stages 2 and 3 do, which makes all stages bitwise equal. ``alignment``: shard boundaries are
+    multiples of it.
     """
 
     stage: int
     policy: PrecisionPolicy
-    limits: UnitLimits = UnitLimits()
+    limits: UnitLimits = field(default_factory=UnitLimits)
     prefetch_numel: int = 50_000_000
     max_live_numel: int = 1_000_000_000
-    accumulates: bool = False
     reduce_each_micro_batch: bool = False
     alignment: int = 64
 
@@ -76,7 +77,8 @@ class Partition:
         self.layout = Layout(tuple(_unit_layout(plan, self.world_size, options.alignment) for plan in plans))
         self._agree_on_model(model, plans)
         self.units = [
-            self._make_unit(index, plan, layout) for index, (plan, layout) in enumerate(zip(plans, self.layout.units, strict=True))
+            self._make_unit(index, plan, layout)
+            for index, (plan, layout) in enumerate(zip(plans, self.layout.units, strict=True))
         ]
         self._share_buffers(model)
         self.runtime = Runtime(
@@ -153,12 +155,12 @@ class Partition:
     def _make_gradients(self, unit: Unit) -> UnitGradients:
         options, policy = self.options, self.options.policy
         narrow = unit.plan.dtype == policy.param_dtype
-        accumulate = policy.accumulate_dtype if narrow else torch.promote_types(unit.plan.dtype, policy.accumulate_dtype)
-        local = accumulate if options.accumulates and not options.reduces_each else unit.plan.dtype
+        accumulate = (
+            policy.accumulate_dtype if narrow else torch.promote_types(unit.plan.dtype, policy.accumulate_dtype)
+        )
         return UnitGradients(
             unit,
             self.groups.reduce,
-            local_dtype=local,
             accumulate_dtype=accumulate,
             wire_dtype=policy.wire_dtype if narrow else unit.plan.dtype,
             keep_flat=options.stage < 2,
@@ -189,15 +191,9 @@ class Partition:
         mine += [[name, list(b.shape), str(b.dtype), False] for name, b in model.named_buffers()]
         theirs = self.groups.control.agree(Message("partition", "the model", 0, mine))
         for rank, rows in enumerate(theirs):
-            for expected, got in zip(theirs[0], rows, strict=False):
-                if expected != got:
-                    raise PartitionError(
-                        f"rank 0 and rank {rank} have different models: rank 0 has {_row(expected)}, rank {rank} has {_row(got)}. "
-                        "Build the same model on every rank."
-                    )
-            if len(rows) != len(theirs[0]):
+            if rows != theirs[0]:
                 raise PartitionError(
-                    f"rank 0 and rank {rank} have different models: {len(theirs[0])} and {len(rows)} parameters and buffers. "
+                    f"rank 0 and rank {rank} have different models: {_first_difference(theirs[0], rows)}. "
                     "Build the same model on every rank."
                 )
 
@@ -213,14 +209,19 @@ def partition(
 ) -> Partition:
     """Cut ``model`` in place over ``groups`` and install the hooks that bring its parameters when modules compute.
 
-    ``trainable``: the parameters that an optimizer will update (default: all that require gradients). ``residency``: where shards live
-    (default: on the device). Parameters keep their identity. Every rank ends up with rank 0's values. Collective.
-    Raises `PartitionError` by name when ranks have different models or a parameter cannot be cut.
+    ``trainable``: the parameters that an optimizer will update (default: all that require gradients). ``residency``:
+    where shards live (default: on the device). Parameters keep their identity. Every rank ends up with rank 0's
+    values. Collective. Raises `PartitionError` by name when ranks have different models or a parameter cannot be cut.
     """
     chosen = None if trainable is None else {id(p) for p in trainable}
     where = device if device is not None else torch.device("cpu")
     return Partition(
-        model, groups, options, device=where, trainable=chosen, residency=residency if residency is not None else DeviceResidency()
+        model,
+        groups,
+        options,
+        device=where,
+        trainable=chosen,
+        residency=residency if residency is not None else DeviceResidency(),
     )
 
 
@@ -254,6 +255,13 @@ def _update_dtype(plan: UnitPlan, policy: PrecisionPolicy) -> torch.dtype:
     if not plan.trainable or plan.dtype != policy.param_dtype:
         return plan.dtype
     return policy.update_dtype
+
+
+def _first_difference(expected: list[list[object]], got: list[list[object]]) -> str:
+    for ours, theirs in zip(expected, got, strict=False):
+        if ours != theirs:
+            return f"one has {_row(ours)} where the other has {_row(theirs)}"
+    return f"one has {len(expected)} parameters and buffers, the other {len(got)}"
 
 
 def _row(row: list[object]) -> str:

@@ -11,12 +11,13 @@ _REQUEST = "request"
 
 
 class Agreement:
-    """Every rank passes the same points in the same order: the start of a forward or backward pass, the step, a gather by the user.
+    """Every rank passes the same points in the same order: the start of a forward or backward pass, the step, a
+    gather by the user.
 
-    [Note: requests] Within a pass, gathers follow the agreed order and each unit comes once. A rank that needs a unit the order cannot
-    give (released already, or never learned) joins what is left of the order and then sends a *request* at its next agreement point.
-    The other ranks meet the request at their next point, whatever that is, serve it, and repeat their own message. So nobody
-    hangs and nobody has to guess what another rank will compute.
+    [Note: requests] Within a pass, gathers follow the agreed order and each unit comes once. A rank that needs a unit
+    the order cannot give (released already, or never learned) joins what is left of the order and then sends a
+    *request* at its next agreement point. The other ranks meet the request at their next point, whatever that is,
+    serve it, and repeat their own message. So nobody hangs and nobody has to guess what another rank will compute.
     """
 
     def __init__(self, control: Control, serve: Callable[[int], None]) -> None:

@@ -13,12 +13,14 @@ from .errors import ReleasedParameterError
 class Placeholders:
     """Zero-stride views of one NaN per parameter, and the proof that nobody wrote them.
 
-    ``parameters``: (name, parameter) of one unit, all of one dtype and device. Shape, numel and iteration over a placeholder are
-    truthful, memory is one element; reading gives NaN; most writes raise in torch (overlapping memory), `fill_` and `zero_` do not,
-    and neither does assigning ``.data``: `verify` finds those.
+    ``parameters``: (name, parameter) of one unit, all of one dtype and device. Shape, numel and iteration over a
+    placeholder are truthful, memory is one element; reading gives NaN; most writes raise in torch (overlapping
+    memory), `fill_` and `zero_` do not, and neither does assigning ``.data``: `verify` finds those.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._parameters = list(parameters)
         self._dtype = dtype
         self._nans = torch.full((len(self._parameters),), torch.nan, dtype=dtype, device=device)
@@ -39,8 +41,9 @@ class Placeholders:
         for (name, parameter), address in zip(self._parameters, self._addresses, strict=True):
             if parameter.data_ptr() != address or parameter.dtype != self._dtype:
                 raise ReleasedParameterError(
-                    f"parameter '{name}' was replaced while it was released: expected its placeholder of dtype {self._dtype}, got a "
-                    f"tensor of shape {tuple(parameter.shape)} and dtype {parameter.dtype}. Change it inside `gathered([...], modifier_rank=0)`."
+                    f"parameter '{name}' was replaced while it was released: expected its placeholder of dtype "
+                    f"{self._dtype}, got a tensor of shape {tuple(parameter.shape)} and dtype {parameter.dtype}. "
+                    "Change it inside `gathered([...], modifier_rank=0)`."
                 )
         if not bool(torch.isnan(self._nans).all()):
             index = int(torch.isnan(self._nans).logical_not().nonzero()[0, 0])

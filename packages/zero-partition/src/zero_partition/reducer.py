@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
+
 from zero_comm import Work
 
 from .gradients import UnitGradients
@@ -16,9 +17,9 @@ _IN_FLIGHT = 2  # reductions whose local sum is still to do; bounds the memory o
 class Reducer:
     """Starts the reductions of one backward pass in the agreed order.
 
-    A unit is due when all the gradients that it had last time have arrived, or when its modules did not run here: then it
-    contributes zeros without waiting. What is not due by the end of the pass is flushed there. Gradients that arrive after their unit was
-    reduced stay, are announced at the next agreement point, and are reduced then.
+    A unit is due when all the gradients that it had last time have arrived, or when its modules did not run here:
+    then it contributes zeros without waiting. What is not due by the end of the pass is flushed there. Gradients that
+    arrive after their unit was reduced stay, are announced at the next agreement point, and are reduced then.
     """
 
     def __init__(self, gradients: Sequence[UnitGradients], device: torch.device) -> None:

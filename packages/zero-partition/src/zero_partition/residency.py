@@ -11,7 +11,8 @@ import torch
 class Residency(Protocol):
     """Keeps named shards on a tier and brings them to the compute device in time.
 
-    Call order per shard: `prefetch` (optional), `acquire`, use, `release`; `flush` before anything outside reads the tier.
+    Call order per shard: `prefetch` (optional), `acquire`, use, `release`; `flush` before anything outside reads the
+    tier.
     """
 
     def put(self, name: str, shard: torch.Tensor) -> None:

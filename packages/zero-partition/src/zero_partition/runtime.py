@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+
 from zero_comm import CommError, EngineGroups
 
 from .gatherer import Gatherer
@@ -24,9 +25,9 @@ _BACKWARD = "backward"
 class Runtime:
     """Runs a partitioned model's passes; made by `partition`.
 
-    A forward pass is the call of the outermost hooked module; a backward pass lasts from `begin_backward` to `end_backward`, or, when the
-    user calls ``loss.backward()``, from the first gradient to the end of autograd's run. Passes of sharded parameters, and backward passes
-    that reduce, are agreed by all ranks.
+    A forward pass is the call of the outermost hooked module; a backward pass lasts from `begin_backward` to
+    `end_backward`, or, when the user calls ``loss.backward()``, from the first gradient to the end of autograd's run.
+    Passes of sharded parameters, and backward passes that reduce, are agreed by all ranks.
     """
 
     def __init__(
@@ -49,7 +50,12 @@ class Runtime:
         self.allows_plain_backward: Callable[[], str | None] = lambda: None
         self.agreement = Agreement(groups.control, self._serve)
         self.gatherer = Gatherer(
-            self.units, groups.gather, residency, self._request, prefetch_numel=prefetch_numel, max_live_numel=max_live_numel
+            self.units,
+            groups.gather,
+            residency,
+            self._request,
+            prefetch_numel=prefetch_numel,
+            max_live_numel=max_live_numel,
         )
         self.reducer = Reducer(list(gradients), device)
         self._sharded = any(u.releasable for u in self.units)
@@ -66,7 +72,7 @@ class Runtime:
         self._storages: dict[int, Unit] = {}
         self._hooks = ModuleHooks(model, self.units, self)
 
-    # -- the user's backward and the engine's ---------------------------------------------------------------------------
+    # -- the user's backward and the engine's ------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Start a backward pass; agreed by all ranks when it gathers or reduces."""
@@ -143,13 +149,15 @@ class Runtime:
     def check_alive(self) -> None:
         """Raise when an earlier failure has ended this runtime."""
         if self._failure is not None:
-            raise CommError(f"this engine has failed earlier and cannot go on: {self._failure}. Start again from a checkpoint.")
+            raise CommError(
+                f"this engine has failed earlier and cannot go on: {self._failure}. Start again from a checkpoint."
+            )
 
     def close(self) -> None:
         """Remove the hooks; parameters stay as they are."""
         self._hooks.remove()
 
-    # -- what the hooks report ------------------------------------------------------------------------------------------
+    # -- what the hooks report ---------------------------------------------------------------------------------------
 
     def enter_module(self, name: str, units: list[Unit]) -> None:
         """A hooked module's forward begins."""
@@ -203,7 +211,7 @@ class Runtime:
         gradient = parameter.grad
         if gradient is None:
             return
-        self.gradients[unit.index].add(index, gradient)
+        self.gradients[unit.index].add(index, gradient, more_follow=not self.reducer.active)
         parameter.grad = None
         if self.reducer.active and self.reducer.arrived(unit.index):
             self.gatherer.leave(unit)
@@ -213,7 +221,7 @@ class Runtime:
         unit = self._storages.get(address)
         return unit if unit is not None and unit.holds_storage(address) else None
 
-    # -- inside ---------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------------------------
 
     def _begin_forward(self, name: str) -> None:
         if self._in_backward:
@@ -249,11 +257,13 @@ class Runtime:
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _idle_in_backward(self, unit: Unit) -> bool:
-        """Frozen units have no gradient that says when backward is done with them; those with one member go by the order."""
+        """Frozen units have no gradient that says when backward is done with them; those with one member go by the
+        order."""
         return not unit.plan.trainable and len(unit.plan.members) == 1 and self._depth.get(unit.index, 0) == 0
 
     def _aliased(self, unit: Unit) -> bool:
-        """Whether an output that shares the unit's storage is still alive: freeing it would pull the memory from under the user."""
+        """Whether an output that shares the unit's storage is still alive: freeing it would pull the memory from
+        under the user."""
         alive = [ref for ref in self._aliases.get(unit.index, ()) if ref() is not None]
         if alive:
             self._aliases[unit.index] = alive

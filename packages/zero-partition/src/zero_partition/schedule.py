@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 def merge_orders(observed: Iterable[Sequence[int]]) -> list[int]:
     """One order out of what each rank observed (rank order); every rank computes the same result.
 
-    Rank 0's order is kept; a unit that only later ranks used is put behind the unit that preceded it there. Repeats count once.
+    Rank 0's order is kept; a unit that only later ranks used is put behind the unit that preceded it there. Repeats
+    count once.
     """
     merged: list[int] = []
     for order in observed:
@@ -35,7 +36,8 @@ class GatherSchedule:
         self.issued = 0
 
     def pending_until(self, unit: int) -> list[int] | None:
-        """Units to issue, in order, so that ``unit`` is among the issued; None when the pass cannot issue it (any more)."""
+        """Units to issue, in order, so that ``unit`` is among the issued; None when the pass cannot issue it (any
+        more)."""
         index = self._index.get(unit)
         if index is None or index < self.issued:
             return None

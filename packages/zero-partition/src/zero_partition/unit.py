@@ -6,6 +6,7 @@ import enum
 
 import torch
 from torch import nn
+
 from zero_comm import Group, Tag, Work
 
 from .layout import UnitLayout
@@ -29,18 +30,27 @@ class UnitState(enum.Enum):
 class Unit:
     """The parameters of one `UnitPlan` as views of one flat buffer in their compute dtype.
 
-    [Note: the flat buffer keeps its storage object] Gather and release only resize the storage of `flat`, so views that autograd saved
-    in forward are valid again after the gather in backward. Parameters are these views while gathered and placeholders otherwise.
+    [Note: the flat buffer keeps its storage object] Gather and release only resize the storage of `flat`, so views
+    that autograd saved in forward are valid again after the gather in backward. Parameters are these views while
+    gathered and placeholders otherwise.
 
     Attributes:
         index: position in the model's list of units; the same on every rank.
         flat: 1-D, ``layout.numel`` elements; its storage is empty while released.
-        master: the weights that the optimizer updates: all of the flat buffer's elements at stage 0, else this rank's shard.
-            None for frozen units.
+        master: the weights that the optimizer updates: all of the flat buffer's elements at stage 0, else this rank's
+            shard. None for frozen units.
     """
 
     def __init__(
-        self, index: int, plan: UnitPlan, layout: UnitLayout, group: Group, residency: Residency, *, device: torch.device, releasable: bool
+        self,
+        index: int,
+        plan: UnitPlan,
+        layout: UnitLayout,
+        group: Group,
+        residency: Residency,
+        *,
+        device: torch.device,
+        releasable: bool,
     ) -> None:
         self.index = index
         self.plan = plan
@@ -75,7 +85,9 @@ class Unit:
                 self.master = (source if whole_master else source[start:end]).to(update_dtype, copy=True)
         self._install_views()
         if self.releasable:
-            self._placeholders = Placeholders(list(zip(self.names, self.parameters, strict=True)), self.plan.dtype, self._device)
+            self._placeholders = Placeholders(
+                list(zip(self.names, self.parameters, strict=True)), self.plan.dtype, self._device
+            )
             self.release()
 
     def issue_gather(self, step: int) -> None:

@@ -61,9 +61,10 @@ def plan_units(
 ) -> list[UnitPlan]:
     """Return the units of ``model`` in module order.
 
-    A subtree that fits ``limits.max_numel`` and is an element of a ModuleList, Sequential or ModuleDict is a unit; larger subtrees
-    are opened; what is left over is merged while it stays below ``min_numel``. ``dtype_of`` decides the dtype a parameter is computed
-    with. Parameters that cannot be cut (empty, not floating point, tensor subclasses) are left out; `uncut_parameters` lists them.
+    A subtree that fits ``limits.max_numel`` and is an element of a ModuleList, Sequential or ModuleDict is a unit;
+    larger subtrees are opened; what is left over is merged while it stays below ``min_numel``. ``dtype_of`` decides
+    the dtype a parameter is computed with. Parameters that cannot be cut (empty, not floating point, tensor
+    subclasses) are left out; `uncut_parameters` lists them.
     """
     owners = _owners(model)
     groups = _merge(_walk("", model, limits, owners), limits)
@@ -126,7 +127,9 @@ def _owners(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
     return owners
 
 
-def _walk(name: str, module: nn.Module, limits: UnitLimits, owners: dict[int, dict[str, nn.Module]]) -> Iterator[_Group]:
+def _walk(
+    name: str, module: nn.Module, limits: UnitLimits, owners: dict[int, dict[str, nn.Module]]
+) -> Iterator[_Group]:
     """Yield groups in module order: own parameters first, then children, opening what is too large."""
     own = {_join(name, key): p for key, p in module._parameters.items() if p is not None}
     if own:

@@ -1,0 +1,111 @@
+"""From a model and a configuration to an engine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_comm import Ledger, Mesh, init
+from zero_partition import PartitionOptions, ShardedOptimizer, UnitLimits, partition
+
+from . import kernels
+from .config import Config, loss_scale, precision_policy
+from .engine import Engine
+from .errors import UsageError
+from .optimizers import Parameters, build_optimizer
+from .schedules import Scheduler, build_scheduler
+
+if TYPE_CHECKING:
+    from zero_partition import Partition
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Any = None,
+    lr_scheduler: Scheduler | Callable[[Optimizer], Scheduler] | None = None,
+    *,
+    config: Any = None,
+    config_params: Any = None,
+    device: torch.device | str | None = None,
+) -> tuple[Engine, Optimizer | None, Any, Scheduler | None]:
+    """Cut ``model`` over all ranks and return ``(engine, optimizer, dataloader, scheduler)``. Collective.
+
+    ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, the path of a JSON file, or a `Config`.
+    ``optimizer``: a torch optimizer over the model's parameters, or a function of parameters that makes one; without
+    it the configuration's. ``model_parameters``: what to train. ``lr_scheduler``: an object or a function of the
+    optimizer. ``device``: by default this rank's accelerator, else the CPU.
+
+    Initialises torch.distributed when nobody has. ``engine.module`` is ``model``; its parameters keep their identity,
+    and get rank 0's values. Raises `ConfigError`, `UsageError` or `zero_partition.PartitionError`, each naming what
+    is wrong.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize(model=…): expected a torch.nn.Module, got {type(model).__name__}")
+    if training_data is not None:
+        raise UsageError(
+            "initialize(training_data=…) is not available yet; pass your own DataLoader's batches to the engine"
+        )
+    where = torch.device(device) if device is not None else None
+    init(where)
+    resolved = Config.load(_source(args, config, config_params), world_size=dist.get_world_size())
+    mesh = Mesh(device=where)
+    if mesh.device.type != "cpu":
+        torch.accelerator.set_device_index(mesh.device)
+    ledger = Ledger()
+    groups = mesh.open_groups(ledger=ledger, slice_sum=kernels.slice_sum(), deterministic=resolved.deterministic)
+    torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters)
+    parts = partition(model, groups, _options(resolved), device=mesh.device, trainable=_trained(torch_optimizer))
+    sharded = _shard(torch_optimizer, parts, resolved)
+    scheduler = build_scheduler(lr_scheduler, resolved, torch_optimizer)
+    engine = Engine(model, parts, sharded, scheduler, resolved, ledger)
+    return engine, torch_optimizer, None, scheduler
+
+
+def _source(args: argparse.Namespace | None, config: Any, config_params: Any) -> Any:
+    given = [s for s in (config, config_params, getattr(args, "deepspeed_config", None)) if s is not None]
+    if not given:
+        raise UsageError("initialize(config=…): expected a dict, the path of a JSON file or a Config; none was given")
+    if len(given) > 1:
+        raise UsageError("initialize: give the configuration once, as config, config_params or args.deepspeed_config")
+    return given[0]
+
+
+def _options(config: Config) -> PartitionOptions:
+    zero = config.zero_optimization
+    policy = precision_policy(config)
+    return PartitionOptions(
+        stage=zero.stage,
+        policy=policy,
+        limits=UnitLimits(persistence_threshold=zero.stage3_param_persistence_threshold if zero.stage >= 3 else 0),
+        prefetch_numel=zero.stage3_prefetch_bucket_size,
+        max_live_numel=zero.stage3_max_live_parameters,
+        reduce_each_micro_batch=config.reduce_each_micro_batch,
+    )
+
+
+def _trained(optimizer: Optimizer | None) -> list[nn.Parameter]:
+    return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _shard(optimizer: Optimizer | None, parts: Partition, config: Config) -> ShardedOptimizer | None:
+    if optimizer is None:
+        return None
+    return ShardedOptimizer(
+        optimizer,
+        parts,
+        clip=config.gradient_clipping,
+        loss_scale=loss_scale(config),
+        skip_non_finite=config.bf16.enabled
+        and config.provenance("bf16.check_grad_overflow") == "user"
+        and config.bf16.check_grad_overflow,
+        norm=kernels.norm(),
+    )
