@@ -18,6 +18,7 @@ from pathlib import Path
 
 import nox
 import nox.project
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
@@ -159,34 +160,52 @@ def suites(session: nox.Session, python: str, *args: str) -> None:
 # Checks
 
 
-def run_lint(session: nox.Session, python: str) -> None:
-    sources = [str(path / "src") for path in PACKAGES.values()]
+def attempt(session: nox.Session, *command: str, env: dict[str, str] | None = None) -> bool:
+    """Run a check and say whether it passed, so that the ones after it still run."""
+    try:
+        run(session, *command, env=env)
+    except CommandFailed:
+        return False
+    return True
+
+
+def run_lint(session: nox.Session, python: str) -> list[str]:
+    """Run every linter and return the names of those that complained."""
     public = [
         str(file)
         for path in PACKAGES.values()
         for file in sorted((path / "src").rglob("*.py"))
         if not any(part.startswith("_") and part != "__init__.py" for part in file.relative_to(path).parts)
     ]
-    run(session, python, "-m", "ruff", "check", str(ROOT))
-    run(session, python, "-m", "mypy", *public)
-    lint_imports = Path(python).parent / "lint-imports"
-    run(session, str(lint_imports), env={"PYTHONPATH": os.pathsep.join(sources)})
-    run(session, python, str(ROOT / "tools" / "check_house.py"))
+    sources = os.pathsep.join(str(path / "src") for path in PACKAGES.values())
+    verdicts = {
+        "ruff": attempt(session, python, "-m", "ruff", "check", "--output-format", "concise", str(ROOT)),
+        "mypy": attempt(session, python, "-m", "mypy", *public),
+        "import-linter": attempt(session, str(Path(python).parent / "lint-imports"), env={"PYTHONPATH": sources}),
+        "house rules": attempt(session, python, str(ROOT / "tools" / "check_house.py")),
+    }
+    return [name for name, passed in verdicts.items() if not passed]
 
 
 @nox.session(venv_backend="none")
 def check(session: nox.Session) -> None:
     """Lint, every package's tests and the integration tests, in the shared environment: `tools/dev.py test`."""
     python = shared(session)
-    run_lint(session, python)
-    run(session, python, str(ROOT / "tools" / "check_docs.py"))
-    suites(session, python, "--all", *session.posargs)
+    failed = run_lint(session, python)
+    if not attempt(session, python, str(ROOT / "tools" / "check_docs.py")):
+        failed.append("docs")
+    if not attempt(session, python, str(ROOT / "tools" / "suites.py"), "--all", "--", *session.posargs):
+        failed.append("tests")
+    if failed:
+        session.error(f"not passed: {', '.join(failed)}; the output above says why")
 
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """Style (ruff), types of the public modules (mypy --strict), the arrows between packages, the export lists."""
-    run_lint(session, shared(session))
+    failed = run_lint(session, shared(session))
+    if failed:
+        session.error(f"not passed: {', '.join(failed)}; the output above says why")
 
 
 @nox.session
@@ -235,7 +254,7 @@ def integration(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def soak(session: nox.Session) -> None:
     """The long tests, marked `soak`, of every suite."""
-    suites(session, shared(session), "--all", "--marker", "soak", "--", *session.posargs)
+    suites(session, shared(session), "--all", "--marker", "soak", "--", "-o", "timeout=0", *session.posargs)
 
 
 @nox.session(venv_backend="none")
