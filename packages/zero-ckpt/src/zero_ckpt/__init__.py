@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .async_saver import AsyncSaver
 from .errors import CheckpointError, DamagedError, MismatchError, NotFoundError, NotPlainDataError
 from .facade import load, save
 from .opening import open_checkpoint
@@ -12,6 +13,7 @@ from .saving import save_sharded
 from .types import Coordinator, Interval, SoloCoordinator
 
 __all__ = [
+    "AsyncSaver",
     "Checkpoint",
     "CheckpointError",
     "Coordinator",

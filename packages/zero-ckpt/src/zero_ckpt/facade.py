@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .async_saver import AsyncSaver
 from .errors import CheckpointError
 from .report import LoadReport
 from .types import Coordinator
@@ -22,6 +23,7 @@ def save(
     exclude_frozen: bool = False,
     keep_last: int | None = None,
     coordinator: Coordinator | None = None,
+    saver: AsyncSaver | None = None,
 ) -> Path:
     """`zero_ckpt.torch.save`: save modules, optimizers and plain data as checkpoint `<root>/<tag>`."""
     path: Path = _adapter().save(
@@ -32,6 +34,7 @@ def save(
         exclude_frozen=exclude_frozen,
         keep_last=keep_last,
         coordinator=coordinator,
+        saver=saver,
     )
     return path
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ..async_saver import AsyncSaver
 from ..saving import save_sharded
 from ..types import Coordinator, Interval
 from .buffers import Stager, tensor_buffer
@@ -41,30 +42,32 @@ def save(
     exclude_frozen: bool = False,
     keep_last: int | None = None,
     coordinator: Coordinator | None = None,
+    saver: AsyncSaver | None = None,
 ) -> Path:
     """Save `state` as checkpoint `<root>/<tag>` (by default `step<step>`) and return that path; collective.
 
     Values of `state` are modules (plain, DDP, FSDP2), optimizers, objects with `state_dict` and `load_state_dict`,
     tensors, and plain data. The only module is stored under its own parameter names, one of several under
     `<key>.<name>`. `RngState` objects and generators are stored per rank, everything else once; sharded tensors are
-    written by the ranks that hold them. `exclude_frozen` leaves out parameters that need no gradient. Raises
-    CheckpointError as `save_sharded` does.
+    written by the ranks that hold them. `exclude_frozen` leaves out parameters that need no gradient. With an
+    AsyncSaver the state is copied and written in the background (its coordinator is used). Raises CheckpointError as
+    `save_sharded` does.
     """
-    group = coordinator or default_coordinator()
     parts = Parts(state)
     tensors, client, own = parts.describe(exclude_frozen)
     aliases = {name: target for module in parts.modules.values() for name, target in module.aliases.items()}
-    return save_sharded(
-        root,
-        tag if tag is not None else f"step{step}",
-        _intervals(tensors),
-        step=step,
-        aliases=aliases,
-        client_state=client,
-        rank_state=own or None,
-        coordinator=group,
-        keep_last=keep_last,
-    )
+    name = tag if tag is not None else f"step{step}"
+    options: dict[str, Any] = {
+        "step": step,
+        "aliases": aliases,
+        "client_state": client,
+        "rank_state": own or None,
+        "keep_last": keep_last,
+    }
+    if saver is not None:
+        saver.save(root, name, _intervals(tensors), **options)
+        return Path(root) / name
+    return save_sharded(root, name, _intervals(tensors), coordinator=coordinator or default_coordinator(), **options)
 
 
 class Parts:

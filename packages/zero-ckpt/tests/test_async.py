@@ -1,0 +1,92 @@
+"""An asynchronous save keeps the values of the moment, is bounded, and surfaces its failure."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from ranks import ThreadCoordinator, on_ranks
+
+from zero_ckpt import AsyncSaver, CheckpointError, Interval, NotPlainDataError, open_checkpoint
+from zero_ckpt.writer import BufferedSink
+
+
+def interval(data: bytearray) -> Interval:
+    return Interval("w", "param", (len(data),), "U8", 0, data)
+
+
+class Gate(BufferedSink):
+    """A file that is not finished until the gate is opened."""
+
+    opened = threading.Event()
+
+    def finish(self) -> None:
+        assert Gate.opened.wait(20)
+        super().finish()
+
+
+@pytest.fixture(autouse=True)
+def closed_gate() -> None:
+    Gate.opened.clear()
+
+
+def test_values_are_those_of_the_call_and_memory_is_reused(tmp_path: Path) -> None:
+    data = bytearray(b"a" * 1_000_000)
+    with AsyncSaver(open_sink=Gate) as saver:
+        saver.save(tmp_path, "t1", [interval(data)], step=1, client_state={"step": 1})
+        data[:] = b"b" * len(data)
+        assert not (tmp_path / "t1").exists()
+        Gate.opened.set()
+        saver.save(tmp_path, "t2", [interval(data)], step=2)
+        data[:] = b"c" * len(data)
+    assert open_checkpoint(tmp_path, "t1").read("w", "param") == b"a" * len(data)
+    assert open_checkpoint(tmp_path, "t2").read("w", "param") == b"b" * len(data)
+
+
+def test_the_queue_is_bounded(tmp_path: Path) -> None:
+    with AsyncSaver(open_sink=Gate, max_pending=2) as saver:
+        for step in range(2):
+            saver.save(tmp_path, f"t{step}", [interval(bytearray(8))], step=step)
+        third = threading.Thread(target=saver.save, args=(tmp_path, "t2", [interval(bytearray(8))]), kwargs={"step": 2})
+        third.start()
+        third.join(0.2)
+        assert third.is_alive()
+        Gate.opened.set()
+        third.join(20)
+        saver.wait()
+        assert open_checkpoint(tmp_path).tag == "t2"
+
+
+def test_a_failure_surfaces_at_the_next_call_on_every_rank_and_saving_goes_on(tmp_path: Path) -> None:
+    def part(group: ThreadCoordinator) -> str:
+        with AsyncSaver(group) as saver:
+            mine = Interval("w", "param", (3,), "U8", group.rank, b"x")  # element 2 is held by nobody
+            saver.save(tmp_path, "bad", [mine], step=1)
+            with pytest.raises(CheckpointError, match="no rank contributes elements 2 to 3"):
+                saver.wait()
+            saver.check()
+            saver.save(tmp_path, "good", [interval(bytearray(b"abc"))], step=2)
+        return open_checkpoint(tmp_path).tag
+
+    assert on_ranks(2, part) == ["good", "good"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest"]
+
+
+def test_what_is_not_plain_is_refused_at_once(tmp_path: Path) -> None:
+    with AsyncSaver() as saver, pytest.raises(NotPlainDataError, match="client_state"):
+        saver.save(tmp_path, "t", [], step=0, client_state=object())
+
+
+def test_torch_state_is_saved_in_the_background(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    import zero_ckpt
+
+    model = torch.nn.Linear(3, 3)
+    before = model.weight.detach().clone()
+    with AsyncSaver() as saver:
+        zero_ckpt.save(tmp_path, {"model": model}, step=1, saver=saver)
+        with torch.no_grad():
+            model.weight.zero_()
+    zero_ckpt.load(tmp_path, {"model": model})
+    assert torch.equal(model.weight, before)
