@@ -1,0 +1,206 @@
+"""save and load: safetensors files through the engine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from . import _buffers, _header
+from ._engine import Engine, File
+from ._frameworks import choose_framework, dtype_and_shape, view
+from ._header import Entry
+from ._memory import AlignedBuffer
+from .errors import FormatError, InvalidBufferError
+
+__all__ = ["load", "save"]
+
+SINGLE = "tensor"
+_SINGLE_MARK = "zero_nvme_aio.single"
+
+
+def save(
+    path: str | os.PathLike[str],
+    tensors: Any,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    sync: bool = True,
+    engine: Engine | None = None,
+) -> None:
+    """Writes one tensor, or a mapping of names to tensors, as a safetensors file; complete or not there at all.
+
+    Tensors: torch, NumPy or bytes-like, C-contiguous, in host memory. `metadata`: strings to strings. The file is written beside
+    `path` and renamed; with `sync` it is on stable storage when this returns. Raises InvalidBufferError, NoSpaceError,
+    MissingPathError and the other errors of the engine.
+    """
+    target = os.fspath(path)
+    marks = dict(metadata or {})
+    if not isinstance(tensors, Mapping):
+        tensors, marks = {SINGLE: tensors}, {**marks, _SINGLE_MARK: "1"}
+    entries, items = _layout(tensors)
+    header = _header.build(entries, marks)
+    scratch = f"{target}.{secrets.token_hex(4)}.part"
+    with _engine(engine) as io:
+        try:
+            with io.open(scratch, "w") as file:
+                io.write(file, [header, *items], 0).wait()
+                if sync:
+                    io.sync(file)
+            os.replace(scratch, target)
+        except BaseException:
+            if os.path.exists(scratch):
+                os.unlink(scratch)
+            raise
+    if sync:
+        sync_folder(os.path.dirname(target) or ".")
+
+
+def load(
+    path: str | os.PathLike[str],
+    names: Iterable[str] | None = None,
+    *,
+    framework: str = "auto",
+    out: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+) -> Any:
+    """Reads a safetensors file: a dict of tensors, or the tensor itself when `save` was given one.
+
+    `names`: only these. `framework`: "torch", "numpy", "memoryview" (bytes), or "auto": torch when it is imported already, else
+    NumPy when installed. `out`: destinations by name, of the right number of bytes, filled and returned instead. Tensors that
+    are adjacent in the file share one AlignedBuffer. Raises FormatError, EndOfFileError, MissingPathError, KeyError for a name
+    that is not in the file.
+    """
+    chosen = choose_framework(framework)
+    with _engine(engine) as io, io.open(path) as file:
+        start, entries, metadata = read_header(io, file)
+        wanted = _select(file.path, entries, names if names is not None else out)
+        if out is not None:
+            _read_into(io, file, start, wanted, out)
+            return {entry.name: out[entry.name] for entry in wanted}
+        tensors = _read_fresh(io, file, start, wanted, chosen)
+    if metadata.get(_SINGLE_MARK) == "1" and names is None and list(tensors) == [SINGLE]:
+        return tensors[SINGLE]
+    return tensors
+
+
+def read_header(io: Engine, file: File) -> tuple[int, list[Entry], dict[str, str]]:
+    """Where the data begins (bytes), the entries in file order, and the metadata."""
+    size = file.size
+    first = bytearray(min(size, _header.PAGE))
+    io.read(file, first, 0).wait()
+    start = _header.header_length(file.path, bytes(first[:8]), size)
+    if start > len(first):
+        rest = bytearray(start - len(first))
+        io.read(file, rest, len(first)).wait()
+        first += rest
+    entries, metadata = _header.parse(file.path, bytes(first[8:start]), size - start)
+    return start, entries, metadata
+
+
+def sync_folder(folder: str) -> None:
+    """Makes renames and new names in a folder last."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _engine(given: Engine | None) -> Iterator[Engine]:
+    if given is not None:
+        yield given
+        return
+    with Engine() as own:
+        yield own
+
+
+def _layout(tensors: Mapping[str, Any]) -> tuple[list[Entry], list[Any]]:
+    described = []
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or name == "__metadata__":
+            raise InvalidBufferError(f"expected tensor names to be strings other than '__metadata__', got {name!r}")
+        dtype, shape = dtype_and_shape(name, tensor)
+        try:
+            described.append((name, dtype, shape, _buffers.describe(tensor, False)))
+        except InvalidBufferError as error:
+            raise InvalidBufferError(f"tensor '{name}': {error}") from None
+    # Wide elements first, so that every tensor is aligned to its own element size.
+    described.sort(key=lambda d: (-_header.ITEM_BITS[d[1]], d[0]))
+    entries, position = [], 0
+    for name, dtype, shape, item in described:
+        end = position + _buffers.nbytes_of(item)
+        entries.append(Entry(name, dtype, shape, position, end))
+        position = end
+    return entries, [item for *_, item in described]
+
+
+def _select(path: str, entries: list[Entry], names: Iterable[str] | None) -> list[Entry]:
+    if names is None:
+        return entries
+    wanted = set(names)
+    chosen = [entry for entry in entries if entry.name in wanted]
+    missing = wanted.difference(entry.name for entry in chosen)
+    if missing:
+        raise KeyError(f"'{path}' has no tensor {', '.join(map(repr, sorted(missing)))}")
+    return chosen
+
+
+def _read_into(io: Engine, file: File, start: int, entries: list[Entry], out: Mapping[str, Any]) -> None:
+    requests = []
+    for entry in entries:
+        item = _buffers.describe(out[entry.name], True)
+        if _buffers.nbytes_of(item) != entry.nbytes:
+            raise InvalidBufferError(
+                f"tensor '{entry.name}' has {entry.nbytes} bytes in '{file.path}', its destination {_buffers.nbytes_of(item)}",
+                path=file.path,
+                expected=entry.nbytes,
+                got=_buffers.nbytes_of(item),
+            )
+        requests.append(io.read(file, [out[entry.name]], start + entry.begin))
+    for request in requests:
+        request.wait()
+
+
+def _read_fresh(io: Engine, file: File, start: int, entries: list[Entry], framework: str) -> dict[str, Any]:
+    requests = []
+    pieces: dict[str, tuple[Entry, memoryview, bool]] = {}
+    for run in _runs(entries):
+        begin, end = start + run[0].begin, start + run[-1].end
+        # The memory is as far from a page as the file offset is, so that direct I/O needs no copy.
+        lead = begin % _header.PAGE
+        memory = memoryview(AlignedBuffer(lead + end - begin))[lead:]
+        requests.append(io.read(file, memory, begin))
+        for entry in run:
+            piece = memory[start + entry.begin - begin : start + entry.end - begin]
+            # A file by others may place a tensor off its element size; only then is it copied, after reading.
+            misplaced = (start + entry.begin) % max(1, _header.ITEM_BITS[entry.dtype] // 8) != 0
+            pieces[entry.name] = (entry, piece, misplaced)
+    for request in requests:
+        request.wait()
+    return {name: _tensor(framework, *found) for name, found in pieces.items()}
+
+
+def _tensor(framework: str, entry: Entry, piece: memoryview, misplaced: bool) -> Any:
+    if misplaced and framework != "memoryview":
+        copy = memoryview(AlignedBuffer(len(piece)))
+        copy[:] = piece
+        piece = copy
+    try:
+        return view(framework, entry.name, entry.dtype, entry.shape, piece)
+    except ValueError as error:
+        raise FormatError(f"tensor '{entry.name}' cannot be made of its bytes: {error}") from None
+
+
+def _runs(entries: list[Entry]) -> Iterator[list[Entry]]:
+    """Groups of entries that are adjacent in the file."""
+    run: list[Entry] = []
+    for entry in entries:
+        if run and entry.begin != run[-1].end:
+            yield run
+            run = []
+        run.append(entry)
+    if run:
+        yield run
