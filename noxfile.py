@@ -177,11 +177,13 @@ def run_lint(session: nox.Session, python: str) -> list[str]:
         for file in sorted((path / "src").rglob("*.py"))
         if not any(part.startswith("_") and part != "__init__.py" for part in file.relative_to(path).parts)
     ]
+    modules = SHARED / "public-modules.txt"
+    modules.write_text("\n".join(public))
     sources = os.pathsep.join(str(path / "src") for path in PACKAGES.values())
     verdicts = {
         "ruff": attempt(session, python, "-m", "ruff", "check", "--output-format", "concise", str(ROOT)),
-        "mypy": attempt(session, python, "-m", "mypy", *public),
-        "import-linter": attempt(session, str(Path(python).parent / "lint-imports"), env={"PYTHONPATH": sources}),
+        "mypy": attempt(session, python, "-m", "mypy", f"@{modules}"),
+        "import-linter": attempt(session, str(Path(python).parent / "lint-imports"), "--no-logo", env={"PYTHONPATH": sources}),
         "house rules": attempt(session, python, str(ROOT / "tools" / "check_house.py")),
     }
     return [name for name, passed in verdicts.items() if not passed]

@@ -42,7 +42,8 @@ def exported(package: Path) -> Iterator[str]:
     name = import_name(package)
     try:
         module = importlib.import_module(name)
-    except ImportError as error:
+        missing = [item for item in getattr(module, "__all__", ()) if not hasattr(module, item)]
+    except ImportError as error:  # of the package, or of what it imports on first use
         yield f"{package.name}: cannot import {name}: {error}"
         return
     listed = getattr(module, "__all__", None)
@@ -51,8 +52,8 @@ def exported(package: Path) -> Iterator[str]:
         return
     if list(listed) != sorted(set(listed)):
         yield f"{package.name}: __all__ is not sorted() or has duplicates: {listed}"
-    for missing in (item for item in listed if not hasattr(module, item)):
-        yield f"{package.name}: __all__ names {missing!r}, which {name} does not have"
+    if missing:
+        yield f"{package.name}: __all__ names what {name} does not have: {', '.join(missing)}"
     submodules = {path.stem for path in Path(str(module.__file__)).parent.iterdir()}
     for item, value in vars(module).items():
         is_module = isinstance(value, types.ModuleType)
