@@ -2,146 +2,17 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "dispatch.hpp"
 #include "drive.hpp"
+#include "operands.hpp"
 #include "pool.hpp"
-
-namespace py = pybind11;
 
 namespace zok {
 namespace {
-
-constexpr int64_t kMostElements = int64_t{1} << 56;
-
-Dtype parse_dtype(const std::string& name, const char* argument) {
-    if (name == "f32") return Dtype::f32;
-    if (name == "bf16") return Dtype::bf16;
-    if (name == "f16") return Dtype::f16;
-    if (name == "f64") return Dtype::f64;
-    if (name == "int8") return Dtype::int8;
-    throw py::value_error(std::string(argument) + ": expected one of 'f32', 'bf16', 'f16', 'f64', 'int8', got '" + name + "'");
-}
-
-bool format_fits(const char* format, Dtype dtype) {
-    if (format == nullptr) return true;
-    if (*format == '@' || *format == '<' || *format == '=') ++format;
-    const std::string code(format);
-    if (code == "B" || code == "b" || code == "c") return true;  // raw bytes; the length decides
-    switch (dtype) {
-        case Dtype::f32: return code == "f";
-        case Dtype::f64: return code == "d";
-        case Dtype::bf16: return code == "H" || code == "h";
-        case Dtype::f16: return code == "H" || code == "h" || code == "e";
-        default: return false;
-    }
-}
-
-// Buffers stay exported, so their memory cannot move or go, as long as this lives.
-class Operands {
-public:
-    Operands() = default;
-    Operands(const Operands&) = delete;
-    ~Operands() {
-        for (const std::unique_ptr<Py_buffer>& view : views_) PyBuffer_Release(view.get());
-    }
-
-    // The address of `n` items; null for None.
-    char* address(py::handle object, const char* name, Dtype dtype, int64_t n, bool writable) {
-        if (object.is_none()) return nullptr;
-        if (PyLong_Check(object.ptr())) return integer(object, name, dtype, n);
-        auto view = std::make_unique<Py_buffer>();
-        const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
-        if (PyObject_GetBuffer(object.ptr(), view.get(), flags) != 0) {
-            PyErr_Clear();
-            throw py::type_error(std::string(name) + ": expected an integer address or a C-contiguous" + (writable ? " writable" : "") +
-                                 " buffer, got " + std::string(py::str(py::type::handle_of(object).attr("__name__"))) +
-                                 "; a torch tensor passes its data_ptr()");
-        }
-        views_.push_back(std::move(view));
-        const Py_buffer& held = *views_.back();
-        if (!format_fits(held.format, dtype))
-            throw py::type_error(std::string(name) + ": the buffer's item format '" + held.format + "' is not that of the stated dtype");
-        if (held.len != n * item_size(dtype))
-            throw py::value_error(std::string(name) + ": expected " + std::to_string(n * item_size(dtype)) + " bytes (" + std::to_string(n) +
-                                  " elements), got " + std::to_string(held.len));
-        return aligned(static_cast<char*>(held.buf), name, dtype);
-    }
-
-    // One address per size, from a list or from a single operand. Empty for None.
-    std::vector<char*> addresses(py::handle object, const char* name, Dtype dtype, const std::vector<int64_t>& sizes, bool list, bool writable) {
-        std::vector<char*> result;
-        if (object.is_none()) return result;
-        result.reserve(sizes.size());
-        if (!list) {
-            result.push_back(address(object, name, dtype, sizes[0], writable));
-            return result;
-        }
-        if (!PyList_Check(object.ptr()) && !PyTuple_Check(object.ptr()))
-            throw py::type_error(std::string(name) + ": expected a list with one operand per tensor, as n is a list");
-        if (static_cast<size_t>(PySequence_Fast_GET_SIZE(object.ptr())) != sizes.size())
-            throw py::value_error(std::string(name) + ": expected " + std::to_string(sizes.size()) + " operands, as many as n has, got " +
-                                  std::to_string(PySequence_Fast_GET_SIZE(object.ptr())));
-        PyObject** items = PySequence_Fast_ITEMS(object.ptr());
-        for (size_t i = 0; i < sizes.size(); ++i) {
-            if (items[i] == Py_None) throw py::type_error(std::string(name) + "[" + std::to_string(i) + "]: expected an address or buffer, got None");
-            result.push_back(address(items[i], name, dtype, sizes[i], writable));
-        }
-        return result;
-    }
-
-private:
-    static char* aligned(char* data, const char* name, Dtype dtype) {
-        if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(item_size(dtype)) != 0)
-            throw py::value_error(std::string(name) + ": the address is not a multiple of the item size " + std::to_string(item_size(dtype)));
-        return data;
-    }
-
-    static char* integer(py::handle object, const char* name, Dtype dtype, int64_t n) {
-        const unsigned long long value = PyLong_AsUnsignedLongLong(object.ptr());
-        if (PyErr_Occurred()) {
-            PyErr_Clear();
-            throw py::value_error(std::string(name) + ": the address does not fit 64 unsigned bits");
-        }
-        if (value == 0 && n > 0) throw py::value_error(std::string(name) + ": address 0 cannot hold " + std::to_string(n) + " elements");
-        return aligned(reinterpret_cast<char*>(static_cast<uintptr_t>(value)), name, dtype);
-    }
-
-    std::vector<std::unique_ptr<Py_buffer>> views_;
-};
-
-int64_t parse_count(py::handle n) {
-    if (!PyLong_Check(n.ptr())) throw py::type_error("n: expected an int or a list of ints");
-    const long long value = PyLong_AsLongLong(n.ptr());
-    if (value < 0 || value > kMostElements || PyErr_Occurred()) {
-        PyErr_Clear();
-        throw py::value_error("n: expected a number of elements from 0 to 2**56, got " + std::string(py::str(n)));
-    }
-    return value;
-}
-
-std::vector<int64_t> parse_sizes(py::handle n, bool& list) {
-    list = PyList_Check(n.ptr()) || PyTuple_Check(n.ptr());
-    if (!list) return {parse_count(n)};
-    std::vector<int64_t> sizes;
-    for (py::handle item : n) sizes.push_back(parse_count(item));
-    return sizes;
-}
-
-std::vector<Span> parse_spans(Operands& operands, py::handle x, py::handle n, Dtype dtype, bool writable) {
-    bool list;
-    const std::vector<int64_t> sizes = parse_sizes(n, list);
-    if (dtype == Dtype::int8) throw py::value_error("dtype: 'int8' holds optimizer state and no numbers; expected a floating dtype");
-    if (x.is_none()) throw py::type_error("x: expected an address or buffer, got None");
-    const std::vector<char*> data = operands.addresses(x, "x", dtype, sizes, list, writable);
-    std::vector<Span> spans;
-    for (size_t i = 0; i < data.size(); ++i) spans.push_back({data[i], sizes[i]});
-    return spans;
-}
 
 uint64_t mix(uint64_t x) {
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
@@ -176,28 +47,30 @@ void check_formats(const Format& f, bool has_low) {
     if (f.copy == Dtype::int8 || f.copy == Dtype::f64) throw py::value_error("copy_dtype: expected 'f32', 'bf16' or 'f16'");
 }
 
-std::vector<Row> parse_rows(const py::list& rows, bool list, int64_t n) {
+std::vector<Row> parse_rows(const py::list& rows, bool list, size_t runs, int64_t n) {
     std::vector<Row> result;
     int64_t previous = 0;
     for (py::handle item : rows) {
         const py::tuple row = py::reinterpret_borrow<py::tuple>(item);
-        Row parsed{list ? kMostElements * 2 : row[0].cast<int64_t>(), {}};
+        Row parsed{list ? kMostElements * 2 : row[0].cast<int64_t>(), {}, {}};
         if (!list && (parsed.end < previous || parsed.end > n))
             throw py::value_error("segments: ends must not decrease and must not exceed n = " + std::to_string(n) + ", got " +
                                   std::to_string(parsed.end) + " after " + std::to_string(previous));
         previous = parsed.end;
         const py::tuple values = row[1].cast<py::tuple>();
-        for (size_t i = 0; i < values.size() && i < kCoefficients; ++i) parsed.c[i] = values[i].cast<double>();
+        for (size_t i = 0; i < values.size() && i < kCoefficients; ++i) parsed.f[i] = static_cast<float>(parsed.c[i] = values[i].cast<double>());
         result.push_back(parsed);
     }
-    if (list && result.size() != 1) throw py::value_error("segments: a list of tensors takes one set of hyperparameters");
+    if (list && result.size() != 1 && result.size() != runs)
+        throw py::value_error("segments: a list of tensors takes one row or one per tensor (" + std::to_string(runs) + "), got " +
+                              std::to_string(result.size()));
     if (!list && (result.empty() || result.back().end != n))
         throw py::value_error("segments: the last end must be n = " + std::to_string(n) + ", got " + std::to_string(previous));
     return result;
 }
 
 // A list's tensors are laid out one after the other from `element_offset`, each at a multiple of the quantisation block.
-std::vector<Run> parse_runs(const Call& call, Operands& operands, const Format& f, const std::vector<int64_t>& sizes, bool list) {
+std::vector<Run> parse_runs(const Call& call, Operands& operands, const Format& f, const std::vector<int64_t>& sizes, bool list, size_t rows, bool apply) {
     std::vector<int64_t> blocks;
     for (int64_t n : sizes) blocks.push_back((n + kQuantBlock - 1) / kQuantBlock);
     const bool lamb = f.rule == Rule::lamb, wide = f.param == Dtype::f64;
@@ -214,14 +87,21 @@ std::vector<Run> parse_runs(const Call& call, Operands& operands, const Format& 
         throw py::value_error("state_dtype 'int8' needs a float32 scale per block of 256 for every state");
     if (f.state == Dtype::int8 && call.element_offset % kQuantBlock != 0)
         throw py::value_error("element_offset: 8-bit state is in blocks of 256; expected a multiple of 256, got " + std::to_string(call.element_offset));
-    if (lamb && update.empty()) throw py::type_error("update: expected an address or buffer, got None");
+    const bool first = f.rule == Rule::adam || f.rule == Rule::lion || lamb, second = f.rule != Rule::lion && f.rule != Rule::sgd;
+    const std::pair<const char*, bool> missing[] = {{"param", param.empty()},
+                                                    {"grad", !apply && grad.empty()},
+                                                    {"the first state", !apply && first && state1.empty()},
+                                                    {"the second state", !apply && second && state2.empty()}};
+    for (const auto& [name, absent] : missing)
+        if (absent && !sizes.empty()) throw py::type_error(std::string(name) + ": expected an address or buffer, got None");
+    if (lamb && update.empty() && !sizes.empty()) throw py::type_error("update: expected an address or buffer, got None");
     std::vector<Run> runs;
     uint64_t offset = call.element_offset;
     auto at = [](const std::vector<char*>& list_of, size_t i) { return list_of.empty() ? nullptr : list_of[i]; };
     for (size_t i = 0; i < sizes.size(); ++i) {
-        runs.push_back({at(param, i), reinterpret_cast<uint16_t*>(at(low, i)), at(grad, i), at(state1, i), at(state2, i),
-                        reinterpret_cast<float*>(at(scale1, i)), reinterpret_cast<float*>(at(scale2, i)), at(copy, i), at(update, i),
-                        sizes[i], offset});
+        runs.push_back({at(param, i), reinterpret_cast<uint16_t*>(at(low, i)), at(grad, i), {at(state1, i), at(state2, i)},
+                        {reinterpret_cast<float*>(at(scale1, i)), reinterpret_cast<float*>(at(scale2, i))}, at(copy, i), at(update, i),
+                        sizes[i], offset, list && rows > 1 ? static_cast<int64_t>(i) : 0});
         offset += static_cast<uint64_t>(blocks[i] * kQuantBlock);
     }
     return runs;
@@ -246,9 +126,9 @@ py::object step(const Call& call, bool apply) {
     bool list;
     const std::vector<int64_t> sizes = parse_sizes(call.n, list);
     const Format format = parse_format(call);
-    if (call.threads < 0) throw py::value_error("threads: expected 0 (all) or a positive number, got " + std::to_string(call.threads));
-    const std::vector<Row> rows = parse_rows(call.rows, list, sizes.empty() ? 0 : sizes[0]);
-    const std::vector<Run> runs = parse_runs(call, operands, format, sizes, list);
+    check_threads(call.threads);
+    const std::vector<Row> rows = parse_rows(call.rows, list, sizes.size(), sizes.empty() ? 0 : sizes[0]);
+    const std::vector<Run> runs = parse_runs(call, operands, format, sizes, list, rows.size(), apply);
     active();  // a ZERO_ISA that cannot run is an error before anything is written
     const bool with_norms = format.rule == Rule::lamb && !apply;
     std::vector<RowNorms> norms;
@@ -266,6 +146,7 @@ double norm_squared(py::object x, py::object n, const std::string& dtype_name, i
     Operands operands;
     const Dtype dtype = parse_dtype(dtype_name, "dtype");
     const std::vector<Span> spans = parse_spans(operands, x, n, dtype, false);
+    check_threads(threads);
     active();
     py::gil_scoped_release nogil;
     return run_norm_squared(spans, dtype, threads);
@@ -275,6 +156,7 @@ int64_t count_nonfinite(py::object x, py::object n, const std::string& dtype_nam
     Operands operands;
     const Dtype dtype = parse_dtype(dtype_name, "dtype");
     const std::vector<Span> spans = parse_spans(operands, x, n, dtype, false);
+    check_threads(threads);
     active();
     py::gil_scoped_release nogil;
     return run_count_nonfinite(spans, dtype, threads);
@@ -284,15 +166,10 @@ void scale(py::object x, py::object n, double factor, const std::string& dtype_n
     Operands operands;
     const Dtype dtype = parse_dtype(dtype_name, "dtype");
     const std::vector<Span> spans = parse_spans(operands, x, n, dtype, true);
+    check_threads(threads);
     active();
     py::gil_scoped_release nogil;
     run_scale(spans, dtype, factor, threads);
-}
-
-char* required(Operands& operands, py::handle object, const char* name, Dtype dtype, int64_t n, bool writable) {
-    if (object.is_none()) throw py::type_error(std::string(name) + ": expected an address or buffer, got None");
-    if (dtype == Dtype::int8) throw py::value_error(std::string(name) + ": 'int8' holds optimizer state and no numbers; expected a floating dtype");
-    return operands.address(object, name, dtype, n, writable);
 }
 
 void cast(py::object x, py::object out, py::object n, const std::string& from_name, const std::string& to_name, int threads) {
@@ -301,6 +178,7 @@ void cast(py::object x, py::object out, py::object n, const std::string& from_na
     const Dtype from = parse_dtype(from_name, "dtype"), to = parse_dtype(to_name, "out_dtype");
     const char* source = required(operands, x, "x", from, count, false);
     char* target = required(operands, out, "out", to, count, true);
+    check_threads(threads);
     active();
     py::gil_scoped_release nogil;
     run_cast(source, from, target, to, count, threads);
@@ -317,9 +195,61 @@ void sum_slices(py::object slices, py::object out, py::object n, const std::stri
     std::vector<const char*> inputs;
     for (py::handle slice : slices) inputs.push_back(required(operands, slice, "slices", dtype, count, false));
     char* target = required(operands, out, "out", out_dtype, count, true);
+    check_threads(threads);
     active();
     py::gil_scoped_release nogil;
     run_sum_slices(inputs, dtype, target, out_dtype, count, divisor, threads);
+}
+
+BlockFormat parse_block_format(const std::string& code, int64_t block, const std::string& dtype_name) {
+    BlockFormat f{};
+    if (code == "int8") f.code = Code::int8;
+    else if (code == "int4") f.code = Code::int4;
+    else if (code == "e4m3") f.code = Code::e4m3;
+    else if (code == "u5e3") f.code = Code::u5e3;
+    else throw py::value_error("code: expected one of 'int8', 'int4', 'e4m3', 'u5e3', got '" + code + "'");
+    f.dtype = parse_dtype(dtype_name, "dtype");
+    if (f.dtype != Dtype::f32 && f.dtype != Dtype::bf16 && f.dtype != Dtype::f16)
+        throw py::value_error("dtype: expected 'f32', 'bf16' or 'f16', got '" + dtype_name + "'");
+    if (block < 2 || block % 2 != 0 || block > kMostElements)
+        throw py::value_error("block: expected an even number of elements >= 2, got " + std::to_string(block));
+    f.block = block;
+    return f;
+}
+
+int64_t payload_size(const BlockFormat& f, int64_t n) { return f.code == Code::int4 ? (n + 1) / 2 : n; }
+
+void quantize(py::object x, py::object payload, py::object scales, py::object n, const std::string& code, int64_t block,
+              const std::string& dtype_name, bool stochastic, uint64_t seed, uint64_t step_number, uint64_t element_offset, int threads) {
+    Operands operands;
+    const int64_t count = parse_count(n);
+    BlockFormat f = parse_block_format(code, block, dtype_name);
+    f.stochastic = stochastic;
+    f.key = mix(mix(seed + 0x9e3779b97f4a7c15u) + step_number);
+    f.offset = element_offset;
+    const char* source = required(operands, x, "x", f.dtype, count, false);
+    char* codes = operands.address(payload, "payload", Dtype::int8, payload_size(f, count), true);
+    char* factors = required(operands, scales, "scales", Dtype::f32, (count + block - 1) / block, true);
+    if (codes == nullptr && count > 0) throw py::type_error("payload: expected an address or buffer, got None");
+    check_threads(threads);
+    active();
+    py::gil_scoped_release nogil;
+    run_quantize(f, source, reinterpret_cast<uint8_t*>(codes), reinterpret_cast<float*>(factors), count, threads);
+}
+
+void dequantize(py::object payload, py::object scales, py::object out, py::object n, const std::string& code, int64_t block,
+                const std::string& dtype_name, int threads) {
+    Operands operands;
+    const int64_t count = parse_count(n);
+    const BlockFormat f = parse_block_format(code, block, dtype_name);
+    char* codes = operands.address(payload, "payload", Dtype::int8, payload_size(f, count), false);
+    char* factors = required(operands, scales, "scales", Dtype::f32, (count + block - 1) / block, false);
+    char* target = required(operands, out, "out", f.dtype, count, true);
+    if (codes == nullptr && count > 0) throw py::type_error("payload: expected an address or buffer, got None");
+    check_threads(threads);
+    active();
+    py::gil_scoped_release nogil;
+    run_dequantize(f, reinterpret_cast<uint8_t*>(codes), reinterpret_cast<float*>(factors), target, count, threads);
 }
 
 std::vector<std::pair<std::string, std::string>> target_names() {
@@ -349,4 +279,6 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
     m.def("scale", &zok::scale);
     m.def("cast", &zok::cast);
     m.def("sum_slices", &zok::sum_slices);
+    m.def("quantize", &quantize);
+    m.def("dequantize", &dequantize);
 }

@@ -2,10 +2,11 @@
 
 // Calls body.at<Vector>(i) for whole vectors and body.at<Scalar>(i) for the rest of [0, n).
 template <class Body>
-ZOK_INLINE void for_lanes(Body body, int64_t n) {
+ZOK_INLINE Body for_lanes(Body body, int64_t n) {
     int64_t i = 0;
     for (; i + Vector::W <= n; i += Vector::W) body.template at<Vector>(i);
     for (; i < n; ++i) body.template at<Scalar>(i);
+    return body;
 }
 
 template <class T>
@@ -27,13 +28,11 @@ ZOK_INLINE typename T::U bf16_stochastic(typename T::F x, typename T::U random) 
     return T::pick(is_nan<T>(u), (u >> 16) | T::setu(0x40u), (u + random) >> 16);
 }
 
-// 32 random bits that depend on (seed, step) through `key` and on the global element index; a full-avalanche integer hash.
+// Random bits that depend on (seed, step) through `key` and on the global element index. The high bits are the good ones.
 template <class T>
 ZOK_INLINE typename T::U random_bits(uint64_t key, uint32_t index) {
-    typename T::U x = T::iota() + T::setu(index + static_cast<uint32_t>(key));
-    x = (x ^ x >> 16) * T::setu(0x7feb352du);
-    x = (x ^ x >> 15 ^ T::setu(static_cast<uint32_t>(key >> 32))) * T::setu(0x846ca68bu);
-    return x ^ x >> 16;
+    typename T::U x = (T::iota() + T::setu(index + static_cast<uint32_t>(key))) * T::setu(0x9e3779b1u);
+    return (x ^ x >> 16 ^ T::setu(static_cast<uint32_t>(key >> 32))) * T::setu(0x85ebca6bu);
 }
 
 ZOK_INLINE uint64_t mix(uint64_t x) {
@@ -42,8 +41,13 @@ ZOK_INLINE uint64_t mix(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// A tile never crosses a multiple of 2^32 elements, so its random numbers need one key and a 32-bit index.
-ZOK_INLINE uint64_t tile_key(uint64_t key, uint64_t index) { return mix(key + (index >> 32) * 0x9e3779b97f4a7c15u); }
+// What is rounded with the random numbers; each has its own.
+enum class Stream : uint64_t { parameter, second_moment, payload };
+
+// The key of the elements that share the high half of their index; a tile of a step never crosses a multiple of 2^32.
+ZOK_INLINE uint64_t tile_key(uint64_t key, uint64_t index, Stream stream) {
+    return mix(key + ((index >> 32) * 4 + static_cast<uint64_t>(stream)) * 0x9e3779b97f4a7c15u);
+}
 
 struct LoadF32 {
     template <class T>
@@ -88,10 +92,9 @@ struct NarrowStochastic {
     uint16_t* out;
     uint64_t key;
     uint32_t index;
-    int shift;  // which half of the random word: 0 for parameters, 16 for the second moment
     template <class T>
     ZOK_MEMBER void at(int64_t i) {
-        const typename T::U r = random_bits<T>(key, index + static_cast<uint32_t>(i)) >> shift & T::setu(0xffffu);
+        const typename T::U r = random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 16;
         T::store_h(out + i, T::narrow(bf16_stochastic<T>(T::load(x + i), r)));
     }
 };

@@ -9,7 +9,10 @@ namespace zok {
 namespace {
 
 struct Chunk {
-    int64_t run, begin, end;
+    const Run* run;
+    int64_t begin, end;
+    const Row* rows;  // the first is that of `begin`
+    size_t norms;     // where its partial norms are; the next chunk's are behind them
 };
 
 // Chunks end at global multiples of kChunk. Slabs are runs of consecutive chunks of about kChunk elements together, so that many small
@@ -17,17 +20,22 @@ struct Chunk {
 struct Plan {
     std::vector<Chunk> chunks;
     std::vector<size_t> slabs;  // first chunk of each slab, and the end
+    size_t norms = 0;
 };
 
-Plan plan(const std::vector<Run>& runs) {
+Plan plan(const std::vector<Run>& runs, const std::vector<Row>& rows) {
     Plan result;
     int64_t elements = 0;
     result.slabs.push_back(0);
-    for (size_t r = 0; r < runs.size(); ++r) {
-        for (int64_t begin = 0, end; begin < runs[r].n; begin = end) {
-            const uint64_t global = runs[r].offset + static_cast<uint64_t>(begin);
-            end = std::min(runs[r].n, begin + kChunk - static_cast<int64_t>(global % kChunk));
-            result.chunks.push_back({static_cast<int64_t>(r), begin, end});
+    for (const Run& run : runs) {
+        const Row* row = rows.data() + run.row;
+        for (int64_t begin = 0, end; begin < run.n; begin = end) {
+            const uint64_t global = run.offset + static_cast<uint64_t>(begin);
+            end = std::min(run.n, begin + kChunk - static_cast<int64_t>(global % kChunk));
+            while (row->end <= begin) ++row;
+            result.chunks.push_back({&run, begin, end, row, result.norms});
+            while (row->end < end) ++row, ++result.norms;
+            ++result.norms;
             elements += end - begin;
             if (elements >= kChunk) {
                 result.slabs.push_back(result.chunks.size());
@@ -60,26 +68,30 @@ std::vector<Span> split(const std::vector<Span>& spans, Dtype dtype, int64_t mos
 
 void run_step(const Format& format, const std::vector<Run>& runs, const std::vector<Row>& rows, int threads, std::vector<RowNorms>* norms) {
     const Kernels& kernels = active();
-    const Plan work = plan(runs);
-    std::vector<RowNorms> partial(norms ? work.chunks.size() * rows.size() : 0);
+    const Plan work = plan(runs, rows);
+    std::vector<RowNorms> partial(norms ? work.norms : 0);
     for_slabs(work, threads, [&](size_t c) {
         const Chunk& chunk = work.chunks[c];
-        kernels.step(format, runs[chunk.run], rows.data(), chunk.begin, chunk.end, norms ? &partial[c * rows.size()] : nullptr);
+        kernels.step(format, *chunk.run, chunk.rows, chunk.begin, chunk.end, norms ? &partial[chunk.norms] : nullptr);
     });
     if (!norms) return;
     norms->assign(rows.size(), RowNorms{0, 0});
-    for (size_t i = 0; i < partial.size(); ++i) {
-        (*norms)[i % rows.size()].weight += partial[i].weight;
-        (*norms)[i % rows.size()].update += partial[i].update;
+    for (size_t c = 0; c < work.chunks.size(); ++c) {
+        const size_t end = c + 1 < work.chunks.size() ? work.chunks[c + 1].norms : work.norms;
+        const size_t row = static_cast<size_t>(work.chunks[c].rows - rows.data());
+        for (size_t i = work.chunks[c].norms; i < end; ++i) {
+            (*norms)[row + i - work.chunks[c].norms].weight += partial[i].weight;
+            (*norms)[row + i - work.chunks[c].norms].update += partial[i].update;
+        }
     }
 }
 
 void run_apply(const Format& format, const std::vector<Run>& runs, const std::vector<Row>& rows, int threads) {
     const Kernels& kernels = active();
-    const Plan work = plan(runs);
+    const Plan work = plan(runs, rows);
     for_slabs(work, threads, [&](size_t c) {
         const Chunk& chunk = work.chunks[c];
-        kernels.apply(format, runs[chunk.run], rows.data(), chunk.begin, chunk.end);
+        kernels.apply(format, *chunk.run, chunk.rows, chunk.begin, chunk.end);
     });
 }
 
@@ -128,6 +140,24 @@ void run_sum_slices(const std::vector<const char*>& slices, Dtype dtype, char* o
         kernels.sum_slices(slices.data(), static_cast<int64_t>(slices.size()), begin, end, dtype, out, out_dtype, divisor);
     };
     parallel_for(threads, (n + kNormChunk - 1) / kNormChunk, sum);
+}
+
+// Calls body(first, last) over ranges of about kNormChunk elements of whole blocks.
+template <class Body>
+static void for_blocks(const BlockFormat& format, int64_t n, int threads, Body body) {
+    const int64_t blocks = (n + format.block - 1) / format.block, together = std::max<int64_t>(1, kNormChunk / format.block);
+    auto range = [&](int64_t i) { body(i * together, std::min(blocks, (i + 1) * together)); };
+    parallel_for(threads, (blocks + together - 1) / together, range);
+}
+
+void run_quantize(const BlockFormat& format, const char* x, uint8_t* payload, float* scales, int64_t n, int threads) {
+    const Kernels& kernels = active();
+    for_blocks(format, n, threads, [&](int64_t first, int64_t last) { kernels.quantize(format, x, payload, scales, n, first, last); });
+}
+
+void run_dequantize(const BlockFormat& format, const uint8_t* payload, const float* scales, char* out, int64_t n, int threads) {
+    const Kernels& kernels = active();
+    for_blocks(format, n, threads, [&](int64_t first, int64_t last) { kernels.dequantize(format, payload, scales, out, n, first, last); });
 }
 
 }  // namespace zok

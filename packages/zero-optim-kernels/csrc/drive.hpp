@@ -20,5 +20,7 @@ int64_t run_count_nonfinite(const std::vector<Span>& spans, Dtype dtype, int thr
 void run_scale(const std::vector<Span>& spans, Dtype dtype, double factor, int threads);
 void run_cast(const char* x, Dtype from, char* out, Dtype to, int64_t n, int threads);
 void run_sum_slices(const std::vector<const char*>& slices, Dtype dtype, char* out, Dtype out_dtype, int64_t n, double divisor, int threads);
+void run_quantize(const BlockFormat& format, const char* x, uint8_t* payload, float* scales, int64_t n, int threads);
+void run_dequantize(const BlockFormat& format, const uint8_t* payload, const float* scales, char* out, int64_t n, int threads);
 
 }  // namespace zok

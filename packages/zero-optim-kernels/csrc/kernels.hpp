@@ -7,7 +7,8 @@ namespace zok {
 
 struct Kernels {
     const char* name;
-    // Elements [begin, end) of `run`; `begin` is 0 or a multiple of kTile in global coordinates. `norms` has one entry per row (LAMB only).
+    // Elements [begin, end) of `run`; `begin` is 0 or a multiple of kTile in global coordinates. rows[0] is the row of `begin`; `norms`,
+    // null except for LAMB, has an entry for it and each later row.
     void (*step)(const Format&, const Run& run, const Row* rows, int64_t begin, int64_t end, RowNorms* norms);
     // param -= row.c[0] * update, and the copy.
     void (*apply)(const Format&, const Run& run, const Row* rows, int64_t begin, int64_t end);
@@ -17,6 +18,9 @@ struct Kernels {
     void (*scale)(char* x, Dtype dtype, int64_t n, double factor);
     void (*sum_slices)(const char* const* slices, int64_t count, int64_t begin, int64_t end, Dtype dtype, char* out, Dtype out_dtype,
                        double divisor);
+    // Blocks [first, last) of n elements.
+    void (*quantize)(const BlockFormat&, const char* x, uint8_t* payload, float* scales, int64_t n, int64_t first, int64_t last);
+    void (*dequantize)(const BlockFormat&, const uint8_t* payload, const float* scales, char* out, int64_t n, int64_t first, int64_t last);
 };
 
 constexpr int64_t kNormChunk = 65536;  // part of the definition of the norm's order of summation

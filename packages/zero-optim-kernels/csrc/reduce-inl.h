@@ -1,47 +1,42 @@
 // Sums of squares, sums of slices and the non-finite scan. The order of every sum is part of its definition and the same for every
 // instruction set: 32 interleaved float64 lanes, folded in halves.
 
-typedef double Double8 __attribute__((vector_size(64)));
-typedef float Float8 __attribute__((vector_size(32), aligned(4)));
-typedef double LoadDouble8 __attribute__((vector_size(64), aligned(8)));
+constexpr int kLanes = 32, kRegisters = kLanes / Vector::kDoubles;
 
-constexpr int kLanes = 32;
+typedef double Doubles __attribute__((vector_size(8 * Vector::kDoubles)));
+typedef double LooseDoubles __attribute__((vector_size(8 * Vector::kDoubles), aligned(8)));
+typedef float LooseFloats __attribute__((vector_size(4 * Vector::kDoubles), aligned(4)));
 
-ZOK_INLINE void square_into(Double8& lane, const float* x) {
-    const Double8 wide = __builtin_convertvector(*reinterpret_cast<const Float8*>(x), Double8);
-    lane += wide * wide;
-}
-ZOK_INLINE void square_into(Double8& lane, const double* x) {
-    const Double8 wide = *reinterpret_cast<const LoadDouble8*>(x);
-    lane += wide * wide;
-}
+ZOK_INLINE Doubles load_doubles(const float* x) { return __builtin_convertvector(*reinterpret_cast<const LooseFloats*>(x), Doubles); }
+ZOK_INLINE Doubles load_doubles(const double* x) { return *reinterpret_cast<const LooseDoubles*>(x); }
 
-// Adds the squares of n elements, the first of which belongs to lane 0.
+// Adds the squares of n elements to kLanes sums, the first element to lane 0.
 template <class E>
-ZOK_INLINE void add_squares(Double8* lanes, const E* x, int64_t n) {
-    Double8 a = lanes[0], b = lanes[1], c = lanes[2], d = lanes[3];
+ZOK_INLINE void add_squares(double* lanes, const E* x, int64_t n) {
+    Doubles sums[kRegisters];
+    for (int r = 0; r < kRegisters; ++r) sums[r] = load_doubles(lanes + r * Vector::kDoubles);
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
-        square_into(a, x + i);
-        square_into(b, x + i + 8);
-        square_into(c, x + i + 16);
-        square_into(d, x + i + 24);
+        for (int r = 0; r < kRegisters; ++r) {
+            const Doubles wide = load_doubles(x + i + r * Vector::kDoubles);
+            sums[r] += wide * wide;
+        }
     }
-    lanes[0] = a; lanes[1] = b; lanes[2] = c; lanes[3] = d;
-    double* flat = reinterpret_cast<double*>(lanes);
+    __builtin_memcpy(lanes, sums, sizeof(sums));
     for (int lane = 0; i < n; ++i, ++lane) {
         const double wide = static_cast<double>(x[i]);
-        flat[lane] += wide * wide;
+        lanes[lane] += wide * wide;
     }
 }
 
-ZOK_INLINE double fold(Double8* lanes) {
-    const Double8 sum = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
-    return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+ZOK_INLINE double fold(double* lanes) {
+    for (int half = kLanes / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    return lanes[0];
 }
 
 static double sum_squares(const char* x, Dtype dtype, int64_t n) {
-    alignas(64) Double8 lanes[4] = {};
+    alignas(64) double lanes[kLanes] = {};
     if (dtype == Dtype::f32) {
         add_squares(lanes, reinterpret_cast<const float*>(x), n);
     } else if (dtype == Dtype::f64) {

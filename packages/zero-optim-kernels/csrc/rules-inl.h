@@ -12,12 +12,8 @@ struct Double {  // float64 parameters with float64 state
     ZOK_INLINE F sqrt(F x) { return __builtin_sqrt(x); }
 };
 
-template <class E>
 struct Coefficients {
-    E c[kCoefficients];
-    explicit Coefficients(const double* from) {
-        for (int i = 0; i < kCoefficients; ++i) c[i] = static_cast<E>(from[i]);
-    }
+    float c[kCoefficients];
 };
 
 // sign(x), keeping zeros and NaN.

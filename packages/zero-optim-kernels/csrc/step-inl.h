@@ -1,114 +1,22 @@
-// One pass over a range of a run. Each tile is brought to float32 where it is stored otherwise, updated, and put back while it is in the
-// first-level cache; tiles sit at global multiples of kTile, so quantisation blocks and random numbers do not depend on the split.
+// One pass over a range of a run. A tile's parameters are brought to float32 where they are stored otherwise, updated, and put back while
+// they are in the first-level cache; tiles sit at global multiples of kTile, so quantisation blocks and random numbers do not depend on
+// how a buffer is split into calls or chunks.
 
-struct Piece {  // operands of one update, all at the same element
-    char* p;
-    char* m;
-    char* v;
-    const char* g;
-    char* update;
-    int64_t n;
-};
+static bool is_wide(Dtype dtype) { return dtype == Dtype::f32 || dtype == Dtype::f64; }
 
-template <class Rule, class Load>
-struct Update {
-    float* p;
-    float* m;
-    float* v;
-    const char* g;
-    float* update;
-    Coefficients<float> k;
-    template <class T>
-    ZOK_MEMBER void at(int64_t i) {
-        typename T::F pi = T::load(p + i), mi = T::set(0), vi = T::set(0);
-        if (Rule::kFirst) mi = T::load(m + i);
-        if (Rule::kSecond) vi = T::load(v + i);
-        const typename T::F u = Rule::template apply<T>(pi, mi, vi, Load::template load<T>(g, i) * T::set(k.c[0]), k.c);
-        if (Rule::kWritesUpdate) T::store(update + i, u);
-        else T::store(p + i, pi);
-        if (Rule::kFirst) T::store(m + i, mi);
-        if (Rule::kSecond) T::store(v + i, vi);
-    }
-};
-
-template <class Rule, class Load>
-static void update_piece(const Piece& x, const double* c) {
-    for_lanes(Update<Rule, Load>{reinterpret_cast<float*>(x.p), reinterpret_cast<float*>(x.m), reinterpret_cast<float*>(x.v), x.g,
-                                 reinterpret_cast<float*>(x.update), Coefficients<float>(c)}, x.n);
+static char* open_parameter(const Format& f, const Run& run, int64_t b, int64_t n, float* scratch) {
+    if (is_wide(f.param)) return run.param + b * item_size(f.param);
+    if (run.param_low) for_lanes(JoinLow{reinterpret_cast<const uint16_t*>(run.param) + b, run.param_low + b, scratch}, n);
+    else widen(run.param + 2 * b, f.param, scratch, n);
+    return reinterpret_cast<char*>(scratch);
 }
 
-template <class Rule>
-static void update_piece_f64(const Piece& x, const double* c) {
-    double* p = reinterpret_cast<double*>(x.p);
-    double* m = reinterpret_cast<double*>(x.m);
-    double* v = reinterpret_cast<double*>(x.v);
-    const double* g = reinterpret_cast<const double*>(x.g);
-    for (int64_t i = 0; i < x.n; ++i) {
-        double pi = p[i], mi = Rule::kFirst ? m[i] : 0, vi = Rule::kSecond ? v[i] : 0;
-        const double u = Rule::template apply<Double>(pi, mi, vi, g[i] * c[0], c);
-        if (Rule::kWritesUpdate) reinterpret_cast<double*>(x.update)[i] = u;
-        else p[i] = pi;
-        if (Rule::kFirst) m[i] = mi;
-        if (Rule::kSecond) v[i] = vi;
-    }
-}
-
-using UpdateFunction = void (*)(const Piece&, const double*);
-
-template <class Rule>
-static UpdateFunction by_gradient(Dtype dtype) {
-    if (dtype == Dtype::f64) return update_piece_f64<Rule>;
-    if (dtype == Dtype::bf16) return update_piece<Rule, LoadBf16>;
-    if (dtype == Dtype::f16) return update_piece<Rule, LoadF16>;
-    return update_piece<Rule, LoadF32>;
-}
-
-static UpdateFunction update_function(const Format& format, const Run& run) {
-    switch (format.rule) {
-        case Rule::adam: return by_gradient<Adam>(format.grad);
-        case Rule::adagrad: return by_gradient<Adagrad>(format.grad);
-        case Rule::lion: return by_gradient<Lion>(format.grad);
-        case Rule::sgd: return run.state1 ? by_gradient<Sgd>(format.grad) : by_gradient<SgdPlain>(format.grad);
-        case Rule::lamb: return by_gradient<Lamb>(format.grad);
-    }
-    return nullptr;
-}
-
-struct Tile {
-    alignas(64) float p[kTile];
-    alignas(64) float m[kTile];
-    alignas(64) float v[kTile];
-};
-
-static char* open_parameter(const Format& f, const Run& run, int64_t b, int64_t n, Tile& tile) {
-    if (f.param == Dtype::f32 || f.param == Dtype::f64) return run.param + b * item_size(f.param);
-    if (run.param_low) for_lanes(JoinLow{reinterpret_cast<const uint16_t*>(run.param) + b, run.param_low + b, tile.p}, n);
-    else widen(run.param + 2 * b, f.param, tile.p, n);
-    return reinterpret_cast<char*>(tile.p);
-}
-
-static void close_parameter(const Format& f, const Run& run, int64_t b, int64_t n, Tile& tile, uint64_t key, uint32_t index) {
-    if (f.param == Dtype::f32 || f.param == Dtype::f64) return;
+static void close_parameter(const Format& f, const Run& run, int64_t b, int64_t n, const float* scratch) {
+    if (is_wide(f.param)) return;
+    const uint64_t index = run.offset + static_cast<uint64_t>(b);
     uint16_t* p = reinterpret_cast<uint16_t*>(run.param) + b;
-    if (run.param_low) for_lanes(SplitLow{tile.p, p, run.param_low + b}, n);
-    else for_lanes(NarrowStochastic{tile.p, p, key, index, 0}, n);
-}
-
-template <bool kSecond>
-static char* open_state(const Format& f, char* state, float* scales, int64_t b, int64_t n, float* buffer) {
-    if (!state || f.state == Dtype::f32 || f.state == Dtype::f64) return state ? state + b * item_size(f.state) : nullptr;
-    if (f.state == Dtype::int8) decode_state<kSecond>(reinterpret_cast<uint8_t*>(state) + b, scales + b / kQuantBlock, buffer, n);
-    else widen(state + 2 * b, f.state, buffer, n);
-    return reinterpret_cast<char*>(buffer);
-}
-
-template <bool kSecond>
-static void close_state(const Format& f, char* state, float* scales, int64_t b, int64_t n, float* buffer, uint64_t key, uint32_t index) {
-    if (!state || f.state == Dtype::f32 || f.state == Dtype::f64) return;
-    if (f.state == Dtype::int8)
-        encode_state<kSecond>(buffer, reinterpret_cast<uint8_t*>(state) + b, scales + b / kQuantBlock, n, key, index);
-    else if (kSecond) for_lanes(NarrowStochastic{buffer, reinterpret_cast<uint16_t*>(state) + b, key, index, 16}, n);
-    else narrow(buffer, state + 2 * b, f.state, n, false);
+    if (run.param_low) for_lanes(SplitLow{scratch, p, run.param_low + b}, n);
+    else for_lanes(NarrowStochastic{scratch, p, tile_key(f.key, index, Stream::parameter), static_cast<uint32_t>(index)}, n);
 }
 
 static void write_copy(const Format& f, const Run& run, const char* p, int64_t b, int64_t n) {
@@ -119,46 +27,81 @@ static void write_copy(const Format& f, const Run& run, const char* p, int64_t b
     else narrow(reinterpret_cast<const float*>(p), out, f.copy, n, true);
 }
 
-// The end of the tile (or of the range) that element `b` of the run is in.
-static int64_t tile_end(const Run& run, int64_t b, int64_t end) {
-    const int64_t next = b + kTile - static_cast<int64_t>((run.offset + static_cast<uint64_t>(b)) % kTile);
+// The end of the stretch of `length` elements in global coordinates that element `b` of the run is in, or `end`.
+static int64_t stretch_end(const Run& run, int64_t b, int64_t end, int64_t length) {
+    const int64_t next = b + length - static_cast<int64_t>((run.offset + static_cast<uint64_t>(b)) % static_cast<uint64_t>(length));
     return next < end ? next : end;
 }
 
-static void step(const Format& f, const Run& run, const Row* rows, int64_t begin, int64_t end, RowNorms* norms) {
-    const UpdateFunction update = update_function(f, run);
-    const int64_t grad_size = item_size(f.grad), wide = f.param == Dtype::f64 ? 8 : 4;
-    Tile tile;
-    int64_t row = 0;
-    while (rows[row].end <= begin) ++row;
-    for (int64_t b = begin, e; b < end; b = e) {
-        e = tile_end(run, b, end);
-        const int64_t n = e - b;
-        const uint64_t index = run.offset + static_cast<uint64_t>(b);
-        const uint64_t key = tile_key(f.key, index);
-        char* p = open_parameter(f, run, b, n, tile);
-        char* m = open_state<false>(f, run.state1, run.scale1, b, n, tile.m);
-        char* v = open_state<true>(f, run.state2, run.scale2, b, n, tile.v);
-        char* u = run.update ? run.update + b * wide : nullptr;
-        for (int64_t i = b, j; i < e; i = j) {
-            if (rows[row].end <= i) ++row;
-            j = rows[row].end < e ? rows[row].end : e;
-            const int64_t d = i - b;
-            update({p + d * wide, m ? m + d * wide : nullptr, v ? v + d * wide : nullptr, run.grad + i * grad_size,
-                    u ? u + d * wide : nullptr, j - i}, rows[row].c);
-            if (norms) {
-                const Dtype dtype = f.param == Dtype::f64 ? Dtype::f64 : Dtype::f32;
-                norms[row].weight += sum_squares(p + d * wide, dtype, j - i);
-                norms[row].update += sum_squares(u + d * wide, dtype, j - i);
+// Walks the rows of one range, in order.
+class Stepper {
+public:
+    Stepper(const Format& f, const Run& run, const Row* rows, RowNorms* norms)
+        : f_(f), run_(run), row_(rows), norms_(norms), update_(update_function(f, run)), stretch_(f.state == Dtype::int8 ? kQuantBlock : kTile) {}
+
+    void tile(int64_t begin, int64_t end) {
+        char* p = open_parameter(f_, run_, begin, end - begin, parameters_);
+        const uint64_t key = tile_key(f_.key, run_.offset + static_cast<uint64_t>(begin), Stream::second_moment);
+        for (int64_t b = begin, e; b < end; b = e) {
+            e = stretch_end(run_, b, end, stretch_);
+            Magnitudes largest = {{0, 0}};
+            for (int64_t i = b, j; i < e; i = j) {
+                for (; row_->end <= i; ++row_) norms_ += norms_ != nullptr;
+                j = row_->end < e ? row_->end : e;
+                piece(p + (i - begin) * item_size(wide()), b, i, j, key, largest);
             }
+            if (f_.state == Dtype::int8) encode(b, e, largest, key);
         }
-        close_state<false>(f, run.state1, run.scale1, b, n, tile.m, key, static_cast<uint32_t>(index));
-        close_state<true>(f, run.state2, run.scale2, b, n, tile.v, key, static_cast<uint32_t>(index));
-        if (f.rule != Rule::lamb) {
-            close_parameter(f, run, b, n, tile, key, static_cast<uint32_t>(index));
-            write_copy(f, run, p, b, n);
+        if (f_.rule != Rule::lamb) {
+            close_parameter(f_, run_, begin, end - begin, parameters_);
+            write_copy(f_, run_, p, begin, end - begin);
         }
-        if (f.zero_grad) __builtin_memset(run.grad + b * grad_size, 0, static_cast<size_t>(n * grad_size));
+        const int64_t grad_size = item_size(f_.grad);
+        if (f_.zero_grad) __builtin_memset(run_.grad + begin * grad_size, 0, static_cast<size_t>((end - begin) * grad_size));
+    }
+
+private:
+    Dtype wide() const { return f_.param == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
+
+    // Elements [i, j) of the stretch that begins at b.
+    void piece(char* p, int64_t b, int64_t i, int64_t j, uint64_t key, Magnitudes& largest) {
+        Piece x{p, run_.grad + i * item_size(f_.grad), {}, {}, {}, nullptr, key, static_cast<uint32_t>(run_.offset + static_cast<uint64_t>(i)), j - i};
+        for (int s = 0; s < 2; ++s) {
+            if (run_.state[s]) x.state[s] = run_.state[s] + i * item_size(f_.state);
+            x.wide[s] = state_[s] + (i - b);
+            if (run_.scale[s]) x.scale[s] = run_.scale[s][b / kQuantBlock];
+        }
+        if (run_.update) x.update = run_.update + i * item_size(wide());
+        const Magnitudes found = update_(x, *row_);
+        for (int s = 0; s < 2; ++s) largest.of[s] = found.of[s] > largest.of[s] ? found.of[s] : largest.of[s];
+        if (!norms_) return;
+        norms_->weight += sum_squares(x.p, wide(), x.n);
+        norms_->update += sum_squares(x.update, wide(), x.n);
+    }
+
+    void encode(int64_t b, int64_t e, const Magnitudes& largest, uint64_t key) {
+        const uint32_t index = static_cast<uint32_t>(run_.offset + static_cast<uint64_t>(b));
+        uint8_t* first = reinterpret_cast<uint8_t*>(run_.state[0]);
+        uint8_t* second = reinterpret_cast<uint8_t*>(run_.state[1]);
+        if (first) encode_block<false>(state_[0], first + b, run_.scale[0] + b / kQuantBlock, e - b, largest.of[0], key, index);
+        if (second) encode_block<true>(state_[1], second + b, run_.scale[1] + b / kQuantBlock, e - b, largest.of[1], key, index);
+    }
+
+    const Format& f_;
+    const Run& run_;
+    const Row* row_;
+    RowNorms* norms_;
+    const UpdateFunction update_;
+    const int64_t stretch_;
+    alignas(64) float parameters_[kTile];
+    alignas(64) float state_[2][kQuantBlock];
+};
+
+static void step(const Format& f, const Run& run, const Row* rows, int64_t begin, int64_t end, RowNorms* norms) {
+    Stepper stepper(f, run, rows, norms);
+    for (int64_t b = begin, e; b < end; b = e) {
+        e = stretch_end(run, b, end, kTile);
+        stepper.tile(b, e);
     }
 }
 
@@ -181,20 +124,17 @@ static void subtract(const Format& f, char* p, const char* update, double factor
 }
 
 static void apply(const Format& f, const Run& run, const Row* rows, int64_t begin, int64_t end) {
+    alignas(64) float scratch[kTile];
     const int64_t wide = f.param == Dtype::f64 ? 8 : 4;
-    Tile tile;
-    int64_t row = 0;
-    while (rows[row].end <= begin) ++row;
     for (int64_t b = begin, e; b < end; b = e) {
-        e = tile_end(run, b, end);
-        const uint64_t index = run.offset + static_cast<uint64_t>(b);
-        char* p = open_parameter(f, run, b, e - b, tile);
+        e = stretch_end(run, b, end, kTile);
+        char* p = open_parameter(f, run, b, e - b, scratch);
         for (int64_t i = b, j; i < e; i = j) {
-            if (rows[row].end <= i) ++row;
-            j = rows[row].end < e ? rows[row].end : e;
-            subtract(f, p + (i - b) * wide, run.update + i * wide, rows[row].c[0], j - i);
+            while (rows->end <= i) ++rows;
+            j = rows->end < e ? rows->end : e;
+            subtract(f, p + (i - b) * wide, run.update + i * wide, rows->c[0], j - i);
         }
-        close_parameter(f, run, b, e - b, tile, tile_key(f.key, index), static_cast<uint32_t>(index));
+        close_parameter(f, run, b, e - b, scratch);
         write_copy(f, run, p, b, e - b);
     }
 }

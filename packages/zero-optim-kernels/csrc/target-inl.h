@@ -9,8 +9,15 @@
 
 #include "reduce-inl.h"
 
+#include "quantize-inl.h"
+
 #include "rules-inl.h"
+
+#include "state-inl.h"
+
+#include "update-inl.h"
 
 #include "step-inl.h"
 
-static const Kernels kTable = {ZOK_TARGET_NAME, step, apply, sum_squares, count_nonfinite, cast, scale, sum_slices};
+static const Kernels kTable = {ZOK_TARGET_NAME, step, apply, sum_squares, count_nonfinite, cast, scale, sum_slices,
+                               quantize, dequantize};

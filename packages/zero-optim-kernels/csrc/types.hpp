@@ -33,20 +33,20 @@ struct Run {
     char* param;
     uint16_t* param_low;   // the 16 bits that a bf16 parameter lacks, or null
     char* grad;
-    char* state1;          // exp_avg, momentum_buffer, sum
-    char* state2;          // exp_avg_sq, or null
-    float* scale1;         // one per quantisation block, or null
-    float* scale2;
+    char* state[2];        // first moment (exp_avg, momentum_buffer) and second (exp_avg_sq, sum), or null
+    float* scale[2];       // of 8-bit state, one per quantisation block
     char* copy_out;        // low-precision copy of the updated parameter, or null
     char* update;          // LAMB's update direction, or null
     int64_t n;
     uint64_t offset;
+    int64_t row;           // its first row
 };
 
-// Hyperparameters of the elements before `end` (and after the previous row), as each rule reads them.
+// Hyperparameters of the elements of a run before `end` (and after the previous row), as each rule reads them.
 struct Row {
     int64_t end;
     double c[kCoefficients];
+    float f[kCoefficients];  // the same, rounded
 };
 
 struct Format {
@@ -54,6 +54,18 @@ struct Format {
     Dtype param, grad, state, copy;
     bool zero_grad;
     uint64_t key;          // mixed from seed and step number
+};
+
+enum class Code : int { int8, int4, e4m3, u5e3 };
+
+// How a plain buffer is quantised in blocks.
+struct BlockFormat {
+    Code code;
+    Dtype dtype;      // of the unquantised side
+    int64_t block;    // elements per scale, even
+    bool stochastic;
+    uint64_t key;
+    uint64_t offset;  // global index of element 0, for the random numbers
 };
 
 // Squared norms that LAMB needs of one row, over one chunk.

@@ -6,6 +6,7 @@ struct Vector {
     typedef uint32_t U __attribute__((vector_size(32)));
     using M = __m256i;
     using H = __m128i;
+    static constexpr int kDoubles = 4;  // of the registers that sums use
     static constexpr int W = 8;
 
     ZOK_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
@@ -29,7 +30,7 @@ struct Vector {
     }
     ZOK_INLINE U load_u8(const uint8_t* p) { return (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
     ZOK_INLINE void store_u8(uint8_t* p, U x) {
-        const __m128i h = narrow(x);
+        const __m128i h = narrow(x & setu(0xffu));
         _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(h, h));
     }
     ZOK_INLINE U load_u16(const uint16_t* p) { return (U)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
@@ -40,11 +41,16 @@ struct Vector {
     ZOK_INLINE void stream_h(uint16_t* p, H x) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), x); }
     ZOK_INLINE F load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
     ZOK_INLINE H to_f16(F x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    // e4m3 without its sign, shifted by 7, is a half of 2^-8 times its value, subnormal numbers included.
     ZOK_INLINE F load_e4m3(const uint8_t* p, F scale) {
-        // e4m3 shifted by 7 is a half of 2^-8 times its value: the conversion treats subnormal numbers at full speed.
-        const __m128i c = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-        const __m128i h = _mm_or_si128(_mm_slli_epi16(_mm_and_si128(c, _mm_set1_epi16(0x80)), 8),
-                                       _mm_slli_epi16(_mm_and_si128(c, _mm_set1_epi16(0x7f)), 7));
-        return _mm256_cvtph_ps(h) * _mm256_set1_ps(256.0f) * scale;
+        const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+        const __m128i h = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<short>(0xbf80)));
+        return _mm256_cvtph_ps(h) * (scale * set(256.0f));
+    }
+    ZOK_INLINE void store_e4m3(uint8_t* p, F x) {
+        const __m128i h = to_f16(x), mask = _mm_set1_epi16(0x7f);
+        const __m128i rounded = _mm_srli_epi16(_mm_add_epi16(h, _mm_set1_epi16(0x40)), 7);
+        const __m128i code = _mm_or_si128(_mm_and_si128(mask, rounded), _mm_andnot_si128(mask, _mm_srli_epi16(h, 8)));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(code, code));
     }
 };

@@ -7,6 +7,7 @@ struct Vector {
     typedef uint32_t U __attribute__((vector_size(64)));
     using M = __mmask16;
     using H = __m256i;
+    static constexpr int kDoubles = 8;  // of the registers that sums use
     static constexpr int W = 16;
 
     ZOK_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -32,11 +33,15 @@ struct Vector {
     ZOK_INLINE void stream_h(uint16_t* p, H x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x); }
     ZOK_INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
     ZOK_INLINE H to_f16(F x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    // e4m3 without its sign, shifted by 7, is a half of 2^-8 times its value, subnormal numbers included.
     ZOK_INLINE F load_e4m3(const uint8_t* p, F scale) {
-        // e4m3 shifted by 7 is a half of 2^-8 times its value: the conversion treats subnormal numbers at full speed.
-        const __m256i c = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-        const __m256i h = _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(c, _mm256_set1_epi16(0x80)), 8),
-                                          _mm256_slli_epi16(_mm256_and_si256(c, _mm256_set1_epi16(0x7f)), 7));
-        return _mm512_cvtph_ps(h) * _mm512_set1_ps(256.0f) * scale;
+        const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        const __m256i h = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbf80)));
+        return _mm512_cvtph_ps(h) * (scale * set(256.0f));
+    }
+    ZOK_INLINE void store_e4m3(uint8_t* p, F x) {
+        const __m256i h = to_f16(x), rounded = _mm256_srli_epi16(_mm256_add_epi16(h, _mm256_set1_epi16(0x40)), 7);
+        const __m256i code = _mm256_ternarylogic_epi32(_mm256_set1_epi16(0x7f), rounded, _mm256_srli_epi16(h, 8), 0xca);  // a ? b : c
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtepi16_epi8(code));
     }
 };

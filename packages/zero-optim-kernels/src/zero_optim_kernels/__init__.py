@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from .blocks import dequantize_blocks, quantize_blocks
 from .buffers import cast, count_nonfinite, l2_norm, l2_norm_squared, scale, sum_slices
 from .isa import active_isa, available_isas, default_threads, unavailable_isas
-from .steps import adam_step
+from .steps import adagrad_step, adam_step, lamb_apply, lamb_step, lion_step, sgd_step
 
 __all__ = [
     "active_isa",
+    "adagrad_step",
     "adam_step",
     "available_isas",
     "cast",
     "count_nonfinite",
     "default_threads",
+    "dequantize_blocks",
     "l2_norm",
     "l2_norm_squared",
+    "lamb_apply",
+    "lamb_step",
+    "lion_step",
+    "quantize_blocks",
     "scale",
+    "sgd_step",
     "sum_slices",
     "unavailable_isas",
 ]

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 
 from ._types import Segment
 
-__all__ = ["ADAGRAD", "ADAM", "LAMB", "LION", "SGD", "adagrad_row", "adam_row", "check_step", "lamb_row", "lion_row", "segments_of", "sgd_row"]
+__all__ = ["ADAGRAD", "ADAM", "LAMB", "LION", "SGD", "adagrad_row", "adam_row", "check_call", "lamb_row", "lion_row", "segments_of", "sgd_row"]
 
 ADAM, ADAGRAD, LION, SGD, LAMB = range(5)
 
 
-def check_step(step: int) -> None:
-    """Raise unless the 1-based step number is at least 1."""
-    if not isinstance(step, int) or isinstance(step, bool):
-        raise TypeError(f"step: expected an int, got {type(step).__name__}")
-    if step < 1:
-        raise ValueError(f"step: the first step is 1, got {step}")
+def check_call(step: int, element_offset: int, seed: int) -> None:
+    """Raise unless the 1-based step number, the offset and the seed are what the kernels can count with."""
+    for name, value, least in (("step", step, 1), ("element_offset", element_offset, 0), ("seed", seed, 0)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        if not least <= value < 2**63:
+            raise ValueError(f"{name}: expected {least} or more and less than 2**63, got {value}")
 
 
 def _at_least_zero(name: str, value: float) -> None:

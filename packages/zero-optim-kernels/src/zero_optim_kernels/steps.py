@@ -59,14 +59,200 @@ def adam_step(
     threads: int = 0,
 ) -> None:
     """One step of AdamW, or of Adam with ``adamw_mode=False`` (arXiv 1412.6980 algorithm 1, arXiv 1711.05101 algorithm 2)."""
-    _rules.check_step(step)
+    _rules.check_call(step, element_offset, seed)
     rows = [
-        _rules.adam_row(
-            segment, step=step, eps=eps, adamw_mode=adamw_mode, bias_correction=bias_correction, grad_scale=grad_scale
-        )
-        for segment in _rules.segments_of(n, segments, lr, weight_decay, betas)
+        _rules.adam_row(row, step=step, eps=eps, adamw_mode=adamw_mode, bias_correction=bias_correction, grad_scale=grad_scale)
+        for row in _rules.segments_of(n, segments, lr, weight_decay, betas)
     ]
     _native.step(
         _rules.ADAM, False, n, param, param_low, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, copy_out, None,
         param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
+    )  # fmt: skip
+
+
+def adagrad_step(
+    param: Operands,
+    grad: Operands,
+    sum_sq: Operands,
+    n: Count,
+    *,
+    step: int,
+    lr: float,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
+    param_dtype: Dtype = "f32",
+    grad_dtype: Dtype = "f32",
+    state_dtype: Dtype = "f32",
+    param_low: Operands | None = None,
+    copy_out: Operands | None = None,
+    copy_dtype: Dtype | None = None,
+    zero_grad: bool = False,
+    sum_sq_scale: Operands | None = None,
+    element_offset: int = 0,
+    segments: Sequence[Segment] | None = None,
+    seed: int = 0,
+    threads: int = 0,
+) -> None:
+    """One step of Adagrad (JMLR 12, 2011, figure 1) with torch.optim.Adagrad's decays; the betas of segments are not read."""
+    _rules.check_call(step, element_offset, seed)
+    rows = [
+        _rules.adagrad_row(row, step=step, lr_decay=lr_decay, eps=eps, grad_scale=grad_scale)
+        for row in _rules.segments_of(n, segments, lr, weight_decay, (0.0, 0.0))
+    ]
+    _native.step(
+        _rules.ADAGRAD, False, n, param, param_low, grad, None, sum_sq, None, sum_sq_scale, copy_out, None,
+        param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
+    )  # fmt: skip
+
+
+def lion_step(
+    param: Operands,
+    grad: Operands,
+    exp_avg: Operands,
+    n: Count,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
+    param_dtype: Dtype = "f32",
+    grad_dtype: Dtype = "f32",
+    state_dtype: Dtype = "f32",
+    param_low: Operands | None = None,
+    copy_out: Operands | None = None,
+    copy_dtype: Dtype | None = None,
+    zero_grad: bool = False,
+    exp_avg_scale: Operands | None = None,
+    element_offset: int = 0,
+    segments: Sequence[Segment] | None = None,
+    seed: int = 0,
+    threads: int = 0,
+) -> None:
+    """One step of Lion (arXiv 2302.06675, algorithm 2); ``step`` only seeds stochastic rounding."""
+    _rules.check_call(step, element_offset, seed)
+    rows = [_rules.lion_row(row, grad_scale=grad_scale) for row in _rules.segments_of(n, segments, lr, weight_decay, betas)]
+    _native.step(
+        _rules.LION, False, n, param, param_low, grad, exp_avg, None, exp_avg_scale, None, copy_out, None,
+        param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
+    )  # fmt: skip
+
+
+def sgd_step(
+    param: Operands,
+    grad: Operands,
+    momentum_buffer: Operands | None,
+    n: Count,
+    *,
+    step: int,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    first: bool | None = None,
+    grad_scale: float = 1.0,
+    param_dtype: Dtype = "f32",
+    grad_dtype: Dtype = "f32",
+    state_dtype: Dtype = "f32",
+    param_low: Operands | None = None,
+    copy_out: Operands | None = None,
+    copy_dtype: Dtype | None = None,
+    zero_grad: bool = False,
+    momentum_buffer_scale: Operands | None = None,
+    element_offset: int = 0,
+    segments: Sequence[Segment] | None = None,
+    seed: int = 0,
+    threads: int = 0,
+) -> None:
+    """One step of torch.optim.SGD's rule.
+
+    With ``first``, by default at step 1, the momentum buffer is not read but set to the gradient. ``momentum_buffer`` is None if and only if ``momentum`` is 0; the betas of segments are not read.
+    """
+    _rules.check_call(step, element_offset, seed)
+    if (momentum_buffer is None) != (momentum == 0.0):
+        raise ValueError(f"momentum_buffer: needed when momentum is not 0 and only then, got momentum = {momentum}")
+    starts = step == 1 if first is None else first
+    rows = [
+        _rules.sgd_row(row, momentum=momentum, dampening=dampening, nesterov=nesterov, first=starts, grad_scale=grad_scale)
+        for row in _rules.segments_of(n, segments, lr, weight_decay, (0.0, 0.0))
+    ]
+    _native.step(
+        _rules.SGD, False, n, param, param_low, grad, momentum_buffer, None, momentum_buffer_scale, None, copy_out, None,
+        param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
+    )  # fmt: skip
+
+
+def lamb_step(
+    param: Operands,
+    grad: Operands,
+    exp_avg: Operands,
+    exp_avg_sq: Operands,
+    update: Operands,
+    n: Count,
+    *,
+    step: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+    grad_scale: float = 1.0,
+    param_dtype: Dtype = "f32",
+    grad_dtype: Dtype = "f32",
+    state_dtype: Dtype = "f32",
+    param_low: Operands | None = None,
+    zero_grad: bool = False,
+    exp_avg_scale: Operands | None = None,
+    exp_avg_sq_scale: Operands | None = None,
+    element_offset: int = 0,
+    segments: Sequence[Segment] | None = None,
+    seed: int = 0,
+    threads: int = 0,
+) -> list[tuple[float, float]]:
+    """The first half of LAMB (arXiv 1904.00962, algorithm 2): update the moments and write the direction to ``update``.
+
+    ``update`` is float32 (float64 for ``"f64"`` parameters) and may be the gradient's own memory when the dtypes are equal. Returns, for
+    each row of ``segments`` or each tensor of a list, the squared norms of the parameter and of the direction over this call's elements
+    in float64: sum them over the calls and ranks that hold a parameter, then give `lamb_apply` the learning rate times the ratio.
+    """
+    _rules.check_call(step, element_offset, seed)
+    table = _rules.segments_of(n, segments, 0.0, weight_decay, betas)
+    rows = [_rules.lamb_row(row, step=step, eps=eps, bias_correction=bias_correction, grad_scale=grad_scale) for row in table]
+    if not isinstance(n, int) and len(rows) == 1:
+        rows = rows * len(n)
+    norms = _native.step(
+        _rules.LAMB, False, n, param, param_low, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, None, update,
+        param_dtype, grad_dtype, state_dtype, None, rows, zero_grad, element_offset, seed, step, threads,
+    )  # fmt: skip
+    return [] if norms is None else norms
+
+
+def lamb_apply(
+    param: Operands,
+    update: Operands,
+    n: Count,
+    *,
+    step: int,
+    steps: Sequence[tuple[int, float]],
+    param_dtype: Dtype = "f32",
+    param_low: Operands | None = None,
+    copy_out: Operands | None = None,
+    copy_dtype: Dtype | None = None,
+    element_offset: int = 0,
+    seed: int = 0,
+    threads: int = 0,
+) -> None:
+    """The second half of LAMB: ``param -= factor * update`` for each row ``(end, factor)`` of ``steps``.
+
+    The factor is the learning rate times the ratio of the parameter's norm to the direction's, 1 where either is 0. For a list of
+    tensors ``steps`` has one row per tensor, whose ``end`` is not read.
+    """
+    _rules.check_call(step, element_offset, seed)
+    rows: list[tuple[int, tuple[float, ...]]] = [(end, (factor,)) for end, factor in steps]
+    wide = "f64" if param_dtype == "f64" else "f32"
+    _native.step(
+        _rules.LAMB, True, n, param, param_low, None, None, None, None, None, copy_out, update,
+        param_dtype, wide, wide, copy_dtype, rows, False, element_offset, seed, step, threads,
     )  # fmt: skip

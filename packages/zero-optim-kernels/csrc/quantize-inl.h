@@ -1,0 +1,208 @@
+// Block quantisation of plain buffers, for collectives: one float32 scale per block, payload of one code per element (two for int4).
+// value = code * scale. A block with NaN or Inf has that as its scale.
+
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+constexpr uint32_t kMagicBits = 0x4b400000u;
+
+static float largest_code(Code code) {
+    switch (code) {
+        case Code::int8: return 127.0f;
+        case Code::int4: return 7.0f;
+        case Code::e4m3: return kLargestE4m3;
+        case Code::u5e3: return kLargestU5e3;
+    }
+    return 0.0f;
+}
+
+// Integers in two's complement, at most `most` in magnitude; the low bits of the result are the code.
+template <bool kStochastic>
+struct EncodeInteger {
+    const float* x;
+    uint8_t* codes;
+    float inverse;
+    uint32_t most;
+    uint64_t key;
+    uint32_t index;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) {
+        typename T::F t = T::load(x + i) * T::set(inverse);
+        if constexpr (kStochastic) t = t + noise<T>(key, index + static_cast<uint32_t>(i));
+        const typename T::U u = T::bits(t + T::set(kMagic));
+        T::store_u8(codes + i, T::max_u(T::min_u(u, T::setu(kMagicBits + most)), T::setu(kMagicBits - most)));
+    }
+    // Uniform in (-1/2, 1/2), never an end: what is representable stays.
+    template <class T>
+    ZOK_INLINE typename T::F noise(uint64_t key, uint32_t index) {
+        const typename T::U r = random_bits<T>(key, index) >> 16;
+        return (T::from_bits(r + T::setu(kMagicBits)) - T::set(kMagic) - T::set(32767.5f)) * T::set(0x1p-16f);
+    }
+};
+
+template <bool kStochastic>
+struct EncodeFloat8 {
+    const float* x;
+    uint8_t* codes;
+    float inverse;
+    uint64_t key;
+    uint32_t index;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) {
+        const typename T::F t = T::load(x + i) * T::set(inverse);
+        if constexpr (!kStochastic) T::store_e4m3(codes + i, t);
+        else T::store_u8(codes + i, stochastic<T>(t, random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 12));
+    }
+    // `t` is 2^-8 times the value; below its smallest normal number codes are multiples of 2^-17.
+    template <class T>
+    ZOK_INLINE typename T::U stochastic(typename T::F t, typename T::U random) {
+        const typename T::U u = T::bits(t), a = u & T::setu(0x7fffffffu);
+        const typename T::U normal = ((a + random) >> 20) - T::setu(112u << 3);
+        const typename T::F steps = T::from_bits(a) * T::set(0x1p17f);
+        const typename T::F noise = (T::from_bits(random + T::setu(kMagicBits)) - T::set(kMagic) - T::set(524287.5f)) * T::set(0x1p-20f);
+        const typename T::U small = T::bits(steps + noise + T::set(kMagic)) - T::setu(kMagicBits);
+        const typename T::U code = T::pick(T::gt_u(T::setu(113u << 23), a), small, normal);
+        return T::min_u(code, T::setu(0x7eu)) | (u >> 24 & T::setu(0x80u));
+    }
+};
+
+struct DecodeInteger {
+    const uint8_t* codes;
+    float* out;
+    float scale;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) {
+        const typename T::U u = (T::load_u8(codes + i) ^ T::setu(0x80u)) + T::setu(kMagicBits - 0x80u);
+        T::store(out + i, (T::from_bits(u) - T::set(kMagic)) * T::set(scale));
+    }
+};
+struct EncodeU5e3Nearest {
+    const float* x;
+    uint8_t* codes;
+    float inverse;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) {
+        const typename T::F t = T::load(x + i) * T::set(inverse);
+        T::store_u8(codes + i, u5e3_code<T>(T::from_bits(T::bits(t) & T::setu(0x7fffffffu)), T::setu(1u << 19)));
+    }
+};
+struct DecodeU5e3 {
+    const uint8_t* codes;
+    float* out;
+    float scale;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) { T::store(out + i, u5e3_value<T>(T::load_u8(codes + i)) * T::set(scale)); }
+};
+struct DecodeFloat8 {
+    const uint8_t* codes;
+    float* out;
+    float scale;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) { T::store(out + i, T::load_e4m3(codes + i, T::set(scale))); }
+};
+
+template <class Load>
+struct FindLargest {
+    const char* x;
+    Largest largest;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) { largest.template note<T>(Load::template load<T>(x, i)); }
+};
+
+static uint32_t largest_of_buffer(const char* x, Dtype dtype, int64_t n) {
+    if (dtype == Dtype::bf16) return for_lanes(FindLargest<LoadBf16>{x, {}}, n).largest.bits();
+    if (dtype == Dtype::f16) return for_lanes(FindLargest<LoadF16>{x, {}}, n).largest.bits();
+    return for_lanes(FindLargest<LoadF32>{x, {}}, n).largest.bits();
+}
+
+// Two's complement nibbles, the even element in the low half.
+static void pack_nibbles(const uint8_t* codes, uint8_t* payload, int64_t n) {
+    for (int64_t j = 0; j < n / 2; ++j) payload[j] = static_cast<uint8_t>((codes[2 * j] & 0xf) | codes[2 * j + 1] << 4);
+    if (n % 2) payload[n / 2] = codes[n - 1] & 0xf;
+}
+static void unpack_nibbles(const uint8_t* payload, uint8_t* codes, int64_t n) {
+    for (int64_t j = 0; j < n / 2; ++j) {
+        codes[2 * j] = static_cast<uint8_t>(static_cast<int8_t>(payload[j] << 4) >> 4);
+        codes[2 * j + 1] = static_cast<uint8_t>(static_cast<int8_t>(payload[j]) >> 4);
+    }
+    if (n % 2) codes[n - 1] = static_cast<uint8_t>(static_cast<int8_t>(payload[n / 2] << 4) >> 4);
+}
+
+static void encode_codes(const BlockFormat& f, const float* x, uint8_t* codes, float largest, int64_t n, uint64_t key, uint32_t index) {
+    if (f.code == Code::e4m3) {
+        const float inverse = kLargestE4m3 * 0x1p-8f / largest;
+        if (f.stochastic) for_lanes(EncodeFloat8<true>{x, codes, inverse, key, index}, n);
+        else for_lanes(EncodeFloat8<false>{x, codes, inverse, key, index}, n);
+        return;
+    }
+    if (f.code == Code::u5e3) {
+        const float inverse = kLargestU5e3 / largest;
+        if (f.stochastic) for_lanes(EncodeU5e3{x, codes, inverse, key, index}, n);
+        else for_lanes(EncodeU5e3Nearest{x, codes, inverse}, n);
+        return;
+    }
+    const uint32_t most = f.code == Code::int8 ? 127 : 7;
+    const float inverse = static_cast<float>(most) / largest;
+    if (f.stochastic) for_lanes(EncodeInteger<true>{x, codes, inverse, most, key, index}, n);
+    else for_lanes(EncodeInteger<false>{x, codes, inverse, most, key, index}, n);
+}
+
+// One block: elements [begin, begin + n) of the buffer, `begin` even.
+static void quantize_block(const BlockFormat& f, const char* x, uint8_t* payload, float* scale, int64_t begin, int64_t n) {
+    const char* source = x + begin * item_size(f.dtype);
+    uint8_t* target = payload + (f.code == Code::int4 ? begin / 2 : begin);
+    const uint32_t bits = largest_of_buffer(source, f.dtype, n);
+    const float largest = Scalar::from_bits(bits);
+    const bool poisoned = bits >= kInfinity;
+    if (poisoned || largest < (f.code == Code::u5e3 ? kSmallestU5e3Block : kSmallestE4m3Block)) {
+        *scale = poisoned ? largest : 0.0f;
+        const int one = f.code == Code::int8 ? 0x01 : f.code == Code::int4 ? 0x11 : 0x38;
+        __builtin_memset(target, poisoned ? one : 0, static_cast<size_t>(f.code == Code::int4 ? (n + 1) / 2 : n));
+        return;
+    }
+    *scale = largest / largest_code(f.code);
+    alignas(64) float wide[kTile];
+    alignas(64) uint8_t codes[kTile];
+    for (int64_t b = 0; b < n; b += kTile) {
+        const int64_t length = n - b < kTile ? n - b : kTile;
+        const uint64_t index = f.offset + static_cast<uint64_t>(begin + b);
+        const float* from = reinterpret_cast<const float*>(source) + b;
+        if (f.dtype != Dtype::f32) widen(source + 2 * b, f.dtype, wide, length);
+        if (f.dtype != Dtype::f32) from = wide;
+        uint8_t* to = f.code == Code::int4 ? codes : target + b;
+        encode_codes(f, from, to, largest, length, tile_key(f.key, index, Stream::payload), static_cast<uint32_t>(index));
+        if (f.code == Code::int4) pack_nibbles(codes, target + b / 2, length);
+    }
+}
+
+static void dequantize_block(const BlockFormat& f, const uint8_t* payload, float scale, char* out, int64_t begin, int64_t n) {
+    alignas(64) float wide[kTile];
+    alignas(64) uint8_t unpacked[kTile];
+    for (int64_t b = 0; b < n; b += kTile) {
+        const int64_t length = n - b < kTile ? n - b : kTile;
+        char* target = out + (begin + b) * item_size(f.dtype);
+        const uint8_t* codes = payload + (f.code == Code::int4 ? (begin + b) / 2 : begin + b);
+        if (f.code == Code::int4) {
+            unpack_nibbles(codes, unpacked, length);
+            codes = unpacked;
+        }
+        float* to = f.dtype == Dtype::f32 ? reinterpret_cast<float*>(target) : wide;
+        if (f.code == Code::e4m3) for_lanes(DecodeFloat8{codes, to, scale}, length);
+        else if (f.code == Code::u5e3) for_lanes(DecodeU5e3{codes, to, scale}, length);
+        else for_lanes(DecodeInteger{codes, to, scale}, length);
+        if (f.dtype != Dtype::f32) narrow(wide, target, f.dtype, length, true);
+    }
+}
+
+// Blocks [first, last) of a buffer of n elements.
+static void quantize(const BlockFormat& f, const char* x, uint8_t* payload, float* scales, int64_t n, int64_t first, int64_t last) {
+    for (int64_t k = first; k < last; ++k) {
+        const int64_t begin = k * f.block, length = n - begin < f.block ? n - begin : f.block;
+        quantize_block(f, x, payload, scales + k, begin, length);
+    }
+}
+
+static void dequantize(const BlockFormat& f, const uint8_t* payload, const float* scales, char* out, int64_t n, int64_t first, int64_t last) {
+    for (int64_t k = first; k < last; ++k) {
+        const int64_t begin = k * f.block, length = n - begin < f.block ? n - begin : f.block;
+        dequantize_block(f, payload, scales[k], out, begin, length);
+    }
+}

@@ -1,0 +1,70 @@
+// How a moment is read before an update and kept after it, by stored dtype: load<T>(i) and store<T>(i, x) within one piece.
+
+// The operands of one update, all at the same element: inside one tile, one row and, for 8-bit state, one block.
+struct Piece {
+    char* p;
+    const char* g;
+    char* state[2];
+    float* wide[2];  // float32 scratch of an 8-bit block
+    float scale[2];  // what its codes are multiplied with
+    char* update;
+    uint64_t key;    // of the second moment's random numbers
+    uint32_t index;
+    int64_t n;
+};
+
+template <bool kSecond>
+struct NoState {
+    explicit NoState(const Piece&) {}
+    template <class T>
+    ZOK_MEMBER typename T::F load(int64_t) const { return T::set(0); }
+    template <class T>
+    ZOK_MEMBER void store(int64_t, typename T::F) {}
+};
+
+template <bool kSecond>
+struct State32 {
+    float* data;
+    explicit State32(const Piece& x) : data(reinterpret_cast<float*>(x.state[kSecond])) {}
+    template <class T>
+    ZOK_MEMBER typename T::F load(int64_t i) const { return T::load(data + i); }
+    template <class T>
+    ZOK_MEMBER void store(int64_t i, typename T::F x) { T::store(data + i, x); }
+};
+
+// The first moment is rounded to nearest; the second stochastically, or it could not decay.
+template <bool kSecond>
+struct State16 {
+    uint16_t* data;
+    uint64_t key;
+    uint32_t index;
+    explicit State16(const Piece& x) : data(reinterpret_cast<uint16_t*>(x.state[kSecond])), key(x.key), index(x.index) {}
+    template <class T>
+    ZOK_MEMBER typename T::F load(int64_t i) const { return T::from_bits(T::load_u16(data + i) << 16); }
+    template <class T>
+    ZOK_MEMBER void store(int64_t i, typename T::F x) {
+        if constexpr (kSecond)
+            T::store_h(data + i, T::narrow(bf16_stochastic<T>(x, random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 16)));
+        else T::store_h(data + i, T::narrow(bf16_nearest<T>(x)));
+    }
+};
+
+// What is stored waits in `wide` until the largest magnitude of the block is known.
+template <bool kSecond>
+struct State8 {
+    const uint8_t* codes;
+    float* wide;
+    float scale;
+    Largest largest;
+    explicit State8(const Piece& x) : codes(reinterpret_cast<uint8_t*>(x.state[kSecond])), wide(x.wide[kSecond]), scale(x.scale[kSecond]) {}
+    template <class T>
+    ZOK_MEMBER typename T::F load(int64_t i) const {
+        if constexpr (kSecond) return u5e3_value<T>(T::load_u8(codes + i)) * T::set(scale);
+        else return T::load_e4m3(codes + i, T::set(scale));
+    }
+    template <class T>
+    ZOK_MEMBER void store(int64_t i, typename T::F x) {
+        T::store(wide + i, x);
+        largest.template note<T>(x);
+    }
+};
