@@ -1,0 +1,25 @@
+"""Learning rate schedules: the five of a DeepSpeed file, and any of torch.optim.lr_scheduler by name.
+
+Read `protocol.py` first, then `warmup.py`.
+"""
+
+from __future__ import annotations
+
+from zero_core.schedules.base import NotSteppedError
+from zero_core.schedules.build import VALID_LR_SCHEDULES, build_scheduler
+from zero_core.schedules.one_cycle import OneCycle
+from zero_core.schedules.protocol import Scheduler
+from zero_core.schedules.range_test import LRRangeTest
+from zero_core.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__all__ = [
+    "LRRangeTest",
+    "NotSteppedError",
+    "OneCycle",
+    "Scheduler",
+    "VALID_LR_SCHEDULES",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "build_scheduler",
+]
