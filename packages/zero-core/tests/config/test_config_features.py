@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from zero_core.config._base import Section
-from zero_core.config.features import NO_EFFECT, REFUSED, REFUSED_AT_STAGE_3
+from zero_core.config.features import NO_EFFECT, REFUSED, REFUSED_AT_STAGE_3, leaves, no_effect
 from zero_core.config.keys import ConfigFile
 from zero_core.config.precision import precision_policy
 
@@ -97,6 +97,26 @@ def test_every_key_without_effect_exists_and_says_why(path):
 def test_hints_without_meaning_here_are_accepted_and_listed_as_such(config, path, loaded):
     row = {row.path: row for row in loaded(config).report()}[path]
     assert row.provenance == "user" and row.note.startswith("accepted, no effect: ")
+
+
+HAS_EFFECT = """
+bf16.check_grad_overflow bf16.enabled bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
+checkpoint.tag_validation communication_data_type data_types.buffer_dtype data_types.grad_accum_dtype
+data_types.keep_in_fp32_modules data_types.param_dtype dataloader_drop_last deterministic dump_state fp16.auto_cast
+fp16.consecutive_hysteresis fp16.enabled fp16.fp16_master_weights_and_grads fp16.hysteresis fp16.initial_scale_power
+fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale gradient_accumulation_steps gradient_clipping optimizer
+reduce_each_micro_batch scheduler steps_per_print train_batch_size train_micro_batch_size_per_gpu
+torch_autocast.dtype torch_autocast.enabled torch_autocast.lower_precision_safe_modules
+zero_optimization.reduce_bucket_size zero_optimization.stage zero_optimization.stage3_max_live_parameters
+zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_prefetch_bucket_size
+""".split()
+
+
+def test_every_key_has_an_effect_is_refused_or_says_that_it_has_none(loaded):
+    refusable = {row.path for row in (*REFUSED, *REFUSED_AT_STAGE_3)}
+    configs = [loaded({mode: {"enabled": True}} if mode else {}) for mode in (None, "fp16", "bf16", "torch_autocast")]
+    silent = {path for config in configs for path, _ in leaves(config) if not no_effect(config, path)}
+    assert silent - refusable == set(HAS_EFFECT)
 
 
 def test_keys_that_nobody_wrote_carry_no_note(loaded):

@@ -114,6 +114,18 @@ def test_older_spellings_are_understood_and_noted(config, path, value, note, loa
     assert (row.value, row.provenance) == (value, "user") and note in row.note
 
 
+def test_the_old_offload_flags_are_noted_even_when_off(loaded, refused):
+    rows = {row.path: row for row in loaded({"zero_optimization": {"cpu_offload": False}}).report()}
+    row = rows["zero_optimization.offload_optimizer.device"]
+    assert (row.value, row.provenance) == ("none", "user") and "zero_optimization.cpu_offload" in row.note
+    pinned = {"stage": 2, "cpu_offload_param": True, "cpu_offload_use_pin_memory": False}
+    assert loaded({"zero_optimization": pinned}).zero_optimization.offload_param.pin_memory is False
+    assert "expected cpu_offload: true with it" in str(
+        refused({"zero_optimization": {**pinned, "cpu_offload_param": False}})
+    )
+    assert refused({"zero_optimization": {"cpu_offload": "yes"}}).path == "zero_optimization.cpu_offload"
+
+
 def test_a_key_and_its_alias_together_are_refused(refused):
     error = refused({"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 1}})
     assert "they are one key" in str(error)

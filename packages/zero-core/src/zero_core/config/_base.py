@@ -139,10 +139,11 @@ class Section(BaseModel):
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType, Annotated):
         return next(filter(None, map(_section_in, get_args(annotation))), None)
+    if origin is None and isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
     return None
 
 

@@ -81,19 +81,30 @@ def _modernised(raw: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
     if not isinstance(zero, dict):
         return raw
     zero = {key: value for key, value in zero.items() if f"zero_optimization.{key}" not in REMOVED}
+    return {**raw, "zero_optimization": _without_cpu_offload(zero, prepared)}
+
+
+def _without_cpu_offload(zero: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
+    """Replace the flags that offload once was by the sections that it is now."""
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
+    if pinned is not None and not any(zero.get(old) for old in _CPU_OFFLOAD):
+        path, expected = "zero_optimization.cpu_offload_use_pin_memory", "expected cpu_offload: true with it"
+        action = "set pin_memory in offload_optimizer or offload_param"
+        prepared.problems.append(Problem(path, expected, show(pinned), action=action))
     for old, new in _CPU_OFFLOAD.items():
-        value = zero.pop(old, None)
+        if old not in zero:
+            continue
+        path, value = f"zero_optimization.{old}", zero.pop(old)
         if value not in (None, False, True):
-            prepared.problems.append(Problem(f"zero_optimization.{old}", "expected true or false", show(value)))
+            prepared.problems.append(Problem(path, "expected true or false", show(value)))
         elif value and zero.get(new) is not None:
-            action = "keep only the newer one"
-            expected = f"expected either {old} or {new}"
-            prepared.problems.append(Problem(f"zero_optimization.{old}", expected, "both", action=action))
-        elif value:
+            expected, action = f"expected either {old} or {new}", "keep only the newer one"
+            prepared.problems.append(Problem(path, expected, "both", action=action))
+        else:
+            prepared.notes[f"zero_optimization.{new}.device"] = f"from the deprecated {path}"
+        if value is True and new not in zero:
             zero[new] = {"device": "cpu", **({} if pinned is None else {"pin_memory": pinned})}
-            prepared.notes[f"zero_optimization.{new}.device"] = f"from the deprecated zero_optimization.{old}"
-    return {**raw, "zero_optimization": zero}
+    return zero
 
 
 def _clean(data: dict[str, Any], section: type[Section], path: str, written: str, into: Prepared) -> dict[str, Any]:

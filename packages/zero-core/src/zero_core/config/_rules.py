@@ -34,9 +34,9 @@ def _stages(config: ConfigFile) -> list[Problem]:
     if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
         expected = "expected bf16_master_weights_and_grads: true with it"
         problems.append(Problem("bf16.bf16_optimizer_states", expected, "false"))
-    for section in ("offload_param", "offload_optimizer"):
+    for section, needed_from in (("offload_param", 3), ("offload_optimizer", 0)):
         offload = getattr(zero, section)
-        if offload.device == "nvme" and offload.nvme_path is None:
+        if offload.device == "nvme" and offload.nvme_path is None and zero.stage >= needed_from:
             path = f"zero_optimization.{section}.nvme_path"
             problems.append(Problem(path, 'expected a directory with device "nvme"', "null"))
     return problems

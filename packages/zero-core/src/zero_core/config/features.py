@@ -104,12 +104,12 @@ _LAYOUT = "gradients and parameters are flat buffers always"
 NO_EFFECT: dict[str, str] = {
     "activation_checkpointing": "recomputation is chosen in the model",
     "aio": "read by the NVMe tier, which is not available yet",
-    "autotuning": "switched off",
     "bf16.immediate_grad_update": "gradients are always reduced as soon as they are complete",
     "checkpoint.checkpoint_serialization": "checkpoints hold tensors and plain data, never pickles",
     "checkpoint.load_universal": "every checkpoint loads at any world size and stage",
     "checkpoint.parallel_write": "all ranks always write in parallel",
     "checkpoint.writer": "the writer is chosen for the disk",
+    "compile": "DeepCompile is switched off",
     "disable_allgather": "parameters are always gathered by all-gather",
     "disable_python_gc": "the garbage collector is left alone",
     "gradient_predivide_factor": _MEAN,
@@ -118,6 +118,7 @@ NO_EFFECT: dict[str, str] = {
     "pipeline": "one stage",
     "prescale_gradients": _MEAN,
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
+    "tensor_parallel": "there is no tensor parallelism",
     "timers": "throughput is printed with steps_per_print",
     "vocabulary_size": "only ever a warning",
     "zero_allow_untested_optimizer": "every optimizer is checked for what it needs instead",
@@ -182,12 +183,10 @@ def refusals(config: Section) -> list[Problem]:
 
 def no_effect(config: Section, path: str) -> str:
     """Return why a value at `path` changes nothing, or an empty text when it does something."""
-    if path.endswith(".enabled"):
-        return ""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])
-        if lookup(config, f"{prefix}.enabled") is False:
+        if path != f"{prefix}.enabled" and lookup(config, f"{prefix}.enabled") is False:
             return f"accepted, no effect: {prefix}.enabled is false"
         if prefix in NO_EFFECT:
             return f"accepted, no effect: {NO_EFFECT[prefix]}"
