@@ -59,6 +59,8 @@ def count(report: Path) -> tuple[int, int, int]:
 
 def run_suite(folder: Path, marker: str | None, pytest_args: list[str], scratch: Path) -> Outcome:
     tests = folder / "tests" if (folder / "tests").is_dir() else folder
+    if not tests.is_dir():
+        return Outcome(folder.name, NO_TESTS_COLLECTED, 0, 0, 0, 0.0)
     report = scratch / f"{folder.name}.xml"
     command = [sys.executable, "-m", "pytest", str(tests), f"--junitxml={report}", "-o", "junit_family=xunit1", "-q"]
     command += ["-m", marker] if marker else []
