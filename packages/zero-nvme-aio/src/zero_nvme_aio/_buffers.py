@@ -9,7 +9,7 @@ from typing import Any
 from . import _native
 from .errors import InvalidBufferError
 
-# What the native engine takes: an exporter of the buffer protocol, or (address, nbytes, owner).
+# What the native engine takes: a flat memoryview of bytes, or (address, nbytes, owner).
 Item = Any
 
 _CPU, _CUDA_HOST, _ROCM_HOST = 1, 3, 11
@@ -34,7 +34,10 @@ def describe(buffer: Any, writable: bool) -> Item:
         # NumPy does not export element types that the buffer protocol has no letter for (bfloat16, datetime64).
         return _from_interface(buffer, writable)
     _require(view.c_contiguous, writable and view.readonly, buffer)
-    return view
+    try:
+        return _flat(view)
+    except (TypeError, ValueError, NotImplementedError):
+        return _from_interface(buffer, writable)
 
 
 def nbytes_of(item: Item) -> int:
@@ -47,8 +50,7 @@ def slice_item(item: Item, begin: int, end: int) -> Item:
     if isinstance(item, tuple):
         address, _, owner = item
         return (address + begin, end - begin, owner)
-    flat = item if item.format == "B" and item.ndim == 1 else _flat(item)
-    return flat[begin:end]
+    return item[begin:end]
 
 
 def slice_items(items: Sequence[Item], begin: int, end: int) -> list[Item]:
@@ -83,7 +85,9 @@ def is_device_tensor(buffer: Any) -> bool:
 
 
 def _flat(view: memoryview) -> memoryview:
-    return memoryview(b"") if view.nbytes == 0 else view.cast("B")
+    if view.nbytes == 0:
+        return memoryview(bytearray())
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 def _require(contiguous: bool, read_only_target: bool, buffer: Any) -> None:
@@ -137,3 +141,14 @@ def _from_dlpack(buffer: Any, writable: bool) -> Item:
     address, nbytes, contiguous, read_only = _native.describe_dlpack(capsule)
     _require(contiguous, writable and read_only, buffer)
     return (address, nbytes, capsule)
+
+
+def copy_into(item: Item, source: memoryview) -> None:
+    """Copies bytes into a described buffer of the same size."""
+    if isinstance(item, tuple):
+        import ctypes
+
+        target = (ctypes.c_char * item[1]).from_address(item[0])
+        memoryview(target).cast("B")[:] = source
+        return
+    item[:] = source

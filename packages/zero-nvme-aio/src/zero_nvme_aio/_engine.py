@@ -77,6 +77,11 @@ class Request:
             raise WaitTimeoutError(f"{self._kind} of '{self._path}' is still under way after {timeout} s", path=self._path)
         return self._result()
 
+    def settle(self) -> None:
+        """Blocks until the request has ended, well or not; raises nothing for a failure."""
+        self._refuse_fork()
+        self._native.wait(-1.0)
+
     def cancel(self) -> None:
         """Starts no further block of this request; what the kernel already has is finished, then the request ends.
 
@@ -332,26 +337,28 @@ class Engine:
         )
 
     def _submit(self, write: bool, file: File, buffers: Any, offset: int, checksum: bool) -> Request:
-        native = self._usable(file, write)
         if _buffers.is_device_tensor(buffers):
             from ._device import submit_device
 
             return submit_device(self, write, file, buffers, offset, checksum)
-        items = _buffers.describe_all(buffers, not write)
+        return self.submit_items(write, file, _buffers.describe_all(buffers, not write), offset, checksum)
+
+    def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
+        """`read` or `write` of memory that this package described already; not for users."""
+        native = self._usable(file, write)
         if not 0 <= offset <= _MAX_OFFSET - sum(map(_buffers.nbytes_of, items)):
             raise InvalidOffsetError(
                 f"expected an offset from 0 to 2**63 - 1 minus the bytes moved, got {offset} for '{file.path}'",
                 path=file.path,
                 offset=offset,
             )
-        kind = "write" if write else "read"
         try:
             request = self._native.submit(write, native, items, offset, checksum)
         except BufferError as error:
             raise InvalidBufferError(str(error)) from None
         except RuntimeError as error:
             raise ClosedError(str(error)) from None
-        return Request(request, self._native, kind, file.path)
+        return Request(request, self._native, "write" if write else "read", file.path)
 
     def _usable(self, file: File, write: bool) -> _native.File:
         self._require_open()

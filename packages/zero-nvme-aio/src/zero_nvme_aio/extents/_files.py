@@ -1,0 +1,107 @@
+"""The files of one generation: created, sealed, opened again, removed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from .._engine import Engine, File
+from .._tensors import sync_folder
+
+__all__ = ["GenerationFiles", "StoreFolders"]
+
+
+class StoreFolders:
+    """Names of a store's files: `<prefix>.g<generation>.s<stripe>.extents` per path, the index beside stripe 0."""
+
+    def __init__(self, paths: Sequence[str], prefix: str) -> None:
+        self.paths = paths
+        self.prefix = prefix
+
+    def data_name(self, generation: int, stripe: int) -> str:
+        return f"{self.prefix}.g{generation:06d}.s{stripe}.extents"
+
+    def data_path(self, generation: int, stripe: int) -> str:
+        return os.path.join(self.paths[stripe], self.data_name(generation, stripe))
+
+    def index_path(self, generation: int) -> str:
+        return os.path.join(self.paths[0], f"{self.prefix}.g{generation:06d}.index")
+
+    def indexes(self) -> list[int]:
+        """Numbers of the sealed generations, oldest first."""
+        pattern = re.compile(re.escape(self.prefix) + r"\.g(\d+)\.index")
+        found = (pattern.fullmatch(name) for name in os.listdir(self.paths[0]))
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def remove_unsealed(self) -> None:
+        """Deletes data files that no index speaks of: what a killed process was writing."""
+        sealed = set(self.indexes())
+        pattern = re.compile(re.escape(self.prefix) + r"\.g(\d+)\.(?:s\d+\.extents|index\.part)")
+        for path in self.paths:
+            for name in os.listdir(path):
+                match = pattern.fullmatch(name)
+                if match and int(match.group(1)) not in sealed:
+                    os.unlink(os.path.join(path, name))
+
+
+class GenerationFiles:
+    """Open files of one generation by stripe; a stripe that holds nothing has no file."""
+
+    def __init__(self, engine: Engine, folders: StoreFolders, generation: int) -> None:
+        self._engine = engine
+        self._folders = folders
+        self.generation = generation
+        self._files: dict[int, File] = {}
+        self._writable = True
+
+    @property
+    def stripes(self) -> list[int]:
+        return sorted(self._files)
+
+    def path(self, stripe: int) -> str:
+        return self._folders.data_path(self.generation, stripe)
+
+    def file(self, stripe: int) -> File:
+        """The open file of a stripe, created on first use."""
+        if stripe not in self._files:
+            self._files[stripe] = self._engine.open(self.path(stripe), "rw" if self._writable else "r")
+        return self._files[stripe]
+
+    def open_sealed(self, stripes: Sequence[int]) -> None:
+        """Opens the files of a generation that exists."""
+        self._writable = False
+        for stripe in stripes:
+            self.file(stripe)
+
+    def make_last(self, ends: Sequence[int], headers: dict[int, bytes]) -> None:
+        """Writes headers, cuts the files at their ends, syncs them and takes their write permission."""
+        for stripe, file in self._files.items():
+            if stripe in headers:
+                self._engine.write(file, headers[stripe], 0).wait()
+            os.truncate(self.path(stripe), ends[stripe])
+            self._engine.sync(file)
+            os.chmod(self.path(stripe), 0o444)
+        for stripe in self._files:
+            sync_folder(os.path.dirname(self.path(stripe)))
+
+    def reopen_sealed(self) -> None:
+        """From here on nothing in this process can write the files."""
+        stripes = self.stripes
+        self.close()
+        self.open_sealed(stripes)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def remove(self) -> None:
+        """Closes and deletes; hard links elsewhere keep their content."""
+        paths = [self.path(stripe) for stripe in self._files]
+        self.close()
+        index = self._folders.index_path(self.generation)
+        # Without its index a generation does not exist, so the index goes first.
+        for path in [index, *paths]:
+            if os.path.exists(path):
+                os.unlink(path)

@@ -1,0 +1,153 @@
+"""Which bytes of a name lie where: pure arithmetic over intervals, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .._engine import Request
+
+__all__ = ["Covered", "Piece", "Place", "Placement", "cover", "overlay"]
+
+PAGE = 4096
+
+
+class Piece:
+    """Bytes [begin, begin + nbytes) of `name`, written in one go at one place of one generation."""
+
+    __slots__ = ("_checksum", "_partial", "begin", "file_offset", "generation", "name", "nbytes", "request", "stripe")
+
+    def __init__(
+        self, name: str, begin: int, nbytes: int, generation: int, stripe: int, file_offset: int, checksum: str = ""
+    ) -> None:
+        self.name = name
+        self.begin = begin
+        self.nbytes = nbytes
+        self.generation = generation
+        self.stripe = stripe
+        self.file_offset = file_offset
+        self.request: Request | None = None
+        self._checksum = checksum
+        self._partial = False
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+    @property
+    def checksum(self) -> str:
+        """As recorded; empty while the write is under way, and for what is left of a piece that was partly overwritten."""
+        if not self._checksum and self.request is not None and not self._partial:
+            self._checksum = self.request.checksum or ""
+        return self._checksum
+
+    @checksum.setter
+    def checksum(self, value: str) -> None:
+        self._checksum = value
+
+    def part(self, begin: int, end: int) -> Piece:
+        """The piece for a sub-range of what this one wrote; its checksum is not known."""
+        part = Piece(self.name, begin, end - begin, self.generation, self.stripe, self.file_offset + begin - self.begin)
+        part.request = self.request  # whether the bytes arrived is known from the write that carried them
+        part._partial = True
+        return part
+
+
+class Covered(NamedTuple):
+    """Bytes [begin, end) of a name are current in `piece`, which may be larger."""
+
+    begin: int
+    end: int
+    piece: Piece
+
+
+def overlay(current: list[Covered], new: Piece, open_generation: int) -> list[Covered]:
+    """The coverage after `new` was written over it.
+
+    Sealed pieces are only shadowed. Pieces of the open generation lie in the same place as `new`, so what is left of them
+    becomes pieces of its own, whose checksum is computed when they are sealed.
+    """
+    out = []
+    for covered in current:
+        for begin, end in ((covered.begin, min(covered.end, new.begin)), (max(covered.begin, new.end), covered.end)):
+            if begin >= end:
+                continue
+            piece = covered.piece
+            whole = (begin, end) == (piece.begin, piece.end)
+            if piece.generation == open_generation and not whole:
+                piece = piece.part(begin, end)
+            out.append(Covered(begin, end, piece))
+    out.append(Covered(new.begin, new.end, new))
+    return sorted(out, key=lambda covered: covered.begin)
+
+
+def cover(current: list[Covered], begin: int, end: int) -> Iterator[Covered | tuple[int, int]]:
+    """What holds [begin, end), in order: covered ranges, and (begin, end) pairs for bytes that were never written."""
+    position = begin
+    for covered in current:
+        low, high = max(covered.begin, begin), min(covered.end, end)
+        if low >= high:
+            continue
+        if position < low:
+            yield (position, low)
+        yield Covered(low, high, covered.piece)
+        position = high
+    if position < end:
+        yield (position, end)
+
+
+class Place(NamedTuple):
+    """Bytes [begin, end) of a name go to `file_offset` of the file on path number `stripe`."""
+
+    begin: int
+    end: int
+    stripe: int
+    file_offset: int
+
+
+class Placement:
+    """Hands out file space of one generation. Places are page-aligned like the bytes they hold, so that memory at a page
+    boundary for a range at a page boundary needs no copy.
+    """
+
+    def __init__(self, stripes: int, stripe_bytes: int, first_offset: int) -> None:
+        self.stripes = stripes
+        self.stripe_bytes = stripe_bytes
+        self.ends = [first_offset] * stripes
+        self._places: dict[str, list[Place]] = {}
+        self._first_stripe: dict[str, int] = {}
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        """Gives the whole of a name its place at once, unless it has one."""
+        if name not in self._places:
+            self.place(name, 0, nbytes)
+
+    def place(self, name: str, begin: int, end: int) -> list[Place]:
+        """Where [begin, end) goes: the place it had before in this generation, else a new one."""
+        places = self._places.setdefault(name, [])
+        out, position = [], begin
+        for known in places:
+            low, high = max(known.begin, begin), min(known.end, end)
+            if low >= high:
+                continue
+            out += self._allocate(name, position, low)
+            out.append(Place(low, high, known.stripe, known.file_offset + low - known.begin))
+            position = high
+        out += self._allocate(name, position, end)
+        return out
+
+    def _allocate(self, name: str, begin: int, end: int) -> list[Place]:
+        first = self._first_stripe.setdefault(name, len(self._first_stripe) % self.stripes)
+        new = []
+        while begin < end:
+            unit = begin // self.stripe_bytes
+            stop = end if self.stripes == 1 else min(end, (unit + 1) * self.stripe_bytes)
+            stripe = (first + unit) % self.stripes
+            offset = -(-self.ends[stripe] // PAGE) * PAGE + begin % PAGE
+            self.ends[stripe] = offset + stop - begin
+            new.append(Place(begin, stop, stripe, offset))
+            begin = stop
+        if new:
+            self._places[name] = sorted([*self._places[name], *new])
+        return new

@@ -1,0 +1,71 @@
+"""Reads of covered ranges, verified when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .. import _buffers
+from .._engine import Engine, File, Request
+from .._memory import AlignedBuffer
+from ..errors import ChecksumError
+from ._files import GenerationFiles
+from ._pieces import Covered, Piece
+
+__all__ = ["Reading"]
+
+
+class Reading:
+    """Collects the requests of one read, and the checks to run when they are done."""
+
+    def __init__(self, engine: Engine, generations: Mapping[int, GenerationFiles], verify: bool) -> None:
+        self._engine = engine
+        self._generations = generations
+        self._verify = verify
+        self.requests: list[Request] = []
+        self.checks: list[Callable[[], None]] = []
+
+    def start(self, covered: Covered, items: list[Any]) -> Request:
+        """Starts reading one covered range into `items`."""
+        piece = covered.piece
+        file = self._generations[piece.generation].file(piece.stripe)
+        offset = piece.file_offset + covered.begin - piece.begin
+        whole = (covered.begin, covered.end) == (piece.begin, piece.end)
+        if not self._verify or not piece.checksum:
+            request = self._engine.submit_items(False, file, items, offset, False)
+        elif whole:
+            request = self._engine.submit_items(False, file, items, offset, True)
+            self.checks.append(lambda: _compare(file, piece, request))
+        else:
+            request = self._read_whole(file, covered, items)
+        self.requests.append(request)
+        return request
+
+    def _read_whole(self, file: File, covered: Covered, items: list[Any]) -> Request:
+        # The checksum is of the whole extent, so the whole is read and the part asked for is copied out of it.
+        piece = covered.piece
+        scratch = AlignedBuffer(piece.nbytes)
+        request = self._engine.read(file, scratch, piece.file_offset, checksum=True)
+
+        def check_and_copy() -> None:
+            _compare(file, piece, request)
+            position = covered.begin - piece.begin
+            for item in items:
+                nbytes = _buffers.nbytes_of(item)
+                _buffers.copy_into(item, memoryview(scratch)[position : position + nbytes])
+                position += nbytes
+
+        self.checks.append(check_and_copy)
+        return request
+
+
+def _compare(file: File, piece: Piece, request: Request) -> None:
+    if request.checksum != piece.checksum:
+        raise ChecksumError(
+            f"'{piece.name}' bytes {piece.begin} to {piece.end}: '{file.path}' at offset {piece.file_offset} holds other bytes "
+            f"than were written; expected {piece.checksum}, got {request.checksum}",
+            path=file.path,
+            offset=piece.file_offset,
+            expected=piece.checksum,
+            got=request.checksum,
+        )

@@ -1,0 +1,63 @@
+"""One store request over the engine requests that carry it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from .._engine import Request
+
+__all__ = ["StoreRequest"]
+
+
+class StoreRequest:
+    """A read or write of a name. Behaves like the engine's `Request`: `done`, `wait`, awaitable, safe to drop or share.
+
+    A verified read checks its checksums in `wait` and raises ChecksumError there.
+    """
+
+    def __init__(self, requests: Sequence[Request], nbytes: int, checks: Sequence[Callable[[], None]] = ()) -> None:
+        self._requests = requests
+        self._checks = list(checks)
+        self._lock = threading.Lock()
+        self.nbytes = nbytes
+
+    def done(self) -> bool:
+        """Whether all of it has ended, well or not."""
+        return all(request.done() for request in self._requests)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Blocks until all of it has ended, returns the bytes moved; `timeout` in seconds; errors as for `Request.wait`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        failure: OSError | None = None
+        for request in self._requests:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                request.wait(left)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                # The other parts still use the caller's memory: they are waited for before the first error is raised.
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return self._checked()
+
+    def __await__(self) -> Generator[Any, None, int]:
+        failure: OSError | None = None
+        for request in self._requests:
+            try:
+                yield from request.__await__()
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return self._checked()
+
+    def _checked(self) -> int:
+        with self._lock:
+            for check in self._checks:
+                check()
+        return self.nbytes

@@ -1,0 +1,339 @@
+"""The store: writes go to the open generation, reads to the newest generation that holds the bytes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+from .. import _buffers, _header
+from .._engine import Engine, Request
+from ..errors import ClosedError, ExtentError
+from . import _container, _reading, _sealing
+from ._files import GenerationFiles, StoreFolders
+from ._generation import Extent, Generation
+from ._index import read_index
+from ._pieces import Covered, Piece, Placement, cover, overlay
+from ._request import StoreRequest
+
+__all__ = ["ExtentStore", "StoreRequest"]
+
+PathLike = str | os.PathLike[str]
+
+
+class ExtentStore:
+    """Named byte extents in preallocated files under one folder per device, in generations.
+
+    `paths`: one folder, or several to stripe over in units of `stripe_bytes` (a multiple of 4096). `prefix` begins every file
+    name. `checksums`: record an xxh3_64 per write while it is copied (else at `seal`). `verify`: check on every read unless the
+    read says otherwise. `resume`: continue from the sealed generations found there; what a killed process had not sealed is
+    removed. `engine`: shared, or one of its own.
+
+    Raises ExtentError when the folder holds a store already (and `resume` is false), or one that is in use.
+    """
+
+    def __init__(
+        self,
+        paths: PathLike | Sequence[PathLike],
+        *,
+        engine: Engine | None = None,
+        stripe_bytes: int = 4 << 20,
+        prefix: str = "store",
+        checksums: bool = True,
+        verify: bool = False,
+        resume: bool = False,
+    ) -> None:
+        folders = [os.fspath(p) for p in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+        if not folders:
+            raise ValueError("expected at least one path, got none")
+        if stripe_bytes <= 0 or stripe_bytes % 4096:
+            raise ValueError(f"expected stripe_bytes to be a multiple of 4096, got {stripe_bytes}")
+        if not prefix or os.sep in prefix:
+            raise ValueError(f"expected prefix to be a file name, got {prefix!r}")
+        self._folders = StoreFolders([os.path.abspath(folder) for folder in folders], prefix)
+        self._stripe_bytes = stripe_bytes
+        self._checksums = checksums
+        self._verify = verify
+        self._lock = threading.RLock()
+        self._closed = False
+        self._bytes_written = 0
+        self._declared: dict[str, tuple[int, str]] = {}
+        self._live: dict[str, list[Covered]] = {}
+        self._sealed_live: dict[str, list[Covered]] = {}
+        self._keys: dict[tuple[int, str, int], str] = {}
+        self._generations: dict[int, GenerationFiles] = {}
+        self._pins: dict[int, weakref.finalize[Any, Any]] = {}
+        self._busy: dict[str, list[tuple[int, int, bool, Request]]] = {}
+        self._placement: Placement | None = None
+        self._reserved = 0
+        self._lock_fd = self._take_folder()
+        self._owns_engine = engine is None
+        self.engine = Engine() if engine is None else engine
+        try:
+            self._next = self._adopt(resume)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def declare(self, name: str, nbytes: int, dtype: str = "U8") -> None:
+        """Says how large a name is before it is written, so that it lies in one piece per path.
+
+        A generation in which every name was declared before its first write is sealed as safetensors: `dtype` is the element
+        type of its entry (safetensors' spelling), one dimension. Raises ExtentError when the name is declared otherwise already.
+        """
+        bits = _header.ITEM_BITS.get(dtype)
+        if bits is None or nbytes < 0 or nbytes * 8 % bits:
+            raise ExtentError(f"expected '{name}' to have a known dtype and whole elements, got {nbytes} bytes of {dtype}")
+        with self._lock:
+            self._usable()
+            if self._declared.setdefault(name, (nbytes, dtype)) != (nbytes, dtype):
+                raise ExtentError(f"'{name}' is declared with {self._declared[name]}, got ({nbytes}, '{dtype}')")
+
+    def write(self, name: str, data: Any, offset_bytes: int = 0) -> StoreRequest:
+        """Starts writing `data` into the open generation at `offset_bytes` of `name`; the memory must not change until done.
+
+        Waits first for requests under way that touch the same bytes. Raises InvalidBufferError, NoSpaceError (from the request),
+        ExtentError when a declared size is exceeded, ClosedError.
+        """
+        items = _buffers.describe_all(data, False)
+        nbytes = sum(map(_buffers.nbytes_of, items))
+        with self._lock:
+            self._usable()
+            self._check_range(name, offset_bytes, nbytes)
+            if nbytes == 0:
+                return StoreRequest([], 0)
+            placement, files = self._open_generation()
+            self._wait_for_conflicts(name, offset_bytes, offset_bytes + nbytes, writing=True)
+            if name in self._declared:
+                placement.reserve(name, self._declared[name][0])
+            requests = []
+            for place in placement.place(name, offset_bytes, offset_bytes + nbytes):
+                part = _buffers.slice_items(items, place.begin - offset_bytes, place.end - offset_bytes)
+                file = files.file(place.stripe)
+                request = self.engine.submit_items(True, file, part, place.file_offset, self._checksums)
+                piece = Piece(name, place.begin, place.end - place.begin, files.generation, place.stripe, place.file_offset)
+                piece.request = request
+                self._live[name] = overlay(self._live.get(name, []), piece, files.generation)
+                self._busy.setdefault(name, []).append((place.begin, place.end, True, request))
+                requests.append(request)
+            self._bytes_written += nbytes
+        return StoreRequest(requests, nbytes)
+
+    def read(self, name: str, out: Any, offset_bytes: int = 0, *, verify: bool | None = None) -> StoreRequest:
+        """Starts filling `out` from `offset_bytes` of `name`, each byte from the newest generation that holds it.
+
+        Waits first for writes under way to the same bytes. With `verify` the checksums recorded are compared in `wait`, which
+        raises ChecksumError. Raises ExtentError for bytes that were never written, and the write's own error for bytes whose
+        write failed.
+        """
+        items = _buffers.describe_all(out, True)
+        nbytes = sum(map(_buffers.nbytes_of, items))
+        with self._lock:
+            self._usable()
+            if name not in self._live and nbytes:
+                raise ExtentError(f"'{name}' was never written to this store")
+            self._check_range(name, offset_bytes, nbytes)
+            self._wait_for_conflicts(name, offset_bytes, offset_bytes + nbytes, writing=False)
+            found = []
+            for piece in cover(self._live.get(name, []), offset_bytes, offset_bytes + nbytes):
+                if not isinstance(piece, Covered):
+                    raise ExtentError(f"bytes {piece[0]} to {piece[1]} of '{name}' were never written to this store")
+                if piece.piece.request is not None:
+                    piece.piece.request.wait()
+                found.append(piece)
+            reading = _reading.Reading(self.engine, self._generations, self._verify if verify is None else verify)
+            for covered in found:
+                part = _buffers.slice_items(items, covered.begin - offset_bytes, covered.end - offset_bytes)
+                request = reading.start(covered, part)
+                self._busy.setdefault(name, []).append((covered.begin, covered.end, False, request))
+        return StoreRequest(reading.requests, nbytes, reading.checks)
+
+    def seal(self) -> Generation:
+        """Ends the open generation: waits, completes the checksums, syncs, makes the files read-only, and returns it.
+
+        After this call the generation survives a crash. Raises the first error of a write that failed; the generation then stays
+        open, and the bytes concerned can be written again.
+        """
+        with self._lock:
+            self._usable()
+            self.flush()
+            placement, files = self._open_generation()
+            pieces = [c.piece for covered in self._live.values() for c in covered if c.piece.generation == files.generation]
+            sealed = _sealing.seal(self.engine, self._folders, files, placement, pieces, self._declared, self._reserved)
+            self._keys.update({(files.generation, *where): key for where, key in sealed.keys.items()})
+            self._sealed_live = {name: list(covered) for name, covered in self._live.items()}
+            self._placement = None
+            self._next += 1
+            extents: dict[str, list[Extent]] = {}
+            for piece in sorted(pieces, key=lambda p: (p.name, p.begin)):
+                extents.setdefault(piece.name, []).append(self._extent(Covered(piece.begin, piece.end, piece)))
+            generation = Generation(
+                index=files.generation,
+                extents=MappingProxyType({name: tuple(found) for name, found in extents.items()}),
+                files=tuple(files.path(stripe) for stripe in files.stripes),
+                kind=sealed.kind,
+            )
+            self._pin(generation)
+            self._remove_superseded()
+            return generation
+
+    def extents(self) -> Mapping[str, tuple[Extent, ...]]:
+        """The current state: every name with what holds it now, over all generations, in order of offset.
+
+        Of an extent that was partly written anew only the current range is listed, without a checksum.
+        """
+        with self._lock:
+            self._usable()
+            return {name: tuple(map(self._extent, covered)) for name, covered in self._live.items()}
+
+    def flush(self) -> None:
+        """Waits for everything submitted; raises the first write that failed."""
+        with self._lock:
+            self._usable()
+            for name in list(self._busy):
+                for *_, request in self._busy.pop(name):
+                    request.settle()
+            for covered in self._live.values():
+                for entry in covered:
+                    if entry.piece.request is not None:
+                        entry.piece.request.wait()
+
+    def bytes_written(self) -> int:
+        """Bytes handed to `write` so far."""
+        return self._bytes_written
+
+    def close(self, *, remove: bool) -> None:
+        """Waits for what is under way and closes. With `remove` every file goes; without, the sealed generations stay for
+        `resume`, and what was not sealed is gone. Hard links elsewhere are untouched. May be called twice.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for files in self._generations.values():
+                sealed = files.generation < self._next
+                if remove or not sealed:
+                    files.remove()
+                else:
+                    files.close()
+            self._let_go()
+
+    def __enter__(self) -> ExtentStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(remove=False)
+
+    def _open_generation(self) -> tuple[Placement, GenerationFiles]:
+        if self._placement is None:
+            stripes = len(self._folders.paths)
+            start = _container.reserve_for(self._declared, stripes, self._stripe_bytes) if self._declared else 0
+            self._reserved = start
+            self._placement = Placement(stripes, self._stripe_bytes, start)
+            self._generations[self._next] = GenerationFiles(self.engine, self._folders, self._next)
+        return self._placement, self._generations[self._next]
+
+    def _extent(self, covered: Covered) -> Extent:
+        piece = covered.piece
+        whole = (covered.begin, covered.end) == (piece.begin, piece.end)
+        return Extent(
+            path=self._folders.data_path(piece.generation, piece.stripe),
+            file_offset_bytes=piece.file_offset + covered.begin - piece.begin,
+            nbytes=covered.end - covered.begin,
+            checksum=piece.checksum if whole else "",
+            offset_bytes=covered.begin,
+            key=self._keys.get((piece.generation, piece.name, piece.begin), "") if whole else "",
+        )
+
+    def _check_range(self, name: str, offset: int, nbytes: int) -> None:
+        limit = self._declared[name][0] if name in self._declared else 2**62
+        if offset < 0 or offset + nbytes > limit:
+            raise ExtentError(
+                f"bytes {offset} to {offset + nbytes} are outside of '{name}', which has {limit} bytes",
+                offset=offset,
+                expected=limit,
+                got=offset + nbytes,
+            )
+
+    def _wait_for_conflicts(self, name: str, begin: int, end: int, *, writing: bool) -> None:
+        """Two requests over the same bytes may run at once only when both read."""
+        still = []
+        for low, high, is_write, request in self._busy.get(name, []):
+            if request.done():
+                continue
+            if low < end and begin < high and (writing or is_write):
+                request.settle()
+            else:
+                still.append((low, high, is_write, request))
+        self._busy[name] = still
+
+    def _pin(self, generation: Generation) -> None:
+        token = _Pin()
+        generation._pin.append(token)
+        self._pins[generation.index] = weakref.finalize(token, _unpin, weakref.ref(self), generation.index)
+        self._pins[generation.index].atexit = False
+
+    def _remove_superseded(self) -> None:
+        needed = {c.piece.generation for state in (self._live, self._sealed_live) for cs in state.values() for c in cs}
+        for index in [i for i in self._generations if i < self._next and i not in needed and i not in self._pins]:
+            self._generations.pop(index).remove()
+
+    def _take_folder(self) -> int:
+        for path in self._folders.paths:
+            os.makedirs(path, exist_ok=True)
+        lock = os.path.join(self._folders.paths[0], f"{self._folders.prefix}.lock")
+        fd = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise ExtentError(f"the store '{self._folders.prefix}' in '{self._folders.paths[0]}' is in use") from None
+        return fd
+
+    def _adopt(self, resume: bool) -> int:
+        """Takes over what is sealed in the folders and returns the number of the next generation."""
+        self._folders.remove_unsealed()
+        found = self._folders.indexes()
+        if found and not resume:
+            raise ExtentError(
+                f"'{self._folders.paths[0]}' already holds a store '{self._folders.prefix}' with {len(found)} generations; "
+                "pass resume=True to continue it, or choose another folder or prefix"
+            )
+        for index in found:
+            sealed = read_index(self._folders.index_path(index))
+            files = GenerationFiles(self.engine, self._folders, index)
+            _sealing.check(self._folders, sealed)
+            files.open_sealed(sorted(sealed.files))
+            self._generations[index] = files
+            for piece in sealed.pieces:
+                self._live[piece.name] = overlay(self._live.get(piece.name, []), piece, open_generation=-1)
+                self._keys[index, piece.name, piece.begin] = sealed.keys[piece.name, piece.begin]
+        self._sealed_live = {name: list(covered) for name, covered in self._live.items()}
+        return max(found, default=0) + 1
+
+    def _let_go(self) -> None:
+        if self._owns_engine:
+            self.engine.close()
+        os.close(self._lock_fd)
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise ClosedError("the extent store is closed")
+
+
+class _Pin:
+    """Lives as long as a Generation is in someone's hands."""
+
+
+def _unpin(reference: weakref.ref[ExtentStore], index: int) -> None:
+    store = reference()
+    if store is None:
+        return
+    with store._lock:
+        store._pins.pop(index, None)
+        if not store._closed:
+            store._remove_superseded()
