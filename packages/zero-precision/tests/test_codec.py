@@ -34,7 +34,7 @@ def bound(name, x, block):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("numel", [0, 1, 2, 63, 64, 65, 1000])
-@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e30])
 def test_every_element_is_within_the_documented_bound(name, numel, magnitude):
     torch.manual_seed(numel)
     x = torch.randn(numel) * torch.logspace(-3, 3, numel) * magnitude
@@ -77,20 +77,21 @@ def test_all_zero_blocks_decode_to_zero(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_block_that_is_not_finite_decodes_to_nan_and_its_neighbours_do_not_notice(name, bad):
+def test_nothing_of_a_block_that_is_not_finite_decodes_to_a_number_and_its_neighbours_do_not_notice(name, bad):
     x = torch.linspace(-1, 1, 192)
     clean = roundtrip(BlockCodec(name, block=64), x)
     x[70] = bad
     out = roundtrip(BlockCodec(name, block=64), x)
-    assert bool(out[64:128].isnan().all())
+    assert not bool(out[64:128].isfinite().any())
     assert torch.equal(out[:64], clean[:64]) and torch.equal(out[128:], clean[128:])
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_subnormal_blocks_stay_finite_and_tiny(name):
-    x = torch.full((64,), 1e-44)
+def test_blocks_below_2_to_the_minus_100_are_zero_and_those_above_are_not(name):
+    x = torch.cat((torch.full((64,), 1e-44), torch.full((64,), 2.0**-101), torch.full((64,), 2.0**-100)))
     out = roundtrip(BlockCodec(name, block=64), x)
-    assert bool(out.isfinite().all()) and bool((out.abs() <= 1e-42).all())
+    assert torch.equal(out[:128], torch.zeros(128))
+    assert torch.allclose(out[128:], x[128:], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -116,6 +117,8 @@ def test_encoding_what_was_decoded_gives_the_same_bytes(name):
 def test_nibbles_are_packed_low_half_first_in_twos_complement():
     payload, scales = TorchBlockQuantizer().quantize_blocks(torch.tensor([1.0, -1.0, 7.0]), 4, 4)
     assert payload.tolist() == [0xF1, 0x07] and scales.tolist() == [1.0]
+    payload, scales = TorchBlockQuantizer().quantize_blocks(torch.tensor([1.0, math.inf, 7.0]), 4, 4)
+    assert payload.tolist() == [0x11, 0x11] and scales.tolist() == [math.inf]
 
 
 def test_encoding_leaves_its_input_alone_and_takes_strided_and_differentiable_ones():

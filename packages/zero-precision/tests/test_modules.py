@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from zero_precision import PrecisionError, autocast_dtypes, cast_floating, declared_keep_fp32, keep_fp32
+from zero_precision import (
+    PrecisionError,
+    PrecisionPolicy,
+    autocast_dtypes,
+    cast_floating,
+    declared_keep_fp32,
+    keep_fp32,
+    kept_in_fp32,
+)
 
 
 class Block(nn.Module):
@@ -68,8 +76,28 @@ def test_lists_that_a_model_declares_hold_for_the_dtypes_they_are_meant_for():
     model.layers[1]._keep_in_fp32_modules = ["norm"]
     half = keep_fp32(model, declared_keep_fp32(model, torch.float16), strict=False)
     assert half == {"embed.weight", "head.weight", "layers.1.norm.weight", "layers.1.norm.bias"}
+    assert keep_fp32(model, declared_keep_fp32(model, torch.float16)) == half
     assert declared_keep_fp32(model, torch.bfloat16) == ("embed",)
     assert declared_keep_fp32(model, torch.float32) == declared_keep_fp32(model, torch.float64) == ()
+
+
+def test_a_declared_entry_that_selects_nothing_is_left_out():
+    model = Model()
+    model._keep_in_fp32_modules_strict = ["wo", "embed"]
+    assert declared_keep_fp32(model, torch.bfloat16) == ("embed",)
+
+
+def test_a_policy_keeps_its_own_patterns_and_those_that_the_model_declares():
+    model = Model()
+    model._keep_in_fp32_modules_strict = ["embed"]
+    norm = {f"layers.{i}.norm.{p}" for i in (0, 1) for p in ("weight", "bias")}
+    embed = {"embed.weight", "head.weight"}
+    assert kept_in_fp32(model, PrecisionPolicy.bf16(keep_fp32=["norm"])) == norm | embed
+    assert kept_in_fp32(model, PrecisionPolicy.bf16(keep_fp32=["norm"], keep_declared_fp32=False)) == norm
+    assert kept_in_fp32(model, PrecisionPolicy.bf16(keep_declared_fp32=False)) == frozenset()
+    assert kept_in_fp32(model, PrecisionPolicy.full(keep_fp32=["norm"])) == frozenset()
+    with pytest.raises(PrecisionError, match="'nrm'.*'norm'"):
+        kept_in_fp32(model, PrecisionPolicy.bf16(keep_fp32=["nrm"]))
 
 
 def test_under_autocast_only_weights_of_matrix_products_are_gathered_narrow():

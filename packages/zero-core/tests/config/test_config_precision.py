@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from zero_core.config import ConfigError, autocast_modules, kept_in_fp32, loss_scale, precision_policy
-from zero_precision import DynamicLossScale, NoLossScale, PrecisionError, PrecisionPolicy, StaticLossScale
+from zero_core.config import ConfigError, autocast_modules, loss_scale, precision_policy
+from zero_precision import DynamicLossScale, NoLossScale, PrecisionError, PrecisionPolicy, StaticLossScale, kept_in_fp32
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STAGE_1 = {"zero_optimization": {"stage": 1}}
@@ -28,7 +28,7 @@ STAGE_1 = {"zero_optimization": {"stage": 1}}
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
          PrecisionPolicy.bf16(accumulate_dtype=BF16)),
         ({"bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": ["norm"]}},
-         PrecisionPolicy.bf16(keep_fp32=["norm"])),
+         PrecisionPolicy.bf16(keep_fp32=["norm"], keep_declared_fp32=False)),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, **STAGE_1},
          PrecisionPolicy.pure_bf16(state_dtype=FP32)),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, **STAGE_1},
@@ -73,14 +73,15 @@ class Model(nn.Module):
 
 
 def test_modules_kept_in_fp32_are_those_of_the_user_or_of_the_model(loaded):
+    def kept(mode, patterns="auto"):
+        config = loaded({mode: {"enabled": True}, "data_types": {"keep_in_fp32_modules": patterns}})
+        return kept_in_fp32(Model(), precision_policy(config))
+
     norm = {"norm.weight", "norm.bias"}
-    assert kept_in_fp32(loaded({"fp16": {"enabled": True}}), Model()) == norm
-    assert kept_in_fp32(loaded({"bf16": {"enabled": True}}), Model()) == frozenset()
-    assert kept_in_fp32(loaded({"data_types": {"keep_in_fp32_modules": ["norm"]}}), Model()) == frozenset()
-    bf16 = {"bf16": {"enabled": True}}
-    assert kept_in_fp32(loaded({**bf16, "data_types": {"keep_in_fp32_modules": ["norm"]}}), Model()) == norm
+    assert kept("fp16") == norm and kept("bf16") == frozenset() and kept("torch_autocast") == frozenset()
+    assert kept("fp16", []) == frozenset() and kept("bf16", ["norm"]) == norm
     with pytest.raises(PrecisionError, match="'lnear'.*'linear'"):
-        kept_in_fp32(loaded({**bf16, "data_types": {"keep_in_fp32_modules": ["lnear"]}}), Model())
+        kept("bf16", ["lnear"])
 
 
 def test_autocast_modules_are_classes_by_full_name(loaded):

@@ -3,7 +3,14 @@
 from zero_precision.codec import BlockCodec, BlockFormat, BlockQuantizer, TorchBlockQuantizer
 from zero_precision.dtypes import PrecisionError, dtype_name, parse_dtype
 from zero_precision.loss_scale import DynamicLossScale, LossScale, LossScaleError, NoLossScale, StaticLossScale
-from zero_precision.modules import AUTOCAST_MODULES, autocast_dtypes, cast_floating, declared_keep_fp32, keep_fp32
+from zero_precision.modules import (
+    AUTOCAST_MODULES,
+    autocast_dtypes,
+    cast_floating,
+    declared_keep_fp32,
+    keep_fp32,
+    kept_in_fp32,
+)
 from zero_precision.policy import KeepPattern, PolicyRow, PrecisionPolicy
 
 __all__ = [
@@ -26,5 +33,6 @@ __all__ = [
     "declared_keep_fp32",
     "dtype_name",
     "keep_fp32",
+    "kept_in_fp32",
     "parse_dtype",
 ]

@@ -12,6 +12,7 @@ from zero_precision.dtypes import PrecisionError
 BlockFormat = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2"]
 
 _INTEGER_BITS: dict[str, int] = {"int8": 8, "int4": 4}
+_SMALLEST_BLOCK = 2.0**-100
 _FP8_DTYPES: dict[str, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -19,9 +20,10 @@ class BlockQuantizer(Protocol):
     """Symmetric integer quantisation of a contiguous 1-D tensor in blocks anchored at its element 0.
 
     `bits` is 8 (one code per byte, two's complement) or 4 (element 2i in the low half of byte i, element 2i + 1 in the
-    high half, two's complement). A block of absolute maximum m has the scale m / (2^(bits-1) - 1), computed in float32,
-    and its codes are x / scale rounded to the nearest, ties to even. A block that is all zero has scale 0. A block that
-    holds a NaN or an infinity has scale NaN, so that all of it decodes to NaN and no overflow is hidden.
+    high half, two's complement). With L = 2^(bits-1) - 1, a block of absolute maximum m has the scale m / L and the
+    codes x * (L / m), rounded to the nearest, ties to even, all in float32. A block below 2^-100 is zero: its scale and
+    codes are 0. A block that holds a NaN or an infinity has that as its scale and codes of 1, so that none of it
+    decodes to a finite number and no overflow is hidden.
     """
 
     def quantize_blocks(self, x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
@@ -38,8 +40,8 @@ class TorchBlockQuantizer:
         """Return payload (uint8) and scales (float32) of the 1-D tensor `x`."""
         limit = float(2 ** (bits - 1) - 1)
         rows, scales = _scaled_rows(x, block, limit)
-        codes = rows.round_().clamp_(-limit, limit).to(torch.int8).view(-1)[: x.numel()].view(torch.uint8)
-        return (codes if bits == 8 else _pack_nibbles(codes)), scales
+        codes = rows.round_().clamp_(-limit, limit).to(torch.int8).view(-1).view(torch.uint8)
+        return (codes[: x.numel()] if bits == 8 else _pack_nibbles(codes)[: (x.numel() + 1) // 2]), scales
 
     def dequantize_blocks(self, payload: Tensor, scales: Tensor, out: Tensor, bits: int, block: int) -> None:
         """Write the decoded elements into the 1-D tensor `out`."""
@@ -57,8 +59,9 @@ class BlockCodec:
       whichever is larger.
 
     Blocks are anchored at element 0, so an encoder is applied to whole shards, and shards whose boundaries are
-    multiples of `block` encode to the bytes of the whole. An all-zero block decodes to zeros; a block that holds a NaN
-    or an infinity decodes to NaN. `quantizer` serves the integer formats; fp8 uses torch's own casts.
+    multiples of `block` encode to the bytes of the whole. A block below 2^-100 decodes to zeros; of a block that holds
+    a NaN or an infinity nothing decodes to a finite number. `quantizer` serves the integer formats; fp8 uses torch's
+    own casts.
 
     Args:
         format: one of the four above.
@@ -128,11 +131,11 @@ def _scaled_rows(x: Tensor, block: int, limit: float) -> tuple[Tensor, Tensor]:
     padded = x.new_zeros(-(-x.numel() // block) * block, dtype=torch.float32)
     padded[: x.numel()].copy_(x)
     rows = padded.view(-1, block)
-    scales = rows.abs().amax(dim=1) / limit if rows.numel() else rows.new_zeros(0)
-    scales = torch.where(scales.isfinite(), scales, torch.nan)
-    rows = rows / scales.unsqueeze(1)
-    # 0 / 0 of a zero block and everything in a block with a NaN: the scale alone says what they decode to.
-    return torch.nan_to_num_(rows, nan=0.0, posinf=limit, neginf=-limit), scales
+    largest = rows.abs().amax(dim=1) if rows.numel() else rows.new_zeros(0)
+    poisoned, empty = ~largest.isfinite(), largest < _SMALLEST_BLOCK
+    scales = torch.where(poisoned, largest, torch.where(empty, 0.0, largest / limit))
+    rows = rows * torch.where(empty, 0.0, limit / largest).unsqueeze(1)
+    return torch.where(poisoned.unsqueeze(1), 1.0, rows), scales
 
 
 def _write_scaled(codes: Tensor, scales: Tensor, out: Tensor, block: int) -> None:
@@ -144,8 +147,6 @@ def _write_scaled(codes: Tensor, scales: Tensor, out: Tensor, block: int) -> Non
 
 
 def _pack_nibbles(codes: Tensor) -> Tensor:
-    if codes.numel() % 2:
-        codes = torch.cat((codes, codes.new_zeros(1)))
     pairs = codes.view(-1, 2)
     return (pairs[:, 0] & 0x0F) | (pairs[:, 1] << 4)
 

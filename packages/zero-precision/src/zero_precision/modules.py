@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zero_precision.dtypes import PrecisionError
-from zero_precision.policy import KeepPattern
+from zero_precision.policy import KeepPattern, PrecisionPolicy
 
 T = TypeVar("T")
 
@@ -41,11 +41,23 @@ def keep_fp32(module: nn.Module, patterns: Iterable[KeepPattern], *, strict: boo
     return frozenset(name for name, tensor in names.items() if id(tensor) in identities)
 
 
+def kept_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
+    """Return the names of all parameters and buffers of `module` that stay in float32 under `policy`.
+
+    Those that `policy.keep_fp32` selects and, with `policy.keep_declared_fp32`, those that the model declares. Empty
+    when parameters are float32 or float64 anyway. Raises `PrecisionError` for a pattern that selects nothing.
+    """
+    if policy.param_dtype.itemsize >= torch.float32.itemsize:
+        return frozenset()
+    declared = declared_keep_fp32(module, policy.param_dtype) if policy.keep_declared_fp32 else ()
+    return keep_fp32(module, (*policy.keep_fp32, *declared))
+
+
 def declared_keep_fp32(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the patterns that Hugging Face models declare for themselves, to be passed to `keep_fp32(strict=False)`.
+    """Return the patterns for `keep_fp32` that Hugging Face models declare for themselves, sorted.
 
     `_keep_in_fp32_modules_strict` holds for bfloat16 and float16, `_keep_in_fp32_modules` for float16 only; any other
-    `dtype` needs none. Lists of submodules apply below that submodule.
+    `dtype` needs none. Lists of submodules apply below that submodule; entries that select nothing are left out.
     """
     attributes = {
         torch.float16: ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"),
@@ -56,7 +68,7 @@ def declared_keep_fp32(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]
         for attribute in attributes:
             for name in getattr(child, attribute, None) or ():
                 found.update((f"{prefix}.{name}", f"{prefix}.*.{name}") if prefix else (name,))
-    return tuple(sorted(found))
+    return tuple(sorted(pattern for pattern in found if keep_fp32(module, [pattern], strict=False)))
 
 
 def autocast_dtypes(

@@ -36,6 +36,7 @@ class PrecisionPolicy:
         state_dtype: the optimizer's moments.
         buffer_dtype: floating module buffers; None leaves them as they are.
         keep_fp32: modules whose parameters stay in float32 when `param_dtype` is narrower (see `keep_fp32`).
+        keep_declared_fp32: keep also what a model declares for itself (see `declared_keep_fp32`).
 
     Raises `PrecisionError` when two dtypes cannot go together.
     """
@@ -47,6 +48,7 @@ class PrecisionPolicy:
     state_dtype: torch.dtype = torch.float32
     buffer_dtype: torch.dtype | None = None
     keep_fp32: tuple[KeepPattern, ...] = ()
+    keep_declared_fp32: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_fp32", _checked_patterns(self.keep_fp32))

@@ -12,13 +12,12 @@ from zero_core.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from zero_core.config.config import Config, ReportRow
-    from zero_core.config.precision import autocast_modules, kept_in_fp32, loss_scale, precision_policy
+    from zero_core.config.precision import autocast_modules, loss_scale, precision_policy
 
 _LAZY = {
     "Config": "config",
     "ReportRow": "config",
     "autocast_modules": "precision",
-    "kept_in_fp32": "precision",
     "loss_scale": "precision",
     "precision_policy": "precision",
 }
@@ -29,7 +28,6 @@ __all__ = [
     "Problem",
     "ReportRow",
     "autocast_modules",
-    "kept_in_fp32",
     "loss_scale",
     "precision_policy",
 ]

@@ -15,8 +15,6 @@ from zero_precision import (
     NoLossScale,
     PrecisionPolicy,
     StaticLossScale,
-    declared_keep_fp32,
-    keep_fp32,
     parse_dtype,
 )
 
@@ -42,7 +40,7 @@ def build_policy(config: ConfigFile) -> PrecisionPolicy:
     if types.buffer_dtype is not None:
         overrides["buffer_dtype"] = parse_dtype(types.buffer_dtype)
     if types.keep_in_fp32_modules != "auto":
-        overrides["keep_fp32"] = types.keep_in_fp32_modules
+        overrides.update(keep_fp32=types.keep_in_fp32_modules, keep_declared_fp32=False)
     if config.communication_data_type is not None:
         overrides["wire_dtype"] = parse_dtype(config.communication_data_type)
     if config.fp16.enabled:
@@ -78,20 +76,6 @@ def loss_scale(config: ConfigFile) -> LossScale:
         consecutive_hysteresis=fp16.consecutive_hysteresis,
         min_loss_scale=fp16.min_loss_scale,
     )
-
-
-def kept_in_fp32(config: ConfigFile, model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters and buffers of `model` that stay in float32 under fp16 or bf16.
-
-    `data_types.keep_in_fp32_modules` "auto" takes the lists that Hugging Face models declare; a pattern of the user's
-    own that selects nothing raises `PrecisionError`. Empty when parameters are float32 or float64 anyway.
-    """
-    policy = build_policy(config)
-    if policy.param_dtype not in (torch.float16, torch.bfloat16):
-        return frozenset()
-    if config.data_types.keep_in_fp32_modules == "auto":
-        return keep_fp32(model, declared_keep_fp32(model, policy.param_dtype), strict=False)
-    return keep_fp32(model, policy.keep_fp32)
 
 
 def autocast_modules(config: ConfigFile) -> tuple[type[nn.Module], ...] | None:
