@@ -1,0 +1,103 @@
+"""The whole way, in a few minutes: train a GPT on two ranks, go on with three, export, sample, plot.
+
+Arguments that this script does not know go to gpt.py (--layers, --width, --context).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from zero_launch import LaunchError, LaunchSpec, launch
+
+HERE = Path(__file__).resolve().parent
+CONSOLE = Console(highlight=False, soft_wrap=True)
+
+
+def options() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="a file to learn from; default: Python's standard library")
+    parser.add_argument("--steps", type=int, default=420, help="optimizer steps in all (default 420)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks for the first two thirds (default 2)")
+    parser.add_argument("--resume-ranks", type=int, default=3, help="ranks for the rest (default 3)")
+    parser.add_argument("--config", type=Path, default=HERE / "ds.json", help="DeepSpeed-style JSON")
+    parser.add_argument("--run", type=Path, help="folder for everything that is written (default run/demo-TIME)")
+    parser.add_argument("--prompt", default="import os\n\n\ndef ", help="what the sample continues")
+    return parser.parse_known_args()
+
+
+def prepare(args: argparse.Namespace) -> Path:
+    """Make the run's folder, with a configuration whose schedule ends at the last step."""
+    run: Path = args.run or Path("run") / time.strftime("demo-%Y%m%d-%H%M%S")
+    if run.exists() and any(run.iterdir()):
+        sys.exit(f"demo: {run} is not empty; give another folder with --run")
+    run.mkdir(parents=True, exist_ok=True)
+    config = json.loads(args.config.read_text(encoding="utf-8"))
+    config["scheduler"]["params"]["total_num_steps"] = args.steps
+    (run / "ds.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return run.resolve()
+
+
+def train(run: Path, ranks: int, steps: int, args: argparse.Namespace, extra: list[str]) -> None:
+    command = ["--run", str(run), "--config", str(run / "ds.json"), "--steps", str(steps), *extra]
+    if args.data is not None:
+        command += ["--data", str(args.data.resolve())]
+    launch(LaunchSpec(str(HERE / "gpt.py"), args=tuple(command), nproc=ranks, direct_rank=0, quiet=True))
+
+
+def python(*command: str) -> str:
+    """Run a program in a fresh process and return what it prints."""
+    done = subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+    return done.stdout
+
+
+def summarise(run: Path, picture: Path, seconds: float) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    ten = max(1, len(rows) // 20)
+    first, last = (sum(row["loss"] for row in part) / ten for part in (rows[:ten], rows[-ten:]))
+    table = Table.grid(padding=(0, 2))
+    for ranks in dict.fromkeys(row["world_size"] for row in rows):
+        part = [row for row in rows if row["world_size"] == ranks]
+        state = sum(part[-1]["model_state"].values()) / 1e6
+        speed = sorted(row["tokens_per_second"] for row in part)[len(part) // 2]
+        table.add_row(
+            f"steps {part[0]['step']}-{part[-1]['step']}",
+            f"{ranks} rank{'s' if ranks > 1 else ''}, {state:.0f} MB of model state each, {speed:,.0f} tokens/s",
+        )
+    table.add_row("loss", f"{first:.2f} → {last:.2f} nats per byte")
+    table.add_row("weights", str(run / "gpt.safetensors"))
+    table.add_row("plot", str(picture))
+    table.add_row("time", f"{seconds / 60:.1f} minutes")
+    CONSOLE.print(Panel(table, title="Done", expand=False))
+
+
+def main() -> None:
+    args, extra = options()
+    begin = time.monotonic()
+    run = prepare(args)
+    weights, picture = run / "gpt.safetensors", run / "demo.png"
+    try:
+        CONSOLE.rule(f"Train on {args.ranks} ranks")
+        train(run, args.ranks, max(1, args.steps * 2 // 3), args, extra)
+        CONSOLE.rule(f"Go on with {args.resume_ranks} ranks, from the same checkpoint")
+        train(run, args.resume_ranks, args.steps, args, ["--resume", *extra])
+    except LaunchError as error:
+        sys.exit(f"demo: {error}")
+    CONSOLE.rule("Export fp32 safetensors, and sample from them in a fresh process with plain torch")
+    python("-m", "zero_ckpt", "convert", str(run / "ckpt"), str(weights))
+    CONSOLE.print(Text(python(str(HERE / "sample.py"), str(weights), "--prompt", args.prompt)))
+    python(str(HERE / "plot.py"), str(run / "metrics.jsonl"), str(picture))
+    summarise(run, picture, time.monotonic() - begin)
+
+
+if __name__ == "__main__":
+    main()
