@@ -125,11 +125,9 @@ public:
         return engine_->open(path, options);
     }
 
-    void release(std::shared_ptr<File> file) {
+    void release(const std::shared_ptr<File>& file) {
         py::gil_scoped_release release;
         engine_->release(file);
-        // The descriptors are closed here when this was the last owner: close() can block too.
-        file.reset();
     }
 
     // `items`: buffers, or (address, nbytes, owner) triples for memory that does not export a buffer.

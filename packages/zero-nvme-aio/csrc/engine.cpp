@@ -70,6 +70,7 @@ void Engine::release(const std::shared_ptr<File>& file) {
     if (forked()) return;
     file->wait_idle();
     for (const auto& lane : lanes()) lane->forget(file->id());
+    file->close_descriptors();
 }
 
 std::shared_ptr<Request> Engine::submit(OpKind kind, const std::shared_ptr<File>& file, std::vector<Segment> segments,
@@ -82,7 +83,7 @@ std::shared_ptr<Request> Engine::submit(OpKind kind, const std::shared_ptr<File>
     const uint64_t lanes = checksum || nbytes < 2 * block * lanes_.size() ? 1 : lanes_.size();
     std::lock_guard<std::mutex> lock(gate_);
     require_open();
-    request->start(static_cast<unsigned>(lanes));
+    if (!request->start(static_cast<unsigned>(lanes))) throw EngineGone("the file is closed");
     if (nbytes == 0) {
         request->finish_part();
         return request;
@@ -106,6 +107,13 @@ void Engine::cancel(Request& request) {
 
 Failure Engine::sync(File& file) {
     require_open();
+    if (!file.request_started()) throw EngineGone("the file is closed");
+    const Failure failure = synced(file);
+    file.request_finished();
+    return failure;
+}
+
+Failure Engine::synced(File& file) {
     Failure failure = file.drain_writes();
     if (failure) return failure;
     if (config_.faults) failure.error = config_.faults->before_sync();

@@ -60,6 +60,7 @@ public:
 private:
     void start_lanes(const std::string& backend);
     std::vector<std::shared_ptr<Lane>> lanes();
+    Failure synced(File& file);
     void require_open() const;
 
     const EngineConfig config_;

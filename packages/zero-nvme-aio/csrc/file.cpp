@@ -77,17 +77,20 @@ File::File(const std::string& path, const OpenOptions& options) : id_(next_id())
     try {
         open_descriptors(open_flags(options));
     } catch (...) {
-        if (direct_fd_ >= 0) ::close(direct_fd_);
-        if (buffered_fd_ >= 0) ::close(buffered_fd_);
+        close_descriptors();
         throw;
     }
     reserved_ = size();
     reservable_ = options.preallocate && direct();
 }
 
-File::~File() {
+File::~File() { close_descriptors(); }
+
+void File::close_descriptors() {
+    std::lock_guard<std::mutex> lock(mutex_);
     if (direct_fd_ >= 0) ::close(direct_fd_);
     if (buffered_fd_ >= 0) ::close(buffered_fd_);
+    direct_fd_ = buffered_fd_ = -1;
 }
 
 void File::open_descriptors(int flags) {
@@ -150,6 +153,7 @@ bool File::direct_alignment(std::string* why) {
 }
 
 uint64_t File::size() const {
+    std::lock_guard<std::mutex> lock(mutex_);
     const off_t end = ::lseek(buffered_fd_, 0, SEEK_END);
     return end < 0 ? 0 : static_cast<uint64_t>(end);
 }
@@ -192,9 +196,10 @@ Failure File::drain_writes() {
     return failure;
 }
 
-void File::request_started() {
+bool File::request_started() {
     std::lock_guard<std::mutex> lock(mutex_);
-    ++requests_;
+    if (!closing_) ++requests_;
+    return !closing_;
 }
 
 void File::request_finished() {
@@ -205,6 +210,7 @@ void File::request_finished() {
 
 void File::wait_idle() {
     std::unique_lock<std::mutex> lock(mutex_);
+    closing_ = true;
     changed_.wait(lock, [this] { return requests_ == 0; });
 }
 

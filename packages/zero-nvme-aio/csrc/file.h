@@ -56,7 +56,7 @@ public:
     uint64_t granularity() const { return granularity_; }
     uint32_t offset_alignment() const { return offset_alignment_; }
     const OpenOptions& options() const { return options_; }
-    uint64_t size() const;
+    uint64_t size() const;  // 0 when closed
 
     // Gives [0, end) blocks on the device; 0 or a positive errno. File systems without the call are left to allocate late.
     int reserve(uint64_t end);
@@ -67,9 +67,13 @@ public:
     // Waits for the writes of this epoch and returns the first failure since the last call.
     Failure drain_writes();
 
-    void request_started();
+    // False when the file is being closed.
+    bool request_started();
     void request_finished();
+    // Refuses new requests and waits for those under way.
     void wait_idle();
+    // After wait_idle, and after the lanes forgot the file.
+    void close_descriptors();
 
 private:
     void open_descriptors(int flags);
@@ -84,11 +88,12 @@ private:
     uint32_t memory_alignment_ = 1, offset_alignment_ = 1;
     uint64_t granularity_ = 1;
 
-    std::mutex mutex_;
+    mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::map<uint64_t, uint64_t> pending_writes_;  // epoch -> writes under way
     uint64_t epoch_ = 0;
     uint64_t requests_ = 0;
+    bool closing_ = false;
     Failure first_failure_;
 
     std::mutex reserve_mutex_;

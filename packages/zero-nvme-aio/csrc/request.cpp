@@ -64,10 +64,11 @@ void Request::hash(uint64_t position, uint64_t n) {
     visit(position, n, [&](const char* from, uint64_t length) { checksum_->update(from, length); });
 }
 
-void Request::start(unsigned parts) {
+bool Request::start(unsigned parts) {
     parts_.store(parts);
-    file->request_started();
+    if (!file->request_started()) return false;
     if (kind == OpKind::write) write_epoch_ = file->write_started();
+    return true;
 }
 
 void Request::finish_part() {

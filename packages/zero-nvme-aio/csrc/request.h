@@ -38,7 +38,8 @@ public:
     Checksum* checksum() { return checksum_.get(); }
 
     // Lanes.
-    void start(unsigned parts);
+    // False when the file is being closed.
+    bool start(unsigned parts);
     void finish_part();
     void fail(const Failure& failure);
     bool failed() const { return failed_.load(std::memory_order_acquire); }

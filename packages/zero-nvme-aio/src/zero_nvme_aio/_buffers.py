@@ -12,6 +12,7 @@ from .errors import InvalidBufferError
 # What the native engine takes: a flat memoryview of bytes, or (address, nbytes, owner).
 Item = Any
 
+_OBJECTS = "expected plain numbers, got an array of Python objects, whose bytes are addresses"
 _CPU, _CUDA_HOST, _ROCM_HOST = 1, 3, 11
 
 
@@ -33,6 +34,8 @@ def describe(buffer: Any, writable: bool) -> Item:
     except (ValueError, BufferError):
         # NumPy does not export element types that the buffer protocol has no letter for (bfloat16, datetime64).
         return _from_interface(buffer, writable)
+    if "O" in view.format:
+        raise InvalidBufferError(_OBJECTS)
     _require(view.c_contiguous, writable and view.readonly, buffer)
     try:
         return _flat(view)
@@ -120,6 +123,8 @@ def _from_tensor(tensor: Any) -> Item:
 def _from_interface(buffer: Any, writable: bool) -> Item:
     interface = getattr(buffer, "__array_interface__", None)
     if interface is not None:
+        if interface["typestr"][1] == "O" or getattr(getattr(buffer, "dtype", None), "hasobject", False):
+            raise InvalidBufferError(_OBJECTS)
         address, read_only = interface["data"]
         _require(interface.get("strides") is None, writable and read_only, buffer)
         return (address, buffer.nbytes, buffer)

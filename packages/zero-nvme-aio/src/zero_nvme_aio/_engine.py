@@ -14,6 +14,7 @@ from .errors import (
     ClosedError,
     InvalidBufferError,
     InvalidOffsetError,
+    OpenError,
     WaitTimeoutError,
     open_error,
     transfer_error,
@@ -116,10 +117,11 @@ class Request:
 class File:
     """A file opened by an engine; close it, or use it as a context manager."""
 
-    __slots__ = ("__weakref__", "_finalizer", "_native", "mode", "path")
+    __slots__ = ("__weakref__", "_finalizer", "_native", "engine", "mode", "path")
 
     def __init__(self, native: _native.File, engine: _native.Engine, path: str, mode: str) -> None:
         self._native: _native.File | None = native
+        self.engine = engine
         self.path = path
         self.mode = mode
         self._finalizer = weakref.finalize(self, engine.release, native)
@@ -274,6 +276,8 @@ class Engine:
         if direct not in _DIRECT:
             raise ValueError(f"expected direct to be 'auto', True or False, got {direct!r}")
         name = os.fspath(path)
+        if "\0" in name:
+            raise OpenError(f"cannot open {name!r}: a path has no null character", errno=22, path=name)
         self._require_open()
         block_bytes, queue_depth = self._settings_for(name) if self._tuned else (0, 0)
         flags = _MODES[mode]
@@ -281,8 +285,6 @@ class Engine:
             native = self._native.open(os.fsencode(name), *flags, _DIRECT[direct], block_bytes, queue_depth, preallocate)
         except OSError as error:
             raise open_error(name, error) from None
-        except ValueError as error:
-            raise open_error(name, OSError(22, str(error))) from None
         return File(native, self._native, name, mode)
 
     def read(self, file: File, out: Any, offset: int = 0, *, checksum: bool = False) -> Request:
@@ -363,6 +365,8 @@ class Engine:
     def _usable(self, file: File, write: bool) -> _native.File:
         self._require_open()
         native = file.native
+        if file.engine is not self._native:
+            raise ClosedError(f"'{file.path}' was opened by another engine; use it with that one", path=file.path)
         if ("w" if write else "r") not in file.mode:
             verb = "written" if write else "read"
             raise AccessError(f"'{file.path}' was opened with mode '{file.mode}' and cannot be {verb}", path=file.path)
