@@ -28,6 +28,8 @@ GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")
 CONSTRAINTS = ROOT / "constraints.txt"
 SHARED = ROOT / ".nox" / "shared"
 TORCH_PYTHON = (3, 11)
+# Extras that bring an accelerator's own libraries, gigabytes of them; no session here can use them.
+ACCELERATOR_EXTRAS = {"gds"}
 ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 nox.needs_version = ">=2024.4.15"
@@ -53,11 +55,16 @@ def requirement_name(requirement: str) -> str:
     return requirement
 
 
+def base_requirements(name: str) -> list[str]:
+    """What a package requires without any extra, siblings included."""
+    return list(PROJECTS[name]["project"].get("dependencies", []))
+
+
 def requirements(name: str) -> list[str]:
-    """Every requirement of a package with all its extras, siblings included."""
-    project = PROJECTS[name]["project"]
-    extras = project.get("optional-dependencies", {}).values()
-    return [*project.get("dependencies", []), *(line for lines in extras for line in lines)]
+    """Every requirement of a package with the extras that its tests can use here, siblings included."""
+    extras = PROJECTS[name]["project"].get("optional-dependencies", {})
+    chosen = [lines for extra, lines in extras.items() if extra not in ACCELERATOR_EXTRAS]
+    return [*base_requirements(name), *(line for lines in chosen for line in lines)]
 
 
 def closure(name: str) -> list[str]:
@@ -79,7 +86,7 @@ def third_party(names: Iterable[str]) -> list[str]:
     On another Python than the one torch is tested with, packages that only want torch in an extra do without it.
     """
     lines = {line for name in names for line in requirements(name) if requirement_name(line) not in PACKAGES}
-    must = {requirement_name(line) for name in names for line in PROJECTS[name]["project"].get("dependencies", [])}
+    must = {requirement_name(line) for name in names for line in base_requirements(name)}
     skip_torch = sys.version_info[:2] != TORCH_PYTHON and "torch" not in must
     return sorted(line for line in lines if not (skip_torch and requirement_name(line) == "torch"))
 
@@ -331,7 +338,8 @@ def wheels(session: nox.Session) -> None:
         fresh = str(Path(scratch) / "venv" / "bin" / "python")
         run(session, sys.executable, "-m", "venv", str(Path(scratch) / "venv"))
         pip_install(session, fresh, "-r", str(CONSTRAINTS))
-        pip_install(session, fresh, *third_party(PACKAGES))
+        needed = {line for name in PACKAGES for line in base_requirements(name)}
+        pip_install(session, fresh, *sorted(line for line in needed if requirement_name(line) not in PACKAGES))
         # Everything from elsewhere is there now: with no index, the siblings can only come from dist/.
         pip_install(session, fresh, "--no-index", "--find-links", str(dist), "zero-core[nvme]")
         run(session, fresh, "-m", "pip", "check")
