@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
 
 from ._engine import Engine, File, Request
 from ._memory import AlignedBuffer, BufferPool
 from .errors import AioError
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from ._probe import Probe, probe
     from ._tensors import load, save
     from .extents import Extent, ExtentStore, Generation

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 from . import _native
 from .errors import InvalidBufferError
 
-# What the native engine takes: a flat memoryview of bytes, or (address, nbytes, owner).
-Item = Any
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, TypeAlias
+
+    # What the native engine takes: a flat memoryview of bytes, or (address, nbytes, owner).
+    Item: TypeAlias = Any
 
 _OBJECTS = "expected plain numbers, got an array of Python objects, whose bytes are addresses"
 _CPU, _CUDA_HOST, _ROCM_HOST = 1, 3, 11

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING, Any
 
 from . import _buffers, _native
 from .errors import (
@@ -20,8 +18,11 @@ from .errors import (
     transfer_error,
 )
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
     from types import TracebackType
+    from typing import Any
 
 __all__ = ["Engine", "File", "Request"]
 

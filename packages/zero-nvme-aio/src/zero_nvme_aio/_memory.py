@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import threading
-from typing import TYPE_CHECKING, Any
 
 from . import _native
 from .errors import AioError, ClosedError, WaitTimeoutError
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import TracebackType
+    from typing import Any
 
 __all__ = ["AlignedBuffer", "BufferPool"]
 

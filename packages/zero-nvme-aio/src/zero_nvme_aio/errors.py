@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno as _errno
 import os
-from typing import Any
+
+TYPE_CHECKING = False  # importing typing costs a third of the whole import
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = [
     "AccessError",

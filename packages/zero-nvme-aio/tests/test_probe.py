@@ -1,0 +1,77 @@
+"""probe tells the truth, and "auto" does what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zero_nvme_aio as aio
+
+# Forbids system calls by number, as a container's seccomp profile does, then reports.
+FORBIDDEN = """
+import ctypes, json, struct, sys
+libc = ctypes.CDLL(None, use_errno=True)
+
+def forbid(numbers, error):
+    load = struct.pack("HBBI", 0x20, 0, 0, 0)
+    tests = b"".join(
+        struct.pack("HBBI", 0x15, len(numbers) - i, 0, number) for i, number in enumerate(numbers)
+    )
+    allow = struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
+    deny = struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | error)
+    code = load + tests + allow + deny
+    buffer = ctypes.create_string_buffer(code)
+    program = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    assert libc.prctl(22, 2, ctypes.c_char_p(program), 0, 0) == 0, ctypes.get_errno()
+
+forbid(json.loads(sys.argv[1]), int(sys.argv[2]))
+import zero_nvme_aio as aio
+probe = aio.probe()
+with aio.Engine() as io, io.open(sys.argv[3], "rw") as file:
+    io.write(file, b"x" * 100_000, 3).wait()
+    out = bytearray(100_000)
+    io.read(file, out, 3).wait()
+    assert out == b"x" * 100_000
+print(json.dumps([probe.chosen, io.backend, {s.name: [s.available, s.reason, s.errno] for s in probe.backends}]))
+"""
+IO_URING_SETUP, IO_SETUP = 425, 206
+
+
+def test_probe_names_every_backend_and_chooses_the_first_that_runs() -> None:
+    probe = aio.probe()
+    assert [status.name for status in probe.backends] == ["io_uring", "libaio", "threads"]
+    assert probe.chosen == next(status.name for status in probe.backends if status.available)
+    for status in probe.backends:
+        assert status.available == (status.reason == "") == (status.errno == 0)
+        assert status.name in probe.explain()
+    with aio.Engine() as io:
+        assert io.backend == probe.chosen
+
+
+@pytest.mark.skipif("x86_64" not in __import__("platform").machine(), reason="system call numbers of x86-64")
+@pytest.mark.parametrize(
+    ("numbers", "error", "chosen", "words"),
+    [
+        ([IO_URING_SETUP], 1, "libaio", {"io_uring": "seccomp"}),
+        ([IO_URING_SETUP], 38, "libaio", {"io_uring": "no io_uring"}),
+        ([IO_URING_SETUP], 12, "libaio", {"io_uring": "locked-memory limit"}),
+        ([IO_URING_SETUP, IO_SETUP], 1, "threads", {"io_uring": "seccomp", "libaio": "seccomp"}),
+    ],
+)
+def test_where_a_system_call_is_refused_the_next_backend_runs_and_probe_says_why(
+    tmp_path: Path, numbers: list[int], error: int, chosen: str, words: dict[str, str]
+) -> None:
+    command = [sys.executable, "-c", FORBIDDEN, json.dumps(numbers), str(error), str(tmp_path / "f")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    probe_chosen, engine_backend, backends = json.loads(done.stdout)
+    assert probe_chosen == engine_backend == chosen
+    for name, word in words.items():
+        available, reason, code = backends[name]
+        assert not available
+        assert word in reason
+        assert code == error
