@@ -106,7 +106,9 @@ def _optimizer_intervals(stager: Stager, owned: OwnedFragment, state: dict[str, 
         )
     for key, value in state.items():
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-        if tensor.dim() and tensor.numel() == fragment.length:
+        if tensor.dim() and tensor.numel() != fragment.length:
+            yield from stager.intervals(entry.name, key, tensor.contiguous())
+        elif tensor.dim():
             yield from stager.intervals(entry.name, key, tensor, shape=entry.shape, offset=fragment.param_offset)
         elif fragment.param_offset == 0:
             yield from stager.intervals(entry.name, f"{key}.scalar", tensor.reshape(()).cpu())
@@ -169,8 +171,10 @@ def _read_state(engine: Engine, checkpoint: Checkpoint, owned: OwnedFragment) ->
             _read(checkpoint, name, kind, 0, value)
             state[kind.removesuffix(".scalar")] = value.reshape(())
         else:
-            values = torch.empty(fragment.length, dtype=torch_dtype(entry.dtype), device=owned.tensor.device)
-            _read(checkpoint, name, kind, fragment.param_offset, values)
+            same = tuple(entry.shape) == fragment.entry.shape
+            shape = owned.tensor.shape if same else entry.shape
+            values = torch.empty(tuple(shape), dtype=torch_dtype(entry.dtype), device=owned.tensor.device)
+            _read(checkpoint, name, kind, fragment.param_offset if same else 0, values)
             state[kind] = values
     optimizer = engine.sharded_optimizer
     if optimizer is not None:

@@ -40,14 +40,17 @@ def gathered(
         unit.issue_gather(runtime.step)
     for unit in opened:
         unit.wait_gather()
+    held = [u for u in units if u.releasable]
+    for unit in held:
+        runtime.gatherer.pin(unit)
     try:
         yield
-    finally:
         if modifier_rank is not None:
             for unit in units:
                 _take_changes(partition, unit, modifier_rank)
-        for unit in opened:
-            unit.release()
+    finally:
+        for unit in held:
+            runtime.gatherer.unpin(unit)
 
 
 def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tensor:

@@ -17,24 +17,26 @@ _ELEMENTWISE = frozenset(
 _WHOLE_MODEL = {"LBFGS": "it needs a closure and the whole model's gradient", "SparseAdam": "it needs sparse gradients"}
 
 
-def check_elementwise(optimizer: Optimizer, *, sharded: bool) -> None:
-    """Refuse by name an optimizer whose result on fragments differs from its result on whole parameters.
+def must_be_whole(optimizer: Optimizer, *, sharded: bool) -> bool:
+    """Whether the optimizer needs whole parameters because its result on fragments would differ.
 
-    torch's own elementwise optimizers are known; any other is run once on a small matrix, whole and split.
-    ``sharded``: whether the optimizer sees fragments of single ranks only (stage >= 1). Raises `PartitionError`.
+    torch's own elementwise optimizers are known; any other is run once on a small matrix, whole and split. ``sharded``:
+    this rank has only fragments (stage >= 1); then, and for optimizers that no engine can run, raises `PartitionError`.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE:
-        return
+        return False
     if kind.__name__ in _WHOLE_MODEL:
         reason = _WHOLE_MODEL[kind.__name__]
-        raise PartitionError(f"{kind.__name__} cannot run in an engine: {reason}. Use AdamW or another elementwise one.")
-    if not _split_equals_whole(optimizer):
-        where = "on shards of parameters" if sharded else "on the fragments that every stage uses"
+        raise PartitionError(f"{kind.__name__} cannot run in an engine: {reason}. Use AdamW, for example.")
+    if _split_equals_whole(optimizer):
+        return False
+    if sharded:
         raise PartitionError(
-            f"{kind.__name__} gives other results {where} than on whole parameters, because it looks at whole matrices or at the whole "
-            "model. Use an elementwise optimizer such as AdamW."
+            f"{kind.__name__} gives other results on shards of parameters than on whole ones, because it looks at "
+            "whole matrices or at the whole model. Use stage 0, or an elementwise optimizer such as AdamW."
         )
+    return True
 
 
 def _split_equals_whole(optimizer: Optimizer) -> bool:

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
-from zero_comm import Group, Tag, Work
-
-from .residency import Residency
 from .schedule import GatherSchedule, merge_orders
 from .unit import Unit, UnitState
 
@@ -24,16 +19,12 @@ class Gatherer:
     def __init__(
         self,
         units: Sequence[Unit],
-        group: Group,
-        residency: Residency,
         request: Callable[[int], None],
         *,
         prefetch_numel: int,
         max_live_numel: int,
     ) -> None:
         self._units = units
-        self._group = group
-        self._residency = residency
         self._request = request
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
@@ -44,7 +35,8 @@ class Gatherer:
         self._key = ""
         self._schedule: GatherSchedule | None = None
         self._used: list[int] = []
-        self._joined: list[Work] = []
+        self._fresh: set[int] = set()
+        self._pinned: dict[int, int] = {}
         self._news: dict[str, list[int]] = {}
         self.step = 0
 
@@ -85,6 +77,18 @@ class Gatherer:
         self._schedule = self._schedules[key]
         self._schedule.restart()
         self._used = []
+        self._fresh.clear()
+
+    def pin(self, unit: Unit) -> None:
+        """Keep a gathered unit through passes until `unpin`; pins count."""
+        self._pinned[unit.index] = self._pinned.get(unit.index, 0) + 1
+
+    def unpin(self, unit: Unit) -> None:
+        """Take one pin away; the last one releases the unit."""
+        self._pinned[unit.index] -= 1
+        if not self._pinned[unit.index]:
+            del self._pinned[unit.index]
+            unit.release()
 
     def need(self, unit: Unit) -> None:
         """Make ``unit`` present; returns when its parameters are whole."""
@@ -92,9 +96,9 @@ class Gatherer:
             return
         if unit.index not in self._used and self._schedule is not None:
             self._used.append(unit.index)
-        if unit.state is UnitState.GATHERED:
+        if unit.index in self._fresh and unit.state is UnitState.GATHERED:
             return
-        if unit.state is UnitState.RELEASED:
+        if unit.index not in self._fresh or unit.state is UnitState.RELEASED:
             self._bring(unit)
         unit.wait_gather()
         self._prefetch()
@@ -103,7 +107,7 @@ class Gatherer:
     def leave(self, unit: Unit) -> None:
         """The unit's modules have run in this pass; release it unless it is known to be used again."""
         if unit.releasable and unit.index not in self._held.get(self._key, ()):
-            unit.release()
+            self._release(unit)
 
     def leave_before(self, unit: Unit, may_go: Callable[[Unit], bool]) -> None:
         """Release gathered units that the pass's order puts more than one place before ``unit`` and that ``may_go``."""
@@ -121,20 +125,23 @@ class Gatherer:
         for index in schedule.remaining():
             self._issue(index)
             if not keep(self._units[index]):
-                self._units[index].release()
-        for work in self._joined:
-            work.wait()
-        self._joined.clear()
+                self._release(self._units[index])
         for unit in self._units:
             if not keep(unit):
-                unit.release()
+                self._release(unit)
         if self._key not in self._learned or not set(self._used) <= set(schedule.order):
             self._news[self._key] = self._used
         self._schedule = None
 
-    def serve(self, index: int) -> None:
-        """Take part in gathering a requested unit; every rank calls this at the same agreement point."""
-        self._gather(self._units[index])
+    def serve(self, index: int, mine: bool) -> None:
+        """Take part in gathering a requested unit, for this rank or only for others; all ranks at the same point."""
+        unit = self._units[index]
+        absent = unit.state is UnitState.RELEASED
+        unit.issue_gather(self.step)
+        if mine:
+            self._fresh.add(index)
+        elif absent:
+            unit.release()
 
     def _bring(self, unit: Unit) -> None:
         schedule = self._schedule
@@ -156,13 +163,12 @@ class Gatherer:
         self._gather(self._units[index])
 
     def _gather(self, unit: Unit) -> None:
-        if unit.state is UnitState.RELEASED:
-            unit.issue_gather(self.step)
-            return
-        spare = torch.empty(unit.layout.numel, dtype=unit.plan.dtype, device=unit.flat.device)
-        shard = self._residency.acquire(unit.name)
-        self._joined.append(self._group.all_gather(spare, shard, Tag("gather", unit.name, self.step)))
-        self._residency.release(unit.name, dirty=False)
+        unit.issue_gather(self.step)
+        self._fresh.add(unit.index)
+
+    def _release(self, unit: Unit) -> None:
+        if unit.index not in self._pinned:
+            unit.release()
 
     def _prefetch(self) -> None:
         if self._schedule is None:
@@ -183,7 +189,7 @@ class Gatherer:
             return
         for index in schedule.order[: schedule.issued]:
             if index != needed.index and index not in self._used:
-                self._units[index].release()
+                self._release(self._units[index])
                 if self._live() <= self._max_live_numel:
                     return
 

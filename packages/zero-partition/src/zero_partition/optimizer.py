@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from zero_precision import LossScale, NoLossScale
 
-from .elementwise import check_elementwise
+from .elementwise import must_be_whole
 from .errors import NonFiniteGradientError, PartitionError
-from .layout import Fragment
+from .layout import Entry, Fragment
 from .norm import NormSquared, norm_squared
 from .partition import Partition
 from .unit import Unit
@@ -75,7 +75,7 @@ class ShardedOptimizer:
         skip_non_finite: bool = False,
         norm: NormSquared = norm_squared,
     ) -> None:
-        check_elementwise(optimizer, sharded=partition.options.stage >= 1)
+        self._whole = must_be_whole(optimizer, sharded=partition.options.stage >= 1)
         self.inner = optimizer
         self.clip = clip
         self.loss_scale: LossScale = loss_scale if loss_scale is not None else NoLossScale()
@@ -179,7 +179,8 @@ class ShardedOptimizer:
         reduced = self._partition.runtime.gradients[owned.unit.index].reduced
         if reduced is None:
             return None
-        return reduced[owned.reduced_start : owned.reduced_start + owned.fragment.length]
+        start = owned.reduced_start
+        return reduced[start : start + owned.fragment.length].view(owned.tensor.shape)
 
     @torch.no_grad()
     def _update(self, touched: dict[int, list[bool]], factor: float) -> None:
@@ -234,14 +235,19 @@ class ShardedOptimizer:
         unit, number = found
         if unit.master is None:
             return
-        for rank in self._partition.owned_ranks():
-            for fragment in unit.layout.fragments(rank):
-                if fragment.entry is unit.layout.entries[number]:
-                    base = rank * unit.layout.shard_numel if unit.master.numel() == unit.layout.numel else 0
-                    start = base + fragment.shard_offset
-                    tensor = nn.Parameter(unit.master[start : start + fragment.length])
-                    self._numbers[id(tensor)] = (unit.index, number)
-                    yield OwnedFragment(unit, fragment, tensor)
+        for fragment in self._fragments(unit, unit.layout.entries[number]):
+            base = fragment.rank * unit.layout.shard_numel if unit.master.numel() == unit.layout.numel else 0
+            start = base + fragment.shard_offset
+            view = unit.master[start : start + fragment.length]
+            tensor = nn.Parameter(view.view(fragment.entry.shape) if self._whole else view)
+            self._numbers[id(tensor)] = (unit.index, number)
+            yield OwnedFragment(unit, fragment, tensor)
+
+    def _fragments(self, unit: Unit, entry: Entry) -> list[Fragment]:
+        """The parts of one parameter that this rank updates; one piece for an optimizer that needs whole parameters."""
+        if self._whole:
+            return [Fragment(entry, 0, 0, entry.offset, entry.numel)]
+        return [f for rank in self._partition.owned_ranks() for f in unit.layout.fragments(rank) if f.entry is entry]
 
 
 def _cut_state(state: dict[str, Any], parameter: nn.Parameter, owned: OwnedFragment) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zero_comm import EngineGroups, Message, Tag
 from zero_precision import PrecisionPolicy, declared_keep_fp32, keep_fp32
@@ -73,7 +74,8 @@ class Partition:
         self.world_size = groups.gather.world_size
         self.uncut = uncut_parameters(model)
         check_trainable_uncut(model)
-        plans = _plan(model, options, trainable)
+        self._kept_fp32 = _kept_fp32(model, options.policy)
+        plans = _plan(model, options, trainable, self._kept_fp32)
         self.layout = Layout(tuple(_unit_layout(plan, self.world_size, options.alignment) for plan in plans))
         self._agree_on_model(model, plans)
         self.units = [
@@ -173,8 +175,8 @@ class Partition:
             for key, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                dtype = self.options.policy.buffer_dtype if buffer.is_floating_point() else None
-                moved = buffer.to(self.device, dtype or buffer.dtype).contiguous()
+                dtype = self._buffer_dtype(module, f"{name}.{key}" if name else key, buffer)
+                moved = buffer.to(self.device, dtype).contiguous()
                 self.groups.gather.broadcast(moved, 0, Tag("broadcast", f"{name}.{key}")).wait()
                 if moved is not buffer:
                     module._buffers[key] = moved
@@ -182,6 +184,16 @@ class Partition:
             if name in self.uncut and type(parameter.data) is torch.Tensor and parameter.numel():
                 parameter.data = parameter.data.to(self.device).contiguous()
                 self.groups.gather.broadcast(parameter.data, 0, Tag("broadcast", name)).wait()
+
+    def _buffer_dtype(self, module: nn.Module, name: str, buffer: torch.Tensor) -> torch.dtype:
+        """In half precision buffers follow the parameters, as in ``model.to(dtype)``, but for running statistics."""
+        policy = self.options.policy
+        if not buffer.is_floating_point() or name in self._kept_fp32:
+            return buffer.dtype
+        if policy.buffer_dtype is not None:
+            return policy.buffer_dtype
+        half = policy.param_dtype.itemsize < 4 and not isinstance(module, _NormBase)
+        return policy.param_dtype if half else buffer.dtype
 
     def _agree_on_model(self, model: nn.Module, plans: list[UnitPlan]) -> None:
         """Refuse, by the first name that differs, to train different models together."""
@@ -225,12 +237,18 @@ def partition(
     )
 
 
-def _plan(model: nn.Module, options: PartitionOptions, trainable: set[int] | None) -> list[UnitPlan]:
+def _kept_fp32(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
+    """Names of the parameters and buffers that stay in float32 under a half-precision policy."""
+    if policy.param_dtype.itemsize >= 4:
+        return frozenset()
+    declared = keep_fp32(model, declared_keep_fp32(model, policy.param_dtype), strict=False)
+    return declared | keep_fp32(model, policy.keep_fp32)
+
+
+def _plan(
+    model: nn.Module, options: PartitionOptions, trainable: set[int] | None, kept: frozenset[str]
+) -> list[UnitPlan]:
     policy = options.policy
-    kept: frozenset[str] = frozenset()
-    if policy.param_dtype.itemsize < 4:
-        patterns = [*policy.keep_fp32, *declared_keep_fp32(model, policy.param_dtype)]
-        kept = keep_fp32(model, patterns) if patterns else kept
 
     def is_trained(parameter: nn.Parameter) -> bool:
         return parameter.requires_grad and (trainable is None or id(parameter) in trainable)

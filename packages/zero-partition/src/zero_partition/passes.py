@@ -11,7 +11,9 @@ _REQUEST = "request"
 
 
 class Agreement:
-    """Every rank passes the same points in the same order: the start of a forward or backward pass, the step, a
+    """Keeps the ranks together; ``serve(unit, mine)`` takes part in a requested gather, ``mine`` if this rank wants it.
+
+    Every rank passes the same points in the same order: the start of a forward or backward pass, the step, a
     gather by the user.
 
     [Note: requests] Within a pass, gathers follow the agreed order and each unit comes once. A rank that needs a unit
@@ -20,7 +22,7 @@ class Agreement:
     serve it, and repeat their own message. So nobody hangs and nobody has to guess what another rank will compute.
     """
 
-    def __init__(self, control: Control, serve: Callable[[int], None]) -> None:
+    def __init__(self, control: Control, serve: Callable[[int, bool], None]) -> None:
         self._control = control
         self._serve = serve
         self.requests_served = 0
@@ -42,7 +44,8 @@ class Agreement:
 
     def _serve_requests(self, messages: list[Message]) -> bool:
         wanted = dict.fromkeys(m.payload for m in messages if m.kind == _REQUEST)
+        mine = messages[self._control.rank]
         for unit in wanted:
-            self._serve(unit)
+            self._serve(unit, mine.kind == _REQUEST and mine.payload == unit)
             self.requests_served += 1
         return bool(wanted)

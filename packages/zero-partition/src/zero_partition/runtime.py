@@ -17,7 +17,7 @@ from .hooks import ModuleHooks, SavedViews
 from .passes import Agreement
 from .reducer import Reducer
 from .residency import Residency
-from .unit import Unit, UnitState
+from .unit import Unit
 
 _BACKWARD = "backward"
 
@@ -48,11 +48,9 @@ class Runtime:
         self.step = 0
         self.reduces_now: Callable[[], bool] = lambda: True
         self.allows_plain_backward: Callable[[], str | None] = lambda: None
-        self.agreement = Agreement(groups.control, self._serve)
+        self.agreement = Agreement(groups.control, self._serve_request)
         self.gatherer = Gatherer(
             self.units,
-            groups.gather,
-            residency,
             self._request,
             prefetch_numel=prefetch_numel,
             max_live_numel=max_live_numel,
@@ -198,7 +196,7 @@ class Runtime:
         if not self._in_backward:
             self._begin_plain_backward()
         for unit in units:
-            if unit.releasable and unit.state is not UnitState.GATHERED:
+            if unit.releasable:
                 self.gatherer.need(unit)
                 self._storages[unit.flat.untyped_storage().data_ptr()] = unit
                 self.gatherer.leave_before(unit, self._idle_in_backward)
@@ -274,5 +272,5 @@ class Runtime:
     def _request(self, unit: int) -> None:
         self.agreement.request(unit, self.step)
 
-    def _serve(self, unit: int) -> None:
-        self.gatherer.serve(unit)
+    def _serve_request(self, unit: int, mine: bool) -> None:
+        self.gatherer.serve(unit, mine)

@@ -18,8 +18,8 @@ from .units import UnitPlan
 class UnitState(enum.Enum):
     """Where a unit's parameters are.
 
-    RELEASED -> GATHERING by `issue_gather`; GATHERING -> GATHERED by `wait_gather`; GATHERED -> RELEASED by `release`.
-    Units that are never released stay GATHERED.
+    RELEASED (or GATHERED) -> GATHERING by `issue_gather`; GATHERING -> GATHERED by `wait_gather`; GATHERED -> RELEASED by
+    `release`. Units that are never released stay GATHERED.
     """
 
     RELEASED = enum.auto()
@@ -91,11 +91,14 @@ class Unit:
             self.release()
 
     def issue_gather(self, step: int) -> None:
-        """Start bringing the parameters; every rank of the group issues gathers in the same order."""
-        if self.state is not UnitState.RELEASED:
-            raise RuntimeError(f"unit '{self.name}' is {self.state.name}, expected RELEASED")
-        self._placeholders.verify()
-        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        """Start bringing the parameters, or refreshing them where they are present already.
+
+        Every rank of the group issues gathers in the same order.
+        """
+        self.wait_gather()
+        if self.state is UnitState.RELEASED:
+            self._placeholders.verify()
+            self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
         shard = self._residency.acquire(self.name)
         self._work = self._group.all_gather(self.flat, shard, Tag("gather", self.name, step))
         self.state = UnitState.GATHERING

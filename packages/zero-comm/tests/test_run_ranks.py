@@ -1,0 +1,47 @@
+"""`run_ranks` itself: results by rank, tracebacks, timeouts, and workers that are used again."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_comm import RankFailure, run_ranks
+
+
+def facts(word: str) -> tuple[int, int, str, int, int]:
+    return dist.get_rank(), dist.get_world_size(), word, os.getpid(), torch.get_num_threads()
+
+
+def fail_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        raise ValueError(f"no luck on rank {rank}")
+    return dist.get_rank()
+
+
+def sleep(seconds: float) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+
+
+def test_results_come_by_rank_and_the_processes_are_used_again() -> None:
+    first, second = run_ranks(facts, 3, "a"), run_ranks(facts, 2, "b")
+    assert [f[:3] for f in first] == [(0, 3, "a"), (1, 3, "a"), (2, 3, "a")]
+    assert [f[3] for f in second] == [f[3] for f in first[:2]] and os.getpid() not in {f[3] for f in first}
+    assert all(f[4] == 1 for f in first)
+
+
+def test_a_rank_that_raises_is_reported_with_its_traceback_and_the_next_call_works() -> None:
+    with pytest.raises(RankFailure, match="no luck on rank 1") as caught:
+        run_ranks(fail_on, 2, 1)
+    assert list(caught.value.failures) == [1]
+    assert "--- rank 1 ---" in str(caught.value) and "in fail_on" in str(caught.value)
+    assert run_ranks(fail_on, 2, 7) == [0, 1]
+
+
+def test_a_rank_that_does_not_answer_is_named_and_ended() -> None:
+    with pytest.raises(TimeoutError, match=r"rank\(s\) \[1\] gave no answer in 1 s"):
+        run_ranks(sleep, 2, 600.0, timeout=1.0)

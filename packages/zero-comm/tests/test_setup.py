@@ -1,0 +1,62 @@
+"""`init` with and without a launcher, in fresh processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+ALONE = """
+import os, threading
+before = dict(os.environ)
+import torch, torch.distributed as dist, zero_comm
+zero_comm.init("cpu")
+group = dist.distributed_c10d._get_default_group()
+zero_comm.init("cpu")                                  # a second call changes nothing
+assert dist.distributed_c10d._get_default_group() is group
+assert dist.get_world_size() == 1 and dist.get_rank() == 0 and dist.get_backend() == "gloo"
+assert dict(os.environ) == before
+out = torch.empty(3)
+zero_comm.Mesh(device=torch.device("cpu")).open_groups().gather.all_gather(out, torch.ones(3), zero_comm.Tag("gather", "u")).wait()
+assert out.tolist() == [1.0] * 3
+dist.destroy_process_group()
+print("ok")
+"""
+
+LAUNCHED = """
+import torch, torch.distributed as dist, zero_comm
+zero_comm.init("cpu")
+groups = zero_comm.Mesh(device=torch.device("cpu")).open_groups()
+out = torch.empty(2)
+groups.gather.all_gather(out, torch.tensor([float(dist.get_rank())]), zero_comm.Tag("gather", "u")).wait()
+dist.destroy_process_group()
+print(out.tolist())
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {**{k: v for k, v in os.environ.items() if k not in names}, "OMP_NUM_THREADS": "1", **more}
+
+
+def test_without_a_launcher_one_rank_is_made_and_no_variable_changes() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
+
+
+def test_a_launchers_variables_are_followed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LAUNCHED],
+            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    answers = [rank.communicate(timeout=60) for rank in ranks]
+    assert [out for out, _ in answers] == ["[0.0, 1.0]\n"] * 2, answers

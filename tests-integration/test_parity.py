@@ -1,0 +1,123 @@
+"""The compass: every stage and world size follows the one-process run (DESIGN.md, numerics are a contract)."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import training
+import zoo
+from training import Run
+
+from zero_comm import run_ranks
+
+STAGES, WORLD_SIZES = (0, 1, 2, 3), (1, 2, 3)
+ORACLE = 1e-12
+
+
+@functools.cache
+def one_process(run: Run) -> dict[str, torch.Tensor]:
+    return training.plain(run)
+
+
+def check(run: Run, stage: int, world_size: int, bound: float = ORACLE) -> None:
+    weights = run_ranks(training.ranks, world_size, run, stage)[0]
+    assert training.deviation(weights, one_process(run)) <= bound
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("accumulation", (1, 3))
+@pytest.mark.parametrize("clip", (0.0, 0.1))
+def test_transformer_with_tied_head_follows_the_oracle(
+    stage: int, world_size: int, accumulation: int, clip: float
+) -> None:
+    check(Run(accumulation=accumulation, clip=clip), stage, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("variant", [v for v in zoo.VARIANTS if v != "plain"])
+def test_awkward_models_follow_the_oracle(variant: str, stage: int, world_size: int) -> None:
+    check(Run(variant, clip=0.1, accumulation=2), stage, world_size)
+
+
+@pytest.mark.parametrize("world_size", (1, 3))
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("accumulation", (1, 2))
+def test_two_backwards_in_one_micro_batch_follow_the_oracle(stage: int, world_size: int, accumulation: int) -> None:
+    check(Run("two losses", backwards=2, accumulation=accumulation, clip=0.1), stage, world_size)
+
+
+def plain_backward(run: Run, stage: int) -> dict[str, torch.Tensor]:
+    import torch.distributed as dist
+
+    engine = training.start(run, stage)
+    for step in range(run.steps):
+        sum(engine(*zoo.batch(step, 0, dist.get_rank(), dist.get_world_size()))).backward()
+        engine.step()
+    return training.weights(engine)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_loss_backward_without_the_engine_follows_the_oracle(stage: int) -> None:
+    run = Run("recomputed", clip=0.1)
+    weights = run_ranks(plain_backward, 2, run, stage)[0]
+    assert training.deviation(weights, one_process(run)) <= ORACLE
+
+
+# -- bitwise ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def trained_bits(run: Run, stage: int, world_size: int) -> dict[str, bytes]:
+    return training.bits(run_ranks(training.ranks, world_size, run, stage)[0])
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_stages_are_bitwise_equal_at_one_backward_per_step(dtype: str, world_size: int) -> None:
+    run = Run("frozen and unused", steps=10, clip=0.1, dtype=dtype)
+    for stage in STAGES[1:]:
+        assert trained_bits(run, stage, world_size) == trained_bits(run, 0, world_size)
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_stages_pair_up_bitwise_with_accumulation(dtype: str) -> None:
+    run = Run(steps=10, clip=0.1, accumulation=3, dtype=dtype)
+    assert trained_bits(run, 0, 2) == trained_bits(run, 1, 2)
+    assert trained_bits(run, 2, 2) == trained_bits(run, 3, 2)
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_reduce_each_micro_batch_makes_all_stages_bitwise_equal(dtype: str) -> None:
+    run = Run(steps=10, clip=0.1, accumulation=3, dtype=dtype, reduce_each=True)
+    for stage in STAGES[1:]:
+        assert trained_bits(run, stage, 3) == trained_bits(run, 0, 3)
+
+
+# -- fp32 against DDP ------------------------------------------------------------------------------------------------
+
+
+def ddp(run: Run) -> dict[str, torch.Tensor]:
+    import torch.distributed as dist
+
+    model = zoo.build(run.variant, torch.float32)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.LR, weight_decay=0.01)
+    for step in range(run.steps):
+        sum(wrapped(*zoo.batch(step, 0, dist.get_rank(), dist.get_world_size()))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_fp32_deviates_at_most_twice_as_much_as_ddp(world_size: int) -> None:
+    run = Run(dtype="fp32")
+    exact = one_process(run._replace(dtype="fp64"))
+    allowed = max(1e-6, 2 * training.deviation(run_ranks(ddp, world_size, run)[0], exact))
+    for stage in STAGES:
+        weights = run_ranks(training.ranks, world_size, run, stage)[0]
+        assert training.deviation(weights, exact) <= allowed
