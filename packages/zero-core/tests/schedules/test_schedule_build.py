@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import cases
 import pytest
+import schedule_cases as cases
 import torch
 from torch.optim import lr_scheduler
 

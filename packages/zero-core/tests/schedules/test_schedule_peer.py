@@ -7,10 +7,10 @@ import json
 import os
 from typing import Any
 
-import cases
 import pytest
+import schedule_cases as cases
 import torch
-from frozen_values import AT, FROZEN
+from schedule_frozen import AT, FROZEN
 
 from zero_core import schedules
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import cases
 import pytest
+import schedule_cases as cases
 import torch
-from frozen_values import AT, FROZEN
+from schedule_frozen import AT, FROZEN
 
 from zero_core import schedules
 from zero_core.errors import UsageError
