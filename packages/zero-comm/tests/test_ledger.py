@@ -8,7 +8,6 @@ from comm_ranks import data_group, engine_groups
 
 from zero_comm import Ledger, LedgerRow, Message, Tag, run_ranks
 
-
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -18,7 +18,8 @@ assert dist.distributed_c10d._get_default_group() is group
 assert dist.get_world_size() == 1 and dist.get_rank() == 0 and dist.get_backend() == "gloo"
 assert dict(os.environ) == before
 out = torch.empty(3)
-zero_comm.Mesh(device=torch.device("cpu")).open_groups().gather.all_gather(out, torch.ones(3), zero_comm.Tag("gather", "u")).wait()
+groups = zero_comm.Mesh(device=torch.device("cpu")).open_groups()
+groups.gather.all_gather(out, torch.ones(3), zero_comm.Tag("gather", "u")).wait()
 assert out.tolist() == [1.0] * 3
 dist.destroy_process_group()
 print("ok")
