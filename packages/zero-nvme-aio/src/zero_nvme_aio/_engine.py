@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 
 from . import _buffers, _native
@@ -226,6 +227,9 @@ class Engine:
             )
         except OSError as error:
             raise BackendUnavailableError(f"backend '{backend}': {error.args[1]}", errno=error.errno) from None
+        # Pinned rings by accelerator, made when one is first used.
+        self.stages: dict[Any, Any] = {}
+        self.stage_lock = threading.Lock()
         # Runs at garbage collection and at exit, so that what was submitted reaches the file.
         self._finalizer = weakref.finalize(self, self._native.close)
 
@@ -324,6 +328,8 @@ class Engine:
 
     def close(self) -> None:
         """Finishes everything submitted and stops; does not sync. May be called twice."""
+        for stage in self.stages.values():
+            stage.executor.shutdown(wait=True)
         self._finalizer()
 
     def __enter__(self) -> Engine:

@@ -45,7 +45,7 @@ def save(
     with _engine(engine) as io:
         try:
             with io.open(scratch, "w") as file:
-                io.write(file, [header, *items], 0).wait()
+                io.submit_items(True, file, [memoryview(header), *items], 0, False).wait()
                 if sync:
                     io.sync(file)
             os.replace(scratch, target)

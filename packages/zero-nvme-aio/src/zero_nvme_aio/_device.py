@@ -1,0 +1,192 @@
+"""Tensors in an accelerator's memory: through a ring of pinned host buffers, copying one chunk while another is moved."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from .errors import AccessError, InvalidBufferError, InvalidOffsetError, WaitTimeoutError
+
+if TYPE_CHECKING:
+    from ._engine import Engine, File, Request
+
+__all__ = ["DeviceRequest", "submit_device"]
+
+CHUNK_BYTES = 8 << 20
+SLOTS = 4
+
+
+class DeviceRequest:
+    """A transfer of an accelerator tensor; behaves like `Request`."""
+
+    checksum: str | None = None
+
+    def __init__(self, future: Future[int], path: str, nbytes: int, cancelled: threading.Event) -> None:
+        self._future = future
+        self._path = path
+        self._cancelled = cancelled
+        self.nbytes = nbytes
+
+    def done(self) -> bool:
+        """Whether the request has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Blocks until the tensor may be used again and returns the bytes moved; `timeout` in seconds."""
+        try:
+            return self._future.result(timeout)
+        except TimeoutError as error:
+            if self._future.done():
+                raise
+            raise WaitTimeoutError(f"transfer of '{self._path}' is still under way after {timeout} s", path=self._path) from error
+
+    def settle(self) -> None:
+        """Blocks until the request has ended, well or not."""
+        self._future.exception()
+
+    def cancel(self) -> None:
+        """Starts no further chunk."""
+        self._cancelled.set()
+
+    def __await__(self) -> Generator[Any, None, int]:
+        import asyncio
+
+        return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+
+
+def submit_device(engine: Engine, write: bool, file: File, tensor: Any, offset: int, checksum: bool) -> DeviceRequest:
+    """Starts moving a contiguous torch tensor between its device and the file."""
+    if checksum:
+        raise InvalidBufferError("no checksum is computed for accelerator tensors; copy to host memory first")
+    if not tensor.is_contiguous():
+        raise InvalidBufferError("expected contiguous memory, got a strided tensor; call .contiguous() first")
+    if ("w" if write else "r") not in file.mode:
+        raise AccessError(f"'{file.path}' was opened with mode '{file.mode}'", path=file.path)
+    nbytes = tensor.numel() * tensor.element_size()
+    if not 0 <= offset <= 2**63 - 1 - nbytes:
+        raise InvalidOffsetError(f"expected an offset from 0 on, got {offset} for '{file.path}'", path=file.path, offset=offset)
+    stage = _stage_of(engine, tensor.device)
+    cancelled = threading.Event()
+    ready = stage.mover.mark()
+    move = stage.write if write else stage.read
+    future = stage.executor.submit(move, engine, file, tensor, offset, ready, cancelled)
+    return DeviceRequest(future, file.path, nbytes, cancelled)
+
+
+def _stage_of(engine: Engine, device: Any) -> _Stage:
+    with engine.stage_lock:
+        stage = engine.stages.get(device)
+        if stage is None:
+            stage = engine.stages[device] = _Stage(device)
+        return stage
+
+
+class _Mover:
+    """Copies on a stream of the device, beside the user's own."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    def mark(self) -> Any:
+        """The point in the caller's stream up to which the tensor is being made."""
+        if self._stream is None:
+            return None
+        return self._torch.accelerator.current_stream(self._device).record_event()
+
+    def after(self, event: Any) -> None:
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+    def copy(self, target: Any, source: Any) -> Any:
+        """Starts a copy and returns the event that ends it."""
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+
+class _Stage:
+    """The pinned ring of one device, worked by one thread."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self.mover = _Mover(device)
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="zero-nvme-aio-device")
+        self._slots = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(SLOTS)]
+        self._flat: Callable[[Any], Any] = lambda tensor: tensor.detach().reshape(-1).view(torch.uint8)
+
+    def write(self, io: Engine, file: File, tensor: Any, offset: int, ready: Any, cancelled: threading.Event) -> int:
+        flat = self._flat(tensor)
+        pending: list[Request | None] = [None] * SLOTS
+        self.mover.after(ready)
+        try:
+            for number, begin in enumerate(range(0, len(flat), CHUNK_BYTES)):
+                slot = number % SLOTS
+                self._free(pending, slot)
+                if cancelled.is_set():
+                    break
+                piece = self._slots[slot][: min(CHUNK_BYTES, len(flat) - begin)]
+                copied = self.mover.copy(piece, flat[begin : begin + len(piece)])
+                if copied is not None:
+                    copied.synchronize()
+                pending[slot] = io.write(file, piece, offset + begin)
+        finally:
+            _settle(pending)
+        return self._finish(pending, len(flat), file, cancelled)
+
+    def read(self, io: Engine, file: File, tensor: Any, offset: int, ready: Any, cancelled: threading.Event) -> int:
+        flat = self._flat(tensor)
+        begins = range(0, len(flat), CHUNK_BYTES)
+        pending: list[Request | None] = [None] * SLOTS
+        copied: list[Any] = [None] * SLOTS
+        self.mover.after(ready)
+        try:
+            for number in range(len(begins) + SLOTS - 1):
+                if number < len(begins) and not cancelled.is_set():
+                    slot = number % SLOTS
+                    if copied[slot] is not None:
+                        copied[slot].synchronize()
+                    length = min(CHUNK_BYTES, len(flat) - begins[number])
+                    pending[slot] = io.read(file, self._slots[slot][:length], offset + begins[number])
+                oldest = number - (SLOTS - 1)
+                if 0 <= oldest < len(begins):
+                    slot = oldest % SLOTS
+                    self._free(pending, slot)
+                    target = flat[begins[oldest] : begins[oldest] + CHUNK_BYTES]
+                    copied[slot] = self.mover.copy(target, self._slots[slot][: len(target)])
+        finally:
+            _settle(pending)
+        for event in copied:
+            if event is not None:
+                event.synchronize()
+        return self._finish(pending, len(flat), file, cancelled)
+
+    def _free(self, pending: list[Request | None], slot: int) -> None:
+        request, pending[slot] = pending[slot], None
+        if request is not None:
+            request.wait()
+
+    def _finish(self, pending: list[Request | None], nbytes: int, file: File, cancelled: threading.Event) -> int:
+        for slot in range(SLOTS):
+            self._free(pending, slot)
+        if cancelled.is_set():
+            from .errors import RequestCancelledError
+
+            raise RequestCancelledError(f"transfer of '{file.path}' was cancelled", path=file.path)
+        return nbytes
+
+
+def _settle(pending: list[Request | None]) -> None:
+    """The ring is reused by the next transfer: nothing of this one may still be under way, also after an error."""
+    for request in pending:
+        if request is not None:
+            request.settle()

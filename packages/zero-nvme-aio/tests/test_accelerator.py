@@ -1,0 +1,73 @@
+"""The staging ring for accelerators, run over host tensors where there is no accelerator, and the optional GPUDirect engine."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from zero_nvme_aio import AioError, Engine, errors
+from zero_nvme_aio._device import CHUNK_BYTES, submit_device
+from zero_nvme_aio.testing import Fail, faulty_engine
+
+torch: Any = pytest.importorskip("torch")
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("nbytes", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 12345])
+def test_the_ring_moves_tensors_of_any_size(tmp_path: Path, device: str, nbytes: int) -> None:
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).to(device)
+    target = torch.zeros_like(source)
+    with Engine() as io, io.open(tmp_path / "f", "rw") as file:
+        assert submit_device(io, True, file, source, 5, False).wait() == nbytes
+        assert submit_device(io, False, file, target, 5, False).wait() == nbytes
+    assert torch.equal(source, target)
+
+
+def test_the_ring_is_usable_after_an_error_and_can_be_awaited(tmp_path: Path) -> None:
+    async def main() -> None:
+        with faulty_engine(Fail(on=("write",), first=3, limit=1)) as io, io.open(tmp_path / "f", "rw") as file:
+            source = torch.arange(3 * CHUNK_BYTES, dtype=torch.int32)
+            with pytest.raises(errors.DeviceError):
+                submit_device(io, True, file, source, 0, False).wait()
+            assert await submit_device(io, True, file, source, 0, False) == source.nbytes
+            target = torch.zeros_like(source)
+            await submit_device(io, False, file, target, 0, False)
+            assert torch.equal(source, target)
+            with pytest.raises(errors.EndOfFileError):
+                await submit_device(io, False, file, target, 1, False)
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="no accelerator here")
+def test_accelerator_tensors_take_the_ring_by_themselves(tmp_path: Path) -> None:
+    with Engine() as io, io.open(tmp_path / "f", "rw") as file:
+        source = torch.randn(1000, 1000, device="cuda")
+        io.write(file, source * 2, 0).wait()
+        target = torch.empty_like(source)
+        io.read(file, target, 0).wait()
+        assert torch.equal(source * 2, target)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kvikio") is not None, reason="kvikio is installed")
+def test_without_kvikio_the_error_says_what_to_install() -> None:
+    from zero_nvme_aio.gds import GdsEngine
+
+    with pytest.raises(AioError, match=r"pip install zero-nvme-aio\[gds\]"):
+        GdsEngine()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kvikio") is None or "cuda" not in DEVICES, reason="no kvikio with a GPU here")
+def test_gpudirect_moves_cuda_tensors(tmp_path: Path) -> None:
+    from zero_nvme_aio.gds import GdsEngine
+
+    source = torch.randn(1 << 20, device="cuda", dtype=torch.bfloat16)
+    with GdsEngine() as io, io.open(tmp_path / "f", "rw") as file:
+        io.write(file, source).wait()
+        target = torch.zeros_like(source)
+        io.read(file, target).wait()
+        assert torch.equal(source, target)
