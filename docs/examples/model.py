@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,17 +16,21 @@ HEAD_WIDTH = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of the model; the default has 10.9 million parameters."""
+    """The size of the model; the default has 10.8 million parameters."""
 
     layers: int = 6
     width: int = 384
-    context: int = 128
+    context: int = 128  # bytes that a prediction looks back in training
 
-    @classmethod
-    def of(cls, weights: Mapping[str, torch.Tensor]) -> Shape:
-        """The size that a set of named weights was made with."""
-        context, width = weights["positions.weight"].shape
-        return cls(sum(name.endswith(".qkv.weight") for name in weights), width, context)
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (Su et al. 2021, section 3.2.2) of x: (batch, heads, time, HEAD_WIDTH)."""
+    half = HEAD_WIDTH // 2
+    rates = 1000.0 ** (-torch.arange(half, device=x.device) / half)
+    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * rates
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 class Block(nn.Module):
@@ -43,6 +46,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        q, k = (rotate(F.rms_norm(t, (HEAD_WIDTH,))) for t in (q, k))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
@@ -55,7 +59,6 @@ class GPT(nn.Module):
         super().__init__()
         self.shape = shape
         self.bytes = nn.Embedding(VOCABULARY, shape.width)
-        self.positions = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
@@ -65,7 +68,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5 if residual else 0.02)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.bytes(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        hidden = self.bytes(x)
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))
