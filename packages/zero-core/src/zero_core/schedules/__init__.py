@@ -10,6 +10,7 @@ from zero_core.schedules.build import VALID_LR_SCHEDULES, build_scheduler
 from zero_core.schedules.one_cycle import OneCycle
 from zero_core.schedules.protocol import Scheduler
 from zero_core.schedules.range_test import LRRangeTest
+from zero_core.schedules.state import load_plain_state, plain_state
 from zero_core.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
@@ -22,4 +23,6 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "build_scheduler",
+    "load_plain_state",
+    "plain_state",
 ]
