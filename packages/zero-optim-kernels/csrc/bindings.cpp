@@ -69,42 +69,50 @@ std::vector<Row> parse_rows(const py::list& rows, bool list, size_t runs, int64_
     return result;
 }
 
-// A list's tensors are laid out one after the other from `element_offset`, each at a multiple of the quantisation block.
-std::vector<Run> parse_runs(const Call& call, Operands& operands, const Format& f, const std::vector<int64_t>& sizes, bool list, size_t rows, bool apply) {
-    std::vector<int64_t> blocks;
-    for (int64_t n : sizes) blocks.push_back((n + kQuantBlock - 1) / kQuantBlock);
-    const bool lamb = f.rule == Rule::lamb, wide = f.param == Dtype::f64;
-    const auto param = operands.addresses(call.param, "param", f.param, sizes, list, true);
-    const auto low = operands.addresses(call.param_low, "param_low", Dtype::bf16, sizes, list, true);
-    const auto grad = operands.addresses(call.grad, "grad", f.grad, sizes, list, f.zero_grad);
-    const auto state1 = operands.addresses(call.state1, "state1", f.state, sizes, list, true);
-    const auto state2 = operands.addresses(call.state2, "state2", f.state, sizes, list, true);
-    const auto scale1 = operands.addresses(call.scale1, "scale of the first state", Dtype::f32, blocks, list, true);
-    const auto scale2 = operands.addresses(call.scale2, "scale of the second state", Dtype::f32, blocks, list, true);
-    const auto copy = operands.addresses(call.copy_out, "copy_out", f.copy, sizes, list, true);
-    const auto update = operands.addresses(call.update, "update", wide ? Dtype::f64 : Dtype::f32, sizes, list, true);
-    if (f.state == Dtype::int8 && ((!state1.empty() && scale1.empty()) || (!state2.empty() && scale2.empty())))
-        throw py::value_error("state_dtype 'int8' needs a float32 scale per block of 256 for every state");
-    if (f.state == Dtype::int8 && call.element_offset % kQuantBlock != 0)
-        throw py::value_error("element_offset: 8-bit state is in blocks of 256; expected a multiple of 256, got " + std::to_string(call.element_offset));
-    const bool first = f.rule == Rule::adam || f.rule == Rule::lion || lamb, second = f.rule != Rule::lion && f.rule != Rule::sgd;
-    const std::pair<const char*, bool> missing[] = {{"param", param.empty()},
-                                                    {"grad", !apply && grad.empty()},
-                                                    {"the first state", !apply && first && state1.empty()},
-                                                    {"the second state", !apply && second && state2.empty()}};
+void check_present(const Call& call, const Format& f, bool apply) {
+    const bool lamb = f.rule == Rule::lamb, first = f.rule == Rule::adam || f.rule == Rule::lion || lamb;
+    const bool second = f.rule != Rule::lion && f.rule != Rule::sgd;
+    const std::pair<const char*, bool> missing[] = {{"param", call.param.is_none()},
+                                                    {"grad", !apply && call.grad.is_none()},
+                                                    {"the first state", !apply && first && call.state1.is_none()},
+                                                    {"the second state", !apply && second && call.state2.is_none()},
+                                                    {"update", lamb && call.update.is_none()}};
     for (const auto& [name, absent] : missing)
-        if (absent && !sizes.empty()) throw py::type_error(std::string(name) + ": expected an address or buffer, got None");
-    if (lamb && update.empty() && !sizes.empty()) throw py::type_error("update: expected an address or buffer, got None");
-    std::vector<Run> runs;
+        if (absent) throw py::type_error(std::string(name) + ": expected an address or buffer, got None");
+    if (f.state != Dtype::int8) return;
+    if ((!call.state1.is_none() && call.scale1.is_none()) || (!call.state2.is_none() && call.scale2.is_none()))
+        throw py::value_error("state_dtype 'int8' needs a float32 scale per block of 256 for every state");
+    if (call.element_offset % kQuantBlock != 0)
+        throw py::value_error("element_offset: 8-bit state is in blocks of 256; expected a multiple of 256, got " + std::to_string(call.element_offset));
+}
+
+// A list's tensors are laid out one after the other from `element_offset`, each at a multiple of the quantisation block.
+void parse_runs(const Call& call, Operands& operands, const Format& f, const std::vector<int64_t>& sizes, bool list, size_t rows,
+                std::vector<Run>& runs) {
+    std::vector<int64_t> blocks;
+    runs.clear();
     uint64_t offset = call.element_offset;
-    auto at = [](const std::vector<char*>& list_of, size_t i) { return list_of.empty() ? nullptr : list_of[i]; };
     for (size_t i = 0; i < sizes.size(); ++i) {
-        runs.push_back({at(param, i), reinterpret_cast<uint16_t*>(at(low, i)), at(grad, i), {at(state1, i), at(state2, i)},
-                        {reinterpret_cast<float*>(at(scale1, i)), reinterpret_cast<float*>(at(scale2, i))}, at(copy, i), at(update, i),
-                        sizes[i], offset, list && rows > 1 ? static_cast<int64_t>(i) : 0});
+        blocks.push_back((sizes[i] + kQuantBlock - 1) / kQuantBlock);
+        Run run{};
+        run.n = sizes[i];
+        run.offset = offset;
+        run.row = list && rows > 1 ? static_cast<int64_t>(i) : 0;
+        runs.push_back(run);
         offset += static_cast<uint64_t>(blocks[i] * kQuantBlock);
     }
-    return runs;
+    const Dtype wide = f.param == Dtype::f64 ? Dtype::f64 : Dtype::f32;
+    const auto narrow = [](char* data) { return reinterpret_cast<uint16_t*>(data); };
+    const auto single = [](char* data) { return reinterpret_cast<float*>(data); };
+    operands.each(call.param, "param", f.param, sizes, list, true, [&](size_t i, char* p) { runs[i].param = p; });
+    operands.each(call.param_low, "param_low", Dtype::bf16, sizes, list, true, [&](size_t i, char* p) { runs[i].param_low = narrow(p); });
+    operands.each(call.grad, "grad", f.grad, sizes, list, f.zero_grad, [&](size_t i, char* p) { runs[i].grad = p; });
+    operands.each(call.state1, "the first state", f.state, sizes, list, true, [&](size_t i, char* p) { runs[i].state[0] = p; });
+    operands.each(call.state2, "the second state", f.state, sizes, list, true, [&](size_t i, char* p) { runs[i].state[1] = p; });
+    operands.each(call.scale1, "the first state's scale", Dtype::f32, blocks, list, true, [&](size_t i, char* p) { runs[i].scale[0] = single(p); });
+    operands.each(call.scale2, "the second state's scale", Dtype::f32, blocks, list, true, [&](size_t i, char* p) { runs[i].scale[1] = single(p); });
+    operands.each(call.copy_out, "copy_out", f.copy, sizes, list, true, [&](size_t i, char* p) { runs[i].copy_out = p; });
+    operands.each(call.update, "update", wide, sizes, list, true, [&](size_t i, char* p) { runs[i].update = p; });
 }
 
 Format parse_format(const Call& call) {
@@ -128,7 +136,10 @@ py::object step(const Call& call, bool apply) {
     const Format format = parse_format(call);
     check_threads(call.threads);
     const std::vector<Row> rows = parse_rows(call.rows, list, sizes.size(), sizes.empty() ? 0 : sizes[0]);
-    const std::vector<Run> runs = parse_runs(call, operands, format, sizes, list, rows.size(), apply);
+    check_present(call, format, apply);
+    // Kept between calls: for thousands of tensors it is large enough that the allocator would return it to the system each time.
+    static thread_local std::vector<Run> runs;
+    parse_runs(call, operands, format, sizes, list, rows.size(), runs);
     active();  // a ZERO_ISA that cannot run is an error before anything is written
     const bool with_norms = format.rule == Rule::lamb && !apply;
     std::vector<RowNorms> norms;

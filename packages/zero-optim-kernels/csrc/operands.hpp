@@ -70,15 +70,11 @@ public:
         return aligned(static_cast<char*>(held.buf), name, dtype);
     }
 
-    // One address per size, from a list or from a single operand. Empty for None.
-    std::vector<char*> addresses(py::handle object, const char* name, Dtype dtype, const std::vector<int64_t>& sizes, bool list, bool writable) {
-        std::vector<char*> result;
-        if (object.is_none()) return result;
-        result.reserve(sizes.size());
-        if (!list) {
-            result.push_back(address(object, name, dtype, sizes[0], writable));
-            return result;
-        }
+    // Calls sink(i, address of tensor i) for every tensor of a list, or for the one operand; not at all for None.
+    template <class Sink>
+    void each(py::handle object, const char* name, Dtype dtype, const std::vector<int64_t>& sizes, bool list, bool writable, Sink sink) {
+        if (object.is_none()) return;
+        if (!list) return sink(0, address(object, name, dtype, sizes[0], writable));
         if (!PyList_Check(object.ptr()) && !PyTuple_Check(object.ptr()))
             throw py::type_error(std::string(name) + ": expected a list with one operand per tensor, as n is a list");
         if (static_cast<size_t>(PySequence_Fast_GET_SIZE(object.ptr())) != sizes.size())
@@ -87,21 +83,20 @@ public:
         PyObject** items = PySequence_Fast_ITEMS(object.ptr());
         for (size_t i = 0; i < sizes.size(); ++i) {
             if (items[i] == Py_None) throw py::type_error(std::string(name) + "[" + std::to_string(i) + "]: expected an address or buffer, got None");
-            result.push_back(address(items[i], name, dtype, sizes[i], writable));
+            sink(i, address(items[i], name, dtype, sizes[i], writable));
         }
-        return result;
     }
 
 private:
     static char* aligned(char* data, const char* name, Dtype dtype) {
-        if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(item_size(dtype)) != 0)
+        if ((reinterpret_cast<uintptr_t>(data) & static_cast<uintptr_t>(item_size(dtype) - 1)) != 0)
             throw py::value_error(std::string(name) + ": the address is not a multiple of the item size " + std::to_string(item_size(dtype)));
         return data;
     }
 
     static char* integer(py::handle object, const char* name, Dtype dtype, int64_t n) {
         const unsigned long long value = PyLong_AsUnsignedLongLong(object.ptr());
-        if (PyErr_Occurred()) {
+        if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred()) {
             PyErr_Clear();
             throw py::value_error(std::string(name) + ": the address does not fit 64 unsigned bits");
         }
@@ -115,7 +110,7 @@ private:
 int64_t parse_count(py::handle n) {
     if (!PyLong_Check(n.ptr())) throw py::type_error("n: expected an int or a list of ints");
     const long long value = PyLong_AsLongLong(n.ptr());
-    if (value < 0 || value > kMostElements || PyErr_Occurred()) {
+    if (value < 0 || value > kMostElements) {
         PyErr_Clear();
         throw py::value_error("n: expected a number of elements from 0 to 2**56, got " + std::string(py::str(n)));
     }
@@ -135,9 +130,8 @@ std::vector<Span> parse_spans(Operands& operands, py::handle x, py::handle n, Dt
     const std::vector<int64_t> sizes = parse_sizes(n, list);
     if (dtype == Dtype::int8) throw py::value_error("dtype: 'int8' holds optimizer state and no numbers; expected a floating dtype");
     if (x.is_none()) throw py::type_error("x: expected an address or buffer, got None");
-    const std::vector<char*> data = operands.addresses(x, "x", dtype, sizes, list, writable);
     std::vector<Span> spans;
-    for (size_t i = 0; i < data.size(); ++i) spans.push_back({data[i], sizes[i]});
+    operands.each(x, "x", dtype, sizes, list, writable, [&](size_t i, char* data) { spans.push_back({data, sizes[i]}); });
     return spans;
 }
 

@@ -6,34 +6,12 @@ import math
 
 import numpy as np
 import pytest
+from kernel_support import bf16_bits, load, store
 
 import zero_optim_kernels as zok
+from zero_optim_kernels import reference
 
 SIZES = (0, 1, 7, 31, 33, 1000, 1024, 65535, 65537, 200_003)
-
-
-def bf16_bits(x: np.ndarray) -> np.ndarray:
-    """Round to nearest even, by definition: of the two neighbours take the nearer, at a tie the even one."""
-    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
-    lower = bits >> 16
-    rest = bits & 0xFFFF
-    up = (rest > 0x8000) | ((rest == 0x8000) & (lower & 1 == 1))
-    rounded = (lower + up).astype(np.uint16)
-    return np.where(np.isnan(x), (lower | 0x40).astype(np.uint16), rounded)
-
-
-def bf16_values(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def store(x: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "bf16":
-        return bf16_bits(x)
-    return x.astype({"f32": np.float32, "f16": np.float16, "f64": np.float64}[dtype])
-
-
-def load(x: np.ndarray, dtype: str) -> np.ndarray:
-    return bf16_values(x) if dtype == "bf16" else x
 
 
 def awkward_floats() -> np.ndarray:
@@ -56,7 +34,7 @@ def test_norm_is_the_float64_sum_whatever_the_threads(dtype: str, n: int) -> Non
     x = store(np.random.default_rng(n).standard_normal(n), dtype)
     got = zok.l2_norm_squared(x, n, dtype=dtype, threads=1)
     wide = load(x, dtype).astype(np.float64)
-    assert got == pytest.approx(math.fsum(wide * wide), rel=1e-14)
+    assert got == pytest.approx(reference.l2_norm_squared(wide), rel=1e-14)
     assert got == zok.l2_norm_squared(x, n, dtype=dtype, threads=2)
     assert got == zok.l2_norm_squared(x, n, dtype=dtype, threads=7)
     assert zok.l2_norm(x, n, dtype=dtype) == math.sqrt(got)
@@ -136,10 +114,7 @@ def test_sum_of_slices_adds_in_order_and_divides_once(dtype: str, out_dtype: str
     rng = np.random.default_rng(count)
     slices = [store(rng.standard_normal(n), dtype) for _ in range(count)]
     accumulator = np.float64 if dtype == "f64" else np.float32
-    total = load(slices[0], dtype).astype(accumulator)
-    for part in slices[1:]:
-        total = total + load(part, dtype).astype(accumulator)
-    total = total / accumulator(count)
+    total = reference.sum_slices([load(part, dtype) for part in slices], count, accumulator)
     expected = store(total.astype(np.float32) if out_dtype in ("bf16", "f16") else total, out_dtype)
     for threads in (1, 3):
         out = np.empty(n, expected.dtype)

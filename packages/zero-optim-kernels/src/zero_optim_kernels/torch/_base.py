@@ -1,0 +1,291 @@
+"""What the optimizers share: checks, state, plans and the interchange of state dicts with torch's own optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any, Literal, cast
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from ._formats import NAMES, Moment, StateDtype, convert, local, parse_state_dtype, storage_dtype
+from ._plan import Cohort, Plan, gradients
+
+__all__ = ["Bf16Weights", "KernelOptimizer", "Settings", "check_range"]
+
+Bf16Weights = Literal["stochastic", "exact"]
+_LOW = "param_low"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an optimizer stores its state; the same for all parameter groups."""
+
+    state_dtype: StateDtype
+    bf16_weights: Bf16Weights
+    seed: int
+    threads: int
+
+
+def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
+    """Raise ``ValueError`` unless low <= value < high."""
+    if not low <= float(value) < high:
+        raise ValueError(f"{name}: expected a number in [{low}, {high}), got {value}")
+
+
+class KernelOptimizer(Optimizer):
+    """Base of the optimizers over CPU parameters of dtype float32, bfloat16 or float64 (or DTensors with such local parts).
+
+    Subclasses set `moments` and implement `_run`. Parameters must be contiguous and on the CPU; ``TypeError`` or ``ValueError`` says
+    which one is not, before anything is written. ``threads=0`` uses ``torch.get_num_threads()``.
+    """
+
+    moments: tuple[Moment, ...] = ()
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        state_dtype: str | torch.dtype,
+        bf16_weights: Bf16Weights,
+        seed: int,
+        threads: int,
+    ) -> None:
+        if bf16_weights not in ("stochastic", "exact"):
+            raise ValueError(f"bf16_weights: expected 'stochastic' or 'exact', got {bf16_weights!r}")
+        if threads < 0:
+            raise ValueError(f"threads: expected 0 (torch's number) or a positive number, got {threads}")
+        self._settings = Settings(parse_state_dtype(state_dtype), bf16_weights, seed, threads)
+        self._plans: dict[int, Plan] = {}
+        self._seen: list[dict[str, Any]] = []
+        super().__init__(params, defaults)
+
+    def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
+        """Update one cohort; ``common`` has the arguments that every kernel takes."""
+        raise NotImplementedError
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for options of a group that the kernel cannot serve."""
+        raise NotImplementedError
+
+    def _group_moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
+        """The moments that this group's parameters have."""
+        return self.moments
+
+    def _initial_moment(self, group: dict[str, Any], moment: Moment) -> float:
+        return 0.0
+
+    # -- parameters ---------------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as `torch.optim.Optimizer.add_param_group`; its options and parameters are checked first."""
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        try:
+            self._check_group(added)
+            for position, param in enumerate(added["params"]):
+                self._check_param(len(self.param_groups) - 1, position, param)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _name(self, group: int, position: int) -> str:
+        names = self.param_groups[group].get("param_names")
+        return f"parameter {names[position]!r}" if names else f"parameter {position} of group {group}"
+
+    def _check_param(self, group: int, position: int, param: torch.Tensor) -> None:
+        name = self._name(group, position)
+        own = local(param)
+        if own.device.type != "cpu":
+            raise ValueError(f"{name}: expected a tensor on the CPU, got device {own.device}; for accelerators use torch.optim with fused=True")
+        if own.dtype not in (torch.float32, torch.bfloat16, torch.float64):
+            raise TypeError(f"{name}: expected dtype float32, bfloat16 or float64, got {own.dtype}; keep a float32 master of it")
+        if own.dtype == torch.float64 and self._settings.state_dtype != "f32":
+            raise TypeError(f"{name}: float64 parameters have float64 state; got state_dtype {self._settings.state_dtype!r}")
+        if not own.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {own.stride()} for shape {tuple(own.shape)}")
+
+    def _check_grad(self, name: str, param: torch.Tensor, grad: torch.Tensor) -> None:
+        if grad.layout != torch.strided:
+            raise TypeError(f"{name}: sparse gradients are not supported, got layout {grad.layout}; use sparse=False or torch.optim.SparseAdam")
+        wide = param.dtype == torch.float64
+        if grad.dtype not in NAMES or (grad.dtype == torch.float64) != wide:
+            raise TypeError(f"{name}: the gradient's dtype {grad.dtype} does not fit the parameter's {param.dtype}")
+        if grad.shape != param.shape or grad.device != param.device:
+            raise ValueError(
+                f"{name}: expected a gradient of shape {tuple(param.shape)} on {param.device}, got {tuple(grad.shape)} on {grad.device}"
+            )
+        if not grad.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous gradient, got strides {grad.stride()} for shape {tuple(grad.shape)}")
+
+    # -- state --------------------------------------------------------------------------------------------------------------------
+
+    def _ensure_state(self, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+        """The parameter's state with everything that the kernel needs in it."""
+        state = cast(dict[str, Any], self.state[param])
+        state.setdefault("step", torch.tensor(0.0))
+        dtype = storage_dtype(param, self._settings.state_dtype)
+        for moment in self._group_moments(group):
+            if state.get(moment.name) is not None:
+                continue
+            start = self._initial_moment(group, moment)
+            tensor = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
+            own = local(tensor)
+            state[moment.name] = tensor
+            if dtype != torch.uint8:
+                own.fill_(start)
+                continue
+            codes, scales = convert(moment, torch.full(own.shape, start), None, torch.uint8)
+            own.copy_(codes)
+            state[moment.scale_name] = scales
+        if param.dtype == torch.bfloat16 and self._settings.bf16_weights == "exact" and _LOW not in state:
+            state[_LOW] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.contiguous_format, requires_grad=False)
+        return state
+
+    def _make_plan(self, index: int, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor | None]) -> Plan:
+        for position, (param, grad) in enumerate(zip(params, grads)):
+            if grad is not None:
+                self._check_param(index, position, param)
+                self._check_grad(self._name(index, position), local(param), local(grad))
+        moments = self._group_moments(group)
+        members: dict[tuple[Any, ...], list[int]] = {}
+        states: dict[int, dict[str, Any]] = {}
+        for position, (param, grad) in enumerate(zip(params, grads)):
+            if grad is None:
+                continue
+            first = any(self.state[param].get(moment.name) is None for moment in moments)
+            states[position] = self._ensure_state(group, param)
+            key = (int(states[position]["step"].item()), param.dtype, grad.dtype, local(param) is not param, first)
+            members.setdefault(key, []).append(position)
+        where = [-1] * len(params)
+        cohorts = []
+        for (step, dtype, grad_dtype, sharded, first), positions in members.items():
+            names = [moment.name for moment in moments]
+            if dtype != torch.float64 and self._settings.state_dtype == "int8":
+                names += [moment.scale_name for moment in moments]
+            if dtype == torch.bfloat16 and self._settings.bf16_weights == "exact":
+                names.append(_LOW)
+            shared = torch.tensor(float(step))
+            for position in positions:
+                states[position]["step"] = shared
+                where[position] = len(cohorts)
+            cohorts.append(
+                Cohort(
+                    params=[params[i] for i in positions],
+                    param_dtype=NAMES[dtype],
+                    grad_dtype=grad_dtype,
+                    sharded=sharded,
+                    states=[states[i] for i in positions],
+                    names=tuple(names),
+                    step=shared,
+                    first=first,
+                )
+            )
+        return Plan(list(params), where, cohorts)
+
+    # -- the step -----------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; everything is checked before the first one is written."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if len(self._seen) != len(self.state) or not all(map(is_, self.state.values(), self._seen)):
+            self._plans.clear()
+        work: list[tuple[int, dict[str, Any], Plan, list[list[int]]]] = []
+        for index, group in enumerate(self.param_groups):
+            self._check_group(group)
+            params = group["params"]
+            grads = gradients(params)
+            plan = self._plans.get(index)
+            pointers = None if plan is None else plan.grad_pointers(params, grads)
+            if plan is None or pointers is None:
+                plan = self._plans[index] = self._make_plan(index, group, params, grads)
+                pointers = plan.grad_pointers(params, grads)
+            work.append((index, group, plan, pointers or []))
+        self._seen = list(self.state.values())
+        for index, group, plan, pointers in work:
+            for cohort, addresses in zip(plan.cohorts, pointers):
+                self._advance(index, group, cohort, addresses)
+            if any(cohort.first for cohort in plan.cohorts):
+                del self._plans[index]
+        return loss
+
+    def _advance(self, index: int, group: dict[str, Any], cohort: Cohort, grads: list[int]) -> None:
+        number = int(cohort.step.item()) + 1
+        wide = cohort.param_dtype == "f64"
+        common = {
+            "step": number,
+            "param_dtype": cohort.param_dtype,
+            "grad_dtype": NAMES[cohort.grad_dtype],
+            "state_dtype": "f64" if wide else self._settings.state_dtype,
+            "param_low": cohort.pointers.get(_LOW),
+            "seed": self._settings.seed,
+            "element_offset": index << 44,
+            "threads": self._settings.threads or torch.get_num_threads(),
+        }
+        self._run(group, cohort, grads, number, common)
+        cohort.step.fill_(float(number))
+
+    # -- state dicts --------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.Optimizer.state_dict`; with float32 state, what torch's optimizer of the same name loads."""
+        result = super().state_dict()
+        result["state"] = {
+            key: {**state, "step": state["step"].clone()} if "step" in state else dict(state) for key, state in result["state"].items()
+        }
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class or of torch's optimizer of the same name, in any state precision; it is converted to this one's.
+
+        Raises ``ValueError`` when the parameter groups differ, or a moment does not have its parameter's shape.
+        """
+        loaded: dict[str, Any] = {}
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        for group in self.param_groups:
+            for param in group["params"]:
+                saved = loaded["state"].get(next(saved_ids))
+                if saved is not None:
+                    self.state[param] = self._adopt(group, param, saved)
+        self._plans.clear()
+
+    def _adopt(self, group: dict[str, Any], param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state from a saved one, in this optimizer's formats; torch has cast it to the parameter's dtype meanwhile."""
+        dtype = storage_dtype(param, self._settings.state_dtype)
+        state: dict[str, Any] = {"step": torch.as_tensor(saved.get("step", 0.0), dtype=torch.float32).detach().clone().cpu().reshape(())}
+        for moment in self._group_moments(group):
+            value = saved.get(moment.name)
+            if value is None:
+                continue
+            if value.shape != param.shape:
+                raise ValueError(f"state {moment.name!r} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}")
+            own, scales = convert(moment, local(value), saved.get(moment.scale_name), dtype)
+            state[moment.name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
+            local(state[moment.name]).copy_(own)
+            if scales is not None:
+                state[moment.scale_name] = scales
+        if _LOW in saved and param.dtype == torch.bfloat16 and self._settings.bf16_weights == "exact":
+            state[_LOW] = saved[_LOW].detach().clone()
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_settings": self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans = {}
+        self._seen = []
+
