@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from .async_saver import AsyncSaver
+from .conversion import convert
 from .errors import CheckpointError, DamagedError, MismatchError, NotFoundError, NotPlainDataError
 from .facade import load, save
+from .inspecting import inspect
 from .opening import open_checkpoint
 from .reader import Checkpoint, OpenReport, ReadRequest
 from .report import LoadReport
 from .restoring import restore
 from .saving import save_sharded
 from .types import Coordinator, Interval, SoloCoordinator
+from .verifying import VerifyReport, verify
 
 __all__ = [
     "AsyncSaver",
@@ -26,9 +29,13 @@ __all__ = [
     "OpenReport",
     "ReadRequest",
     "SoloCoordinator",
+    "VerifyReport",
+    "convert",
+    "inspect",
     "load",
     "open_checkpoint",
     "restore",
     "save",
     "save_sharded",
+    "verify",
 ]

@@ -101,6 +101,15 @@ class Checkpoint:
         """The manifest as it is on disk."""
         return self._manifest
 
+    @property
+    def fingerprint(self) -> str:
+        """Text that differs when the contents do: the checksum of the manifest."""
+        return checksum(self._manifest.encode())
+
+    def cuts(self, name: str, kind: str) -> list[int]:
+        """Elements at which slices begin; reads that begin and end there touch each byte once."""
+        return [piece.offset for piece in self.entry(name, kind).slices]
+
     def entry(self, name: str, kind: str) -> TensorEntry:
         """The tensor of that name, or of the name it is an alias of; raises NotFoundError."""
         found = self._tensors.get((name, kind)) or self._tensors.get((self.aliases.get(name, name), kind))
@@ -169,10 +178,10 @@ class Checkpoint:
         if stored is None or stored.dtype != job.entry.dtype or stored.end - stored.begin != nbytes:
             raise DamagedError(f"{where}: the file's header does not hold slice {job.piece.key!r} as the manifest says")
         if not verify:
-            _read_at(file, stored.begin + job.skip, job.view, where)
+            read_at(file, stored.begin + job.skip, job.view, where)
             return
         whole = job.view if job.view.nbytes == nbytes else memoryview(bytearray(nbytes))
-        _read_at(file, stored.begin, whole, where)
+        read_at(file, stored.begin, whole, where)
         if (found := checksum(whole)) != job.piece.checksum:
             raise DamagedError(
                 f"{where}: elements {job.piece.offset} to {job.piece.offset + job.piece.length} are damaged "
@@ -186,7 +195,7 @@ class Checkpoint:
             if index not in self._headers:
                 entry = self._manifest.files[index]
                 raw = bytearray(entry.header_nbytes)
-                _read_at(self.path / entry.path, 0, memoryview(raw), str(self.path / entry.path))
+                read_at(self.path / entry.path, 0, memoryview(raw), str(self.path / entry.path))
                 if checksum(raw) != entry.header_checksum:
                     raise DamagedError(f"{self.path / entry.path}: the header is damaged (its checksum does not hold)")
                 self._headers[index] = parse_header(bytes(raw), entry.nbytes, str(self.path / entry.path))[0]
@@ -227,7 +236,8 @@ def _overlapping(slices: Sequence[Slice], begin: int, end: int) -> list[Slice]:
     return found
 
 
-def _read_at(path: Path, position: int, out: memoryview, where: str) -> None:
+def read_at(path: Path, position: int, out: memoryview, where: str) -> None:
+    """Fill `out` with the bytes of a file from `position` on; raises DamagedError, beginning with `where`."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

@@ -1,0 +1,194 @@
+"""The command `zero-ckpt`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status: 0 good, 1 damage or a difference found, 2 it could not be done."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except (CheckpointError, OSError) as error:
+        print(f"zero-ckpt {options.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zero-ckpt", description="Look at, check, repair and convert checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    spec = "a root, root@tag, root@step, or a checkpoint directory"
+
+    command = commands.add_parser("inspect", help="print names, shapes, dtypes and sizes")
+    command.add_argument("checkpoint", help=spec)
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    command.set_defaults(run=_inspect)
+
+    command = commands.add_parser("verify", help="read everything and compare checksums")
+    command.add_argument("checkpoint", help=spec + "; a root stands for all its checkpoints")
+    command.set_defaults(run=_verify)
+
+    command = commands.add_parser("repair", help="sweep, restore from twins, set the damaged aside, fix latest")
+    command.add_argument("root")
+    command.set_defaults(run=_repair)
+
+    command = commands.add_parser("diff", help="compare two checkpoints")
+    command.add_argument("first", help=spec)
+    command.add_argument("second", help=spec)
+    command.set_defaults(run=_diff)
+
+    command = commands.add_parser("prune", help="remove all but the newest checkpoints")
+    command.add_argument("root")
+    command.add_argument("--keep-last", type=int, required=True, metavar="N")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    command.set_defaults(run=_prune)
+    _add_convert(commands)
+    return parser
+
+
+def _add_convert(commands: Any) -> None:
+    command = commands.add_parser("convert", help="write another format, or another dtype")
+    command.add_argument("source", help="a checkpoint of this package, safetensors, DeepSpeed, or torch DCP")
+    command.add_argument("target", help="a .safetensors or .bin file, or a directory")
+    command.add_argument("--to", choices=("safetensors", "pytorch", "deepspeed-universal", "zero-ckpt"))
+    command.add_argument("--dtype", default="fp32", help="fp32 (default), bf16, fp16 or keep")
+    command.add_argument("--max-shard-size", metavar="SIZE", help="cut files at this size, such as 5GB")
+    command.add_argument("--workers", type=int, default=4, help="pieces in flight (default 4)")
+    command.set_defaults(run=_convert)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from .inspecting import describe, tree_text
+    from .locating import open_spec
+
+    checkpoint = open_spec(options.checkpoint)
+    if options.json:
+        json.dump(describe(checkpoint), sys.stdout, indent=2, default=_json_default)
+        print()
+    else:
+        for line in tree_text(checkpoint):
+            print(line)
+    return 0
+
+
+def _json_default(value: Any) -> Any:
+    return {"bytes": value.hex()} if isinstance(value, bytes) else str(value)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from .commit import has_manifest
+    from .errors import NotFoundError
+    from .inspecting import size_text
+    from .locating import find_tag, split_spec
+    from .verifying import checkpoints_in, verify
+
+    root, which = split_spec(options.checkpoint)
+    if not root.is_dir():
+        raise NotFoundError(f"{root} is not a directory")
+    if which is not None:
+        paths = [root / find_tag(root, which)]
+    else:
+        paths = [root] if has_manifest(root) else checkpoints_in(root)
+    if not paths:
+        raise NotFoundError(f"{root} holds no checkpoint")
+    good = True
+    for path in paths:
+        with _progress(f"verify {path.name}", _nbytes(path)) as advance:
+            report = verify(path, progress=advance)
+        for problem in report.problems:
+            print(problem)
+        print(f"{path}: {'good' if report.ok else 'DAMAGED'}, {size_text(report.nbytes)}")
+        good = good and report.ok
+    return 0 if good else 1
+
+
+def _nbytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _repair(options: argparse.Namespace) -> int:
+    from .repairing import repair
+
+    done = repair(options.root)
+    for line in done:
+        print(line)
+    print(f"{options.root}: {'repaired' if done else 'nothing to repair'}")
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from .comparing import diff
+    from .locating import open_spec
+
+    first, second = open_spec(options.first), open_spec(options.second)
+    with _progress("diff", sum(tensor.nbytes for tensor in first.tensors.values())) as advance:
+        report = diff(first, second, progress=advance)
+    for title, names in (
+        (f"only in {options.first}", report.only_first),
+        (f"only in {options.second}", report.only_second),
+        ("other shape or dtype", report.reshaped),
+        ("other values", report.changed),
+        ("other", report.plain),
+    ):
+        for name in names:
+            print(f"{title}: {name}")
+    print(f"{report.equal} tensors are equal")
+    return 0 if report.same else 1
+
+
+def _prune(options: argparse.Namespace) -> int:
+    from .retention import prune
+
+    for path in prune(Path(options.root), keep_last=options.keep_last, dry_run=options.dry_run):
+        print(f"{'would remove' if options.dry_run else 'removed'} {path}")
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from .conversion import convert, open_source
+
+    source = open_source(options.source)
+    with _progress("convert", None) as advance:
+        written = convert(
+            source,
+            options.target,
+            to=options.to,
+            dtype=options.dtype,
+            max_shard_size=options.max_shard_size,
+            workers=options.workers,
+            progress=advance,
+        )
+    for path in written:
+        print(path)
+    return 0
+
+
+@contextmanager
+def _progress(title: str, total: int | None) -> Iterator[Callable[[int], None] | None]:
+    """A progress bar of bytes on a terminal, nothing elsewhere (and then rich is not imported)."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

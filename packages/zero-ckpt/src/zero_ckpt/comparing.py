@@ -1,0 +1,66 @@
+"""How two checkpoints differ, name by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .manifest import TensorEntry
+from .reader import Checkpoint
+from .types import ITEMSIZE
+
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass
+class DiffReport:
+    """Tensors as `name (kind)`: only in one, of another shape or dtype, or with other bytes."""
+
+    only_first: list[str] = field(default_factory=list)
+    only_second: list[str] = field(default_factory=list)
+    reshaped: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    equal: int = 0
+    plain: list[str] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """Whether there is no difference."""
+        return not (self.only_first or self.only_second or self.reshaped or self.changed or self.plain)
+
+
+def diff(first: Checkpoint, second: Checkpoint, *, progress: Callable[[int], None] | None = None) -> DiffReport:
+    """Compare two checkpoints: names, shapes, dtypes, bytes, and client state, configuration and aliases.
+
+    Tensors that are cut alike are compared by their checksums, others by reading them. Raises DamagedError.
+    """
+    report = DiffReport()
+    for key, one in first.tensors.items():
+        name = f"{key[0]} ({key[1]})"
+        other = second.tensors.get(key)
+        if other is None:
+            report.only_first.append(name)
+        elif (one.shape, one.dtype) != (other.shape, other.dtype):
+            report.reshaped.append(f"{name}: {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}")
+        elif _same_bytes(first, second, one, other):
+            report.equal += 1
+        else:
+            report.changed.append(name)
+        if progress is not None:
+            progress(one.nbytes)
+    report.only_second = [f"{name} ({kind})" for name, kind in second.tensors if (name, kind) not in first.tensors]
+    report.plain = [
+        what for what in ("step", "aliases", "client_state", "config") if getattr(first, what) != getattr(second, what)
+    ]
+    return report
+
+
+def _same_bytes(first: Checkpoint, second: Checkpoint, one: TensorEntry, other: TensorEntry) -> bool:
+    if [(piece.offset, piece.length) for piece in one.slices] == [(item.offset, item.length) for item in other.slices]:
+        return [piece.checksum for piece in one.slices] == [piece.checksum for piece in other.slices]
+    step = _CHUNK_BYTES // ITEMSIZE[one.dtype]
+    for begin in range(0, one.numel, step):
+        length = min(step, one.numel - begin)
+        if first.read(one.name, one.kind, begin, length) != second.read(one.name, one.kind, begin, length):
+            return False
+    return True

@@ -1,0 +1,65 @@
+"""Convert between checkpoint formats, streaming, without torch where the formats need none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .dtypes import NAMES
+from .model import model_tensors, parse_size
+from .sources import Source, open_source
+
+TARGETS = ("safetensors", "pytorch", "deepspeed-universal", "zero-ckpt")
+
+__all__ = ["TARGETS", "Source", "convert", "open_source"]
+
+
+def convert(
+    source: str | os.PathLike[str] | Source,
+    target: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    dtype: str = "fp32",
+    max_shard_size: str | int | None = None,
+    workers: int = 4,
+    progress: Callable[[int], None] | None = None,
+) -> list[Path]:
+    """Convert a checkpoint; returns the files (or the directory) that were written.
+
+    `source` is anything `open_source` knows. `to` is one of `TARGETS`, by default `pytorch` when `target` ends in
+    `.bin` and `safetensors` otherwise: a file when `target` ends in `.safetensors`, else a directory as Hugging Face
+    lays models out, cut at `max_shard_size` (such as `5GB`). `dtype` (`fp32`, `bf16`, `fp16` or `keep`) applies to
+    floating-point tensors of a model; `deepspeed-universal` and `zero-ckpt` keep everything as it is, optimizer state
+    included. `progress` is called with bytes written since its last call. Raises CheckpointError.
+    """
+    opened = open_source(source) if isinstance(source, (str, os.PathLike)) else source
+    path = Path(target)
+    kind = to or ("pytorch" if path.suffix in (".bin", ".pt", ".pth") else "safetensors")
+    report = progress or _ignore
+    if kind == "deepspeed-universal":
+        from .universal_sink import write_universal
+
+        return [write_universal(opened, path, progress=report)]
+    if kind == "zero-ckpt":
+        from .checkpoint_sink import write_checkpoint
+
+        return [write_checkpoint(opened, path)]
+    if kind not in TARGETS:
+        raise CheckpointError(f"{kind!r} is no target; expected one of {', '.join(TARGETS)}")
+    if dtype != "keep" and dtype not in NAMES:
+        raise CheckpointError(f"{dtype!r} is no output dtype; expected keep, {', '.join(NAMES)}")
+    tensors = model_tensors(opened, None if dtype == "keep" else NAMES[dtype])
+    limit = None if max_shard_size is None else parse_size(max_shard_size)
+    if kind == "pytorch":
+        from .pytorch_sink import write_pytorch
+
+        return write_pytorch(opened, tensors, path, limit=limit, progress=report)
+    from .safetensors_sink import write_safetensors
+
+    return write_safetensors(opened, tensors, path, limit=limit, workers=workers, progress=report)
+
+
+def _ignore(nbytes: int) -> None:
+    """No progress is shown."""

@@ -1,0 +1,47 @@
+"""Write whatever a source holds, optimizer state included, as a checkpoint of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..commit import check_tag
+from ..saving import save_sharded
+from ..types import ITEMSIZE, Interval, numel
+from .sources import Source, pieces
+
+
+def write_checkpoint(source: Source, root: Path) -> Path:
+    """Save as `<root>/step<step>` and return that path. Memory stays bounded: one piece is read at a time."""
+    return save_sharded(
+        root,
+        check_tag(f"step{source.step}"),
+        _intervals(source),
+        step=source.step,
+        aliases=dict(source.aliases),
+        client_state=source.client_state,
+    )
+
+
+def _intervals(source: Source) -> Iterator[Interval]:
+    for (name, kind), tensor in source.tensors.items():
+        shape, itemsize = tuple(tensor.shape), ITEMSIZE[tensor.dtype]
+        for offset, length in pieces(source, name, kind, numel(shape), itemsize):
+            reader = _Reader(source, name, kind, offset, length * itemsize)
+            yield Interval(name, kind, shape, tensor.dtype, offset, reader, length)
+        if numel(shape) == 0:
+            yield Interval(name, kind, shape, tensor.dtype, 0, b"")
+
+
+class _Reader:
+    """A function that reads one piece."""
+
+    def __init__(self, source: Source, *place: Any) -> None:
+        self._source, self._place = source, place
+
+    def __call__(self) -> bytearray:
+        name, kind, offset, nbytes = self._place
+        out = bytearray(nbytes)
+        self._source.read_into(name, kind, offset, out)
+        return out

@@ -1,0 +1,233 @@
+"""DeepSpeed checkpoints of stages 0 to 3 as a source: which bytes of which file make up which tensor.
+
+Stages 1 and 2 cut each parameter group's flat vector into one partition per rank. Stage 3 cuts each parameter into one
+piece per rank, padded at the end, and each rank strings its pieces together, group by group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, DamagedError, NotPlainDataError
+from ..plain import to_plain
+from ..types import numel
+from .segments import Segment, SegmentedTensor, SegmentSource
+from .torch_file import StandIn, Stored, load_structure, scalar, stored
+
+_RANKED = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OWN_KEYS = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments data_sampler "
+    "random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size checkpoint_parallel_dimensions "
+    "ds_config ds_version universal_checkpoint_info sparse_tensor_module_names num_experts zero_nvme_offload".split()
+)
+
+Tensors = dict[tuple[str, str], SegmentedTensor]
+
+
+class ModelFile:
+    """A `*_model_states.pt`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data: Mapping[str, Any] = load_structure(path)
+        if not isinstance(self.data, Mapping) or not isinstance(self.data.get("module"), Mapping):
+            raise DamagedError(f"{path} is no model state file of DeepSpeed: it has no `module`")
+        self.module: dict[str, torch.Tensor] = {
+            name: value for name, value in self.data["module"].items() if isinstance(value, torch.Tensor)
+        }
+        self.buffers = frozenset(self.data.get("buffer_names") or ())
+
+    def shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """Shapes of trainable parameters, by group."""
+        return [{name: tuple(shape) for name, shape in group.items()} for group in self.data.get("param_shapes") or ()]
+
+    def aliases(self) -> dict[str, str]:
+        """Tied names; where the file does not list them, names that share bytes."""
+        listed = self.data.get("shared_params")
+        if listed is not None:
+            return dict(listed)
+        seen: dict[tuple[int, tuple[int, ...]], str] = {}
+        found = {}
+        for name, tensor in self.module.items():
+            if tensor.numel():
+                first = seen.setdefault((stored(tensor, self.path).begin, tuple(tensor.shape)), name)
+                if first != name:
+                    found[name] = first
+        return found
+
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return int(self.data.get("global_steps") or 0)
+
+    def client_state(self) -> dict[str, Any]:
+        """What is not DeepSpeed's own, as far as it is plain data; the names of the rest are listed."""
+        plain: dict[str, Any] = {}
+        left = []
+        for key, value in self.data.items():
+            if key not in _OWN_KEYS and value is not None:
+                try:
+                    plain[str(key)] = to_plain(value, str(key))
+                except NotPlainDataError:
+                    left.append(str(key))
+        return {**plain, "not_converted": left} if left else plain
+
+
+def open_deepspeed(directory: Path) -> SegmentSource:
+    """Open one tag directory of a DeepSpeed checkpoint, of any ZeRO stage.
+
+    Parameters of kind `param` are as the model used them, `master` is their fp32 copy where that differs in dtype;
+    optimizer state follows for stages 1 to 3 (stage 0 does not record which state belongs to which parameter). Raises
+    CheckpointError for tensor, pipeline and expert parallel checkpoints.
+    """
+    models = [ModelFile(path) for path in _ranked(directory, "*_model_states.pt", _MODEL)]
+    first = models[0]
+    aliases = first.aliases()
+    tensors: Tensors = {}
+    for name, tensor in first.module.items():
+        if name not in aliases and (tensor.numel() or name in first.buffers):
+            kind = "buffer" if name in first.buffers else "param"
+            tensors[name, kind] = stored(tensor, first.path).whole()
+    optimizers = _ranked(directory, "*_optim_states.pt", _RANKED, required=False)
+    if optimizers:
+        _add_optimizers(tensors, first, models, optimizers)
+    known = {name for name, _ in tensors}
+    kept = {alias: name for alias, name in aliases.items() if name in known}
+    return SegmentSource(tensors, kept, first.step(), first.client_state())
+
+
+def _ranked(directory: Path, pattern: str, name: re.Pattern[str], *, required: bool = True) -> list[Path]:
+    found: dict[int, Path] = {}
+    for path in directory.glob(pattern):
+        match = name.fullmatch(path.name)
+        if match is None or int(match[2]) != 0:
+            raise CheckpointError(f"{path}: tensor, pipeline and expert parallel checkpoints are not read")
+        found[int(match[1] or 0)] = path
+    if (required and not found) or sorted(found) != list(range(len(found))):
+        raise DamagedError(f"{directory}: of {pattern} only the ranks {sorted(found)} are there")
+    return [found[rank] for rank in sorted(found)]
+
+
+def _add_optimizers(tensors: Tensors, model: ModelFile, models: Sequence[ModelFile], paths: Sequence[Path]) -> None:
+    states = [load_structure(path)["optimizer_state_dict"] for path in paths]
+    stage = _number(states[0].get("zero_stage", 1))
+    counts = states[0].get("partition_count", len(paths))
+    expected = max(counts) if isinstance(counts, list) else counts
+    if expected != len(paths):
+        raise DamagedError(f"{paths[0].parent}: {len(paths)} optimizer files, {expected} ranks wrote it")
+    if stage >= 3:
+        flats = _stage3(model, states, paths)
+        _add_frozen(tensors, models)
+    else:
+        flats = _stage12(model, states, paths)
+    for (name, kind), tensor in flats.items():
+        used = model.module[name].dtype if name in model.module else torch.float32
+        if kind != "master":
+            tensors[name, kind] = tensor
+        elif used == torch.float32:
+            tensors[name, "param"] = tensor
+        else:
+            tensors[name, "master"] = tensor
+
+
+def _number(value: Any) -> int:
+    return int(value.arguments[0]) if isinstance(value, StandIn) else int(value)
+
+
+def _tensor_list(state: Mapping[str, Any], key: str, path: Path) -> list[torch.Tensor]:
+    found = state.get(key)
+    if not isinstance(found, list) or not all(isinstance(tensor, torch.Tensor) for tensor in found):
+        raise CheckpointError(
+            f"{path} has no list of tensors {key!r}; it is not a ZeRO optimizer file that is read here"
+        )
+    return found
+
+
+def _kinds(states: Sequence[Mapping[str, Any]], group: int, key: str, fp32: str) -> dict[str, list[Any]]:
+    """Per rank, by kind: the flat tensors of a group (`master` and every optimizer state), or its numbers."""
+    found: dict[str, list[Any]] = {"master": [state[fp32][group] for state in states]}
+    base = [state[key] for state in states]
+    if not all(isinstance(part, Mapping) and "state" in part for part in base):
+        raise CheckpointError("elastic optimizer states of early versions of DeepSpeed are not read")
+    for kind in base[0]["state"].get(group, {}):
+        found[kind] = [part["state"][group][kind] for part in base]
+    return found
+
+
+def _is_flat(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, torch.Tensor) and value.ndim == 1 for value in values)
+
+
+def _stage12(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> Tensors:
+    tensors: Tensors = {}
+    key = "single_partition_of_fp32_groups"
+    flats = [_tensor_list(state, key, path) for state, path in zip(states, paths, strict=True)]
+    paddings = states[0].get("param_alignment_paddings")
+    for group, shapes in enumerate(model.shapes()):
+        gaps = paddings[group] if paddings else [0] * len(shapes)
+        fp32 = [flat[group] for flat in flats]
+        for kind, values in _kinds(states, group, "base_optimizer_state", key).items():
+            if not _is_flat(values):
+                tensors.update({(name, kind): scalar(values[0], paths[0]) for name in shapes})
+                continue
+            parts = [stored(value, path) for value, path in zip(values, paths, strict=True)]
+            lengths = [flat.numel() for flat in fp32]  # states may lack the padding at the end of a partition
+            position = 0
+            for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+                segments = tuple(_window(parts, lengths, position, numel(shape)))
+                tensors[name, kind] = SegmentedTensor(shape, parts[0].dtype, segments)
+                position += numel(shape) + gap
+    return tensors
+
+
+def _window(parts: Sequence[Stored], lengths: Sequence[int], begin: int, length: int) -> Iterator[Segment]:
+    """Elements `begin` to `begin + length` of parts that are strung together, each taking up its length."""
+    position = 0
+    for part, room in zip(parts, lengths, strict=True):
+        low, high = max(begin, position), min(begin + length, position + part.numel)
+        if low < high:
+            yield part.segment(low - begin, low - position, high - low)
+        position += room
+
+
+def _stage3(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> Tensors:
+    tensors: Tensors = {}
+    ranks = len(states)
+    flats = [_tensor_list(state, "fp32_flat_groups", path) for state, path in zip(states, paths, strict=True)]
+    groups = range(len(flats[0]))
+    by_group = [_kinds(states, group, "optimizer_state_dict", "fp32_flat_groups") for group in groups]
+    shapes = {name: shape for group in model.shapes() for name, shape in group.items()}
+    for kind in by_group[0]:
+        if not _is_flat(by_group[0][kind]):
+            tensors.update({(name, kind): scalar(by_group[0][kind][0], paths[0]) for name in shapes})
+            continue
+        strings = [
+            [stored(by_group[group][kind][rank], paths[rank]) for group in groups if kind in by_group[group]]
+            for rank in range(ranks)
+        ]
+        lengths = [[flat.numel() for flat in own] for own in flats]
+        position = 0
+        for name, shape in shapes.items():
+            piece = -(-numel(shape) // ranks)
+            segments = [
+                Segment(rank * piece + segment.offset, segment.length, segment.file, segment.begin)
+                for rank in range(ranks)
+                for segment in _window(
+                    strings[rank], lengths[rank], position, max(0, min(piece, numel(shape) - rank * piece))
+                )
+            ]
+            tensors[name, kind] = SegmentedTensor(shape, strings[0][0].dtype, tuple(segments))
+            position += piece
+    return tensors
+
+
+def _add_frozen(tensors: Tensors, models: Sequence[ModelFile]) -> None:
+    for name, shape in (models[0].data.get("frozen_param_shapes") or {}).items():
+        parts = [stored(model.data["frozen_param_fragments"][name], model.path) for model in models]
+        segments = tuple(_window(parts, [part.numel for part in parts], 0, numel(tuple(shape))))
+        tensors[name, "param"] = SegmentedTensor(tuple(shape), parts[0].dtype, segments)

@@ -1,0 +1,48 @@
+"""Change the dtype of raw elements, with NumPy (imported only when something has to change)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+NAMES = {"fp32": "F32", "float32": "F32", "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16"}
+_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+
+
+def output_dtype(stored: str, wanted: str | None) -> str:
+    """The dtype to write: `wanted` for floating-point tensors, the stored one for all others."""
+    return wanted if wanted is not None and stored in FLOATS else stored
+
+
+def convert_dtype(data: Buffer, stored: str, wanted: str) -> memoryview:
+    """Elements of dtype `stored` as `wanted`, rounded to nearest, ties to even; both are in `FLOATS` unless equal."""
+    if stored == wanted:
+        return memoryview(data).cast("B")
+    if stored not in FLOATS or wanted not in FLOATS:
+        raise CheckpointError(f"{stored} cannot be converted to {wanted}")
+    import numpy
+
+    values: Any = _to_numpy(numpy, data, stored)
+    if wanted == "BF16":
+        changed: Any = _to_bfloat16(numpy, values.astype("<f4", copy=False))
+    else:
+        with numpy.errstate(over="ignore"):  # what is too large becomes infinite, as it does in torch
+            changed = numpy.ascontiguousarray(values.astype(_NUMPY[wanted], copy=False))
+    return memoryview(changed).cast("B")
+
+
+def _to_numpy(numpy: Any, data: Buffer, stored: str) -> Any:
+    if stored != "BF16":
+        return numpy.frombuffer(data, dtype=_NUMPY[stored])
+    return (numpy.frombuffer(data, dtype="<u2").astype("<u4") << 16).view("<f4")
+
+
+def _to_bfloat16(numpy: Any, values: Any) -> Any:
+    bits = values.view("<u4")
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype("<u4")) >> 16
+    return numpy.where(numpy.isnan(values), 0x7FC0 | ((bits >> 16) & 0x8000), rounded).astype("<u2")

@@ -1,0 +1,77 @@
+"""Safetensors files, one or the shards of a model, as a source of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checksum import Checksummer
+from ..errors import DamagedError, MismatchError
+from ..reader import read_at
+from ..safetensors_file import parse_header, read_header
+from ..types import ITEMSIZE
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One tensor: its file and first byte."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+    begin: int
+    end: int
+
+
+class SafetensorsSource:
+    """Every entry is a `param`; metadata `{alias: name}` as safetensors writes for shared tensors gives the aliases."""
+
+    step = 0
+    client_state: Any = None
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._tensors: dict[tuple[str, str], _Place] = {}
+        self._aliases: dict[str, str] = {}
+        total = Checksummer()
+        shared: dict[str, str] = {}
+        for file in files:
+            raw, nbytes = read_header(file)
+            entries, metadata = parse_header(raw, nbytes, str(file))
+            total.update(raw)
+            for name, entry in entries.items():
+                if (name, "param") in self._tensors:
+                    raise DamagedError(f"{file}: tensor {name!r} is in another file too")
+                self._tensors[name, "param"] = _Place(entry.shape, entry.dtype, file, entry.begin, entry.end)
+            shared.update(metadata)
+            stat = file.stat()
+            total.update(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode())
+        self._aliases = {alias: name for alias, name in shared.items() if (name, "param") in self._tensors}
+        self.fingerprint = total.result()
+
+    @property
+    def tensors(self) -> Mapping[tuple[str, str], _Place]:
+        """Every tensor by (name, `param`)."""
+        return self._tensors
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Shared tensors that were left out when the file was written."""
+        return self._aliases
+
+    def cuts(self, name: str, kind: str) -> Sequence[int]:
+        """None: a file can be read anywhere."""
+        return ()
+
+    def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
+        """Fill `out` with a tensor's elements from flat element `offset` on."""
+        place = self._tensors[name, kind]
+        view = memoryview(out).cast("B")
+        begin = place.begin + offset * ITEMSIZE[place.dtype]
+        if begin + view.nbytes > place.end:
+            raise MismatchError(f"{name!r}: {view.nbytes} bytes from element {offset} on are not in it")
+        read_at(place.file, begin, view, f"{name!r} in {place.file}")

@@ -1,0 +1,97 @@
+"""A source whose tensors are put together from byte ranges of files."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checksum import checksum
+from ..errors import DamagedError, MismatchError
+from ..reader import read_at
+from ..types import ITEMSIZE, numel
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`length` elements of a flattened tensor from `offset` on, at byte `begin` of a file, or given as `data`."""
+
+    offset: int
+    length: int
+    file: Path = Path()
+    begin: int = 0
+    data: bytes | None = None
+
+
+@dataclass(frozen=True)
+class SegmentedTensor:
+    """A tensor whose segments are sorted and cover it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    segments: tuple[Segment, ...]
+
+    def checked(self, name: str) -> SegmentedTensor:
+        """Itself, when its segments cover it exactly once; raises DamagedError otherwise."""
+        position = 0
+        for segment in self.segments:
+            if segment.offset != position:
+                raise DamagedError(f"{name!r}: element {position} is missing or doubled")
+            position += segment.length
+        if position != numel(self.shape):
+            raise DamagedError(
+                f"{name!r}: {position} elements were found, shape {self.shape} needs {numel(self.shape)}"
+            )
+        return self
+
+
+class SegmentSource:
+    """Tensors by (name, kind), read with plain file reads: no file is ever loaded as a whole."""
+
+    def __init__(
+        self,
+        tensors: Mapping[tuple[str, str], SegmentedTensor],
+        aliases: Mapping[str, str],
+        step: int,
+        client_state: Any,
+    ) -> None:
+        self.tensors = {key: tensor.checked(f"{key[0]} ({key[1]})") for key, tensor in tensors.items()}
+        self.aliases, self.step, self.client_state = aliases, step, client_state
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum of where everything is and when those files were written."""
+        files = {
+            segment.file for tensor in self.tensors.values() for segment in tensor.segments if segment.data is None
+        }
+        stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+        return checksum(repr((stats, sorted(self.tensors.items(), key=lambda item: item[0]))).encode())
+
+    def cuts(self, name: str, kind: str) -> Sequence[int]:
+        """None: segments can be read anywhere."""
+        return ()
+
+    def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
+        """Fill `out` with a tensor's elements from flat element `offset` on."""
+        tensor = self.tensors[name, kind]
+        size = ITEMSIZE[tensor.dtype]
+        view = memoryview(out).cast("B")
+        end = offset + view.nbytes // size
+        if end > numel(tensor.shape):
+            raise MismatchError(f"{name!r} ({kind}): elements {offset} to {end} of {numel(tensor.shape)}")
+        first = bisect_right([segment.offset for segment in tensor.segments], offset) - 1
+        for segment in tensor.segments[max(first, 0) :]:
+            low, high = max(offset, segment.offset), min(end, segment.offset + segment.length)
+            if low >= high:
+                continue
+            target = view[(low - offset) * size : (high - offset) * size]
+            skip = (low - segment.offset) * size
+            if segment.data is not None:
+                target[:] = segment.data[skip : skip + target.nbytes]
+            else:
+                read_at(segment.file, segment.begin + skip, target, f"{name!r} ({kind}) in {segment.file}")

@@ -1,0 +1,129 @@
+"""Where tensors are converted from: one small Protocol, and how a path is recognised."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..commit import has_manifest, list_tags, read_latest
+from ..errors import CheckpointError, NotFoundError
+from ..locating import open_spec, split_spec
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+PIECE_BYTES = 8 << 20
+
+
+class SourceTensor(Protocol):
+    """What is known of a tensor before it is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+class Source(Protocol):
+    """Tensors by (name, kind) that can be read piece by piece. A `zero_ckpt.Checkpoint` is one."""
+
+    @property
+    def tensors(self) -> Mapping[tuple[str, str], SourceTensor]: ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def client_state(self) -> Any: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that differs when the contents do."""
+        ...
+
+    def cuts(self, name: str, kind: str) -> Sequence[int]:
+        """Elements at which reads should begin, beside 0; may be empty."""
+        ...
+
+    def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
+        """Fill `out` with a tensor's elements from flat element `offset` on."""
+        ...
+
+
+def pieces(source: Source, name: str, kind: str, count: int, itemsize: int) -> Iterator[tuple[int, int]]:
+    """(first element, elements) of reads of at most `PIECE_BYTES` that together cover a tensor."""
+    step = PIECE_BYTES // itemsize
+    for begin, end in pairwise(sorted({0, count, *source.cuts(name, kind)})):
+        for offset in range(begin, end, step):
+            yield offset, min(step, end - offset)
+
+
+def open_source(spec: str | os.PathLike[str]) -> Source:
+    """Open whatever checkpoint `spec` names.
+
+    Recognised by themselves: a root or checkpoint directory of this package, a safetensors file or a directory of
+    them, a DeepSpeed checkpoint (stages 0 to 3, or universal), and a torch distributed checkpoint. After `@` stands a
+    tag or a step. Raises NotFoundError when there is nothing, CheckpointError when it is none of these.
+    """
+    path, which = split_spec(os.fspath(spec))
+    if path.is_file():
+        from .safetensors_source import SafetensorsSource
+
+        return SafetensorsSource([path])
+    if not path.is_dir():
+        raise NotFoundError(f"{path} does not exist")
+    if has_manifest(path) or list_tags(path):
+        return open_spec(os.fspath(spec))
+    return _foreign(_tagged(path, which))
+
+
+def _tagged(path: Path, which: str | None) -> Path:
+    """The directory inside a DeepSpeed root that `which`, `latest` or `latest_universal` names, or the path itself."""
+    tags: Sequence[str | None] = (which,) if which else (read_latest(path), _text(path / "latest_universal"))
+    for tag in tags:
+        if tag and (path / tag).is_dir():
+            return path / tag
+    if which:
+        raise NotFoundError(f"{path} has no checkpoint {which!r}")
+    return path
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text().strip() if path.is_file() else None
+
+
+def _foreign(path: Path) -> Source:
+    if (path / "zero").is_dir() and list(path.glob("*model_states.pt")):
+        from .universal import open_universal
+
+        return open_universal(path)
+    if list(path.glob("*model_states.pt")):
+        from .deepspeed import open_deepspeed
+
+        return open_deepspeed(path)
+    if (path / ".metadata").is_file():
+        from .dcp import open_dcp
+
+        return open_dcp(path)
+    index = path / "model.safetensors.index.json"
+    files = sorted(path.glob("*.safetensors"))
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [path / name for name in names]
+    if files:
+        from .safetensors_source import SafetensorsSource
+
+        return SafetensorsSource(files)
+    raise CheckpointError(
+        f"{path} is not a checkpoint that is known here: expected a zero-ckpt root, *.safetensors, DeepSpeed's "
+        "*model_states.pt, or the .metadata of a torch distributed checkpoint"
+    )

@@ -1,0 +1,105 @@
+"""Files of `torch.save` without loading them: the structure with where each tensor's bytes lie.
+
+Unpickling is torch's own with `weights_only=True` on the `meta` device, which allocates nothing; the few classes that
+DeepSpeed's files mention are replaced by inert stand-ins.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, DamagedError
+from ..torch.buffers import dtype_name
+from ..types import ITEMSIZE
+from .segments import Segment, SegmentedTensor
+
+_STAND_INS = (
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+
+
+class StandIn:
+    """An object of a class that is not imported: what it was made from, and its attributes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.attributes: dict[str, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.attributes = state if isinstance(state, dict) else {"state": state}
+
+
+def load_structure(path: Path) -> Any:
+    """What `torch.save` put into a file, with tensors on the `meta` device.
+
+    Raises DamagedError when it cannot be read, CheckpointError when it holds objects beyond the allowlist.
+    """
+    stand_ins: list[Any] = [(type("StandIn", (StandIn,), {}), name) for name in _STAND_INS]
+    try:
+        with torch.serialization.safe_globals(stand_ins):
+            return torch.load(path, map_location="meta", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        known = set(_STAND_INS)
+        raise CheckpointError(
+            f"{path} holds objects that are not read: {', '.join(name for name in found if name not in known) or error}"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise DamagedError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A contiguous tensor in a file."""
+
+    file: Path
+    begin: int
+    shape: tuple[int, ...]
+    dtype: str
+    numel: int
+
+    def segment(self, offset: int, skip: int, length: int) -> Segment:
+        """Elements `skip` to `skip + length` of it, as elements `offset` on of another tensor."""
+        return Segment(offset, length, self.file, self.begin + skip * ITEMSIZE[self.dtype])
+
+    def whole(self, shape: tuple[int, ...] | None = None) -> SegmentedTensor:
+        """All of it, in another shape if one is given."""
+        segments = (self.segment(0, 0, self.numel),) if self.numel else ()
+        return SegmentedTensor(self.shape if shape is None else shape, self.dtype, segments)
+
+
+def stored(tensor: torch.Tensor, file: Path, base: int = 0) -> Stored:
+    """Where the bytes of a tensor of `load_structure(file)` lie; `base` is where that file begins inside `file`."""
+    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if start is None and tensor.numel():
+        raise CheckpointError(f"{file}: this version of torch {torch.__version__} does not say where tensors lie")
+    if not tensor.is_contiguous():
+        raise CheckpointError(f"{file}: a tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}")
+    begin = base + (start or 0) + int(tensor.storage_offset()) * tensor.element_size()
+    return Stored(file, begin, tuple(tensor.shape), dtype_name(tensor.dtype), tensor.numel())
+
+
+def scalar(value: Any, file: Path) -> SegmentedTensor:
+    """A number or one-element tensor as a 0-dimensional tensor."""
+    if isinstance(value, torch.Tensor):
+        return stored(value, file).whole(())
+    data = torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else torch.int64)
+    return SegmentedTensor((), dtype_name(data.dtype), (Segment(0, 1, data=bytes(data.numpy().tobytes())),))
+
+
+def tensors_in(values: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The items of a map that are tensors."""
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor):
+            yield key, value

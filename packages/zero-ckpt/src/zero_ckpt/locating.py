@@ -1,0 +1,38 @@
+"""`run/ckpt`, `run/ckpt@100` and `run/ckpt/global_step100`: how people name a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .catalog import find_candidates
+from .errors import NotFoundError
+from .opening import open_checkpoint
+from .reader import Checkpoint
+
+
+def split_spec(spec: str) -> tuple[Path, str | None]:
+    """The directory and what follows its last `@`, when the whole is not a path that exists."""
+    path = Path(spec)
+    directory, at, which = spec.rpartition("@")
+    if path.exists() or not at:
+        return path, None
+    return Path(directory), which
+
+
+def open_spec(spec: str) -> Checkpoint:
+    """Open what `spec` names; after `@` stands a tag or a step. Raises NotFoundError or DamagedError."""
+    root, which = split_spec(spec)
+    return open_checkpoint(root, None if which is None else find_tag(root, which))
+
+
+def find_tag(root: Path, which: str) -> str:
+    """The tag that is `which`, or the one tag whose step is `which`."""
+    candidates = find_candidates(root)
+    if any(candidate.tag == which for candidate in candidates):
+        return which
+    found = [item.tag for item in candidates if item.manifest is not None and str(item.manifest.step) == which]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(candidate.tag for candidate in candidates) or "none"
+    problem = "no checkpoint" if not found else f"{len(found)} checkpoints"
+    raise NotFoundError(f"{root} has {problem} with tag or step {which!r}; its tags: {known}")
