@@ -117,6 +117,5 @@ def deviation(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
 
 def bits(values: dict[str, torch.Tensor]) -> dict[str, bytes]:
     """The values' bytes, for bitwise comparison."""
-    return {
-        name: value.contiguous().view(torch.uint8).numpy().tobytes() for name, value in values.items() if value.numel()
-    }
+    flat = {name: value.flatten() for name, value in values.items() if value.numel()}
+    return {name: value.view(torch.uint8).numpy().tobytes() for name, value in flat.items()}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from .errors import CommError, DesyncError, PeerError
 from .ledger import Ledger
@@ -18,7 +18,7 @@ from .work import Work
 
 _FRAME_BYTES = 512
 _DIRECT_RANKS = 16  # up to here every rank writes to every other; above, gloo's own all-gather is cheaper
-_ABORT = "abort"
+_FAILURE_KEY = "zero_comm/failure"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class Control:
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
         self.ledger = ledger if ledger is not None else Ledger()
         self._sequence = 0
-        self._last_words: object = None  # keeps an abort's buffers alive until the peers have read them
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -71,11 +70,7 @@ class Control:
             rest = max(lengths) - inline
             tails = self._all_gather(body[inline:].ljust(rest, b" "), tag, str(message))
             bodies = [(head + tail)[:length] for head, tail, length in zip(bodies, tails, lengths, strict=True)]
-        messages = [_decode(b) for b in bodies]
-        for rank, received in enumerate(messages):
-            if received.kind == _ABORT and rank != self.rank:
-                raise PeerError(f"rank {rank} failed while this rank was at {message}: {received.payload}")
-        return messages
+        return [_decode(b) for b in bodies]
 
     def agree(self, message: Message) -> list[Any]:
         """Exchange ``message`` and return every rank's payload; all ranks must be at the same call.
@@ -98,30 +93,32 @@ class Control:
         )
 
     def abort(self, reason: str) -> None:
-        """Tell every rank, at its next agreement point, that this one has failed and why. Never blocks on a peer."""
-        if self.world_size == 1 or self._process_group is None:
-            return
-        body = json.dumps([_ABORT, "", 0, reason[:400]]).encode()[: _FRAME_BYTES - 4]
-        try:
-            self._last_words = self._start(_frame(body), Tag("control", _ABORT, 0))
-        except RuntimeError as error:
-            raise CommError(f"could not tell the other ranks about: {reason}") from error
+        """Leave, and let every rank that waits for this one know why. Does not wait for anybody.
 
-    def recover_reason(self, error: CommError, seconds: float = 2.0) -> CommError:
-        """After a data collective failed: look whether a rank has told why, and return the better error."""
-        if self.world_size == 1 or self._process_group is None:
+        [Note: the first cause] A message to a rank that is not listening is lost when the sender's process ends, so the
+        reason goes into the store of the process group. The first one stays: ranks that fail because another failed
+        find it there, whichever connection told them that something is wrong.
+        """
+        if self._process_group is not None:
+            value = json.dumps([self.rank, reason])
+            self._store().compare_set(self._process_group.group_name, "", value)
+            self.close()
+
+    def explain(self, error: CommError) -> CommError:
+        """The better error when a rank has told why it left, else ``error``."""
+        if self._process_group is None:
             return error
-        body = json.dumps([_ABORT, "", 0, f"{error}"[:300]]).encode()[: _FRAME_BYTES - 4]
-        received, pending = self._start(_frame(body), Tag("control", _ABORT, 0))
-        for peer, arrival in pending:
-            try:
-                arrival.wait(timedelta(seconds=seconds))
-            except RuntimeError:
-                continue
-            message = _parse(bytes(received[peer].numpy()))
-            if message is not None and message.kind == _ABORT:
-                return PeerError(f"rank {peer} failed: {message.payload}")
-        return error
+        key = self._process_group.group_name
+        try:
+            if not self._store().check([key]):
+                return error
+            rank, reason = json.loads(self._store().get(key))
+        except RuntimeError:  # the store went with the rank that kept it
+            return error
+        return error if rank == self.rank else PeerError(f"rank {rank} failed: {reason}; here: {error}")
+
+    def _store(self) -> PrefixStore:
+        return PrefixStore(_FAILURE_KEY, dist.distributed_c10d._get_default_store())
 
     def close(self) -> None:
         """Give the process group back."""
@@ -137,14 +134,16 @@ class Control:
                 tag, [(dist.all_gather(received, _tensor(body), group=self._process_group, async_op=True), None)]
             ).wait()
             return [bytes(r.numpy()) for r in received]
-        received_by_rank, pending = self._start(body, tag)
-        for peer, arrival in pending:
-            try:
+        awaited: int | None = None
+        try:
+            received_by_rank, pending = self._start(body, tag)
+            for peer, arrival in pending:
+                awaited = peer
                 arrival.wait()
-            except RuntimeError as error:
-                raise PeerError(
-                    f"rank {peer} left or did not answer while this rank was at {doing}: {error}"
-                ) from error
+        except RuntimeError as error:
+            who = "a rank" if awaited is None else f"rank {awaited}"
+            failure = PeerError(f"{who} left or did not answer while this rank was at {doing}: {error}")
+            raise self.explain(failure) from error
         return [bytes(r.numpy()) for r in received_by_rank]
 
     def _start(self, body: bytes, tag: Tag) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
@@ -173,11 +172,3 @@ def _tensor(body: bytes) -> torch.Tensor:
 def _decode(body: bytes) -> Message:
     kind, name, step, payload = json.loads(body)
     return Message(kind, name, step, payload)
-
-
-def _parse(frame: bytes) -> Message | None:
-    length = int.from_bytes(frame[:4], "little")
-    try:
-        return _decode(frame[4 : 4 + length])
-    except ValueError:
-        return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import CommError
+from .errors import CommError, PeerError
 from .ledger import Ledger
 from .slices import SliceSum, sum_slices
 from .tag import Tag
@@ -63,7 +63,7 @@ class Group:
             slices = out.view(self.world_size, size)
             return Work(
                 tag,
-                self._exchange([shard] * self.world_size, slices.unbind()),
+                self._exchange([shard] * self.world_size, slices.unbind(), tag),
                 buffers=(out, shard),
                 explain=self._explain,
             )
@@ -90,7 +90,7 @@ class Group:
         parts.insert(self.rank, own)
         slices = flat.view(self.world_size, size).unbind()
         if self._direct(flat):
-            pending = self._exchange(slices, parts)
+            pending = self._exchange(slices, parts, tag)
         else:
             whole = torch.empty_like(flat)
             parts = list(whole.view(self.world_size, size).unbind())
@@ -118,14 +118,20 @@ class Group:
     def _direct(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
 
-    def _exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> list[tuple[Any, int | None]]:
+    def _exchange(
+        self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: Tag
+    ) -> list[tuple[Any, int | None]]:
         """Send ``send[r]`` to and receive ``receive[r]`` from every other rank r; nearest neighbours first."""
         self._sequence = (self._sequence + 1) % _TAG_LIMIT
         pending: list[tuple[Any, int | None]] = []
         for distance in range(1, self.world_size):
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-            arrival = dist.irecv(receive[source], group=self._process_group, group_src=source, tag=self._sequence)
-            departure = dist.isend(send[target], group=self._process_group, group_dst=target, tag=self._sequence)
+            try:
+                arrival = dist.irecv(receive[source], group=self._process_group, group_src=source, tag=self._sequence)
+                departure = dist.isend(send[target], group=self._process_group, group_dst=target, tag=self._sequence)
+            except RuntimeError as error:  # the connection is known to be gone already
+                failure = PeerError(f"{tag}: rank {source} or {target} left before it: {error}")
+                raise (failure if self._explain is None else self._explain(failure)) from error
             pending += [(arrival, source), (departure, target)]
         return pending
 

@@ -83,7 +83,7 @@ class Mesh:
                 ledger=book,
                 slice_sum=slice_sum,
                 deterministic=deterministic,
-                explain=control.recover_reason,
+                explain=control.explain,
             )
 
         return EngineGroups(gather=data_group(), reduce=data_group(), control=control)

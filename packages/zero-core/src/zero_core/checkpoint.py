@@ -14,6 +14,8 @@ from zero_ckpt.torch import DistCoordinator, RngState, Stager, tensor_buffer, to
 from zero_comm import Tag
 from zero_partition import OwnedFragment
 
+from .schedules import load_plain_state, plain_state
+
 if TYPE_CHECKING:
     from zero_ckpt import Coordinator
 
@@ -40,7 +42,7 @@ def save(
     state = {
         "client": client_state,
         "counters": _counters(engine),
-        "scheduler": None if engine.lr_scheduler is None else _plain(engine.lr_scheduler.state_dict()),
+        "scheduler": None if engine.lr_scheduler is None else plain_state(engine.lr_scheduler),
         "loss_scale": None if engine.sharded_optimizer is None else engine.sharded_optimizer.loss_scale.state_dict(),
         "param_groups": _hyperparameters(engine),
     }
@@ -71,7 +73,7 @@ def load(engine: Engine, root: Path, tag: str | None, wanted: Wanted) -> tuple[s
         if engine.partition.rank < len(checkpoint.rank_state) and checkpoint.world_size == engine.partition.world_size:
             RngState().load_state_dict(checkpoint.rank_state[engine.partition.rank]["random"])
     if wanted.scheduler and engine.lr_scheduler is not None and state["scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(state["scheduler"])
+        load_plain_state(engine.lr_scheduler, state["scheduler"])
     return str(checkpoint.path), state["client"]
 
 

@@ -124,9 +124,8 @@ class Engine(nn.Module):
                 self.lr_scheduler.step()
         else:
             self.skipped_steps += 1
-            logger.warning(
-                "step %d skipped: a gradient is not finite; loss scale now %g", self.global_steps, self.loss_scale()
-            )
+            if self._partition.rank == 0:
+                logger.warning("step %d skipped: a gradient is not finite", self.global_steps)
         self.global_steps += 1
         self._partition.runtime.step = self.global_steps
         self._print_progress()

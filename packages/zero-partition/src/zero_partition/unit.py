@@ -18,8 +18,8 @@ from .units import UnitPlan
 class UnitState(enum.Enum):
     """Where a unit's parameters are.
 
-    RELEASED (or GATHERED) -> GATHERING by `issue_gather`; GATHERING -> GATHERED by `wait_gather`; GATHERED -> RELEASED by
-    `release`. Units that are never released stay GATHERED.
+    RELEASED (or GATHERED) -> GATHERING by `issue_gather`; GATHERING -> GATHERED by `wait_gather`; GATHERED -> RELEASED
+    by `release`. Units that are never released stay GATHERED.
     """
 
     RELEASED = enum.auto()
