@@ -61,10 +61,38 @@ class Step:
 
 STEPS = [
     Step("adamw", zok.adam_step, reference.adam, "exp_avg", "exp_avg_sq", {"lr": 1e-2, "weight_decay": 0.1}),
-    Step("adam_l2", zok.adam_step, reference.adam, "exp_avg", "exp_avg_sq", {"lr": 1e-2, "weight_decay": 0.1, "adamw_mode": False}),
-    Step("adam_low_beta", zok.adam_step, reference.adam, "exp_avg", "exp_avg_sq", {"lr": 1e-2, "betas": (0.3, 0.5), "eps": 1e-4}),
-    Step("adam_uncorrected", zok.adam_step, reference.adam, "exp_avg", "exp_avg_sq", {"lr": 1e-2, "bias_correction": False}),
-    Step("adagrad", zok.adagrad_step, reference.adagrad, None, "sum_sq", {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1}),
+    Step(
+        "adam_l2",
+        zok.adam_step,
+        reference.adam,
+        "exp_avg",
+        "exp_avg_sq",
+        {"lr": 1e-2, "weight_decay": 0.1, "adamw_mode": False},
+    ),
+    Step(
+        "adam_low_beta",
+        zok.adam_step,
+        reference.adam,
+        "exp_avg",
+        "exp_avg_sq",
+        {"lr": 1e-2, "betas": (0.3, 0.5), "eps": 1e-4},
+    ),
+    Step(
+        "adam_uncorrected",
+        zok.adam_step,
+        reference.adam,
+        "exp_avg",
+        "exp_avg_sq",
+        {"lr": 1e-2, "bias_correction": False},
+    ),
+    Step(
+        "adagrad",
+        zok.adagrad_step,
+        reference.adagrad,
+        None,
+        "sum_sq",
+        {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1},
+    ),
     Step("lion", zok.lion_step, reference.lion, "exp_avg", None, {"lr": 1e-2, "weight_decay": 0.1}, counts=False),
     Step("sgd", zok.sgd_step, reference.sgd, None, None, {"lr": 1e-2, "weight_decay": 0.1}, counts=False),
     Step(
@@ -77,7 +105,13 @@ STEPS = [
         counts=False,
     ),
     Step(
-        "sgd_nesterov", zok.sgd_step, reference.sgd, "momentum_buffer", None, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}, counts=False
+        "sgd_nesterov",
+        zok.sgd_step,
+        reference.sgd,
+        "momentum_buffer",
+        None,
+        {"lr": 1e-2, "momentum": 0.9, "nesterov": True},
+        counts=False,
     ),
 ]
 
@@ -86,9 +120,9 @@ STEPS = [
 class Operands:
     """Memory of one step. Arrays of bf16 are uint16, 8-bit state is uint8 with scales."""
 
-    n: int
+    n: Any  # elements, or a list of them
     dtypes: dict[str, str]
-    arrays: dict[str, np.ndarray]  # param, grad, and where present first, second, first_scale, second_scale, low, copy
+    arrays: dict[str, Any]  # param, grad, and where present first, second, first_scale, second_scale, low, copy
 
     def clone(self) -> Operands:
         """A copy of the memory."""
@@ -132,7 +166,10 @@ def make(
     gradient = rng.standard_normal(n) * np.exp(spread * rng.standard_normal(n))
     arrays = {"param": store(rng.standard_normal(n), param), "grad": store(gradient, grad)}
     dtypes = {"param_dtype": param, "grad_dtype": grad, "state_dtype": state}
-    moments = {"first": rng.standard_normal(n) * 0.1 * abs(gradient), "second": 0.3 * gradient**2 * rng.uniform(0.5, 2, n)}
+    moments = {
+        "first": rng.standard_normal(n) * 0.1 * abs(gradient),
+        "second": 0.3 * gradient**2 * rng.uniform(0.5, 2, n),
+    }
     for name, value in moments.items():
         if getattr(step, name) is None:
             continue
@@ -158,7 +195,9 @@ def call(step: Step, x: Operands, *, number: int = 3, **more: Any) -> None:
     moments = [a.get(name) for name in ("first", "second") if getattr(step, name) is not None]
     if step.kernel is zok.sgd_step and not moments:
         moments = [None]
-    scales = {f"{getattr(step, name)}_scale": a[f"{name}_scale"] for name in ("first", "second") if f"{name}_scale" in a}
+    scales = {
+        f"{getattr(step, name)}_scale": a[f"{name}_scale"] for name in ("first", "second") if f"{name}_scale" in a
+    }
     step.kernel(
         a["param"],
         a["grad"],

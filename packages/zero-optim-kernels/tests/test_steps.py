@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_support import BLOCK, STEPS, Operands, Step, bf16_bits, bf16_values, call, expect, make, same_bits, unit_in_last_place
+from kernel_support import (
+    BLOCK,
+    STEPS,
+    Operands,
+    Step,
+    bf16_bits,
+    bf16_values,
+    call,
+    expect,
+    make,
+    same_bits,
+    unit_in_last_place,
+)
 
 import zero_optim_kernels as zok
 
@@ -98,17 +110,16 @@ def test_a_list_of_tensors_is_the_flat_call_on_padded_tensors(step: Step, format
     places = np.concatenate([[0], np.cumsum([-(-n // BLOCK) * BLOCK for n in sizes])])
     flat = make(step, int(places[-1]), **formats)
     inside = np.zeros(flat.n, bool)
-    for place, n in zip(places, sizes):
+    for place, n in zip(places, sizes, strict=False):
         inside[place : place + n] = True
     for name in ("param", "low", "grad", "first", "second"):
         if name in flat.arrays:
             flat.arrays[name][~inside] = 0
     listed = flat.clone()
-    pieces = [listed.part(int(place), int(place) + n) for place, n in zip(places, sizes)]
+    pieces = [listed.part(int(place), int(place) + n) for place, n in zip(places, sizes, strict=False)]
     call(step, flat, seed=9)
-    together = Operands(0, flat.dtypes, {name: [piece.arrays[name] for piece in pieces] for name in flat.arrays})  # type: ignore[misc]
-    together.n = sizes  # type: ignore[assignment]
-    call(step, together, seed=9)
+    lists = {name: [piece.arrays[name] for piece in pieces] for name in flat.arrays}
+    call(step, Operands(sizes, flat.dtypes, lists), seed=9)
     for name in flat.arrays:
         if name.endswith("_scale"):
             assert np.array_equal(flat.arrays[name], listed.arrays[name])
@@ -118,7 +129,12 @@ def test_a_list_of_tensors_is_the_flat_call_on_padded_tensors(step: Step, format
 
 @pytest.mark.parametrize("formats", [{}, {"state": "bf16", "grad": "f16"}, {"param": "bf16", "copy": "f16"}], ids=str)
 def test_one_call_serves_groups_by_a_segment_table(formats: dict[str, object]) -> None:
-    rows = [(100, 1e-2, 0.1, 0.9, 0.999), (356, 1e-3, 0.0, 0.8, 0.99), (356, 9.0, 9.0, 0.0, 0.0), (9000, 5e-3, 0.2, 0.4, 0.9)]
+    rows = [
+        (100, 1e-2, 0.1, 0.9, 0.999),
+        (356, 1e-3, 0.0, 0.8, 0.99),
+        (356, 9.0, 9.0, 0.0, 0.0),
+        (9000, 5e-3, 0.2, 0.4, 0.9),
+    ]
     together = make(ADAMW, 9000, **formats)
     x = together.clone()
     call(ADAMW, together, segments=rows, seed=2)
@@ -127,7 +143,14 @@ def test_one_call_serves_groups_by_a_segment_table(formats: dict[str, object]) -
         if end == begin:
             continue
         views = Operands(end - begin, x.dtypes, {name: array[begin:end] for name, array in x.arrays.items()})
-        one = Step("row", zok.adam_step, ADAMW.oracle, "exp_avg", "exp_avg_sq", {"lr": lr, "weight_decay": decay, "betas": (beta1, beta2)})
+        one = Step(
+            "row",
+            zok.adam_step,
+            ADAMW.oracle,
+            "exp_avg",
+            "exp_avg_sq",
+            {"lr": lr, "weight_decay": decay, "betas": (beta1, beta2)},
+        )
         call(one, views, element_offset=begin, seed=2)
         begin = end
     assert same_bits(together, x)
@@ -142,7 +165,9 @@ def test_a_segment_boundary_inside_a_block_keeps_one_scale() -> None:
         options = {"lr": row[1], "weight_decay": row[2], "betas": row[3:]}
         wanted = expect(Step("row", zok.adam_step, ADAMW.oracle, "exp_avg", "exp_avg_sq", options), before)
         assert np.allclose(x.values("param")[begin:end], wanted.param[begin:end], rtol=1e-5, atol=1e-6)
-        assert np.allclose(x.values("first")[begin:end], wanted.first[begin:end], rtol=0.07, atol=1e-3 * abs(wanted.first).max())
+        assert np.allclose(
+            x.values("first")[begin:end], wanted.first[begin:end], rtol=0.07, atol=1e-3 * abs(wanted.first).max()
+        )
 
 
 @pytest.mark.parametrize("copy", ["f32", "bf16", "f16"])

@@ -10,7 +10,20 @@ from collections.abc import Sequence
 
 from ._types import Segment
 
-__all__ = ["ADAGRAD", "ADAM", "LAMB", "LION", "SGD", "adagrad_row", "adam_row", "check_call", "lamb_row", "lion_row", "segments_of", "sgd_row"]
+__all__ = [
+    "ADAGRAD",
+    "ADAM",
+    "LAMB",
+    "LION",
+    "SGD",
+    "adagrad_row",
+    "adam_row",
+    "check_call",
+    "lamb_row",
+    "lion_row",
+    "segments_of",
+    "sgd_row",
+]
 
 ADAM, ADAGRAD, LION, SGD, LAMB = range(5)
 
@@ -35,7 +48,11 @@ def _beta(name: str, value: float) -> None:
 
 
 def segments_of(
-    n: int | Sequence[int], segments: Sequence[Segment] | None, lr: float, weight_decay: float, betas: tuple[float, float]
+    n: int | Sequence[int],
+    segments: Sequence[Segment] | None,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
 ) -> Sequence[Segment]:
     """The segment table of a call: the one given, or one row with the scalars, each row checked."""
     rows = segments
@@ -71,7 +88,9 @@ def adam_row(
     )
 
 
-def lamb_row(segment: Segment, *, step: int, eps: float, bias_correction: bool, grad_scale: float) -> tuple[int, tuple[float, ...]]:
+def lamb_row(
+    segment: Segment, *, step: int, eps: float, bias_correction: bool, grad_scale: float
+) -> tuple[int, tuple[float, ...]]:
     """Coefficients of LAMB's update direction."""
     end, _, weight_decay, beta1, beta2 = segment
     _at_least_zero("eps", eps)
@@ -97,7 +116,9 @@ def lion_row(segment: Segment, *, grad_scale: float) -> tuple[int, tuple[float, 
     return end, (grad_scale, 1.0 - lr * weight_decay, 1.0 - beta1, beta1, 1.0 - beta2, beta2, -lr)
 
 
-def adagrad_row(segment: Segment, *, step: int, lr_decay: float, eps: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
+def adagrad_row(
+    segment: Segment, *, step: int, lr_decay: float, eps: float, grad_scale: float
+) -> tuple[int, tuple[float, ...]]:
     """Coefficients of Adagrad."""
     end, lr, weight_decay, _, _ = segment
     _at_least_zero("lr_decay", lr_decay)
@@ -112,5 +133,7 @@ def sgd_row(
     end, lr, weight_decay, _, _ = segment
     _at_least_zero("momentum", momentum)
     if nesterov and (momentum <= 0.0 or dampening != 0.0):
-        raise ValueError(f"nesterov: needs momentum > 0 and dampening = 0, got momentum = {momentum} and dampening = {dampening}")
+        raise ValueError(
+            f"nesterov: needs momentum > 0 and dampening = 0, got momentum = {momentum} and dampening = {dampening}"
+        )
     return end, (grad_scale, weight_decay, -lr, momentum, 1.0 - dampening, float(nesterov), float(first))

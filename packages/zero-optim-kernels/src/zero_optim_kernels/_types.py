@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Union
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -12,10 +12,10 @@ __all__ = ["Count", "Dtype", "Operand", "Operands", "Segment"]
 
 Dtype = Literal["f32", "bf16", "f16", "f64", "int8"]
 #: An address, or an object with a C-contiguous buffer.
-Operand = Union[int, "Buffer"]
+Operand: TypeAlias = "int | Buffer"
 #: One operand, or a list with one per tensor.
-Operands = Union[Operand, Sequence[Operand]]
+Operands: TypeAlias = "Operand | Sequence[Operand]"
 #: Elements, or a list with the elements of each tensor.
-Count = Union[int, Sequence[int]]
+Count: TypeAlias = "int | Sequence[int]"
 #: (end, lr, weight_decay, beta1, beta2)
 Segment = tuple[int, float, float, float, float]

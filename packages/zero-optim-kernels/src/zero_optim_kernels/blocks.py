@@ -1,6 +1,7 @@
 """Block quantisation of plain buffers, as collectives send them.
 
-A block of ``block`` elements shares one float32 scale, its largest magnitude divided by the largest code; ``value = code * scale``.
+A block of ``block`` elements shares one float32 scale, its largest magnitude divided by the largest code; ``value =
+code * scale``.
 
 ==========  ==============  =====================  ==============================================
 code        largest code    payload bytes          layout
@@ -11,8 +12,8 @@ code        largest code    payload bytes          layout
 ``"u5e3"``  1.875           n                      unsigned, 5 exponent and 3 mantissa bits, for x >= 0
 ==========  ==============  =====================  ==============================================
 
-With ``block=256``, ``"e4m3"`` and ``"u5e3"`` are the first and the second moment of ``state_dtype="int8"``. Code c of ``"u5e3"`` is
-``2**(c // 8 - 31) * (1 + c % 8 / 8)``; it has no zero outside blocks that are zero.
+With ``block=256``, ``"e4m3"`` and ``"u5e3"`` are the first and the second moment of ``state_dtype="int8"``. Code c of
+``"u5e3"`` is ``2**(c // 8 - 31) * (1 + c % 8 / 8)``; it has no zero outside blocks that are zero.
 
 A block with NaN or Inf has it as its scale, so all of it is NaN or Inf afterwards. A block below 2**-100 (``"u5e3"``:
 2**-90) becomes zero.
@@ -45,10 +46,12 @@ def quantize_blocks(
     element_offset: int = 0,
     threads: int = 0,
 ) -> None:
-    """Encode ``n`` elements of ``x`` (``"f32"``, ``"bf16"``, ``"f16"``) into ``payload`` and ``ceil(n / block)`` ``scales``.
+    """Encode ``n`` elements of ``x`` (``"f32"``, ``"bf16"``, ``"f16"``) into ``payload`` and ``ceil(n / block)``
+    ``scales``.
 
-    Codes are the nearest; with ``stochastic``, one of the two nearest, such that the expectation is the value, decided by ``seed``,
-    ``step`` and the global index of the element (``element_offset`` is that of element 0). ``block`` is even.
+    Codes are the nearest; with ``stochastic``, one of the two nearest, such that the expectation is the value,
+    decided by ``seed``, ``step`` and the global index of the element (``element_offset`` is that of element 0).
+    ``block`` is even.
     """
     _native.quantize(x, payload, scales, n, code, block, dtype, stochastic, seed, step, element_offset, threads)
 

@@ -1,8 +1,9 @@
 """Kernels over plain buffers: norms, scans, scaling, casts and the sum of slices.
 
-Operands are integer addresses or contiguous buffers; ``n`` counts elements; dtypes are ``"f32"``, ``"bf16"``, ``"f16"`` and ``"f64"``.
-Where ``x`` may be a list of operands, ``n`` is the list of their lengths. Results are the same bits on every instruction set and for
-every number of threads. All functions release the GIL and raise ``TypeError`` or ``ValueError`` before anything is written.
+Operands are integer addresses or contiguous buffers; ``n`` counts elements; dtypes are ``"f32"``, ``"bf16"``,
+``"f16"`` and ``"f64"``. Where ``x`` may be a list of operands, ``n`` is the list of their lengths. Results are the
+same bits on every instruction set and for every number of threads. All functions release the GIL and raise
+``TypeError`` or ``ValueError`` before anything is written.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ __all__ = ["cast", "count_nonfinite", "l2_norm", "l2_norm_squared", "scale", "su
 
 
 def l2_norm_squared(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> float:
-    """The sum of squares, accumulated in float64 in an order that depends on ``n`` only; of a list, the sum over its tensors in order."""
+    """The sum of squares, accumulated in float64 in an order that depends on ``n`` only; of a list, the sum over its
+    tensors in order.
+    """
     return _native.norm_squared(x, n, dtype, threads)
 
 
@@ -37,7 +40,8 @@ def scale(x: Operands, n: Count, factor: float, *, dtype: Dtype = "f32", threads
 
 
 def cast(x: Operand, out: Operand, n: int, *, dtype: Dtype, out_dtype: Dtype, threads: int = 0) -> None:
-    """Write ``x`` to ``out`` in another dtype, rounded to nearest even; NaN stays NaN. float64 goes to 16 bits through float32.
+    """Write ``x`` to ``out`` in another dtype, rounded to nearest even; NaN stays NaN. float64 goes to 16 bits
+    through float32.
 
     ``x`` and ``out`` must not overlap unless the dtypes are equal.
     """
@@ -56,7 +60,8 @@ def sum_slices(
 ) -> None:
     """Write the sum of slices of ``n`` elements, added in the order given and divided once, to ``out``.
 
-    The accumulator is float32 (float64 for ``"f64"`` slices); ``divisor`` is rounded to the accumulator's dtype, and the quotient to
-    nearest even in ``out_dtype`` (by default ``dtype``). ``out`` may be one of the slices when the two dtypes are equal.
+    The accumulator is float32 (float64 for ``"f64"`` slices); ``divisor`` is rounded to the accumulator's dtype, and
+    the quotient to nearest even in ``out_dtype`` (by default ``dtype``). ``out`` may be one of the slices when the
+    two dtypes are equal.
     """
     _native.sum_slices(slices, out, n, dtype, out_dtype or dtype, divisor, threads)

@@ -10,8 +10,8 @@ __all__ = ["active_isa", "available_isas", "default_threads", "unavailable_isas"
 def active_isa() -> str:
     """The instruction set of every call in this process: ``"avx512"``, ``"avx2"``, ``"neon"`` or ``"scalar"``.
 
-    It is the best one this processor has, or the one that the environment variable ``ZERO_ISA`` names, and is decided at the first call.
-    Raises ``ValueError`` when ``ZERO_ISA`` names one that is unknown or cannot run here.
+    It is the best one this processor has, or the one that the environment variable ``ZERO_ISA`` names, and is decided
+    at the first call. Raises ``ValueError`` when ``ZERO_ISA`` names one that is unknown or cannot run here.
     """
     return _native.active_isa()
 
@@ -27,7 +27,8 @@ def unavailable_isas() -> dict[str, str]:
 
 
 def default_threads() -> int:
-    """Threads of a call with ``threads=0``: ``OMP_NUM_THREADS``, else the processors of this process within its cgroup's quota.
+    """Threads of a call with ``threads=0``: ``OMP_NUM_THREADS``, else the processors of this process within its
+    cgroup's quota.
 
     Decided at the first call.
     """

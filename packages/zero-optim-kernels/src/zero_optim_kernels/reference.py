@@ -1,8 +1,9 @@
 """The kernels once more, slow and obvious, in NumPy: the oracle of the tests.
 
-Arithmetic is float64 on the values that the kernels read; results are what exact arithmetic would give, before any rounding to a storage
-dtype. What one sum gives the next (the scaled and decayed gradient, the second moment) is rounded to float32 as a kernel holds it, so that
-each sum is judged by itself. Needs NumPy, which nothing else in this package does.
+Arithmetic is float64 on the values that the kernels read; results are what exact arithmetic would give, before any
+rounding to a storage dtype. What one sum gives the next (the scaled and decayed gradient, the second moment) is
+rounded to float32 as a kernel holds it, so that each sum is judged by itself. Needs NumPy, which nothing else in this
+package does.
 """
 
 from __future__ import annotations
@@ -17,14 +18,28 @@ import numpy.typing as npt
 from . import _rules
 from ._types import Segment
 
-__all__ = ["Result", "adagrad", "adam", "decode_e4m3", "decode_u5e3", "dequantize", "l2_norm_squared", "lamb", "lion", "sgd", "sum_slices"]
+__all__ = [
+    "Result",
+    "adagrad",
+    "adam",
+    "decode_e4m3",
+    "decode_u5e3",
+    "dequantize",
+    "l2_norm_squared",
+    "lamb",
+    "lion",
+    "sgd",
+    "sum_slices",
+]
 
 Array = npt.NDArray[np.float64]
 
 
 @dataclass
 class Result:
-    """New values, and for each the largest magnitude among the terms of the sums that made it, as they enter the last one."""
+    """New values, and for each the largest magnitude among the terms of the sums that made it, as they enter the last
+    one.
+    """
 
     param: Array
     first: Array | None
@@ -45,7 +60,7 @@ def _wide(x: Any) -> Array:
 
 
 def _largest(*terms: Array) -> Array:
-    return np.maximum.reduce([abs(term) for term in terms])
+    return _wide(np.maximum.reduce([abs(term) for term in terms]))
 
 
 def _held(x: Array) -> Array:
@@ -81,7 +96,7 @@ def _adam(p: Array, g: Array, m: Array, v: Array, c: tuple[float, ...]) -> _Adam
     m_new, m_term = _lerp(m, g, g_term, w1, rest1)
     v_new = b2 * v + w2 * g * g
     v_term = _largest(b2 * v, w2 * g_term * g_term, v_new)
-    denominator = np.sqrt(_held(v_new)) * inverse_root + eps
+    denominator = np.sqrt(_held(_held(b2 * v) + _held(_held(w2 * g) * g))) * inverse_root + eps
     return _Adam(m_new, m_term, v_new, v_term, m_new / denominator, m_term / denominator)
 
 
@@ -128,7 +143,9 @@ def lamb(
     grad_scale: float = 1.0,
 ) -> Result:
     """LAMB on one whole parameter: update, ratio of norms, application."""
-    c = _rounded(_rules.lamb_row((0, lr, weight_decay, *betas), step=step, eps=eps, bias_correction=True, grad_scale=grad_scale))
+    c = _rounded(
+        _rules.lamb_row((0, lr, weight_decay, *betas), step=step, eps=eps, bias_correction=True, grad_scale=grad_scale)
+    )
     p = _wide(param)
     new = _adam(p, _wide(grad) * c[0], _wide(exp_avg), _wide(exp_avg_sq), c)
     u = new.direction * c[1] + c[7] * p
@@ -150,7 +167,9 @@ def lion(
     grad_scale: float = 1.0,
 ) -> Result:
     """Lion."""
-    scale, decay, w1, rest1, w2, rest2, negative_step = _rounded(_rules.lion_row((0, lr, weight_decay, *betas), grad_scale=grad_scale))
+    scale, decay, w1, rest1, w2, rest2, negative_step = _rounded(
+        _rules.lion_row((0, lr, weight_decay, *betas), grad_scale=grad_scale)
+    )
     p, g, m = _wide(param), _wide(grad) * scale, _wide(exp_avg)
     u = np.sign(_lerp(m, g, abs(g), w1, rest1)[0])
     m_new, m_term = _lerp(m, g, abs(g), w2, rest2)
@@ -171,12 +190,14 @@ def adagrad(
     grad_scale: float = 1.0,
 ) -> Result:
     """Adagrad."""
-    row = _rules.adagrad_row((0, lr, weight_decay, 0.0, 0.0), step=step, lr_decay=lr_decay, eps=eps, grad_scale=grad_scale)
+    row = _rules.adagrad_row(
+        (0, lr, weight_decay, 0.0, 0.0), step=step, lr_decay=lr_decay, eps=eps, grad_scale=grad_scale
+    )
     scale, l2, negative_step, rounded_eps = _rounded(row)
     p, v = _wide(param), _wide(sum_sq)
     g, g_term = _decayed(_wide(grad) * scale, p, l2)
     v_new = v + g * g
-    denominator = np.sqrt(_held(v_new)) + rounded_eps
+    denominator = np.sqrt(_held(v + _held(g * g))) + rounded_eps
     u = g / denominator
     term = _largest(p, negative_step * g_term / denominator, p + negative_step * u)
     return Result(p + negative_step * u, None, v_new, term, None, _largest(v, g_term * g_term, v_new), u)
@@ -197,19 +218,28 @@ def sgd(
 ) -> Result:
     """Stochastic gradient descent; ``momentum_buffer`` is None without momentum."""
     row = _rules.sgd_row(
-        (0, lr, weight_decay, 0.0, 0.0), momentum=momentum, dampening=dampening, nesterov=nesterov, first=first, grad_scale=grad_scale
+        (0, lr, weight_decay, 0.0, 0.0),
+        momentum=momentum,
+        dampening=dampening,
+        nesterov=nesterov,
+        first=first,
+        grad_scale=grad_scale,
     )
     scale, l2, negative_lr, rounded_momentum, keep, _, _ = _rounded(row)
     p = _wide(param)
     g, g_term = _decayed(_wide(grad) * scale, p, l2)
     if momentum_buffer is None:
-        return Result(p + negative_lr * g, None, None, _largest(p, negative_lr * g_term, p + negative_lr * g), None, None, g)
+        return Result(
+            p + negative_lr * g, None, None, _largest(p, negative_lr * g_term, p + negative_lr * g), None, None, g
+        )
     m = _wide(momentum_buffer)
     m_new = g if first else rounded_momentum * m + keep * g
     m_term = g_term if first else _largest(rounded_momentum * m, keep * g_term, m_new)
     u = g + rounded_momentum * m_new if nesterov else m_new
     u_term = _largest(g_term, rounded_momentum * m_term, u) if nesterov else m_term
-    return Result(p + negative_lr * u, m_new, None, _largest(p, negative_lr * u_term, p + negative_lr * u), m_term, None, u)
+    return Result(
+        p + negative_lr * u, m_new, None, _largest(p, negative_lr * u_term, p + negative_lr * u), m_term, None, u
+    )
 
 
 def l2_norm_squared(x: Any) -> float:
@@ -222,11 +252,13 @@ def sum_slices(slices: list[Any], divisor: float, accumulate: type[np.floating[A
     total = np.asarray(slices[0], dtype=accumulate)
     for part in slices[1:]:
         total = total + np.asarray(part, dtype=accumulate)
-    return total / accumulate(divisor)
+    return np.asarray(total / accumulate(divisor))
 
 
 def decode_e4m3(code: int) -> float:
-    """The value of an e4m3 code: sign, 4 exponent bits with bias 7, 3 mantissa bits, subnormal numbers; 0x7f is not used."""
+    """The value of an e4m3 code: sign, 4 exponent bits with bias 7, 3 mantissa bits, subnormal numbers; 0x7f is not
+    used.
+    """
     sign = -1.0 if code & 0x80 else 1.0
     exponent, mantissa = code >> 3 & 0xF, code & 0x7
     if exponent == 0:

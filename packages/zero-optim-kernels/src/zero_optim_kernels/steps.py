@@ -1,22 +1,28 @@
 """One optimizer step over addresses or buffers.
 
-Every function updates one contiguous range (``n`` an int) or a list of tensors (``n`` a list, and every operand a list of the same
-length). Dtypes: ``param_dtype`` ``"f32"``, ``"bf16"`` or ``"f64"``; ``grad_dtype`` ``"f32"``, ``"bf16"``, ``"f16"``; ``state_dtype``
+Every function updates one contiguous range (``n`` an int) or a list of tensors (``n`` a list, and every operand a
+list of the same length). Dtypes: ``param_dtype`` ``"f32"``, ``"bf16"`` or ``"f64"``; ``grad_dtype`` ``"f32"``,
+``"bf16"``, ``"f16"``; ``state_dtype``
 ``"f32"``, ``"bf16"`` or ``"int8"``; with ``"f64"`` parameters everything is ``"f64"``.
 
 * A ``"bf16"`` parameter without ``param_low`` is rounded stochastically; with it, the pair is an exact float32.
-* ``"int8"`` state is one code per element plus one float32 scale per block of 256 elements (``*_scale``); zeros are the initial state.
-  Blocks are anchored at multiples of 256 from ``element_offset``, which must be one too; tensors of a list each start a block.
-* ``grad_scale`` multiplies the gradient; ``zero_grad`` clears it after it was read; ``copy_out`` receives the new weights in
+* ``"int8"`` state is one code per element plus one float32 scale per block of 256 elements (``*_scale``); zeros are
+the initial state.
+  Blocks are anchored at multiples of 256 from ``element_offset``, which must be one too; tensors of a list each start
+  a block.
+* ``grad_scale`` multiplies the gradient; ``zero_grad`` clears it after it was read; ``copy_out`` receives the new
+weights in
   ``copy_dtype`` (``"f32"``, ``"bf16"``, ``"f16"``).
-* ``element_offset`` is the global position of element 0: with ``seed`` and ``step`` it fixes the random numbers, so a buffer that is
+* ``element_offset`` is the global position of element 0: with ``seed`` and ``step`` it fixes the random numbers, so a
+buffer that is
   split into several calls (at block boundaries for 8-bit state) ends with the same bits.
-* ``segments`` is a table of rows ``(end, lr, weight_decay, beta1, beta2)`` sorted by ``end``, counted from element 0 of the call, the last
+* ``segments`` is a table of rows ``(end, lr, weight_decay, beta1, beta2)`` sorted by ``end``, counted from element 0
+of the call, the last
   one equal to ``n``; it replaces the scalars.
 * ``step`` counts from 1. ``threads=0`` uses `default_threads`.
 
-Wrong arguments raise ``TypeError`` or ``ValueError`` before anything is written. The caller keeps the memory behind addresses alive and
-does not touch it during the call, which releases the GIL.
+Wrong arguments raise ``TypeError`` or ``ValueError`` before anything is written. The caller keeps the memory behind
+addresses alive and does not touch it during the call, which releases the GIL.
 """
 
 from __future__ import annotations
@@ -58,15 +64,19 @@ def adam_step(
     seed: int = 0,
     threads: int = 0,
 ) -> None:
-    """One step of AdamW, or of Adam with ``adamw_mode=False`` (arXiv 1412.6980 algorithm 1, arXiv 1711.05101 algorithm 2)."""
+    """One step of AdamW, or of Adam with ``adamw_mode=False`` (arXiv 1412.6980 algorithm 1, arXiv 1711.05101 algorithm
+    2).
+    """
     _rules.check_call(step, element_offset, seed)
     rows = [
-        _rules.adam_row(row, step=step, eps=eps, adamw_mode=adamw_mode, bias_correction=bias_correction, grad_scale=grad_scale)
+        _rules.adam_row(
+            row, step=step, eps=eps, adamw_mode=adamw_mode, bias_correction=bias_correction, grad_scale=grad_scale
+        )
         for row in _rules.segments_of(n, segments, lr, weight_decay, betas)
     ]
     _native.step(
-        _rules.ADAM, False, n, param, param_low, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, copy_out, None,
-        param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
+        _rules.ADAM, False, n, param, param_low, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, copy_out,
+        None, param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
     )  # fmt: skip
 
 
@@ -95,7 +105,9 @@ def adagrad_step(
     seed: int = 0,
     threads: int = 0,
 ) -> None:
-    """One step of Adagrad (JMLR 12, 2011, figure 1) with torch.optim.Adagrad's decays; the betas of segments are not read."""
+    """One step of Adagrad (JMLR 12, 2011, figure 1) with torch.optim.Adagrad's decays; the betas of segments are not
+    read.
+    """
     _rules.check_call(step, element_offset, seed)
     rows = [
         _rules.adagrad_row(row, step=step, lr_decay=lr_decay, eps=eps, grad_scale=grad_scale)
@@ -133,7 +145,9 @@ def lion_step(
 ) -> None:
     """One step of Lion (arXiv 2302.06675, algorithm 2); ``step`` only seeds stochastic rounding."""
     _rules.check_call(step, element_offset, seed)
-    rows = [_rules.lion_row(row, grad_scale=grad_scale) for row in _rules.segments_of(n, segments, lr, weight_decay, betas)]
+    rows = [
+        _rules.lion_row(row, grad_scale=grad_scale) for row in _rules.segments_of(n, segments, lr, weight_decay, betas)
+    ]
     _native.step(
         _rules.LION, False, n, param, param_low, grad, exp_avg, None, exp_avg_scale, None, copy_out, None,
         param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
@@ -169,19 +183,22 @@ def sgd_step(
 ) -> None:
     """One step of torch.optim.SGD's rule.
 
-    With ``first``, by default at step 1, the momentum buffer is not read but set to the gradient. ``momentum_buffer`` is None if and only if ``momentum`` is 0; the betas of segments are not read.
+    With ``first``, by default at step 1, the momentum buffer is not read but set to the gradient. ``momentum_buffer``
+    is None if and only if ``momentum`` is 0; the betas of segments are not read.
     """
     _rules.check_call(step, element_offset, seed)
     if (momentum_buffer is None) != (momentum == 0.0):
         raise ValueError(f"momentum_buffer: needed when momentum is not 0 and only then, got momentum = {momentum}")
     starts = step == 1 if first is None else first
     rows = [
-        _rules.sgd_row(row, momentum=momentum, dampening=dampening, nesterov=nesterov, first=starts, grad_scale=grad_scale)
+        _rules.sgd_row(
+            row, momentum=momentum, dampening=dampening, nesterov=nesterov, first=starts, grad_scale=grad_scale
+        )
         for row in _rules.segments_of(n, segments, lr, weight_decay, (0.0, 0.0))
     ]
     _native.step(
-        _rules.SGD, False, n, param, param_low, grad, momentum_buffer, None, momentum_buffer_scale, None, copy_out, None,
-        param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
+        _rules.SGD, False, n, param, param_low, grad, momentum_buffer, None, momentum_buffer_scale, None, copy_out,
+        None, param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
     )  # fmt: skip
 
 
@@ -213,18 +230,22 @@ def lamb_step(
 ) -> list[tuple[float, float]]:
     """The first half of LAMB (arXiv 1904.00962, algorithm 2): update the moments and write the direction to ``update``.
 
-    ``update`` is float32 (float64 for ``"f64"`` parameters) and may be the gradient's own memory when the dtypes are equal. Returns, for
-    each row of ``segments`` or each tensor of a list, the squared norms of the parameter and of the direction over this call's elements
-    in float64: sum them over the calls and ranks that hold a parameter, then give `lamb_apply` the learning rate times the ratio.
+    ``update`` is float32 (float64 for ``"f64"`` parameters) and may be the gradient's own memory when the dtypes are
+    equal. Returns, for each row of ``segments`` or each tensor of a list, the squared norms of the parameter and of
+    the direction over this call's elements in float64: sum them over the calls and ranks that hold a parameter, then
+    give `lamb_apply` the learning rate times the ratio.
     """
     _rules.check_call(step, element_offset, seed)
     table = _rules.segments_of(n, segments, 0.0, weight_decay, betas)
-    rows = [_rules.lamb_row(row, step=step, eps=eps, bias_correction=bias_correction, grad_scale=grad_scale) for row in table]
+    rows = [
+        _rules.lamb_row(row, step=step, eps=eps, bias_correction=bias_correction, grad_scale=grad_scale)
+        for row in table
+    ]
     if not isinstance(n, int) and len(rows) == 1:
         rows = rows * len(n)
     norms = _native.step(
-        _rules.LAMB, False, n, param, param_low, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, None, update,
-        param_dtype, grad_dtype, state_dtype, None, rows, zero_grad, element_offset, seed, step, threads,
+        _rules.LAMB, False, n, param, param_low, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, None,
+        update, param_dtype, grad_dtype, state_dtype, None, rows, zero_grad, element_offset, seed, step, threads,
     )  # fmt: skip
     return [] if norms is None else norms
 
@@ -246,8 +267,8 @@ def lamb_apply(
 ) -> None:
     """The second half of LAMB: ``param -= factor * update`` for each row ``(end, factor)`` of ``steps``.
 
-    The factor is the learning rate times the ratio of the parameter's norm to the direction's, 1 where either is 0. For a list of
-    tensors ``steps`` has one row per tensor, whose ``end`` is not read.
+    The factor is the learning rate times the ratio of the parameter's norm to the direction's, 1 where either is 0.
+    For a list of tensors ``steps`` has one row per tensor, whose ``end`` is not read.
     """
     _rules.check_call(step, element_offset, seed)
     rows: list[tuple[int, tuple[float, ...]]] = [(end, (factor,)) for end, factor in steps]

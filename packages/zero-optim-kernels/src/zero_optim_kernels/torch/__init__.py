@@ -1,4 +1,5 @@
-"""Optimizers for parameters in CPU memory: `torch.optim.Optimizer`s whose step is one native call per parameter group."""
+"""Optimizers for parameters in CPU memory: `torch.optim.Optimizer`s whose step is one native call per parameter group.
+"""
 
 from __future__ import annotations
 
@@ -13,4 +14,4 @@ from .lamb import CPULamb
 from .lion import CPULion
 from .sgd import CPUSGD
 
-__all__ = ["CPUSGD", "CPUAdagrad", "CPUAdam", "CPUAdamW", "CPULamb", "CPULion"]
+__all__ = ["CPUAdagrad", "CPUAdam", "CPUAdamW", "CPULamb", "CPULion", "CPUSGD"]

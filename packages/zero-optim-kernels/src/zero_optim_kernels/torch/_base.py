@@ -37,10 +37,11 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"))
 
 
 class KernelOptimizer(Optimizer):
-    """Base of the optimizers over CPU parameters of dtype float32, bfloat16 or float64 (or DTensors with such local parts).
+    """Base of the optimizers over CPU parameters of dtype float32, bfloat16 or float64 (or DTensors with such local
+    parts).
 
-    Subclasses set `moments` and implement `_run`. Parameters must be contiguous and on the CPU; ``TypeError`` or ``ValueError`` says
-    which one is not, before anything is written. ``threads=0`` uses ``torch.get_num_threads()``.
+    Subclasses set `moments` and implement `_run`. Parameters must be contiguous and on the CPU; ``TypeError`` or
+    ``ValueError`` says which one is not, before anything is written. ``threads=0`` uses ``torch.get_num_threads()``.
     """
 
     moments: tuple[Moment, ...] = ()
@@ -79,7 +80,7 @@ class KernelOptimizer(Optimizer):
     def _initial_moment(self, group: dict[str, Any], moment: Moment) -> float:
         return 0.0
 
-    # -- parameters ---------------------------------------------------------------------------------------------------------------
+    # Parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as `torch.optim.Optimizer.add_param_group`; its options and parameters are checked first."""
@@ -101,28 +102,43 @@ class KernelOptimizer(Optimizer):
         name = self._name(group, position)
         own = local(param)
         if own.device.type != "cpu":
-            raise ValueError(f"{name}: expected a tensor on the CPU, got device {own.device}; for accelerators use torch.optim with fused=True")
+            raise ValueError(
+                f"{name}: expected a tensor on the CPU, got device {own.device}; "
+                "for accelerators use torch.optim with fused=True"
+            )
         if own.dtype not in (torch.float32, torch.bfloat16, torch.float64):
-            raise TypeError(f"{name}: expected dtype float32, bfloat16 or float64, got {own.dtype}; keep a float32 master of it")
+            raise TypeError(
+                f"{name}: expected dtype float32, bfloat16 or float64, got {own.dtype}; keep a float32 master of it"
+            )
         if own.dtype == torch.float64 and self._settings.state_dtype != "f32":
-            raise TypeError(f"{name}: float64 parameters have float64 state; got state_dtype {self._settings.state_dtype!r}")
+            raise TypeError(
+                f"{name}: float64 parameters have float64 state; got state_dtype {self._settings.state_dtype!r}"
+            )
         if not own.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {own.stride()} for shape {tuple(own.shape)}")
+            raise ValueError(
+                f"{name}: expected a contiguous tensor, got strides {own.stride()} for shape {tuple(own.shape)}"
+            )
 
     def _check_grad(self, name: str, param: torch.Tensor, grad: torch.Tensor) -> None:
         if grad.layout != torch.strided:
-            raise TypeError(f"{name}: sparse gradients are not supported, got layout {grad.layout}; use sparse=False or torch.optim.SparseAdam")
+            raise TypeError(
+                f"{name}: sparse gradients are not supported, got layout {grad.layout}; "
+                "use sparse=False or torch.optim.SparseAdam"
+            )
         wide = param.dtype == torch.float64
         if grad.dtype not in NAMES or (grad.dtype == torch.float64) != wide:
             raise TypeError(f"{name}: the gradient's dtype {grad.dtype} does not fit the parameter's {param.dtype}")
         if grad.shape != param.shape or grad.device != param.device:
             raise ValueError(
-                f"{name}: expected a gradient of shape {tuple(param.shape)} on {param.device}, got {tuple(grad.shape)} on {grad.device}"
+                f"{name}: expected a gradient of shape {tuple(param.shape)} on {param.device}, "
+                f"got {tuple(grad.shape)} on {grad.device}"
             )
         if not grad.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous gradient, got strides {grad.stride()} for shape {tuple(grad.shape)}")
+            raise ValueError(
+                f"{name}: expected a contiguous gradient, got strides {grad.stride()} for shape {tuple(grad.shape)}"
+            )
 
-    # -- state --------------------------------------------------------------------------------------------------------------------
+    # State
 
     def _ensure_state(self, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
         """The parameter's state with everything that the kernel needs in it."""
@@ -143,18 +159,22 @@ class KernelOptimizer(Optimizer):
             own.copy_(codes)
             state[moment.scale_name] = scales
         if param.dtype == torch.bfloat16 and self._settings.bf16_weights == "exact" and _LOW not in state:
-            state[_LOW] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.contiguous_format, requires_grad=False)
+            state[_LOW] = torch.zeros_like(
+                param, dtype=torch.int16, memory_format=torch.contiguous_format, requires_grad=False
+            )
         return state
 
-    def _make_plan(self, index: int, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor | None]) -> Plan:
-        for position, (param, grad) in enumerate(zip(params, grads)):
+    def _make_plan(
+        self, index: int, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor | None]
+    ) -> Plan:
+        for position, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is not None:
                 self._check_param(index, position, param)
                 self._check_grad(self._name(index, position), local(param), local(grad))
         moments = self._group_moments(group)
         members: dict[tuple[Any, ...], list[int]] = {}
         states: dict[int, dict[str, Any]] = {}
-        for position, (param, grad) in enumerate(zip(params, grads)):
+        for position, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is None:
                 continue
             first = any(self.state[param].get(moment.name) is None for moment in moments)
@@ -162,7 +182,7 @@ class KernelOptimizer(Optimizer):
             key = (int(states[position]["step"].item()), param.dtype, grad.dtype, local(param) is not param, first)
             members.setdefault(key, []).append(position)
         where = [-1] * len(params)
-        cohorts = []
+        cohorts: list[Cohort] = []
         for (step, dtype, grad_dtype, sharded, first), positions in members.items():
             names = [moment.name for moment in moments]
             if dtype != torch.float64 and self._settings.state_dtype == "int8":
@@ -187,7 +207,7 @@ class KernelOptimizer(Optimizer):
             )
         return Plan(list(params), where, cohorts)
 
-    # -- the step -----------------------------------------------------------------------------------------------------------------
+    # The step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -211,7 +231,7 @@ class KernelOptimizer(Optimizer):
             work.append((index, group, plan, pointers or []))
         self._seen = list(self.state.values())
         for index, group, plan, pointers in work:
-            for cohort, addresses in zip(plan.cohorts, pointers):
+            for cohort, addresses in zip(plan.cohorts, pointers, strict=True):
                 self._advance(index, group, cohort, addresses)
             if any(cohort.first for cohort in plan.cohorts):
                 del self._plans[index]
@@ -233,18 +253,20 @@ class KernelOptimizer(Optimizer):
         self._run(group, cohort, grads, number, common)
         cohort.step.fill_(float(number))
 
-    # -- state dicts --------------------------------------------------------------------------------------------------------------
+    # State dicts
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.Optimizer.state_dict`; with float32 state, what torch's optimizer of the same name loads."""
         result = super().state_dict()
         result["state"] = {
-            key: {**state, "step": state["step"].clone()} if "step" in state else dict(state) for key, state in result["state"].items()
+            key: {**state, "step": state["step"].clone()} if "step" in state else dict(state)
+            for key, state in result["state"].items()
         }
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class or of torch's optimizer of the same name, in any state precision; it is converted to this one's.
+        """Load the state of this class or of torch's optimizer of the same name, in any state precision; it is
+        converted to this one's.
 
         Raises ``ValueError`` when the parameter groups differ, or a moment does not have its parameter's shape.
         """
@@ -263,17 +285,25 @@ class KernelOptimizer(Optimizer):
         self._plans.clear()
 
     def _adopt(self, group: dict[str, Any], param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's state from a saved one, in this optimizer's formats; torch has cast it to the parameter's dtype meanwhile."""
+        """A parameter's state from a saved one, in this optimizer's formats; torch has cast it to the parameter's dtype
+        meanwhile.
+        """
         dtype = storage_dtype(param, self._settings.state_dtype)
-        state: dict[str, Any] = {"step": torch.as_tensor(saved.get("step", 0.0), dtype=torch.float32).detach().clone().cpu().reshape(())}
+        state: dict[str, Any] = {
+            "step": torch.as_tensor(saved.get("step", 0.0), dtype=torch.float32).detach().clone().cpu().reshape(())
+        }
         for moment in self._group_moments(group):
             value = saved.get(moment.name)
             if value is None:
                 continue
             if value.shape != param.shape:
-                raise ValueError(f"state {moment.name!r} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}")
+                raise ValueError(
+                    f"state {moment.name!r} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}"
+                )
             own, scales = convert(moment, local(value), saved.get(moment.scale_name), dtype)
-            state[moment.name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
+            state[moment.name] = torch.zeros_like(
+                param, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False
+            )
             local(state[moment.name]).copy_(own)
             if scales is not None:
                 state[moment.scale_name] = scales
@@ -288,4 +318,3 @@ class KernelOptimizer(Optimizer):
         super().__setstate__(state)
         self._plans = {}
         self._seen = []
-

@@ -91,7 +91,9 @@ def convert(
     if value.dtype == torch.uint8 and scales is None:
         raise ValueError(f"state {moment.name!r} is 8-bit but {moment.scale_name!r} is missing")
     if value.dtype == dtype:
-        return value.detach().clone(memory_format=torch.contiguous_format), None if scales is None else scales.detach().float().clone()
+        return value.detach().clone(
+            memory_format=torch.contiguous_format
+        ), None if scales is None else scales.detach().float().clone()
     wide = value.detach() if scales is None else _decode(moment, value, scales)
     if dtype != torch.uint8:
         return wide.to(dtype, copy=True, memory_format=torch.contiguous_format), None

@@ -1,7 +1,8 @@
 """Which tensors one native call updates.
 
-A plan holds the cohorts of one parameter group: parameters that share step number and dtypes. Looking up Python attributes of thousands
-of tensors costs more than their arithmetic, so a plan is kept between steps and only compared with what it was made from.
+A plan holds the cohorts of one parameter group: parameters that share step number and dtypes. Looking up Python
+attributes of thousands of tensors costs more than their arithmetic, so a plan is kept between steps and only compared
+with what it was made from.
 """
 
 from __future__ import annotations
@@ -64,9 +65,7 @@ class Cohort:
         """Whether parameters and state are still where they were."""
         if addresses(self.locals()) != self.param_pointers:
             return False
-        return all(
-            all(map(is_, map(itemgetter(name), self.states), tensors)) for name, tensors in self.tensors.items()
-        )
+        return all(all(map(is_, map(itemgetter(name), self.states), tensors)) for name, tensors in self.tensors.items())
 
     def grad_pointers(self, grads: list[torch.Tensor]) -> list[int] | None:
         """The addresses of the gradients; None when one of them is not what the cohort was made for."""
@@ -97,7 +96,11 @@ class Plan:
             return None
         result: list[list[int]] = []
         for index, cohort in enumerate(self.cohorts):
-            own = grads if len(cohort.params) == len(grads) else [g for g, at in zip(grads, self.where) if at == index]
+            own = (
+                grads
+                if len(cohort.params) == len(grads)
+                else [g for g, at in zip(grads, self.where, strict=True) if at == index]
+            )
             pointers = cohort.grad_pointers(own)  # type: ignore[arg-type]
             if pointers is None or not cohort.still_true():
                 return None

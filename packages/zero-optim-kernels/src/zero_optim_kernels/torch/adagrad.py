@@ -16,7 +16,9 @@ __all__ = ["CPUAdagrad"]
 
 
 class CPUAdagrad(KernelOptimizer):
-    """Adagrad (JMLR 12, 2011, figure 1) with `torch.optim.Adagrad`'s options; the storage options are those of `CPUAdam`."""
+    """Adagrad (JMLR 12, 2011, figure 1) with `torch.optim.Adagrad`'s options; the storage options are those of
+    `CPUAdam`.
+    """
 
     moments = (Moment("sum", second=True),)
 
@@ -46,7 +48,9 @@ class CPUAdagrad(KernelOptimizer):
             "differentiable": False,
             "fused": None,
         }
-        super().__init__(params, defaults, state_dtype=state_dtype, bf16_weights=bf16_weights, seed=seed, threads=threads)
+        super().__init__(
+            params, defaults, state_dtype=state_dtype, bf16_weights=bf16_weights, seed=seed, threads=threads
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; as in torch, its accumulators exist from now on."""

@@ -18,8 +18,9 @@ __all__ = ["CPUAdam", "CPUAdamW"]
 class CPUAdam(KernelOptimizer):
     """Adam (arXiv 1412.6980, algorithm 1) with `torch.optim.Adam`'s options except ``amsgrad``.
 
-    ``state_dtype``: ``"float32"``, ``"bfloat16"`` or ``"int8"`` (2.03 bytes per parameter). ``bf16_weights`` decides how bfloat16
-    parameters are kept: ``"stochastic"`` rounding, or ``"exact"`` with 16 more bits in the state. ``seed`` fixes the rounding.
+    ``state_dtype``: ``"float32"``, ``"bfloat16"`` or ``"int8"`` (2.03 bytes per parameter). ``bf16_weights`` decides
+    how bfloat16 parameters are kept: ``"stochastic"`` rounding, or ``"exact"`` with 16 more bits in the state.
+    ``seed`` fixes the rounding.
     """
 
     moments = (Moment("exp_avg", second=False), Moment("exp_avg_sq", second=True))
@@ -52,7 +53,9 @@ class CPUAdam(KernelOptimizer):
             "fused": None,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, defaults, state_dtype=state_dtype, bf16_weights=bf16_weights, seed=seed, threads=threads)
+        super().__init__(
+            params, defaults, state_dtype=state_dtype, bf16_weights=bf16_weights, seed=seed, threads=threads
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -90,7 +93,9 @@ class CPUAdam(KernelOptimizer):
 
 
 class CPUAdamW(CPUAdam):
-    """AdamW (arXiv 1711.05101, algorithm 2) with `torch.optim.AdamW`'s options except ``amsgrad``; see `CPUAdam` for the others."""
+    """AdamW (arXiv 1711.05101, algorithm 2) with `torch.optim.AdamW`'s options except ``amsgrad``; see `CPUAdam` for
+    the others.
+    """
 
     def __init__(
         self,

@@ -20,10 +20,11 @@ _SCRATCH = 1 << 24  # elements of update directions held at once, or one paramet
 
 
 class CPULamb(KernelOptimizer):
-    """LAMB (arXiv 1904.00962, algorithm 2, with the identity as scaling function); the storage options are those of `CPUAdam`.
+    """LAMB (arXiv 1904.00962, algorithm 2, with the identity as scaling function); the storage options are those of
+    `CPUAdam`.
 
-    The ratio of norms is per parameter. Parameters that are sharded (DTensors) are refused: their norms need a reduction, which the two
-    functions `lamb_step` and `lamb_apply` leave to the caller.
+    The ratio of norms is per parameter. Parameters that are sharded (DTensors) are refused: their norms need a
+    reduction, which the two functions `lamb_step` and `lamb_apply` leave to the caller.
     """
 
     moments = (Moment("exp_avg", second=False), Moment("exp_avg_sq", second=True))
@@ -51,7 +52,9 @@ class CPULamb(KernelOptimizer):
             "bias_correction": bias_correction,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, state_dtype=state_dtype, bf16_weights=bf16_weights, seed=seed, threads=threads)
+        super().__init__(
+            params, defaults, state_dtype=state_dtype, bf16_weights=bf16_weights, seed=seed, threads=threads
+        )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_range("lr", group["lr"], 0.0)
@@ -74,10 +77,16 @@ class CPULamb(KernelOptimizer):
             offset += sum(-(-size // 256) * 256 for size in cohort.sizes[batch])
 
     def _run_batch(
-        self, group: dict[str, Any], cohort: Cohort, grads: list[int], batch: slice, scratch: torch.Tensor, common: dict[str, Any]
+        self,
+        group: dict[str, Any],
+        cohort: Cohort,
+        grads: list[int],
+        batch: slice,
+        scratch: torch.Tensor,
+        common: dict[str, Any],
     ) -> None:
         sizes = cohort.sizes[batch]
-        updates = addresses(scratch[: sum(sizes)].split(sizes))
+        updates = addresses(torch.split(scratch[: sum(sizes)], sizes))
         own = {name: pointers[batch] for name, pointers in cohort.pointers.items()}
         common["param_low"] = own.get("param_low")
         norms = lamb_step(

@@ -34,7 +34,9 @@ class CPULion(KernelOptimizer):
         threads: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, state_dtype=state_dtype, bf16_weights=bf16_weights, seed=seed, threads=threads)
+        super().__init__(
+            params, defaults, state_dtype=state_dtype, bf16_weights=bf16_weights, seed=seed, threads=threads
+        )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_range("lr", group["lr"], 0.0)

@@ -46,7 +46,9 @@ class CPUSGD(KernelOptimizer):
             "differentiable": False,
             "fused": None,
         }
-        super().__init__(params, defaults, state_dtype=state_dtype, bf16_weights=bf16_weights, seed=seed, threads=threads)
+        super().__init__(
+            params, defaults, state_dtype=state_dtype, bf16_weights=bf16_weights, seed=seed, threads=threads
+        )
 
     def _group_moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
         return _MOMENTUM if group["momentum"] != 0 else ()
@@ -55,7 +57,9 @@ class CPUSGD(KernelOptimizer):
         for name in ("lr", "momentum", "weight_decay"):
             check_range(name, group[name], 0.0)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-            raise ValueError(f"nesterov: needs momentum > 0 and dampening = 0, got {group['momentum']} and {group['dampening']}")
+            raise ValueError(
+                f"nesterov: needs momentum > 0 and dampening = 0, got {group['momentum']} and {group['dampening']}"
+            )
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
         sgd_step(
