@@ -8,7 +8,7 @@ elsewhere hits all alike. A ratio is taken within each round; its median and qua
 ratio of the best times and that of the processor time, which counts work and not waiting. A missing peer is an error.
 
 In bf16 ours keeps fp32 masters and accumulates in fp32; DDP is ``model.to(bfloat16)`` with a bf16 reduction and a bf16
-optimizer; FSDP2 has fp32 parameters and ``MixedPrecisionPolicy(param_dtype=bfloat16)``; DeepSpeed has its `bf16` section.
+optimizer; FSDP2 has fp32 parameters and ``MixedPrecisionPolicy(param_dtype=bfloat16)``; DeepSpeed its `bf16` section.
 """
 
 from __future__ import annotations
