@@ -85,13 +85,8 @@ def _tensor(directory: Path, key: str, value: Any, storage: dict[Any, Any]) -> S
     shape, dtype = tuple(value.size), dtype_name(value.properties.dtype)
     segments: list[Segment] = []
     for chunk in value.chunks:
-        places = [
-            info
-            for index, info in storage.items()
-            if index.fqn == key and tuple(index.offset or ()) == tuple(chunk.offsets)
-        ]
-        if not places and len(value.chunks) == 1:
-            places = [info for index, info in storage.items() if index.fqn == key]
+        own = [(tuple(index.offset or ()), info) for index, info in storage.items() if index.fqn == key]
+        places = [info for offset, info in own if offset == tuple(chunk.offsets) or len(own) == 1]
         if not places:
             raise DamagedError(f"{directory}: no file is recorded for {key!r} at {tuple(chunk.offsets)}")
         file = _inside(directory, places[0].relative_path)

@@ -31,7 +31,7 @@ def convert_dtype(data: Buffer, stored: str, wanted: str) -> memoryview:
     if wanted == "BF16":
         changed: Any = _to_bfloat16(numpy, values.astype("<f4", copy=False))
     else:
-        with numpy.errstate(over="ignore"):  # what is too large becomes infinite, as it does in torch
+        with numpy.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, as it does in torch
             changed = numpy.ascontiguousarray(values.astype(_NUMPY[wanted], copy=False))
     return memoryview(changed).cast("B")
 

@@ -1,0 +1,130 @@
+"""The command does what its help says, says what it did, and starts without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from zero_ckpt import Interval, open_checkpoint, save_sharded, verify
+from zero_ckpt.cli import main
+
+
+def save(root: Path, step: int, **changes: bytes) -> Path:
+    contents = {"layer.0.weight": b"abcdefgh", "layer.0.bias": b"ij", **changes}
+    intervals = [Interval(name, "param", (len(data),), "U8", 0, data) for name, data in contents.items()]
+    return save_sharded(root, f"global_step{step}", intervals, step=step, aliases={"head": "layer.0.weight"})
+
+
+def flip(path: Path, position: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 1
+    path.write_bytes(raw)
+
+
+def test_inspect_prints_a_tree_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 100)
+    assert main(["inspect", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "step 100" in text and "weight  [8]  param U8  8 B" in text and "head = layer.0.weight" in text
+    assert main(["inspect", f"{tmp_path}@100", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["step"] == 100 and data["tensors"][0]["name"] == "layer.0.weight"
+
+
+def test_verify_finds_a_flipped_byte_and_names_tensor_and_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    assert main(["verify", str(tmp_path)]) == 0
+    data = bad / "rank-00000.safetensors"
+    flip(data, 4096 + 3)
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert f"{good}: good" in text and f"{bad}: DAMAGED" in text and f"{data}: layer.0.weight (param): elements" in text
+    assert main(["verify", f"{tmp_path}@1"]) == 0 and main(["verify", str(bad)]) == 1
+
+
+def test_every_flipped_byte_is_found_by_verify(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    for file in sorted(path.iterdir()):
+        for position in range(0, file.stat().st_size, 41):
+            flip(file, position)
+            assert not verify(path).ok, (file, position)
+            flip(file, position)
+    assert verify(path).ok
+
+
+def test_repair_restores_from_a_twin_and_sets_aside_what_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 1)
+    second, third = save(tmp_path, 2), save(tmp_path, 3, **{"layer.0.bias": b"kl"})
+    flip(second / "rank-00000.safetensors", 4096)  # checkpoint 1 holds the same slice
+    flip(third / "rank-00000.safetensors", 4096 + 8)  # nobody else holds this one
+    assert main(["repair", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "restored damaged slices of global_step2" in text and "set global_step3 aside" in text
+    assert "pointed latest at global_step2" in text
+    assert main(["verify", str(tmp_path)]) == 0
+    assert open_checkpoint(tmp_path).read("layer.0.weight", "param") == b"abcdefgh"
+    assert main(["repair", str(tmp_path)]) == 0 and "nothing to repair" in capsys.readouterr().out
+
+
+def test_diff_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2, **{"layer.0.bias": b"kl", "new": b"n"})
+    assert main(["diff", f"{tmp_path}@1", f"{tmp_path}@2"]) == 1
+    text = capsys.readouterr().out
+    assert "other values: layer.0.bias (param)" in text and "new (param)" in text and "1 tensors are equal" in text
+    assert main(["diff", f"{tmp_path}@1", f"{tmp_path}@1"]) == 0
+
+
+def test_prune_keeps_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    assert main(["prune", str(tmp_path), "--keep-last", "2", "--dry-run"]) == 0
+    assert "would remove" in capsys.readouterr().out and (tmp_path / "global_step1").exists()
+    assert main(["prune", str(tmp_path), "--keep-last", "2"]) == 0
+    assert not (tmp_path / "global_step1").exists() and (tmp_path / "global_step2").exists()
+
+
+def test_what_cannot_be_done_is_an_error_with_status_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path / "absent")]) == 2
+    assert "zero-ckpt inspect:" in capsys.readouterr().err
+    save(tmp_path, 1)
+    assert main(["inspect", f"{tmp_path}@7"]) == 2
+    assert "no checkpoint with tag or step '7'; its tags: global_step1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
+def test_the_command_imports_no_torch_and_starts_quickly(tmp_path: Path, command: str) -> None:
+    save(tmp_path / "ckpt", 1)
+    target = ["out.safetensors", "--dtype", "keep"] if command == "convert" else []
+    arguments = [command, str(tmp_path / "ckpt"), *target]
+    code = f"import sys; from zero_ckpt.cli import main; main({arguments!r}); assert 'torch' not in sys.modules"
+    best = 10.0
+    for _ in range(5):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, capture_output=True)
+        best = min(best, time.perf_counter() - begin)
+        if best < 0.2:
+            break
+    assert best < 0.6  # 0.2 s on an idle machine; tests share theirs
+
+
+def test_the_script_left_beside_checkpoints_makes_an_fp32_state_dict(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    import zero_ckpt
+
+    model = torch.nn.Linear(3, 2).bfloat16()
+    zero_ckpt.save(tmp_path / "ckpt", {"model": model})
+    script = tmp_path / "ckpt" / "zero_to_fp32.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path / "ckpt"), str(tmp_path / "out")], check=True)
+    loaded = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert loaded["weight"].dtype == torch.float32 and torch.equal(loaded["weight"], model.weight.float())

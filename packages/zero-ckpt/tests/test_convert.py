@@ -1,0 +1,202 @@
+"""Conversion changes the format and, where asked, the dtype, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
+
+import zero_ckpt  # noqa: E402
+from zero_ckpt import CheckpointError, Interval, convert, open_checkpoint, save_sharded  # noqa: E402
+from zero_ckpt.conversion import open_source  # noqa: E402
+from zero_ckpt.conversion.dtypes import convert_dtype  # noqa: E402
+from zero_ckpt.conversion.model import parse_size  # noqa: E402
+from zero_ckpt.torch import dtype_name, tensor_buffer, torch_dtype  # noqa: E402
+
+
+def tensors() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "embed.weight": torch.randn(37, 11, generator=generator).bfloat16(),
+        "mid.weight": torch.randn(11, 11, generator=generator),
+        "scale": torch.randn((), generator=generator, dtype=torch.float64),
+        "count": torch.arange(5),
+        "none": torch.empty(0, 3),
+    }
+
+
+def checkpoint(root: Path) -> dict[str, Any]:
+    """A checkpoint with masters, moments and a tied head; returns its tensors, the embedding's master last."""
+    values = tensors()
+    master = torch.randn(37, 11)
+    intervals = [
+        Interval(
+            name,
+            "buffer" if name == "count" else "param",
+            tuple(value.shape),
+            dtype_name(value.dtype),
+            0,
+            tensor_buffer(value),
+        )
+        for name, value in values.items()
+    ]
+    intervals.append(Interval("embed.weight", "master", (37, 11), "F32", 0, tensor_buffer(master)))
+    intervals.append(Interval("embed.weight", "exp_avg", (37, 11), "F32", 0, tensor_buffer(master * 2)))
+    save_sharded(root, "t", intervals, step=5, aliases={"head.weight": "embed.weight"})
+    return {**values, "master": master}
+
+
+def test_one_file_in_fp32_takes_masters_and_keeps_integers(tmp_path: Path) -> None:
+    values = checkpoint(tmp_path / "ckpt")
+    assert convert(tmp_path / "ckpt", tmp_path / "out.safetensors") == [tmp_path / "out.safetensors"]
+    loaded = safetensors.load_file(tmp_path / "out.safetensors")
+    assert set(loaded) == {"embed.weight", "mid.weight", "scale", "count", "none"}
+    assert torch.equal(loaded["embed.weight"], values["master"])
+    assert torch.equal(loaded["scale"], values["scale"].float()) and torch.equal(loaded["count"], values["count"])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_sixteen_bits_are_rounded_as_torch_rounds(tmp_path: Path, dtype: str) -> None:
+    values = checkpoint(tmp_path / "ckpt")
+    convert(tmp_path / "ckpt", tmp_path / "out.safetensors", dtype=dtype)
+    loaded = safetensors.load_file(tmp_path / "out.safetensors")
+    wanted = torch.bfloat16 if dtype == "bf16" else torch.float16
+    assert torch.equal(loaded["mid.weight"], values["mid.weight"].to(wanted))
+    assert torch.equal(loaded["embed.weight"], values["master"].to(wanted))
+
+
+def test_keep_changes_no_bit(tmp_path: Path) -> None:
+    values = checkpoint(tmp_path / "ckpt")
+    convert(tmp_path / "ckpt", tmp_path / "out.safetensors", dtype="keep")
+    loaded = safetensors.load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(loaded[name], value) for name, value in values.items() if name != "master")
+
+
+def test_shards_have_the_index_that_loaders_expect(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "ckpt")
+    files = convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500")
+    assert [file.name for file in files] == [f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    convert(tmp_path / "ckpt", tmp_path / "one.safetensors")
+    whole = safetensors.load_file(tmp_path / "one.safetensors")
+    assert index["metadata"]["total_size"] == sum(value.numel() * value.element_size() for value in whole.values())
+    for name, file in index["weight_map"].items():
+        assert torch.equal(safetensors.load_file(tmp_path / "out" / file)[name], whole[name])
+    again = convert(tmp_path / "out", tmp_path / "two.safetensors", dtype="keep")
+    assert {name: value.tolist() for name, value in safetensors.load_file(again[0]).items()} == {
+        name: value.tolist() for name, value in whole.items()
+    }
+
+
+def test_an_interrupted_conversion_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "ckpt")
+    first = convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500")
+    kept, redone = first[0].stat().st_ino, first[1].stat().st_ino
+    first[1].rename(first[1].with_name(first[1].name + ".partial"))
+    second = convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500")
+    assert second[0].stat().st_ino == kept and second[1].exists()
+    checkpoint(tmp_path / "ckpt")  # another checkpoint with the same shapes is not mistaken for it
+    assert convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500")[0].stat().st_ino not in (kept, redone)
+
+
+def test_pytorch_files_keep_ties(tmp_path: Path) -> None:
+    values = checkpoint(tmp_path / "ckpt")
+    convert(tmp_path / "ckpt", tmp_path / "pytorch_model.bin")
+    loaded = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+    assert torch.equal(loaded["head.weight"], values["master"])
+    files = convert(tmp_path / "ckpt", tmp_path / "out", to="pytorch", max_shard_size="500")
+    index = json.loads((tmp_path / "out" / "pytorch_model.bin.index.json").read_text())
+    assert len(files) == 3 and index["weight_map"]["head.weight"] == index["weight_map"]["embed.weight"]
+
+
+def test_ties_survive_safetensors_and_back(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "ckpt")
+    convert(tmp_path / "ckpt", tmp_path / "a.safetensors")
+    convert(tmp_path / "a.safetensors", tmp_path / "back", to="zero-ckpt")
+    assert open_checkpoint(tmp_path / "back").aliases == {"head.weight": "embed.weight"}
+
+
+@pytest.mark.parametrize("stored", ["F64", "F32", "F16", "BF16"])
+@pytest.mark.parametrize("wanted", ["F64", "F32", "F16", "BF16"])
+def test_every_pair_of_dtypes_converts_as_torch_does(stored: str, wanted: str) -> None:
+    bits = torch.randint(-(2**31), 2**31, (5000,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    special = torch.tensor(
+        [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 65504.0, 65520.0, 1e-8, 3.4e38, 1.0039062]
+    )
+    values = torch.cat([bits, special, torch.randn(1000)]).to(torch_dtype(stored))
+    changed = convert_dtype(tensor_buffer(values), stored, wanted)
+    got = torch.frombuffer(bytearray(changed), dtype=torch_dtype(wanted))
+    expected = values.float().to(torch_dtype(wanted)) if "BF16" in (stored, wanted) else values.to(torch_dtype(wanted))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    assert [parse_size(text) for text in ("5GB", "512MiB", "1.5 kb", "7", 9)] == [5 * 10**9, 512 << 20, 1500, 7, 9]
+    with pytest.raises(CheckpointError, match="is not a size"):
+        parse_size("many")
+
+
+def test_a_torch_distributed_checkpoint_is_read(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model = torch.nn.Linear(5, 3)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    source = open_source(tmp_path / "dcp")
+    assert set(source.tensors) == {("weight", "param"), ("bias", "param")}
+    convert(tmp_path / "dcp", tmp_path / "out.safetensors")
+    assert torch.equal(safetensors.load_file(tmp_path / "out.safetensors")["weight"], model.weight)
+
+
+def test_metadata_that_is_code_is_not_run(tmp_path: Path) -> None:
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (print, ("executed",))
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match="builtins.print is not allowed"):
+        open_source(tmp_path)
+    torch.save({"module": Evil()}, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="holds objects that are not read"):
+        open_source(tmp_path)
+
+
+def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_source(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="is not a checkpoint that is known here"):
+        open_source(tmp_path)
+    with pytest.raises(CheckpointError, match="'fp7' is no output dtype"):
+        checkpoint(tmp_path / "c")
+        convert(tmp_path / "c", tmp_path / "o", dtype="fp7")
+
+
+def test_a_universal_checkpoint_holds_everything_and_is_read_back(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    zero_ckpt.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer}, step=1)
+    (written,) = convert(tmp_path / "ckpt", tmp_path / "out", to="deepspeed-universal")
+    assert (tmp_path / "out" / "latest_universal").read_text() == written.name == "global_step1"
+    common = torch.load(written / "zero" / "optimizer_state.pt", weights_only=True)
+    assert common["param_groups"][0]["lr"] == 0.1 and common["param_groups"][0]["betas"] == (0.9, 0.999)
+    convert(tmp_path / "out", tmp_path / "back", to="zero-ckpt")
+    before, after = open_checkpoint(tmp_path / "ckpt"), open_checkpoint(tmp_path / "back")
+    assert set(before.tensors) == set(after.tensors)
+    for name, kind in before.tensors:
+        assert before.read(name, kind) == after.read(name, kind)
+    with pytest.raises(CheckpointError, match="holds no optimizer state"):
+        convert(_weights(tmp_path), tmp_path / "x", to="deepspeed-universal")
+
+
+def _weights(root: Path) -> Path:
+    zero_ckpt.save(root / "weights", {"model": torch.nn.Linear(2, 2)})
+    return root / "weights"
