@@ -187,10 +187,11 @@ def run_lint(session: nox.Session, python: str) -> list[str]:
     modules = SHARED / "public-modules.txt"
     modules.write_text("\n".join(public))
     sources = os.pathsep.join(str(path / "src") for path in PACKAGES.values())
+    lint_imports = str(Path(python).parent / "lint-imports")
     verdicts = {
         "ruff": attempt(session, python, "-m", "ruff", "check", "--output-format", "concise", str(ROOT)),
         "mypy": attempt(session, python, "-m", "mypy", f"@{modules}"),
-        "import-linter": attempt(session, str(Path(python).parent / "lint-imports"), "--no-logo", env={"PYTHONPATH": sources}),
+        "import-linter": attempt(session, lint_imports, "--no-logo", env={"PYTHONPATH": sources}),
         "house rules": attempt(session, python, str(ROOT / "tools" / "check_house.py")),
     }
     return [name for name, passed in verdicts.items() if not passed]

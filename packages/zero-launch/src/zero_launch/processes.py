@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 JOB_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
 LAUNCHER_PID_VARIABLE = "ZERO_LAUNCH_PID"
 _POLL_SECONDS = 0.02
-_LEFTOVER_SECONDS = 0.5
+_HELPER_SECONDS = 0.5
 _KILL_SECONDS = 2.0
 
 
@@ -61,18 +61,19 @@ def end_job(
 ) -> list[tuple[int, str]]:
     """End every process of a job and return those that had to be killed, or could not be, as (pid, what happened).
 
-    The ranks get ``signum`` and ``grace_seconds`` to end; whatever else the job left running then gets SIGTERM, and
-    half a second later what still runs gets SIGKILL. When nothing runs, this returns at once.
+    The ranks get ``signum``, and half a second before ``grace_seconds`` are over, or as soon as the ranks have ended,
+    whatever else the job left running gets SIGTERM. What still runs then gets SIGKILL. When nothing runs, this returns
+    at once.
     """
     alive = job_processes(job_id, rank_pids)
     for process in alive:
         if process.pid in rank_pids:
             _send(process, signum)
-    alive = _wait(alive, grace_seconds)
+    _wait(alive, max(0.0, grace_seconds - _HELPER_SECONDS))
     helpers = [process for process in job_processes(job_id, rank_pids) if process.pid not in rank_pids]
     for process in helpers:
         _send(process, signal.SIGTERM)
-    _wait(helpers, _LEFTOVER_SECONDS)
+    _wait(job_processes(job_id, rank_pids), min(_HELPER_SECONDS, grace_seconds))
     report = []
     survivors = job_processes(job_id, rank_pids)
     names = {process.pid: _name(process) for process in survivors}
