@@ -292,11 +292,8 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
-    """The main job: docs/examples/gpt.py on two ranks. Arguments after `--` go to the script."""
-    script = ROOT / "docs" / "examples" / "gpt.py"
-    if not script.exists():
-        session.error(f"{script.relative_to(ROOT)} is not there")
-    run(session, shared(session), "-m", "zero_launch", "--nproc", "2", str(script), *session.posargs)
+    """The main job, docs/examples/demo.py: train, resume, export, sample. Arguments after `--` go to the script."""
+    run(session, shared(session), str(ROOT / "docs" / "examples" / "demo.py"), *session.posargs)
 
 
 @nox.session

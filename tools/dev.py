@@ -1,6 +1,6 @@
 """The front door: `python3 tools/dev.py COMMAND [-- ARGUMENTS]`.
 
-    demo     train the example model on two ranks; arguments go to docs/examples/gpt.py
+    demo     train the example model on two ranks; arguments go to docs/examples/demo.py
     test     lint, the tests of every package, the integration tests
     lint     ruff, mypy, import-linter and the export lists
     bench    the benchmarks beside their peers (installs them); a word selects scripts by name
