@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from zero_comm import Ledger, Mesh, init
 from zero_partition import PartitionOptions, ShardedOptimizer, UnitLimits, partition
+from zero_precision import autocast_dtypes, parse_dtype
 
 from . import kernels
-from .config import Config, loss_scale, precision_policy
+from .config import Config, autocast_modules, loss_scale, precision_policy
 from .engine import Engine
 from .errors import UsageError
 from .optimizers import Parameters, build_optimizer
@@ -63,7 +64,7 @@ def initialize(
     ledger = Ledger()
     groups = mesh.open_groups(ledger=ledger, slice_sum=kernels.slice_sum(), deterministic=resolved.deterministic)
     torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters)
-    parts = partition(model, groups, _options(resolved), device=mesh.device, trainable=_trained(torch_optimizer))
+    parts = partition(model, groups, _options(resolved, model), device=mesh.device, trainable=_trained(torch_optimizer))
     sharded = _shard(torch_optimizer, parts, resolved)
     scheduler = build_scheduler(lr_scheduler, resolved, torch_optimizer)
     engine = Engine(model, parts, sharded, scheduler, resolved, ledger)
@@ -79,7 +80,7 @@ def _source(args: argparse.Namespace | None, config: Any, config_params: Any) ->
     return given[0]
 
 
-def _options(config: Config) -> PartitionOptions:
+def _options(config: Config, model: nn.Module) -> PartitionOptions:
     zero = config.zero_optimization
     policy = precision_policy(config)
     return PartitionOptions(
@@ -89,7 +90,16 @@ def _options(config: Config) -> PartitionOptions:
         prefetch_numel=zero.stage3_prefetch_bucket_size,
         max_live_numel=zero.stage3_max_live_parameters,
         reduce_each_micro_batch=config.reduce_each_micro_batch,
+        compute_dtypes=_autocast_dtypes(config, model),
     )
+
+
+def _autocast_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
+    """Under torch_autocast, the dtype that each parameter is gathered in."""
+    section = config.torch_autocast
+    if not section.enabled:
+        return {}
+    return autocast_dtypes(model, parse_dtype(section.dtype or "bf16"), eligible=autocast_modules(config))
 
 
 def _trained(optimizer: Optimizer | None) -> list[nn.Parameter]:

@@ -24,7 +24,7 @@ from zero_partition import (
     full_state,
     gathered,
 )
-from zero_precision import LossScaleError, cast_floating
+from zero_precision import LossScaleError, cast_floating, parse_dtype
 
 from . import checkpoint
 from .config import Config
@@ -352,8 +352,7 @@ class Engine(nn.Module):
         section = self._config.torch_autocast
         if not section.enabled:
             return nullcontext()
-        dtype = torch.float16 if section.dtype == "fp16" else torch.bfloat16
-        return torch.autocast(self.device.type, dtype=dtype)
+        return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
 
     @contextmanager
     def _told_to_all(self) -> Iterator[None]:

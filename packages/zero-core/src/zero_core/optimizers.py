@@ -45,16 +45,17 @@ def build_optimizer(
         return None
     if not chosen:
         raise UsageError("optimizer: there is nothing to train: no parameter of the model requires gradients")
-    return _by_name(config.optimizer.type, config.optimizer.params.kwargs(), chosen)
+    return _by_name(
+        config.optimizer.type, config.optimizer.params.kwargs(), config.optimizer.decoupled_weight_decay, chosen
+    )
 
 
-def _by_name(name: str, arguments: dict[str, Any], parameters: list[Any]) -> Optimizer:
+def _by_name(name: str, arguments: dict[str, Any], decoupled: bool, parameters: list[Any]) -> Optimizer:
     if name in ("adam", "adamw"):
-        decoupled = name == "adamw" or (arguments.get("adam_w_mode", True) and not arguments.get("torch_adam", False))
         if not arguments.get("bias_correction", True):
             raise UsageError("optimizer.params.bias_correction: false is not available for torch's Adam; remove it")
         kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-        return kind(parameters, **_without_ours(arguments))
+        return kind(parameters, **{"fused": not arguments.get("foreach", False), **_without_ours(arguments)})
     if name in _LATER:
         raise UsageError(
             f"optimizer.type: {_LATER[name]} by name is not available yet; pass an optimizer object, or use AdamW"

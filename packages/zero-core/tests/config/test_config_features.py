@@ -106,7 +106,7 @@ data_types.keep_in_fp32_modules data_types.param_dtype deterministic fp16.auto_c
 fp16.consecutive_hysteresis fp16.enabled fp16.fp16_master_weights_and_grads fp16.hysteresis fp16.initial_scale_power
 fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale gradient_accumulation_steps gradient_clipping optimizer
 reduce_each_micro_batch scheduler steps_per_print train_batch_size train_micro_batch_size_per_gpu
-torch_autocast.dtype torch_autocast.enabled
+torch_autocast.dtype torch_autocast.enabled torch_autocast.lower_precision_safe_modules
 zero_optimization.stage zero_optimization.stage3_max_live_parameters
 zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_prefetch_bucket_size
 """.split()

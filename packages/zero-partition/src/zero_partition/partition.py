@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zero_comm import EngineGroups, Message, Tag
-from zero_precision import PrecisionPolicy, declared_keep_fp32, keep_fp32
+from zero_precision import PrecisionPolicy, kept_in_fp32
 
 from .errors import PartitionError
 from .gradients import UnitGradients
@@ -38,6 +38,7 @@ class PartitionOptions:
     prefetch_numel: int = 50_000_000
     max_live_numel: int = 1_000_000_000
     reduce_each_micro_batch: bool = False
+    compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     alignment: int = 64
 
     @property
@@ -74,7 +75,7 @@ class Partition:
         self.world_size = groups.gather.world_size
         self.uncut = uncut_parameters(model)
         check_trainable_uncut(model)
-        self._kept_fp32 = _kept_fp32(model, options.policy)
+        self._kept_fp32 = kept_in_fp32(model, options.policy)
         plans = _plan(model, options, trainable, self._kept_fp32)
         self.layout = Layout(tuple(_unit_layout(plan, self.world_size, options.alignment) for plan in plans))
         self._agree_on_model(model, plans)
@@ -155,16 +156,13 @@ class Partition:
         return unit
 
     def _make_gradients(self, unit: Unit) -> UnitGradients:
-        options, policy = self.options, self.options.policy
-        narrow = unit.plan.dtype == policy.param_dtype
-        accumulate = (
-            policy.accumulate_dtype if narrow else torch.promote_types(unit.plan.dtype, policy.accumulate_dtype)
-        )
+        options, policy, dtype = self.options, self.options.policy, unit.plan.dtype
+        own = dtype == policy.param_dtype
         return UnitGradients(
             unit,
             self.groups.reduce,
-            accumulate_dtype=accumulate,
-            wire_dtype=policy.wire_dtype if narrow else unit.plan.dtype,
+            accumulate_dtype=torch.promote_types(dtype, policy.accumulate_dtype),
+            wire_dtype=policy.wire_dtype if own else dtype,
             keep_flat=options.stage < 2,
             whole=options.stage == 0,
         )
@@ -237,14 +235,6 @@ def partition(
     )
 
 
-def _kept_fp32(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
-    """Names of the parameters and buffers that stay in float32 under a half-precision policy."""
-    if policy.param_dtype.itemsize >= 4:
-        return frozenset()
-    declared = keep_fp32(model, declared_keep_fp32(model, policy.param_dtype), strict=False)
-    return declared | keep_fp32(model, policy.keep_fp32)
-
-
 def _plan(
     model: nn.Module, options: PartitionOptions, trainable: set[int] | None, kept: frozenset[str]
 ) -> list[UnitPlan]:
@@ -258,7 +248,7 @@ def _plan(
             return torch.float32
         if not is_trained(parameter) and parameter.dtype.itemsize < policy.param_dtype.itemsize:
             return parameter.dtype
-        return policy.param_dtype
+        return options.compute_dtypes.get(name, policy.param_dtype) if options.stage >= 3 else policy.param_dtype
 
     return plan_units(model, options.limits, trainable=is_trained, dtype_of=dtype_of)
 
@@ -270,7 +260,8 @@ def _unit_layout(plan: UnitPlan, world_size: int, alignment: int) -> UnitLayout:
 
 
 def _update_dtype(plan: UnitPlan, policy: PrecisionPolicy) -> torch.dtype:
-    if not plan.trainable or plan.dtype != policy.param_dtype:
+    """Frozen weights and those kept wider than the policy's are updated, if at all, as they are."""
+    if not plan.trainable or plan.dtype.itemsize > policy.param_dtype.itemsize:
         return plan.dtype
     return policy.update_dtype
 

@@ -123,7 +123,6 @@ NO_EFFECT: dict[str, str] = {
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
     "tensor_parallel": "there is no tensor parallelism",
     "timers": "throughput is printed with steps_per_print",
-    "torch_autocast.lower_precision_safe_modules": "weights are gathered in float32, and autocast casts each use",
     "vocabulary_size": "only ever a warning",
     "zero_allow_untested_optimizer": "every optimizer is checked for what it needs instead",
     "zero_force_ds_cpu_optimizer": "the optimizer that was passed is used",
