@@ -105,9 +105,15 @@ class UnitGradients:
         `gather_whole`."""
         if not self._whole or self.reduced is None:
             return
+        shown = self.reduced if self.reduced.dtype == self.unit.plan.dtype else self._narrowed(self.reduced)
         for entry, parameter, touched in zip(self.unit.layout.entries, self.unit.parameters, self.touched, strict=True):
-            view = self.reduced[entry.offset : entry.end].view(entry.shape)
-            yield parameter, view.to(parameter.dtype), touched
+            yield parameter, shown[entry.offset : entry.end].view(entry.shape), touched
+
+    def _narrowed(self, reduced: torch.Tensor) -> torch.Tensor:
+        """The averaged gradient in the parameters' dtype, in the buffer that autograd's gradients came through."""
+        if self._spare is None or self._spare.dtype != self.unit.plan.dtype:
+            self._spare = torch.empty_like(reduced, dtype=self.unit.plan.dtype)
+        return self._spare.copy_(reduced)
 
     def _own_reduced(self, flat: torch.Tensor) -> torch.Tensor:
         """Where this rank's averaged shard goes; `reduced` covers it."""
