@@ -16,6 +16,7 @@ from .manifest import MANIFEST_NAME, FileEntry, Manifest, Slice, TensorEntry
 from .plain import to_plain
 from .plan import Holding, Plan, make_plan
 from .retention import prune
+from .scripts import leave_script
 from .types import Coordinator, Interval, SoloCoordinator
 from .writer import BufferedSink, OpenSink, interval_length, write_rank_file
 
@@ -126,6 +127,7 @@ class _Save:
             return
         manifest = _manifest(self._plan, described, written)
         write_durably(self._staging.path / MANIFEST_NAME, manifest.encode())
+        leave_script(self.root)
         self._staging.commit()
         if save_latest:
             write_latest(self.root, self.tag)

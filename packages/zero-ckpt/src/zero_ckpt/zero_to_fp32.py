@@ -14,22 +14,10 @@ from typing import TYPE_CHECKING
 
 from .conversion.model import model_aliases, model_tensors, parse_size
 from .conversion.sources import Source, open_source
+from .scripts import SCRIPT_NAME
 
 if TYPE_CHECKING:
     import torch
-
-SCRIPT_NAME = "zero_to_fp32.py"
-SCRIPT = '''#!/usr/bin/env python
-"""Make one fp32 state dict of the checkpoint beside this file: zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR."""
-
-import sys
-
-try:
-    from zero_ckpt.zero_to_fp32 import main
-except ModuleNotFoundError:
-    sys.exit("zero_to_fp32.py needs zero-ckpt: pip install zero-ckpt[torch]")
-sys.exit(main())
-'''
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

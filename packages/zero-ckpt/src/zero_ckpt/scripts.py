@@ -1,0 +1,26 @@
+"""The `zero_to_fp32.py` that is left beside checkpoints, for the habits of people who come from DeepSpeed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SCRIPT_NAME = "zero_to_fp32.py"
+SCRIPT = '''#!/usr/bin/env python
+"""Make one fp32 state dict of the checkpoint beside this file: zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR."""
+
+import sys
+
+try:
+    from zero_ckpt.zero_to_fp32 import main
+except ModuleNotFoundError:
+    sys.exit("zero_to_fp32.py needs zero-ckpt: pip install zero-ckpt[torch]")
+sys.exit(main())
+'''
+
+
+def leave_script(root: Path) -> None:
+    """Put an executable `zero_to_fp32.py` into `root` unless one is there."""
+    path = root / SCRIPT_NAME
+    if not path.exists():
+        path.write_text(SCRIPT)
+        path.chmod(0o755)
