@@ -1,0 +1,147 @@
+"""The command `zero-nvme-aio`: probe, bench, tune, cp."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .errors import AioError
+
+__all__ = ["main"]
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, or 1 with one line on stderr when something failed."""
+    options = _parser().parse_args(arguments)
+    action: Callable[[argparse.Namespace], None] = options.action
+    try:
+        action(options)
+    except (AioError, _MissingExtraError) as error:
+        print(f"zero-nvme-aio: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+class _MissingExtraError(Exception):
+    """Something optional is needed; the message says what to install."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zero-nvme-aio", description="Fast asynchronous file I/O: look, measure, tune, copy.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    probe = commands.add_parser("probe", help="which backends run here, which is chosen, and why not the others")
+    probe.set_defaults(action=_probe)
+
+    bench = commands.add_parser("bench", help="measure a folder's device, beside fio where it is installed")
+    bench.add_argument("--path", required=True, help="a folder on the device; a scratch file is made and removed")
+    bench.add_argument("--size", type=_size, default="1G", help="bytes of the scratch file, with K, M or G (default 1G)")
+    bench.add_argument("--kind", choices=("read", "write", "mixed"), nargs="+", default=["read", "write"])
+    bench.add_argument("--block", type=_size, nargs="+", default=[_size("128K"), _size("1M"), _size("4M")], metavar="BYTES")
+    bench.add_argument("--depth", type=int, nargs="+", default=[32])
+    bench.add_argument("--threads", type=int, nargs="+", default=[1])
+    bench.add_argument("--backend", nargs="+", default=["auto"], help="auto, io_uring, libaio, threads, null")
+    bench.add_argument("--memory", choices=("aligned", "plain"), nargs="+", default=["aligned"], help="plain memory is staged")
+    bench.add_argument("--buffered", action="store_true", help="through the page cache instead of direct")
+    bench.add_argument("--repeat", type=int, default=3)
+    bench.add_argument("--no-fio", action="store_true", help="do not measure fio beside")
+    bench.add_argument("--png", metavar="FILE", help="also plot (needs the extra `plot`)")
+    bench.set_defaults(action=_bench)
+
+    tune = commands.add_parser("tune", help="find the best setting for a folder's device and remember it")
+    tune.add_argument("--path", required=True)
+    tune.add_argument("--size", type=_size, default="256M", help="bytes of the scratch file (default 256M)")
+    tune.add_argument("--seconds", type=float, default=45.0, help="when to stop measuring (default 45)")
+    tune.add_argument("--dry-run", action="store_true", help="do not remember the result")
+    tune.set_defaults(action=_tune)
+
+    copy = commands.add_parser("cp", help="copy a file through the engine")
+    copy.add_argument("source")
+    copy.add_argument("target")
+    copy.add_argument("--verify", action="store_true", help="read the copy again and compare checksums")
+    copy.add_argument("--no-sync", action="store_true", help="do not wait until the copy is on stable storage")
+    copy.set_defaults(action=_copy)
+    return parser
+
+
+def _size(text: str) -> int:
+    number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
+    try:
+        value = int(number) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a size such as 4096, 128K or 1G, got {text!r}") from None
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"expected a size above 0, got {text!r}")
+    return value
+
+
+def _probe(options: argparse.Namespace) -> None:
+    from ._probe import probe
+
+    print(probe().explain())
+
+
+def _console() -> Any:
+    try:
+        from rich.console import Console
+    except ImportError:
+        raise _MissingExtraError("tables need rich; pip install zero-nvme-aio[cli]") from None
+    return Console()
+
+
+def _bench(options: argparse.Namespace) -> None:
+    from . import _fio, _sweep
+
+    console = _console()
+    with_fio = not options.no_fio and _fio.available()
+    settings = _sweep.points(
+        options.backend, options.block, options.depth, options.threads, options.memory, not options.buffered
+    )
+    with console.status("measuring"):
+        rows = _sweep.sweep(options.path, settings, options.kind, options.size, options.repeat, with_fio)
+    console.print(_sweep.table(rows))
+    if not with_fio and not options.no_fio:
+        console.print("fio is not installed, so there is nothing to compare with")
+    if options.png:
+        try:
+            _sweep.save_plot(rows, options.png)
+        except ImportError:
+            raise _MissingExtraError("plots need matplotlib; pip install zero-nvme-aio[plot]") from None
+
+
+def _tune(options: argparse.Namespace) -> None:
+    from ._tuning import cache_path
+    from .measure import Sample, Setting
+    from .tune import tune
+
+    def report(setting: Setting, read: Sample, write: Sample) -> None:
+        shape = f"block {setting.block_bytes >> 10:>5}K  depth {setting.queue_depth:>3}  threads {setting.threads}"
+        print(f"{shape}  read {read.gb_per_s:6.2f} GB/s  write {write.gb_per_s:6.2f} GB/s")
+
+    found = tune(
+        options.path, file_bytes=options.size, budget_seconds=options.seconds, store=not options.dry_run, report=report
+    )
+    print(
+        f"best: {found.backend}, block_bytes={found.block_bytes}, queue_depth={found.queue_depth}, threads={found.threads} "
+        f"(read {found.read_gb_per_s:.2f}, write {found.write_gb_per_s:.2f} GB/s)"
+    )
+    if not options.dry_run:
+        print(f"remembered in {cache_path()}; engines use it for files on this device")
+
+
+def _copy(options: argparse.Namespace) -> None:
+    from ._copy import copy_file
+    from ._engine import Engine
+
+    with Engine() as io:
+        copy_file(options.source, options.target, engine=io, sync=not options.no_sync, verify=options.verify)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

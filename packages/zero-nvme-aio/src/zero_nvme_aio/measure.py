@@ -1,0 +1,77 @@
+"""Timing transfers: what `bench`, `tune` and the benchmark against peers share."""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ._engine import Engine
+from ._memory import AlignedBuffer
+
+__all__ = ["Sample", "Setting", "file_for_bench", "measure", "median", "populate_ballast"]
+
+
+class Setting(NamedTuple):
+    """One point of a sweep. `memory`: "aligned" (zero copy) or "plain" (64 bytes off a page, as torch's is)."""
+
+    backend: str
+    block_bytes: int
+    queue_depth: int
+    threads: int
+    memory: str = "aligned"
+    direct: bool = True
+
+    def engine(self) -> Engine:
+        """The engine of this point."""
+        return Engine(
+            backend=self.backend, block_bytes=self.block_bytes, queue_depth=self.queue_depth, threads=self.threads
+        )
+
+
+class Sample(NamedTuple):
+    """One timed transfer: GB/s (1e9 bytes), and processor seconds (user and system, all threads) per GB."""
+
+    gb_per_s: float
+    cpu_s_per_gb: float
+
+
+def measure(action: Callable[[], int]) -> Sample:
+    """Runs a transfer that returns its bytes."""
+    before, start = _cpu_seconds(), time.perf_counter()
+    nbytes = action()
+    wall, cpu = time.perf_counter() - start, _cpu_seconds() - before
+    return Sample(nbytes / 1e9 / wall, cpu / (nbytes / 1e9))
+
+
+def median(samples: Sequence[Sample]) -> Sample:
+    """Median of each column."""
+    return Sample(statistics.median(s.gb_per_s for s in samples), statistics.median(s.cpu_s_per_gb for s in samples))
+
+
+def populate_ballast(nbytes: int) -> None:
+    """Touches and frees memory, so that what is timed next does not pay for memory that a virtual machine gave back."""
+    AlignedBuffer(nbytes)
+
+
+def plain_memory(nbytes: int) -> memoryview:
+    """Memory as torch hands it out: 64 bytes off a page."""
+    return memoryview(AlignedBuffer(nbytes + 64, huge_pages=False))[64:]
+
+
+def file_for_bench(io: Engine, folder: str, nbytes: int, memory: memoryview | AlignedBuffer) -> str:
+    """Writes a scratch file of the size, preallocated and synced, and returns its path."""
+    path = os.path.join(folder, f".zero-nvme-aio-bench-{os.getpid()}")
+    with io.open(path, "w") as file:
+        for begin in range(0, nbytes, len(memory)):
+            io.write(file, memoryview(memory)[: min(len(memory), nbytes - begin)], begin).wait()
+        io.sync(file)
+    return path
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

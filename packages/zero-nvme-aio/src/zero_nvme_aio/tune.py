@@ -1,0 +1,106 @@
+"""The best setting for a device, found in under a minute and remembered."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from . import measure
+from ._engine import Engine
+from ._memory import AlignedBuffer
+from ._probe import probe
+from ._tuning import Tuning, remember
+from .measure import Sample, Setting
+
+__all__ = ["tune"]
+
+BLOCKS = (256 << 10, 1 << 20, 4 << 20)
+DEPTHS = {256 << 10: 64, 1 << 20: 32, 4 << 20: 8}
+
+
+def tune(
+    folder: str | os.PathLike[str],
+    *,
+    file_bytes: int = 256 << 20,
+    budget_seconds: float = 45.0,
+    store: bool = True,
+    report: Callable[[Setting, Sample, Sample], None] | None = None,
+) -> Tuning:
+    """Sweeps blocks, depths and threads over a scratch file of `file_bytes` in `folder`, and remembers the best.
+
+    Every point is measured three times, interleaved with the others; what comes first is repeated until `budget_seconds` are
+    used. Best: the highest harmonic mean of read and write speed; within 3 % of it the setting with the fewest threads and the
+    least processor time. With `store` the result is used by engines whose numbers are left to it. Raises MissingPathError,
+    NoSpaceError.
+    """
+    name = os.fspath(folder)
+    memory = AlignedBuffer(file_bytes)
+    results: dict[Setting, list[tuple[Sample, Sample]]] = {}
+    start = time.monotonic()
+    with Engine() as io:
+        path = measure.file_for_bench(io, name, file_bytes, memory)
+    try:
+        for round_number, points in enumerate(_rounds(results)):
+            for setting in points:
+                if round_number > 0 and time.monotonic() - start > budget_seconds:
+                    break
+                pair = _point(setting, path, memory)
+                # The first round warms device and memory up, and only sorts.
+                results.setdefault(setting, []).append(pair)
+                if report is not None:
+                    report(setting, *pair)
+    finally:
+        os.unlink(path)
+    best = _best(results)
+    reads, writes = zip(*results[best], strict=True)
+    tuning = Tuning(
+        best.backend,
+        best.block_bytes,
+        best.queue_depth,
+        best.threads,
+        round(measure.median(reads).gb_per_s, 3),
+        round(measure.median(writes).gb_per_s, 3),
+    )
+    if store:
+        remember(name, tuning)
+    return tuning
+
+
+def _rounds(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Iterator[list[Setting]]:
+    chosen = probe().chosen or "threads"
+    everything = [
+        Setting(chosen, block, depth, threads)
+        for block in BLOCKS
+        for depth in (DEPTHS[block], DEPTHS[block] * 4)
+        for threads in (1, 2)
+    ]
+    yield everything
+    for _ in range(2):
+        yield sorted(everything, key=lambda s: -_score(results[s]))[:6]
+
+
+def _point(setting: Setting, path: str, memory: AlignedBuffer) -> tuple[Sample, Sample]:
+    with setting.engine() as io, io.open(path, "rw") as file:
+        write = measure.measure(lambda: io.write(file, memory, 0).wait())
+        read = measure.measure(lambda: io.read(file, memory, 0).wait())
+    return read, write
+
+
+def _score(pairs: list[tuple[Sample, Sample]]) -> float:
+    reads, writes = zip(*pairs, strict=True)
+    read, write = measure.median(reads).gb_per_s, measure.median(writes).gb_per_s
+    return 2 * read * write / (read + write)
+
+
+def _best(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Setting:
+    most = max(len(pairs) for pairs in results.values())
+    finalists = {setting: pairs for setting, pairs in results.items() if len(pairs) == most}
+    top = max(map(_score, finalists.values()))
+    near = [setting for setting, pairs in finalists.items() if _score(pairs) >= 0.97 * top]
+
+    def cost(setting: Setting) -> tuple[int, float]:
+        reads, writes = zip(*finalists[setting], strict=True)
+        return setting.threads, measure.median(reads).cpu_s_per_gb + measure.median(writes).cpu_s_per_gb
+
+    return min(near, key=cost)

@@ -1,0 +1,85 @@
+"""The command does what its help says, on a small scale."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from zero_nvme_aio import Engine, _tuning, probe
+from zero_nvme_aio._tuning import Tuning
+from zero_nvme_aio.cli import main
+
+
+def test_probe_prints_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe"]) == 0
+    assert f"{probe().chosen:<10} chosen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5000, (40 << 20) + 3])
+def test_cp_copies_content_and_permissions(tmp_path: Path, nbytes: int) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(nbytes))
+    source.chmod(0o640)
+    (tmp_path / "folder").mkdir()
+    assert main(["cp", str(source), str(tmp_path / "target")]) == 0
+    assert main(["cp", "--verify", str(source), str(tmp_path / "folder")]) == 0
+    for copy in (tmp_path / "target", tmp_path / "folder" / "source"):
+        assert copy.read_bytes() == source.read_bytes()
+        assert copy.stat().st_mode == source.stat().st_mode
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_errors_are_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cp", str(tmp_path / "missing"), str(tmp_path / "x")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    command = ["bench", "--path", str(tmp_path), "--size", "4M", "--block", "64K", "1M", "--repeat", "1", "--no-fio"]
+    assert main([*command, "--kind", "read", "write", "mixed", "--memory", "aligned", "plain", "--backend", "threads", "auto"]) == 0
+    out = capsys.readouterr().out
+    assert "GB/s" in out
+    assert "mixed" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tune_remembers_and_engines_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert _tuning.lookup(str(tmp_path)) is None
+    assert main(["tune", "--path", str(tmp_path), "--size", "4M", "--seconds", "1"]) == 0
+    found = _tuning.lookup(str(tmp_path / "a file that does not exist yet"))
+    assert found is not None
+    with Engine.for_path(tmp_path) as io:
+        assert (io.block_bytes, io.queue_depth, io.threads) == (found.block_bytes, found.queue_depth, found.threads)
+    _tuning.remember(str(tmp_path), Tuning("threads", 65536, 3, 1, 1.0, 1.0))
+    with Engine() as io, io.open(tmp_path / "f", "w") as file:
+        io.write(file, bytes(1 << 20), 0).wait()
+        assert io.counters()["blocks"] == 16
+    with Engine(block_bytes=1 << 20) as io, io.open(tmp_path / "f", "w") as file:
+        io.write(file, bytes(1 << 20), 0).wait()
+        assert io.counters()["blocks"] == 1
+
+
+@pytest.mark.parametrize("entry", ["nonsense", {"block_bytes": 5}, {"backend": "x"}, None, 3])
+def test_a_damaged_cache_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: object) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = Path(_tuning.cache_path())
+    path.parent.mkdir()
+    good = Tuning("threads", 65536, 3, 1, 1.0, 1.0)._asdict()
+    damaged = {**good, **entry} if isinstance(entry, dict) else entry
+    path.write_text(json.dumps({_tuning.device_key(str(tmp_path)): damaged}))
+    assert _tuning.lookup(str(tmp_path)) is None
+    path.write_text("{")
+    assert _tuning.lookup(str(tmp_path)) is None
+
+
+def test_the_command_is_installed() -> None:
+    done = subprocess.run([sys.executable, "-m", "zero_nvme_aio.cli", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in ("probe", "bench", "tune", "cp"))
