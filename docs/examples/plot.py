@@ -14,11 +14,11 @@ KINDS = {
     "masters": "master weights (fp32)",
     "gradients": "gradients",
     "parameter shards": "weights (bf16)",
-    "gathered parameters": "gathered weights",
+    "gathered parameters": "small weights, whole on every rank",
 }
 SHADES = ["#1f4e79", "#3a7ca5", "#81a4cd", "#c5d8ec", "#e4e4e4"]
 CURVES = ["#c8553d", "#588157", "#7b2d8b"]
-WINDOW = 15  # steps in the smoothed loss
+SHARDED = ("optimizer states", "masters", "parameter shards")
 
 
 def draw(metrics: Path, picture: Path) -> None:
@@ -42,24 +42,27 @@ def draw(metrics: Path, picture: Path) -> None:
 def draw_loss(axes: Any, rows: list[dict[str, Any]], parts: list[tuple[int, list[dict[str, Any]]]]) -> None:
     """The loss of every step, faint, and its moving mean in one colour per number of ranks."""
     losses = [row["loss"] for row in rows]
-    smooth = [statistics.fmean(losses[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(losses))]
+    window = max(1, len(losses) // 25)
+    smooth = [statistics.fmean(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))]
     axes.plot([row["step"] for row in rows], losses, color="#bbbbbb", linewidth=0.8)
     begin = 0
     for (ranks, part), colour in zip(parts, CURVES * len(parts), strict=False):
         steps = [row["step"] for row in part]
         label = f"{ranks} rank{'s' if ranks > 1 else ''}" + (", resumed" if begin else "")
-        axes.plot(steps, smooth[begin : begin + len(part)], color=colour, linewidth=2.2, label=label)
         if begin:
             axes.axvline(steps[0], color="#888888", linewidth=1, linestyle=":")
+        curve = smooth[begin : begin + len(part)]
+        axes.plot(steps, curve, color=colour, linewidth=2.2, label=label)
         begin += len(part)
     axes.set(title="Loss", xlabel="step", ylabel="nats per byte")
-    axes.legend(frameon=False, title=f"mean of {WINDOW} steps")
+    axes.legend(frameon=False, title=f"mean of {window} steps")
 
 
 def draw_memory(axes: Any, parts: list[tuple[int, list[dict[str, Any]]]]) -> None:
     """What rank 0 holds between steps, by kind, beside what one process would hold."""
     columns = [(ranks, part[-1]["model_state"]) for ranks, part in parts]
-    whole = max(sum(held.values()) * ranks for ranks, held in columns) / 1e6
+    ranks, held = columns[0]
+    whole = sum(size * (ranks if kind in SHARDED else 1) for kind, size in held.items()) / 1e6
     bottoms = [0.0] * len(columns)
     places = range(1, len(columns) + 1)
     for (kind, label), shade in zip(KINDS.items(), SHADES, strict=True):
