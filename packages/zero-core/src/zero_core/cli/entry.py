@@ -1,0 +1,41 @@
+"""The commands and how they are called."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from zero_core import __version__
+from zero_core.errors import UsageError
+from zero_core.estimate import add_estimate_command
+
+from .config_command import add_config_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0 good, 1 a configuration that cannot be used, 2 a wrong call.
+
+    ``arguments``: the words after the program's name; by default those of the process.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except UsageError as error:
+        print(f"zero-core {options.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing is left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zero-core", description="Check a configuration; plan the memory of a model.")
+    parser.add_argument("--version", action="version", version=f"zero-core {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    add_config_command(commands)
+    add_estimate_command(commands)
+    return parser
