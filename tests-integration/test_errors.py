@@ -217,3 +217,22 @@ def test_a_write_to_a_released_parameter_raises_by_name() -> None:
     for direct, later, shape_told in run_ranks(write_released, RANKS, timeout=60):
         assert "RuntimeError" in direct and shape_told == "True"
         assert "ReleasedParameterError" in later and "'blocks.0.up.weight'" in later, later
+
+
+def saved_state_dict() -> tuple[set[str], str, bool]:
+    engine = training.start(Run(), 3)
+    state = engine.module.state_dict()
+    fresh = zoo.build("plain")
+    with engine.gathered(engine.module.parameters()):
+        whole = engine.module.state_dict()
+    return (
+        {value.device.type for name, value in state.items() if name != "shift"},
+        outcome(lambda: fresh.load_state_dict(state)),
+        all(value.device.type == "cpu" and bool(value.isfinite().all()) for value in whole.values()),
+    )
+
+
+def test_the_state_dict_of_released_parameters_cannot_be_loaded_by_mistake() -> None:
+    for devices, message, whole_inside in run_ranks(saved_state_dict, RANKS):
+        assert devices == {"meta"} and whole_inside
+        assert message.startswith("RuntimeError") and "blocks.0.up.weight" in message, message

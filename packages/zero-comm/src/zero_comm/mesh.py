@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,11 @@ class Mesh:
         grid = torch.arange(self.world_size).view(-1, self.shard_size)
         self._grid = grid
         self._device_mesh: DeviceMesh | None = None
+
+    @classmethod
+    def node_local(cls, *, device: torch.device | None = None) -> Mesh:
+        """One copy of the model per node: the shard axis is the ranks of a node (LOCAL_WORLD_SIZE of the launcher)."""
+        return cls(shard_size=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None, device=device)
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -84,11 +84,11 @@ class Gatherer:
         self._pinned[unit.index] = self._pinned.get(unit.index, 0) + 1
 
     def unpin(self, unit: Unit) -> None:
-        """Take one pin away; the last one releases the unit."""
+        """Take one pin away; the last one releases the unit, whose values the user may still hold."""
         self._pinned[unit.index] -= 1
         if not self._pinned[unit.index]:
             del self._pinned[unit.index]
-            unit.release()
+            unit.hand_over()
 
     def need(self, unit: Unit) -> None:
         """Make ``unit`` present; returns when its parameters are whole."""

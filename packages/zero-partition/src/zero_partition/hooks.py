@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from .unit import Unit
+from .unit import Unit, UnitState
 
 
 class PassListener(Protocol):
@@ -70,6 +70,9 @@ class ModuleHooks:
             aliases = list(self._watch_outputs(units, output)) if watch and failure is None else []
             self._listener.exit_module(name, units, aliases, failure)
 
+        if any(u.releasable for u in units):
+            hook = _released_as_meta(units)
+            self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
         self._handles.append(module.register_forward_pre_hook(enter))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 
@@ -153,6 +156,20 @@ class _SavedOuter:
 
     def restore(self) -> torch.Tensor:
         return self._unpack(self._packed)
+
+
+def _released_as_meta(units: list[Unit]) -> Callable[[nn.Module, dict[str, Any], str, Any], None]:
+    """A state-dict hook: released entries become meta tensors, so that saving them cannot pass for a checkpoint."""
+    places = {id(p): unit for unit in units if unit.releasable for p in unit.parameters}
+
+    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for key, parameter in module._parameters.items():
+            unit = places.get(id(parameter))
+            released = unit is not None and unit.state is UnitState.RELEASED
+            if released and parameter is not None and prefix + key in state_dict:
+                state_dict[prefix + key] = torch.empty_like(parameter, device="meta")
+
+    return hook
 
 
 def _belongs(name: str, module: nn.Module, unit: Unit) -> bool:

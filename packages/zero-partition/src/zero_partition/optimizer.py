@@ -104,9 +104,8 @@ class ShardedOptimizer:
         """
         runtime = self._partition.runtime
         runtime.end_backward()
-        runtime.flush()
-        runtime.hide_gradients()
         touched, total, culprit = self._agree_on_gradients()
+        runtime.hide_gradients()
         norm = math.sqrt(total) / self.loss_scale.scale if total >= 0 else math.nan
         finite = math.isfinite(total)
         if not finite and isinstance(self.loss_scale, NoLossScale) and not self._skip_non_finite:
@@ -124,8 +123,7 @@ class ShardedOptimizer:
         return StepResult(norm, taken)
 
     def gradient_norm(self) -> float:
-        """The global norm of the unscaled gradients reduced so far. Collective."""
-        self._partition.runtime.flush()
+        """The global norm of the unscaled gradients so far. Collective."""
         _, total, _ = self._agree_on_gradients()
         return math.sqrt(total) / self.loss_scale.scale
 
@@ -142,31 +140,47 @@ class ShardedOptimizer:
         return factor
 
     def _agree_on_gradients(self) -> tuple[dict[int, list[bool]], float, str]:
-        """Return which parameters of each unit had a gradient on any rank, the global sum of squares, and the first
-        culprit's name."""
-        runtime, partition = self._partition.runtime, self._partition
-        present = {i: g for i, g in runtime.gradients.items() if g.reduced is not None}
-        whole = partition.options.stage == 0
-        squares = [0.0] * partition.world_size
-        for gradients in present.values():
-            size = gradients.unit.layout.shard_numel
-            for rank in partition.owned_ranks():
-                reduced = gradients.reduced if not whole else gradients.reduced[rank * size : (rank + 1) * size]  # type: ignore[index]
-                squares[rank] += self._norm(reduced)  # type: ignore[arg-type]
-        mine = squares[partition.rank]
-        culprit = "" if math.isfinite(mine) else self._first_non_finite()
-        untouched = {
-            str(i): [k for k, t in enumerate(g.touched) if not t] for i, g in present.items() if not all(g.touched)
-        }
-        answers = runtime.agree("step", "", [mine, untouched, culprit])
+        """Return which parameters of each unit had a gradient on any rank, the global sum of squares, and the name of
+        the first parameter whose gradient is not finite. One message, unless gradients came late on some rank."""
+        runtime = self._partition.runtime
+        whole = self._partition.options.stage == 0
+        while True:
+            squares = self._squares()
+            mine = squares[self._partition.rank]
+            culprit = "" if math.isfinite(mine) else self._first_non_finite()
+            late = runtime.reducer.unreduced()
+            answers = runtime.agree("step", "", [late, mine, self._untouched(), culprit])
+            if not any(answer[0] for answer in answers):
+                break
+            runtime.reduce_late({unit for answer in answers for unit in answer[0]})
         total = 0.0
         for rank, answer in enumerate(answers):
-            total += squares[rank] if whole else answer[0]
-        touched = {i: [True] * len(g.unit.parameters) for i, g in present.items()}
+            total += squares[rank] if whole else answer[1]
+        touched = {i: [True] * len(g.touched) for i, g in runtime.gradients.items() if g.reduced is not None}
         for index, flags in touched.items():
-            for k in set.intersection(*(set(a[1].get(str(index), ())) for a in answers)):
-                flags[k] = False
-        return touched, total, next((a[2] for a in answers if a[2]), "")
+            for number in set.intersection(*(set(answer[2].get(str(index), ())) for answer in answers)):
+                flags[number] = False
+        return touched, total, next((answer[3] for answer in answers if answer[3]), "")
+
+    def _squares(self) -> list[float]:
+        """By rank, the sum of squares of its shards' gradients; only this rank's entry below stage 0."""
+        partition = self._partition
+        squares = [0.0] * partition.world_size
+        for gradients in partition.runtime.gradients.values():
+            reduced, size = gradients.reduced, gradients.unit.layout.shard_numel
+            if reduced is None:
+                continue
+            for rank in partition.owned_ranks():
+                part = reduced if partition.options.stage else reduced[rank * size : (rank + 1) * size]
+                squares[rank] += self._norm(part)
+        return squares
+
+    def _untouched(self) -> dict[str, list[int]]:
+        """By unit, the numbers of the parameters that had no gradient here."""
+        present = {i: g.touched for i, g in self._partition.runtime.gradients.items() if g.reduced is not None}
+        return {
+            str(i): [k for k, t in enumerate(touched) if not t] for i, touched in present.items() if not all(touched)
+        }
 
     def _first_non_finite(self) -> str:
         for owned in self.fragments:

@@ -135,12 +135,14 @@ class Partition:
         }
 
     def close(self) -> None:
-        """Bring all parameters back in one piece and remove every hook. Collective."""
-        self.runtime.agree("close", "", None)
-        for unit in self.units:
-            if unit.releasable:
-                unit.issue_gather(self.runtime.step)
-                unit.wait_gather()
+        """Bring all parameters back in one piece and remove every hook. Collective; after a failure only the latter."""
+        if not self.runtime.failed:
+            self.runtime.agree("close", "", None)
+            self.runtime.hide_gradients()
+            for unit in self.units:
+                if unit.releasable:
+                    unit.issue_gather(self.runtime.step)
+                    unit.wait_gather()
         self.runtime.close()
 
     def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:

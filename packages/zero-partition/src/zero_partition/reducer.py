@@ -92,7 +92,7 @@ class Reducer:
         self._queue = None
         self._ran.clear()
 
-    def reduce_now(self, units: Sequence[int]) -> None:
+    def reduce_now(self, units: set[int]) -> None:
         """Reduce ``units`` outside a pass (late gradients); the same set on every rank."""
         for index in self._order:
             if index in units:

@@ -118,10 +118,13 @@ class Runtime:
 
     def flush(self) -> None:
         """Reduce gradients that came after their unit's turn, on any rank; all ranks call it at the same point."""
-        late = sorted({unit for answer in self.agree("flush", "", self.reducer.unreduced()) for unit in answer})
-        if late:
+        self.reduce_late({unit for answer in self.agree("flush", "", self.reducer.unreduced()) for unit in answer})
+
+    def reduce_late(self, units: set[int]) -> None:
+        """Reduce ``units`` (the same on every rank) outside a backward pass."""
+        if units:
             self.reducer.step = self.step
-            self.reducer.reduce_now(late)
+            self.reducer.reduce_now(units)
             self.show_gradients()
 
     def agree(self, kind: str, name: str, payload: Any) -> list[Any]:
@@ -152,6 +155,11 @@ class Runtime:
             raise CommError(
                 f"this engine has failed earlier and cannot go on: {self._failure}. Start again from a checkpoint."
             )
+
+    @property
+    def failed(self) -> bool:
+        """Whether an earlier failure has ended this runtime."""
+        return self._failure is not None
 
     def close(self) -> None:
         """Remove the hooks; parameters stay as they are."""

@@ -72,8 +72,7 @@ class Unit:
         ``update_dtype``: dtype of the weights that the optimizer updates. ``whole_master``: keep all of them (stage 0).
         """
         start, end = self.layout.shard_range(self._group.rank)
-        self.flat = source if source.dtype == self.plan.dtype else source.to(self.plan.dtype)
-        self.views = [self.flat[e.offset : e.end].view(e.shape) for e in self.layout.entries]
+        self._make_views(source if source.dtype == self.plan.dtype else source.to(self.plan.dtype))
         shard = self.flat[start:end]
         if self.releasable:
             shard = shard.clone()
@@ -121,6 +120,15 @@ class Unit:
         self.flat.untyped_storage().resize_(0)
         self.state = UnitState.RELEASED
 
+    def hand_over(self) -> None:
+        """Like `release` after a gather that the user asked for: leaves the memory to whoever holds a view of it."""
+        if self.releasable and self.state is not UnitState.RELEASED:
+            self.wait_gather()
+            self._placeholders.install()
+            self._make_views(torch.empty_like(self.flat))
+            self.flat.untyped_storage().resize_(0)
+            self.state = UnitState.RELEASED
+
     def publish(self, step: int) -> Work | None:
         """After the optimizer's update: write the weights back to where forward reads them.
 
@@ -158,6 +166,10 @@ class Unit:
     def holds_storage(self, storage_address: int) -> bool:
         """Whether a storage (by `UntypedStorage.data_ptr`) is the gathered flat buffer's."""
         return self.state is not UnitState.RELEASED and self.flat.untyped_storage().data_ptr() == storage_address
+
+    def _make_views(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self.views = [flat[e.offset : e.end].view(e.shape) for e in self.layout.entries]
 
     def _install_views(self) -> None:
         for parameter, view in zip(self.parameters, self.views, strict=True):
