@@ -34,7 +34,7 @@ def test_a_full_disk_fails_the_save_on_every_rank_and_nothing_else(small_disk: P
     on_ranks(2, lambda group: save(group, root, 1, 3 << 20))
     for error in on_ranks(2, lambda group: save(group, root, 2, 9 << 20)):
         assert isinstance(error, CheckpointError) and error.causes
-        assert all("No space left on device" in cause and "rank-0000" in cause for cause in error.causes.values())
+        assert all("no space" in cause.lower() and "rank-0000" in cause for cause in error.causes.values())
     assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["s1"]
     assert open_checkpoint(root).read("w", "param") == b"\1" * (3 << 20)
     assert on_ranks(2, lambda group: save(group, root, 3, 1 << 20)) == [root / "s3"] * 2

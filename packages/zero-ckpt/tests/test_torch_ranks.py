@@ -14,6 +14,7 @@ from processes import run_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 import zero_ckpt  # noqa: E402
+from zero_ckpt.torch import DistCoordinator  # noqa: E402
 
 WIDTHS = (7, 5, 3)
 
@@ -73,6 +74,24 @@ def load(rank: int, root: str, kind: str) -> str:
     after = digest(model, optimizer)
     train(model, optimizer)
     return after + digest(model, optimizer)
+
+
+def save_async(rank: int, root: str) -> None:
+    model, optimizer = build("fsdp2", seed=1)
+    train(model, optimizer)
+    group = dist.new_group(backend="gloo")  # beside the group that training uses
+    with zero_ckpt.AsyncSaver(DistCoordinator(group)) as saver:
+        for step in (1, 2, 3):
+            zero_ckpt.save(f"{root}/run", {"model": model, "optimizer": optimizer}, step=step, saver=saver)
+            digest(model, optimizer)  # collectives of training go on meanwhile
+            train(model, optimizer)
+
+
+def test_fsdp2_saves_in_the_background(tmp_path: Path) -> None:
+    run_ranks(save_async, 2, tmp_path, str(tmp_path))
+    checkpoint = zero_ckpt.open_checkpoint(tmp_path / "run")
+    assert checkpoint.step == 3 and checkpoint.world_size == 2
+    assert zero_ckpt.verify(checkpoint.path).ok
 
 
 CASES = [("ddp", 2, "plain", 1), ("fsdp2", 2, "plain", 1), ("plain", 1, "fsdp2", 2), ("fsdp2", 3, "fsdp2", 2),

@@ -20,10 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from .direct import make_sink
 from .plain import to_plain
 from .saving import save_sharded
 from .types import ITEMSIZE, Coordinator, Interval, SoloCoordinator, byte_view
-from .writer import BufferedSink, OpenSink, interval_length
+from .writer import OpenSink, interval_length
 
 _COPY_BYTES = 16 << 20
 _ALIGNMENT = 64
@@ -42,7 +43,7 @@ class AsyncSaver:
         *,
         max_pending: int = 1,
         threads: int = 4,
-        open_sink: OpenSink = BufferedSink,
+        open_sink: OpenSink = make_sink,
     ) -> None:
         if max_pending < 1:
             raise ValueError(f"max_pending is {max_pending}, expected at least 1")

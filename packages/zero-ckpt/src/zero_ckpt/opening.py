@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .catalog import Candidate, examine, find_candidates
 from .commit import check_tag, has_manifest, read_latest, replaced_directories, replaced_tag
 from .coordination import together
-from .errors import CheckpointError, DamagedError, NotFoundError
+from .errors import DamagedError, NotFoundError
 from .reader import Checkpoint, OpenReport
 from .types import Coordinator, SoloCoordinator
 
@@ -37,38 +37,58 @@ def open_checkpoint(
     group = coordinator or SoloCoordinator()
     directory = Path(root)
     what = f"opening {directory}" + (f" at {tag!r}" if tag is not None else "")
-    options: list[Candidate] = []
+    skipped: dict[str, str] = {}
+    for look in (_first_choice, _every_choice):
+        options: list[Candidate] = []
 
-    def look() -> list[list[str | None]]:
-        options.extend(_look(directory, tag, skip or {}))
-        return [[option.tag, option.problem] for option in options]
+        def part(look: _Look = look, options: list[Candidate] = options) -> list[list[str | None]]:
+            options.extend(look(directory, tag, skip or {}))
+            return [[option.tag, option.problem] for option in options]
 
-    views = together(group, what, look)
-    problems = _merge(views)
-    skipped: list[tuple[str, str]] = []
-    for name, problem in problems.items():
-        if problem is not None:
-            skipped.append((name, problem))
-            continue
-        chosen = next(option for option in options if option.tag == name)
-        report = OpenReport(tag, name, tuple(skipped))
-        if skipped:
-            logger.warning("%s", report)
-        if chosen.manifest is None:
-            raise CheckpointError(f"{what}: {name!r} was chosen without a manifest")
-        return Checkpoint(chosen.path, name, chosen.manifest, report)
-    if not problems:
+        for name, problem in _merge(together(group, what, part)).items():
+            if problem is None:
+                return _open(next(option for option in options if option.tag == name), tag, skipped, what)
+            skipped[name] = problem
+    if not skipped:
         raise NotFoundError(f"{what}: there is no checkpoint")
-    lines = "".join(f"\n  {name!r}: {problem}" for name, problem in skipped)
+    lines = "".join(f"\n  {name!r}: {problem}" for name, problem in skipped.items())
     raise DamagedError(f"{what}: no whole checkpoint{lines}")
 
 
-def _look(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
+def _open(chosen: Candidate, requested: str | None, skipped: dict[str, str], what: str) -> Checkpoint:
+    report = OpenReport(requested, chosen.tag, tuple(skipped.items()))
+    if skipped:
+        logger.warning("%s", report)
+    if chosen.manifest is None:
+        raise DamagedError(f"{what}: {chosen.tag!r} is whole on another rank but not on this one")
+    return Checkpoint(chosen.path, chosen.tag, chosen.manifest, report)
+
+
+_Look = Callable[[Path, "str | None", Mapping[str, str]], "list[Candidate]"]
+
+
+def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
+    """The one asked for, or that `root` is, or that `latest` names; most often nothing else has to be read."""
     if tag is not None:
         return [_by_tag(root, tag)]
     if has_manifest(root):
         return [_apply_skip(examine(root.name, root), skip)]
-    return _options(root, skip)
+    latest = read_latest(root)
+    if latest is None:
+        return []
+    if latest in skip:
+        return [Candidate(latest, root / latest, None, skip[latest])]
+    for path in (root / latest, *(path for path in replaced_directories(root) if replaced_tag(path) == latest)):
+        if path.is_dir():
+            return [examine(latest, path)]
+    return [Candidate(latest, root / latest, None, "`latest` names it, but there is no such checkpoint")]
+
+
+def _every_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
+    """Every checkpoint of `root`, newest first."""
+    if tag is not None or has_manifest(root):
+        return []
+    return [_apply_skip(candidate, skip) for candidate in find_candidates(root)]
 
 
 def _by_tag(root: Path, tag: str) -> Candidate:
@@ -79,18 +99,6 @@ def _by_tag(root: Path, tag: str) -> Candidate:
                 return examine(tag, replaced)
         raise NotFoundError(f"{root} has no checkpoint {tag!r}")
     return examine(tag, path)
-
-
-def _options(root: Path, skip: Mapping[str, str]) -> list[Candidate]:
-    """Every checkpoint of `root`, the one that `latest` names first, with its problem when it has one."""
-    latest = read_latest(root)
-    found = [_apply_skip(candidate, skip) for candidate in find_candidates(root)]
-    if latest is None:
-        return found
-    named = [candidate for candidate in found if candidate.tag == latest]
-    if not named:
-        named = [Candidate(latest, root / latest, None, "`latest` names it, but there is no such checkpoint")]
-    return named + [candidate for candidate in found if candidate.tag != latest]
 
 
 def _apply_skip(candidate: Candidate, skip: Mapping[str, str]) -> Candidate:

@@ -11,6 +11,7 @@ from typing import Any
 
 from .commit import Staging, check_tag, staging_path, sweep, write_durably, write_latest
 from .coordination import together
+from .direct import make_sink
 from .errors import CheckpointError
 from .manifest import MANIFEST_NAME, FileEntry, Manifest, Slice, TensorEntry
 from .plain import to_plain
@@ -18,7 +19,7 @@ from .plan import Holding, Plan, make_plan
 from .retention import prune
 from .scripts import leave_script
 from .types import Coordinator, Interval, SoloCoordinator
-from .writer import BufferedSink, OpenSink, interval_length, write_rank_file
+from .writer import OpenSink, interval_length, write_rank_file
 
 _KIND = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
 
@@ -36,14 +37,15 @@ def save_sharded(
     coordinator: Coordinator | None = None,
     save_latest: bool = True,
     keep_last: int | None = None,
-    open_sink: OpenSink = BufferedSink,
+    open_sink: OpenSink = make_sink,
 ) -> Path:
     """Write the intervals of all ranks as checkpoint `<root>/<tag>` and return that path; collective.
 
     Together the ranks must hold every element of every tensor; what several hold is written once, balanced by bytes.
     `aliases` (tied names to the name that is stored), `client_state`, `config` and `step` are taken from rank 0,
     `rank_state` from every rank; all are plain data. `save_latest` points `<root>/latest` at the new checkpoint,
-    `keep_last` then removes all but the newest so many. `open_sink` decides how bytes reach the disk.
+    `keep_last` then removes all but the newest so many. `open_sink` decides how bytes reach the disk: by
+    default directly with the `nvme` extra, through ordinary files without.
 
     The checkpoint appears complete or not at all. Raises CheckpointError on every rank, with every rank's cause, when
     any rank fails: earlier checkpoints are untouched and nothing half-written is left.

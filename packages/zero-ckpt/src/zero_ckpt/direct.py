@@ -1,0 +1,116 @@
+"""Direct I/O through zero-nvme-aio: the one file that knows that package, and how it is chosen."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from .errors import CheckpointError
+from .writer import BufferedSink, FileSink, OpenSink
+
+_DIRECT_BYTES = 4 << 20
+_BATCH_BYTES = 32 << 20
+_PENDING_BYTES = 256 << 20
+
+
+class Request(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> int: ...
+
+
+class IoFile(Protocol):
+    """An open file."""
+
+    def close(self) -> None: ...
+
+
+class IoEngine(Protocol):
+    """What is used of `zero_nvme_aio.Engine`."""
+
+    def open(self, path: str, mode: str) -> Any: ...
+
+    def write(self, file: Any, data: list[memoryview], offset: int) -> Request: ...
+
+    def read(self, file: Any, out: memoryview, offset: int) -> Request: ...
+
+    def sync(self, file: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def default_sink() -> OpenSink:
+    """`DirectSink` when the `nvme` extra is installed, otherwise `BufferedSink`."""
+    return DirectSink if find_spec("zero_nvme_aio") is not None else BufferedSink
+
+
+def open_engine(path: Path) -> IoEngine:
+    """An I/O engine tuned for the device of `path`; raises CheckpointError without the `nvme` extra."""
+    try:
+        import zero_nvme_aio
+    except ModuleNotFoundError as error:
+        raise CheckpointError("direct I/O needs zero-nvme-aio: pip install zero-ckpt[nvme]") from error
+    engine: IoEngine = zero_nvme_aio.Engine.for_path(os.fspath(path))
+    return engine
+
+
+class DirectSink:
+    """A file that is written past the page cache, with many requests in flight."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._engine = open_engine(path.parent)
+        self._file = self._engine.open(os.fspath(path), "w")
+        self._batch: list[memoryview] = []
+        self._batched = self._position = self._pending = 0
+        self._requests: deque[tuple[Request, int]] = deque()
+
+    def write(self, data: memoryview) -> None:
+        """Take the next bytes of the file."""
+        self._batch.append(data)
+        self._batched += data.nbytes
+        if self._batched >= _BATCH_BYTES:
+            self._submit()
+
+    def drain(self) -> None:
+        """Wait until the memory of everything written so far may be reused."""
+        self._submit()
+        while self._requests:
+            self._wait_one()
+
+    def finish(self) -> None:
+        """Wait until the whole file is on disk, and close it."""
+        try:
+            self.drain()
+            self._engine.sync(self._file)
+        finally:
+            self._file.close()
+            self._engine.close()
+
+    def abort(self) -> None:
+        """Close; what was submitted is finished first."""
+        self._file.close()
+        self._engine.close()
+
+    def _submit(self) -> None:
+        if not self._batched:
+            return
+        request = self._engine.write(self._file, self._batch, self._position)
+        self._requests.append((request, self._batched))
+        self._position += self._batched
+        self._pending += self._batched
+        self._batch, self._batched = [], 0
+        while self._pending > _PENDING_BYTES:
+            self._wait_one()
+
+    def _wait_one(self) -> None:
+        request, nbytes = self._requests.popleft()
+        self._pending -= nbytes
+        request.wait()
+
+
+def make_sink(path: Path, nbytes: int) -> FileSink:
+    """The default `open_sink`: files below 4 MiB are not worth an engine of their own."""
+    return default_sink()(path, nbytes) if nbytes >= _DIRECT_BYTES else BufferedSink(path, nbytes)
