@@ -1,0 +1,54 @@
+"""One rank of a job that trains a model of ``BLOCKS`` blocks at a stage: ``_memory_training.py STAGE BLOCKS GROUP``.
+
+Prints, as JSON on one line, the model's elements and the memory charged to its control group ``GROUP``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _memory_limits import anonymous_bytes, peak_bytes
+from torch import nn
+
+import zero_core
+
+WIDTH = 1024
+
+
+def main(stage: int, blocks: int, group: Path) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 2 * WIDTH * WIDTH,
+        },
+    }
+    engine = zero_core.initialize(model=model, config=config)[0]
+    losses = []
+    for _ in range(3):
+        loss = (engine(torch.ones(2, WIDTH)) - 1).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    facts = {
+        "elements": engine.partition.layout.used_numel,
+        "anonymous": anonymous_bytes(group),
+        "peak": peak_bytes(group),
+        "losses": losses,
+    }
+    print(json.dumps(facts), flush=True)
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

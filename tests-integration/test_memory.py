@@ -1,0 +1,202 @@
+"""Bytes of model state that one rank holds: the ZeRO formulas, by counting every live storage of the process.
+
+With Ψ elements of all flat buffers (padding included) on N ranks, Adam, and p, a, m, s the bytes per element of
+parameters, accumulated gradients, master (0 where parameters are their own master) and each of two moments:
+
+    stage    parameters    gradients                  master       moments
+    0        p Ψ           g Ψ + (a Ψ)                m Ψ          2 s Ψ
+    1        p Ψ           g Ψ + (a Ψ/N)              m Ψ/N        2 s Ψ/N
+    2        p Ψ           a Ψ/N                      m Ψ/N        2 s Ψ/N
+    3        p Ψ/N         a Ψ/N                      m Ψ/N        2 s Ψ/N
+
+g is the dtype in which autograd delivers (= p). Stages 0 and 1 keep that flat buffer from step to step; the accumulated
+gradient, in brackets, is a second buffer where a != g and a view of the first where a = g. It lives from the
+reduction to the end of the step, like the gradients of stages 2 and 3. In bf16 stage 0 shows ``p.grad`` in the
+parameters' dtype: it stands on the same flat buffer.
+
+Moments are counted without padding, because an optimizer sees parameters' fragments only; Adam's step counter adds four
+bytes for every fragment. Named extra: one element for every released parameter (its placeholder), the model's buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _memory_count import counting_new_storages
+from _memory_limits import find_parent, memory_groups
+from torch import nn
+
+import zero_core
+from zero_comm import run_ranks
+
+STAGES = (0, 1, 2, 3)
+SIZES = {"fp32": {"p": 4, "a": 4, "m": 0, "s": 4}, "bf16": {"p": 2, "a": 4, "m": 4, "s": 4}}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BUFFER_ELEMENTS = 1000
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 95)) for _ in range(3))
+        self.joints = nn.ModuleList(nn.Linear(95, 96) for _ in range(3))
+        self.register_buffer("offset", torch.zeros(BUFFER_ELEMENTS, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, joint in zip(self.blocks, self.joints, strict=True):
+            x = joint(block(x))
+        return x.float().square().mean() + self.offset.sum()
+
+
+def measure(stage: int, dtype: str) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    found: dict[str, Any] = {"after": [], "before": [], "reported after": [], "reported before": []}
+    with counting_new_storages() as live_bytes:
+        engine = zero_core.initialize(model=Net(), config=config)[0]
+        for _ in range(2):
+            engine.backward(engine(torch.randn(2, 96, dtype=DTYPES[dtype])))
+            found["before"].append(live_bytes())
+            found["reported before"].append(sum(engine.memory_report().values()))
+            engine.step()
+            found["after"].append(live_bytes())
+            found["reported after"].append(sum(engine.memory_report().values()))
+    layout, ranks = engine.partition.layout, engine.partition.owned_ranks()
+    owned = [fragment.length for unit in layout.units for rank in ranks for fragment in unit.fragments(rank)]
+    found["facts"] = {
+        "psi": layout.numel,
+        "used": layout.used_numel,
+        "owned": sum(owned),
+        "fragments": len(owned),
+        "parameters": sum(len(unit.entries) for unit in layout.units),
+    }
+    engine.destroy()
+    return found
+
+
+def measure_all(dtype: str) -> dict[int, dict[str, Any]]:
+    return {stage: measure(stage, dtype) for stage in STAGES}
+
+
+@functools.cache
+def measured(world_size: int, dtype: str) -> list[dict[int, dict[str, Any]]]:
+    return run_ranks(measure_all, world_size, dtype)
+
+
+def formula(stage: int, world_size: int, dtype: str, facts: dict[str, int], *, with_gradients: bool) -> int:
+    """Bytes on this rank before the step (``with_gradients``) or after it."""
+    size, psi, n = SIZES[dtype], facts["psi"], world_size
+    parameters = size["p"] * psi // (n if stage >= 3 else 1)
+    accumulated = size["a"] * psi // (n if stage >= 1 else 1) if with_gradients else 0
+    if stage <= 1:
+        accumulated = size["p"] * psi + (accumulated if size["a"] != size["p"] else 0)
+    master = size["m"] * psi // (n if stage >= 1 else 1)
+    moments = 2 * size["s"] * facts["owned"] + 4 * facts["fragments"]
+    placeholders = size["p"] * facts["parameters"] if stage == 3 and n > 1 else 0
+    return parameters + accumulated + master + moments + placeholders
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_live_storages_are_those_of_the_formula_and_of_the_report(dtype: str, world_size: int, stage: int) -> None:
+    for answers in measured(world_size, dtype):
+        found = answers[stage]
+        facts = found["facts"]
+        assert facts["used"] <= facts["psi"] <= 1.01 * facts["used"] + 6 * 64 * world_size
+        before = formula(stage, world_size, dtype, facts, with_gradients=True)
+        after = formula(stage, world_size, dtype, facts, with_gradients=False)
+        buffers = 8 * BUFFER_ELEMENTS
+        assert [n - buffers for n in found["after"]] == [after] * 2
+        assert found["reported after"] == [after] * 2
+        no_moments_yet = 2 * SIZES[dtype]["s"] * facts["owned"] + 4 * facts["fragments"]
+        assert [n - buffers for n in found["before"]] == [before - no_moments_yet, before]
+        assert found["reported before"] == [before - no_moments_yet, before]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_all_ranks_together_hold_each_moment_once_from_stage_1_on(dtype: str, world_size: int) -> None:
+    for stage in STAGES:
+        facts = [answers[stage]["facts"] for answers in measured(world_size, dtype)]
+        copies = world_size if stage == 0 else 1
+        assert sum(f["owned"] for f in facts) == copies * facts[0]["used"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same, held by the kernel: every rank in a control group of its own
+
+TRAINING = Path(__file__).resolve().parent / "_memory_training.py"
+BLOCK_ELEMENTS = 1024 * 1024 + 1024
+STATE_BYTES = 16  # of model state per element in fp32: parameter, gradient, two moments
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended, and what it said."""
+
+    status: int
+    facts: dict[str, Any]
+    errors: str
+
+
+def train_in_groups(stage: int, blocks: int, limit: int | None) -> list[Ended]:
+    """Train on four ranks, each in a control group of its own, limited to ``limit`` bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    with memory_groups(4) as groups:
+        ranks = []
+        for rank, group in enumerate(groups):
+            if limit is not None:
+                group.limit(limit)
+            command = group.command(sys.executable, str(TRAINING), str(stage), str(blocks), str(group.path))
+            environment = {**os.environ, **shared, "RANK": str(rank)}
+            pipe = subprocess.PIPE
+            ranks.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+        try:
+            said = [rank.communicate(timeout=200) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    return [Ended(r.returncode, json.loads(out or "{}"), err) for r, (out, err) in zip(ranks, said, strict=True)]
+
+
+def test_stage_3_trains_where_the_whole_model_state_would_exceed_each_ranks_memory_limit() -> None:
+    try:
+        find_parent()
+    except OSError as error:
+        pytest.skip(f"no control group with a memory limit: {error}")
+    small = train_in_groups(3, 1, None)
+    assert [rank.status for rank in small] == [0] * 4, small
+    baseline = max(rank.facts["anonymous"] for rank in small)  # torch, the engine, its process groups, one block
+    blocks = round(2.6 * baseline / (STATE_BYTES * BLOCK_ELEMENTS))
+    whole = STATE_BYTES * BLOCK_ELEMENTS * blocks
+    limit = baseline + int(0.55 * whole)
+    assert limit < whole  # the unsharded model state alone, without the interpreter and torch, would not fit
+
+    sharded = train_in_groups(3, blocks, limit)
+    assert [rank.status for rank in sharded] == [0] * 4, sharded
+    assert all(rank.facts["elements"] * STATE_BYTES == whole for rank in sharded)
+    assert all(rank.facts["losses"][2] < rank.facts["losses"][0] for rank in sharded)
+
+    replicated = train_in_groups(0, blocks, limit)
+    assert all(rank.status != 0 for rank in replicated), replicated
+    assert -signal.SIGKILL in [rank.status for rank in replicated], replicated
