@@ -1,4 +1,6 @@
-"""Where the tests run: every backend, and three file systems (ext4 or whatever tmp_path is on, tmpfs, XFS on a loop device)."""
+"""Where the tests run: every backend, and three file systems (ext4 or whatever tmp_path is on, tmpfs, XFS on a loop
+device).
+"""
 
 from __future__ import annotations
 

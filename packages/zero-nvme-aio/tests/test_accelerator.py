@@ -1,4 +1,6 @@
-"""The staging ring for accelerators, run over host tensors where there is no accelerator, and the optional GPUDirect engine."""
+"""The staging ring for accelerators, run over host tensors where there is no accelerator, and the optional GPUDirect
+engine.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from zero_nvme_aio import AioError, Engine, errors
 from zero_nvme_aio._device import CHUNK_BYTES, submit_device
 from zero_nvme_aio.testing import Fail, faulty_engine
@@ -61,7 +64,9 @@ def test_without_kvikio_the_error_says_what_to_install() -> None:
         GdsEngine()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("kvikio") is None or "cuda" not in DEVICES, reason="no kvikio with a GPU here")
+@pytest.mark.skipif(
+    importlib.util.find_spec("kvikio") is None or "cuda" not in DEVICES, reason="no kvikio with a GPU here"
+)
 def test_gpudirect_moves_cuda_tensors(tmp_path: Path) -> None:
     from zero_nvme_aio.gds import GdsEngine
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from zero_nvme_aio import AlignedBuffer, Engine, errors
 
 MIB = 1 << 20
@@ -121,7 +122,11 @@ def test_a_file_that_shrinks_meanwhile_is_an_end_of_file(io: Engine, tmp_path: P
 
 @pytest.mark.root
 def test_a_full_disk_is_a_typed_error_and_nothing_synced_is_lost(small_disk: Path, backend: str) -> None:
-    with Engine(backend=backend) as io, io.open(small_disk / "kept", "w") as kept, io.open(small_disk / "f", "w") as file:
+    with (
+        Engine(backend=backend) as io,
+        io.open(small_disk / "kept", "w") as kept,
+        io.open(small_disk / "f", "w") as file,
+    ):
         data = os.urandom(2 * MIB + 3)
         io.write(kept, data, 0).wait()
         io.sync(kept)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from zero_nvme_aio import AlignedBuffer, BufferPool, Engine, errors
 from zero_nvme_aio.errors import ClosedError, WaitTimeoutError
 
@@ -37,7 +38,9 @@ def roundtrip(tmp_path: Path, source: Any, target: Any) -> None:
         assert request.wait() == io.read(file, target, 3).wait()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "complex64", "bool", "int64", "S3", "datetime64[s]", ">i4", "f4,i2"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float16", "complex64", "bool", "int64", "S3", "datetime64[s]", ">i4", "f4,i2"]
+)
 def test_numpy_arrays_of_any_dtype(tmp_path: Path, dtype: str) -> None:
     raw = np.random.default_rng(1).integers(0, 255, 4096 * np.dtype(dtype).itemsize, dtype=np.uint8)
     source, target = raw.view(dtype), np.zeros(4096, dtype)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from zero_nvme_aio import Engine, _tuning, probe
 from zero_nvme_aio._tuning import Tuning
 from zero_nvme_aio.cli import main
@@ -42,7 +43,24 @@ def test_errors_are_one_line_and_status_1(tmp_path: Path, capsys: pytest.Capture
 def test_bench_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     command = ["bench", "--path", str(tmp_path), "--size", "4M", "--block", "64K", "1M", "--repeat", "1", "--no-fio"]
-    assert main([*command, "--kind", "read", "write", "mixed", "--memory", "aligned", "plain", "--backend", "threads", "auto"]) == 0
+    assert (
+        main(
+            [
+                *command,
+                "--kind",
+                "read",
+                "write",
+                "mixed",
+                "--memory",
+                "aligned",
+                "plain",
+                "--backend",
+                "threads",
+                "auto",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "GB/s" in out
     assert "mixed" in out

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from zero_nvme_aio import Engine
 from zero_nvme_aio.testing import Delay, EngineConformance, Reorder, Shorten, faulty_engine
 
@@ -38,7 +39,9 @@ class TestUnderShortTransfers(EngineConformance):
         self.backend = backend
 
     def make_engine(self, **settings: Any) -> Engine:
-        return faulty_engine(Shorten(every=3, fraction=0.4), Shorten(every=5, fraction=0.77), backend=self.backend, **settings)
+        return faulty_engine(
+            Shorten(every=3, fraction=0.4), Shorten(every=5, fraction=0.77), backend=self.backend, **settings
+        )
 
 
 class TestUnderReorderedAndLateCompletions(EngineConformance):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from zero_nvme_aio import AlignedBuffer, Engine, errors
 from zero_nvme_aio.testing import Delay, faulty_engine
 
@@ -72,7 +73,7 @@ async def _await(request: object) -> int:
 
 
 def test_submitting_a_gibibyte_returns_within_a_millisecond() -> None:
-    # The null backend moves nothing, so that what is timed is the call and not the disk. Best of several: the machine is shared.
+    # The null backend moves nothing, so what is timed is the call. Best of several: the machine is shared.
     buffer = AlignedBuffer(64 * MIB)
     with Engine(backend="null") as io, io.open("/dev/shm/zero-nvme-aio-submit", "rw") as file:
         os.unlink(file.path)
@@ -87,7 +88,10 @@ def test_submitting_a_gibibyte_returns_within_a_millisecond() -> None:
 
 
 def test_waiting_and_syncing_leave_the_interpreter_to_others(tmp_path: Path) -> None:
-    with faulty_engine(Delay(seconds=0.3), Delay(on=("sync",), seconds=0.3)) as io, io.open(tmp_path / "f", "rw") as file:
+    with (
+        faulty_engine(Delay(seconds=0.3), Delay(on=("sync",), seconds=0.3)) as io,
+        io.open(tmp_path / "f", "rw") as file,
+    ):
         ticks: list[float] = []
         stop = threading.Event()
 

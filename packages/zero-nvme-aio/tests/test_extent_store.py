@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 from safetensors.numpy import load_file
+
 from zero_nvme_aio import AlignedBuffer, Engine, Extent, ExtentStore, errors
 from zero_nvme_aio.testing import Delay, Fail, faulty_engine
 

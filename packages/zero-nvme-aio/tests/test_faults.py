@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+
 from zero_nvme_aio import AlignedBuffer, Engine, errors
 from zero_nvme_aio.testing import Delay, Fail, Shorten, faulty_engine
 

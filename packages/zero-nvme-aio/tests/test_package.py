@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 import zero_nvme_aio as aio
 from zero_nvme_aio import Engine, _native, errors
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import zero_nvme_aio as aio
 
 # Forbids system calls by number, as a container's seccomp profile does, then reports.

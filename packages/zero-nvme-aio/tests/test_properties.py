@@ -7,12 +7,13 @@ import random
 from pathlib import Path
 
 import pytest
+
 from zero_nvme_aio import AlignedBuffer, Engine
 from zero_nvme_aio.testing import Reorder, Shorten, faulty_engine
 
 MIB = 1 << 20
 LARGEST = 64 * MIB + 7
-EXAMPLES = int(os.environ.get("ZERO_AIO_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("ZERO_AIO_EXAMPLES", "8"))
 
 NOISE = AlignedBuffer(LARGEST + 4096)
 memoryview(NOISE)[:] = random.Random(0).randbytes(MIB + 13) * (LARGEST // MIB) + bytes(

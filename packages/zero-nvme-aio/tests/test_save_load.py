@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zero_nvme_aio as aio
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+
+import zero_nvme_aio as aio
 from zero_nvme_aio import errors
 from zero_nvme_aio.testing import Fail, faulty_engine
 
@@ -77,7 +78,15 @@ def test_destinations_are_filled_in_place_and_must_fit(tmp_path: Path) -> None:
 
 def test_torch_tensors_of_every_dtype_survive(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    dtypes = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool, torch.complex64]
+    dtypes = [
+        torch.float32,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int8,
+        torch.bool,
+        torch.complex64,
+    ]
     tensors = {str(d): torch.randint(0, 2, (33, 5)).to(d) for d in dtypes} | {"empty": torch.empty(0, 3)}
     aio.save(tmp_path / "f", tensors)
     from safetensors.torch import load_file as torch_load

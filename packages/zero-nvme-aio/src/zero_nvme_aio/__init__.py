@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from ._engine import Engine, File, Request
 from ._memory import AlignedBuffer, BufferPool
 from .errors import AioError

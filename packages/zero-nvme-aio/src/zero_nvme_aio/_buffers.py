@@ -99,7 +99,7 @@ def _flat(view: memoryview) -> memoryview:
 def _require(contiguous: bool, read_only_target: bool, buffer: Any) -> None:
     kind = type(buffer).__name__
     if not contiguous:
-        message = f"expected C-contiguous memory, got a strided {kind}; make it contiguous first (.contiguous(), ascontiguousarray)"
+        message = f"expected C-contiguous memory, got a strided {kind}; copy it first (.contiguous())"
         raise InvalidBufferError(message)
     if read_only_target:
         raise InvalidBufferError(f"expected writable memory to read into, got a read-only {kind}")
@@ -112,7 +112,9 @@ def _from_tensor(tensor: Any) -> Item:
     if tensor.device.type != "cpu":
         raise InvalidBufferError(f"expected a tensor in host memory, got one on '{tensor.device}'")
     if tensor.is_conj() or tensor.is_neg():
-        raise InvalidBufferError("expected plain memory, got a tensor with a lazy conjugate or negation; call .resolve_conj()")
+        raise InvalidBufferError(
+            "expected plain memory, got a tensor with a lazy conjugate or negation; call .resolve_conj()"
+        )
     _require(tensor.is_contiguous(), False, tensor)
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes > 0 and tensor.untyped_storage().nbytes() < nbytes:

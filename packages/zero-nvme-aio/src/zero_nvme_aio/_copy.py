@@ -28,7 +28,8 @@ def copy_file(
 ) -> int:
     """Copies content and permissions; the target is complete or not there at all. Returns the bytes copied.
 
-    `target` may be a folder. With `verify` what was written is read again and compared by checksum. Errors of the engine.
+    `target` may be a folder. With `verify` what was written is read again and compared by checksum. Errors of the
+    engine.
     """
     origin, goal = os.fspath(source), os.fspath(target)
     if os.path.isdir(goal):
@@ -87,5 +88,9 @@ def _verify(engine: Engine, file: File, nbytes: int, sums: list[str | None]) -> 
         request.wait()
         if request.checksum != expected:
             raise ChecksumError(
-                f"the copy '{file.path}' differs at offset {begin}", path=file.path, offset=begin, expected=expected, got=request.checksum
+                f"the copy '{file.path}' differs at offset {begin}",
+                path=file.path,
+                offset=begin,
+                expected=expected,
+                got=request.checksum,
             )

@@ -25,11 +25,12 @@ def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
             hint = f"; did you mean '{near[0]}'?" if near else f"; known are {', '.join(_KEYS)}"
             raise ValueError(f"aio.{key} is not a key{hint}")
     if config.get("use_gds"):
-        raise ValueError("aio.use_gds is served by zero_nvme_aio.gds.GdsEngine, not by this engine; make that one or leave the key out")
+        raise ValueError("aio.use_gds is served by zero_nvme_aio.gds.GdsEngine, not by this engine; leave the key out")
     threads = config.get("intra_op_parallelism", config.get("thread_count", 1))
     if config.get("thread_count", threads) != threads:
         raise ValueError(
-            f"aio.intra_op_parallelism is {threads} but aio.thread_count is {config['thread_count']}; they name the same thing"
+            f"aio.intra_op_parallelism is {threads} but aio.thread_count is {config['thread_count']}; "
+            "both name the same thing"
         )
     for key in ("single_submit", "overlap_events"):
         if not isinstance(config.get(key, False), bool):

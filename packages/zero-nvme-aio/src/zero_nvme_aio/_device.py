@@ -1,16 +1,20 @@
-"""Tensors in an accelerator's memory: through a ring of pinned host buffers, copying one chunk while another is moved."""
+"""Tensors in an accelerator's memory: through a ring of pinned host buffers, copying one chunk while another is
+moved.
+"""
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from .errors import AccessError, InvalidBufferError, InvalidOffsetError, WaitTimeoutError
+from ._engine import Request
+from .errors import AccessError, InvalidBufferError, InvalidOffsetError, RequestCancelledError, WaitTimeoutError
 
 if TYPE_CHECKING:
-    from ._engine import Engine, File, Request
+    from ._engine import Engine, File
 
 __all__ = ["DeviceRequest", "submit_device"]
 
@@ -18,16 +22,26 @@ CHUNK_BYTES = 8 << 20
 SLOTS = 4
 
 
-class DeviceRequest:
-    """A transfer of an accelerator tensor; behaves like `Request`."""
+class DeviceRequest(Request):
+    """A transfer of an accelerator tensor."""
 
-    checksum: str | None = None
+    __slots__ = ("_cancelled", "_future", "_nbytes")
 
     def __init__(self, future: Future[int], path: str, nbytes: int, cancelled: threading.Event) -> None:
         self._future = future
         self._path = path
         self._cancelled = cancelled
-        self.nbytes = nbytes
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the request moves in total."""
+        return self._nbytes
+
+    @property
+    def checksum(self) -> str | None:
+        """None: no checksum is computed for accelerator tensors."""
+        return None
 
     def done(self) -> bool:
         """Whether the request has ended, well or not."""
@@ -40,7 +54,9 @@ class DeviceRequest:
         except TimeoutError as error:
             if self._future.done():
                 raise
-            raise WaitTimeoutError(f"transfer of '{self._path}' is still under way after {timeout} s", path=self._path) from error
+            raise WaitTimeoutError(
+                f"transfer of '{self._path}' is still under way after {timeout} s", path=self._path
+            ) from error
 
     def settle(self) -> None:
         """Blocks until the request has ended, well or not."""
@@ -49,6 +65,9 @@ class DeviceRequest:
     def cancel(self) -> None:
         """Starts no further chunk."""
         self._cancelled.set()
+
+    def __repr__(self) -> str:
+        return f"<DeviceRequest {self._nbytes} bytes of '{self._path}', {'done' if self.done() else 'under way'}>"
 
     def __await__(self) -> Generator[Any, None, int]:
         import asyncio
@@ -66,7 +85,9 @@ def submit_device(engine: Engine, write: bool, file: File, tensor: Any, offset: 
         raise AccessError(f"'{file.path}' was opened with mode '{file.mode}'", path=file.path)
     nbytes = tensor.numel() * tensor.element_size()
     if not 0 <= offset <= 2**63 - 1 - nbytes:
-        raise InvalidOffsetError(f"expected an offset from 0 on, got {offset} for '{file.path}'", path=file.path, offset=offset)
+        raise InvalidOffsetError(
+            f"expected an offset from 0 on, got {offset} for '{file.path}'", path=file.path, offset=offset
+        )
     stage = _stage_of(engine, tensor.device)
     cancelled = threading.Event()
     ready = stage.mover.mark()
@@ -87,11 +108,9 @@ class _Mover:
     """Copies on a stream of the device, beside the user's own."""
 
     def __init__(self, device: Any) -> None:
-        import torch
-
-        self._torch = torch
+        self._torch: Any = importlib.import_module("torch")
         self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._stream = None if device.type == "cpu" else self._torch.Stream(device)
 
     def mark(self) -> Any:
         """The point in the caller's stream up to which the tensor is being made."""
@@ -117,11 +136,12 @@ class _Stage:
     """The pinned ring of one device, worked by one thread."""
 
     def __init__(self, device: Any) -> None:
-        import torch
-
+        torch: Any = importlib.import_module("torch")
         self.mover = _Mover(device)
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="zero-nvme-aio-device")
-        self._slots = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(SLOTS)]
+        self._slots = [
+            torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(SLOTS)
+        ]
         self._flat: Callable[[Any], Any] = lambda tensor: tensor.detach().reshape(-1).view(torch.uint8)
 
     def write(self, io: Engine, file: File, tensor: Any, offset: int, ready: Any, cancelled: threading.Event) -> int:
@@ -179,8 +199,6 @@ class _Stage:
         for slot in range(SLOTS):
             self._free(pending, slot)
         if cancelled.is_set():
-            from .errors import RequestCancelledError
-
             raise RequestCancelledError(f"transfer of '{file.path}' was cancelled", path=file.path)
         return nbytes
 

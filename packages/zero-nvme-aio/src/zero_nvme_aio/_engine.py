@@ -70,14 +70,16 @@ class Request:
     def wait(self, timeout: float | None = None) -> int:
         """Blocks until the request has ended and returns the bytes moved.
 
-        `timeout` is in seconds. Raises WaitTimeoutError when it passes first, and the request's own error (EndOfFileError,
-        NoSpaceError, DeviceError, …) when it failed.
+        `timeout` is in seconds. Raises WaitTimeoutError when it passes first, and the request's own error
+        (EndOfFileError, NoSpaceError, DeviceError, …) when it failed.
         """
         if timeout is not None and timeout < 0:
             raise ValueError(f"expected a timeout of 0 or more seconds, got {timeout}")
         self._refuse_fork()
         if not self._native.wait(-1.0 if timeout is None else timeout):
-            raise WaitTimeoutError(f"{self._kind} of '{self._path}' is still under way after {timeout} s", path=self._path)
+            raise WaitTimeoutError(
+                f"{self._kind} of '{self._path}' is still under way after {timeout} s", path=self._path
+            )
         return self._result()
 
     def settle(self) -> None:
@@ -175,7 +177,9 @@ class File:
     def __enter__(self) -> File:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -185,11 +189,11 @@ class File:
 class Engine:
     """Moves bytes between memory and files on threads of its own; submitting only enqueues.
 
-    `backend`: "auto" (io_uring, else libaio, else threads; `probe()` says why), or one of "io_uring", "libaio", "threads",
-    "null" by name. `queue_depth`: blocks in flight per progress thread. `block_bytes`: bytes per block, a multiple of 4096.
-    `threads`: progress threads, or pool threads of the "threads" backend. What is None comes from `tune`, file by file, where
-    the device was tuned, else from defaults (32, 1 MiB, 1, pool of 8). `single_submit` hands blocks over one by one;
-    `overlap_events=False` awaits each batch before the next.
+    `backend`: "auto" (io_uring, else libaio, else threads; `probe()` says why), or one of "io_uring", "libaio",
+    "threads", "null" by name. `queue_depth`: blocks in flight per progress thread. `block_bytes`: bytes per block, a
+    multiple of 4096. `threads`: progress threads, or pool threads of the "threads" backend. What is None comes from
+    `tune`, file by file, where the device was tuned, else from defaults (32, 1 MiB, 1, pool of 8). `single_submit`
+    hands blocks over one by one; `overlap_events=False` awaits each batch before the next.
 
     Raises BackendUnavailableError when a backend named does not run here, ValueError for numbers out of range.
     """
@@ -238,8 +242,8 @@ class Engine:
         """An engine with the meaning of DeepSpeed's `aio` section.
 
         `block_size` (bytes), `queue_depth`, `intra_op_parallelism` or `thread_count` (progress threads that share each
-        request), `single_submit`, `overlap_events`; absent keys have DeepSpeed's defaults (1 MiB, 8, 1, false, true). Raises
-        ValueError for an unknown key, naming the nearest one.
+        request), `single_submit`, `overlap_events`; absent keys have DeepSpeed's defaults (1 MiB, 8, 1, false, true).
+        Raises ValueError for an unknown key, naming the nearest one.
         """
         from ._deepspeed import engine_arguments
 
@@ -273,8 +277,8 @@ class Engine:
         """Opens a file: "r" (must exist), "w" (created or emptied), "rw" (created if missing, content kept).
 
         `direct`: "auto" uses direct I/O where the file system reports its alignment, True insists, False forbids.
-        `preallocate` reserves blocks before writing beyond the end, which makes the file as long as the request at once.
-        Raises MissingPathError, DirectoryPathError, AccessError, OpenError, ClosedError.
+        `preallocate` reserves blocks before writing beyond the end, which makes the file as long as the request at
+        once. Raises MissingPathError, DirectoryPathError, AccessError, OpenError, ClosedError.
         """
         if mode not in _MODES:
             raise ValueError(f"expected mode 'r', 'w' or 'rw', got {mode!r}")
@@ -287,7 +291,9 @@ class Engine:
         block_bytes, queue_depth = self._settings_for(name) if self._tuned else (0, 0)
         flags = _MODES[mode]
         try:
-            native = self._native.open(os.fsencode(name), *flags, _DIRECT[direct], block_bytes, queue_depth, preallocate)
+            native = self._native.open(
+                os.fsencode(name), *flags, _DIRECT[direct], block_bytes, queue_depth, preallocate
+            )
         except OSError as error:
             raise open_error(name, error) from None
         return File(native, self._native, name, mode)
@@ -295,17 +301,17 @@ class Engine:
     def read(self, file: File, out: Any, offset: int = 0, *, checksum: bool = False) -> Request:
         """Starts filling `out` from the file at `offset` (bytes).
 
-        `out`: a writable C-contiguous buffer, or a list of them, filled one after the other from one file range. A torch tensor
-        on an accelerator goes through pinned staging. Raises InvalidBufferError, InvalidOffsetError, AccessError, ClosedError;
-        what happens later is raised by the request.
+        `out`: a writable C-contiguous buffer, or a list of them, filled one after the other from one file range. A
+        torch tensor on an accelerator goes through pinned staging. Raises InvalidBufferError, InvalidOffsetError,
+        AccessError, ClosedError; what happens later is raised by the request.
         """
         return self._submit(False, file, out, offset, checksum)
 
     def write(self, file: File, data: Any, offset: int = 0, *, checksum: bool = False) -> Request:
         """Starts writing `data` to the file at `offset` (bytes); the memory must not change until the request is done.
 
-        `data`: a C-contiguous buffer, or a list of them, written one after the other to one file range. Errors as for `read`.
-        Written means handed to the device: `sync` makes it last.
+        `data`: a C-contiguous buffer, or a list of them, written one after the other to one file range. Errors as for
+        `read`. Written means handed to the device: `sync` makes it last.
         """
         return self._submit(True, file, data, offset, checksum)
 
@@ -335,7 +341,9 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -20,7 +20,9 @@ def available() -> bool:
 
 
 def run(kind: str, path: str, nbytes: int, engine: str, block_bytes: int, queue_depth: int) -> Sample:
-    """Reads or writes the whole file once with fio (`kind`: "read" or "write"); io_uring with registered files and buffers."""
+    """Reads or writes the whole file once with fio (`kind`: "read" or "write"); io_uring with registered files and
+    buffers.
+    """
     command = ["fio", "--name=peer", f"--filename={path}", f"--size={nbytes}", "--direct=1", f"--rw={kind}"]
     command += [f"--ioengine={engine}", f"--bs={block_bytes}", f"--iodepth={queue_depth}", "--output-format=json"]
     command += ["--overwrite=1", "--invalidate=0", *ENGINES[engine]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from typing import Any
@@ -25,8 +26,8 @@ _ML_DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8
 _FROM_NUMPY = {name: code for code, name in {**_NUMPY, **_ML_DTYPES}.items()}
 _FROM_TORCH = {name: code for code, name in _TORCH.items()}
 _FORMATS = {
-    "d": "F64", "f": "F32", "e": "F16", "q": "I64", "l": "I64", "i": "I32", "h": "I16", "b": "I8", "Q": "U64", "L": "U64",
-    "I": "U32", "H": "U16", "B": "U8", "c": "U8", "?": "BOOL",
+    "d": "F64", "f": "F32", "e": "F16", "q": "I64", "l": "I64", "i": "I32", "h": "I16", "b": "I8", "Q": "U64",
+    "L": "U64", "I": "U32", "H": "U16", "B": "U8", "c": "U8", "?": "BOOL",
 }  # fmt: skip
 
 
@@ -70,12 +71,13 @@ def choose_framework(asked: str) -> str:
 def view(framework: str, name: str, dtype: str, shape: tuple[int, ...], memory: memoryview) -> Any:
     """A tensor of the framework over `memory` (bytes), which stays alive as long as the tensor."""
     if framework == "torch":
-        import torch
-
+        torch: Any = importlib.import_module("torch")
         torch_name = _TORCH.get(dtype)
         torch_dtype = None if torch_name is None else getattr(torch, torch_name, None)
         if torch_dtype is None:
-            raise AioError(f"tensor '{name}' has dtype {dtype}, which this torch does not know; load it as 'memoryview'")
+            raise AioError(
+                f"tensor '{name}' has dtype {dtype}, which this torch does not know; load it as 'memoryview'"
+            )
         if len(memory) == 0:
             return torch.empty(shape, dtype=torch_dtype)
         return torch.frombuffer(memory, dtype=torch_dtype).reshape(shape)
@@ -93,7 +95,6 @@ def _numpy_dtype(name: str, dtype: str) -> Any:
         return numpy.dtype(_NUMPY[dtype])
     hint = "load it with framework='torch' or 'memoryview'"
     if dtype in _ML_DTYPES and importlib.util.find_spec("ml_dtypes") is not None:
-        import ml_dtypes
-
+        ml_dtypes: Any = importlib.import_module("ml_dtypes")
         return numpy.dtype(getattr(ml_dtypes, _ML_DTYPES[dtype]))
     raise AioError(f"tensor '{name}' has dtype {dtype}, which NumPy does not know without ml_dtypes; {hint}")

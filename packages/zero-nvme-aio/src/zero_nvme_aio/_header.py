@@ -66,8 +66,8 @@ def header_length(path: str, prefix: bytes, file_bytes: int) -> int:
 def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[Entry], dict[str, str]]:
     """Entries in order of their place in the file, and the metadata.
 
-    Raises FormatError for anything that the format does not allow: unknown dtypes, sizes that do not fit the shape, overlaps,
-    holes and trailing bytes.
+    Raises FormatError for anything that the format does not allow: unknown dtypes, sizes that do not fit the shape,
+    overlaps, holes and trailing bytes.
     """
     try:
         table = json.loads(text)
@@ -83,7 +83,9 @@ def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[Entry], dict[st
     for entry in entries:
         if entry.begin != position:
             what = "a hole" if entry.begin > position else "an overlap"
-            raise FormatError(f"'{path}': {what} before tensor '{entry.name}' at byte {entry.begin} of the data", path=path)
+            raise FormatError(
+                f"'{path}': {what} before tensor '{entry.name}' at byte {entry.begin} of the data", path=path
+            )
         position = entry.end
     if position != data_bytes:
         raise FormatError(
@@ -111,7 +113,7 @@ def _entry(path: str, name: str, value: Any) -> Entry:
     expected = elements * ITEM_BITS[dtype] // 8
     if end - begin != expected:
         raise FormatError(
-            f"'{path}': tensor '{name}' of shape {list(shape)} and dtype {dtype} takes {expected} bytes, got {end - begin}",
+            f"'{path}': tensor '{name}', shape {list(shape)} of {dtype}: expected {expected} bytes, got {end - begin}",
             path=path,
             expected=expected,
             got=end - begin,

@@ -17,11 +17,13 @@ __all__ = ["AlignedBuffer", "BufferPool"]
 
 
 class AlignedBuffer(_native.Mapping):
-    """`nbytes` bytes of zeroed memory that direct I/O needs no copy for; exports the buffer protocol (one dimension, bytes).
+    """`nbytes` bytes of zeroed memory that direct I/O needs no copy for; exports the buffer protocol (one dimension,
+    bytes).
 
-    Lies in huge pages where whole ones fit (`huge_pages`), is resident from the start, and is optionally locked (`lock`).
-    It costs `charged_bytes`: `nbytes` rounded up to whole 4 KiB pages. `numpy.frombuffer` and `torch.frombuffer` take it and
-    keep it alive. Raises AioError with ENOMEM when there is no memory, or none that may be locked.
+    Lies in huge pages where whole ones fit (`huge_pages`), is resident from the start, and is optionally locked
+    (`lock`). It costs `charged_bytes`: `nbytes` rounded up to whole 4 KiB pages. `numpy.frombuffer` and
+    `torch.frombuffer` take it and keep it alive. Raises AioError with ENOMEM when there is no memory, or none that may
+    be locked.
     """
 
     def __init__(self, nbytes: int, *, huge_pages: bool = True, lock: bool = False) -> None:
@@ -32,7 +34,9 @@ class AlignedBuffer(_native.Mapping):
         except (OSError, TypeError) as error:
             code = getattr(error, "errno", None) or errno.ENOMEM
             hint = "; raise the limit (`ulimit -l`) or leave `lock` out" if lock else ""
-            raise AioError(f"cannot get {nbytes} bytes of {'locked ' if lock else ''}memory{hint}", errno=code) from None
+            raise AioError(
+                f"cannot get {nbytes} bytes of {'locked ' if lock else ''}memory{hint}", errno=code
+            ) from None
 
     def __len__(self) -> int:
         return self.nbytes
@@ -44,7 +48,8 @@ class AlignedBuffer(_native.Mapping):
 class BufferPool:
     """A fixed number of equal AlignedBuffers, made once and handed out again and again.
 
-    `take` blocks until one is free; `give_back` returns it, or use `with pool.borrow() as buffer`. Safe for several threads.
+    `take` blocks until one is free; `give_back` returns it, or use `with pool.borrow() as buffer`. Safe for several
+    threads.
     """
 
     def __init__(self, nbytes: int, count: int, *, huge_pages: bool = True, lock: bool = False) -> None:
@@ -61,7 +66,9 @@ class BufferPool:
         return sum(buffer.charged_bytes for buffer in self._all)
 
     def take(self, timeout: float | None = None) -> AlignedBuffer:
-        """A free buffer, its content unspecified. Raises WaitTimeoutError after `timeout` seconds, ClosedError when closed."""
+        """A free buffer, its content unspecified. Raises WaitTimeoutError after `timeout` seconds, ClosedError when
+        closed.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: self._free or self._closed, timeout):
                 raise WaitTimeoutError(f"none of {len(self._all)} buffers came back within {timeout} s")
@@ -107,5 +114,7 @@ class _Borrowed:
         self._buffer = self._pool.take(self._timeout)
         return self._buffer
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._pool.give_back(self._buffer)

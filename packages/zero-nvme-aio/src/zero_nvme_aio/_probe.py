@@ -25,8 +25,8 @@ class BackendStatus:
 class Probe:
     """The answer of `probe`: backends in order of preference, the one that "auto" takes, and the limits that matter.
 
-    `memlock_limit_bytes` is None when unlimited. `registered_limit_bytes` bounds the staging memory that is registered with
-    the kernel per process; the rest of the staging ring works unregistered.
+    `memlock_limit_bytes` is None when unlimited. `registered_limit_bytes` bounds the staging memory that is registered
+    with the kernel per process; the rest of the staging ring works unregistered.
     """
 
     backends: tuple[BackendStatus, ...]
@@ -70,7 +70,9 @@ def _registered_note(chosen: str | None, limit: int) -> str:
     if chosen != "io_uring":
         return "no buffers are registered without io_uring"
     if limit < 1 << 20:
-        return f"at most {limit} bytes may be registered, so staging of 1 MiB blocks runs unregistered (raise `ulimit -l`)"
+        return (
+            f"at most {limit} bytes may be registered, so staging of 1 MiB blocks runs unregistered (raise `ulimit -l`)"
+        )
     return f"up to {limit} bytes of staging are registered with the kernel"
 
 

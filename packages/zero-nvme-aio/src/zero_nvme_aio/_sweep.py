@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -117,11 +118,8 @@ def table(rows: Sequence[Row]) -> Any:
 
 def save_plot(rows: Sequence[Row], path: str) -> None:
     """GB/s over block size, one line per contender, as a PNG; needs the extra `plot`."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    importlib.import_module("matplotlib").use("agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
     kinds = sorted({row.kind for row in rows})
     figure, axes = pyplot.subplots(1, len(kinds), figsize=(6 * len(kinds), 4.5), squeeze=False, layout="constrained")
     for axis, kind in zip(axes[0], kinds, strict=True):

@@ -31,9 +31,9 @@ def save(
 ) -> None:
     """Writes one tensor, or a mapping of names to tensors, as a safetensors file; complete or not there at all.
 
-    Tensors: torch, NumPy or bytes-like, C-contiguous, in host memory. `metadata`: strings to strings. The file is written beside
-    `path` and renamed; with `sync` it is on stable storage when this returns. Raises InvalidBufferError, NoSpaceError,
-    MissingPathError and the other errors of the engine.
+    Tensors: torch, NumPy or bytes-like, C-contiguous, in host memory. `metadata`: strings to strings. The file is
+    written beside `path` and renamed; with `sync` it is on stable storage when this returns. Raises InvalidBufferError,
+    NoSpaceError, MissingPathError and the other errors of the engine.
     """
     target = os.fspath(path)
     marks = dict(metadata or {})
@@ -67,10 +67,10 @@ def load(
 ) -> Any:
     """Reads a safetensors file: a dict of tensors, or the tensor itself when `save` was given one.
 
-    `names`: only these. `framework`: "torch", "numpy", "memoryview" (bytes), or "auto": torch when it is imported already, else
-    NumPy when installed. `out`: destinations by name, of the right number of bytes, filled and returned instead. Tensors that
-    are adjacent in the file share one AlignedBuffer. Raises FormatError, EndOfFileError, MissingPathError, KeyError for a name
-    that is not in the file.
+    `names`: only these. `framework`: "torch", "numpy", "memoryview" (bytes), or "auto": torch when it is imported
+    already, else NumPy when installed. `out`: destinations by name, of the right number of bytes, filled and returned
+    instead. Tensors that are adjacent in the file share one AlignedBuffer. Raises FormatError, EndOfFileError,
+    MissingPathError, KeyError for a name that is not in the file.
     """
     chosen = choose_framework(framework)
     with _engine(engine) as io, io.open(path) as file:
@@ -154,7 +154,8 @@ def _read_into(io: Engine, file: File, start: int, entries: list[Entry], out: Ma
         item = _buffers.describe(out[entry.name], True)
         if _buffers.nbytes_of(item) != entry.nbytes:
             raise InvalidBufferError(
-                f"tensor '{entry.name}' has {entry.nbytes} bytes in '{file.path}', its destination {_buffers.nbytes_of(item)}",
+                f"tensor '{entry.name}' has {entry.nbytes} bytes in '{file.path}', "
+                f"its destination {_buffers.nbytes_of(item)}",
                 path=file.path,
                 expected=entry.nbytes,
                 got=_buffers.nbytes_of(item),

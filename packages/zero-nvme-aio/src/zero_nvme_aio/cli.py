@@ -33,7 +33,9 @@ class _MissingExtraError(Exception):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zero-nvme-aio", description="Fast asynchronous file I/O: look, measure, tune, copy.")
+    parser = argparse.ArgumentParser(
+        prog="zero-nvme-aio", description="Fast asynchronous file I/O: look, measure, tune, copy."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
 
     probe = commands.add_parser("probe", help="which backends run here, which is chosen, and why not the others")
@@ -41,13 +43,19 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure a folder's device, beside fio where it is installed")
     bench.add_argument("--path", required=True, help="a folder on the device; a scratch file is made and removed")
-    bench.add_argument("--size", type=_size, default="1G", help="bytes of the scratch file, with K, M or G (default 1G)")
+    bench.add_argument(
+        "--size", type=_size, default="1G", help="bytes of the scratch file, with K, M or G (default 1G)"
+    )
     bench.add_argument("--kind", choices=("read", "write", "mixed"), nargs="+", default=["read", "write"])
-    bench.add_argument("--block", type=_size, nargs="+", default=[_size("128K"), _size("1M"), _size("4M")], metavar="BYTES")
+    bench.add_argument(
+        "--block", type=_size, nargs="+", default=[_size("128K"), _size("1M"), _size("4M")], metavar="BYTES"
+    )
     bench.add_argument("--depth", type=int, nargs="+", default=[32])
     bench.add_argument("--threads", type=int, nargs="+", default=[1])
     bench.add_argument("--backend", nargs="+", default=["auto"], help="auto, io_uring, libaio, threads, null")
-    bench.add_argument("--memory", choices=("aligned", "plain"), nargs="+", default=["aligned"], help="plain memory is staged")
+    bench.add_argument(
+        "--memory", choices=("aligned", "plain"), nargs="+", default=["aligned"], help="plain memory is staged"
+    )
     bench.add_argument("--buffered", action="store_true", help="through the page cache instead of direct")
     bench.add_argument("--repeat", type=int, default=3)
     bench.add_argument("--no-fio", action="store_true", help="do not measure fio beside")
@@ -128,7 +136,8 @@ def _tune(options: argparse.Namespace) -> None:
         options.path, file_bytes=options.size, budget_seconds=options.seconds, store=not options.dry_run, report=report
     )
     print(
-        f"best: {found.backend}, block_bytes={found.block_bytes}, queue_depth={found.queue_depth}, threads={found.threads} "
+        f"best: {found.backend}, block_bytes={found.block_bytes}, queue_depth={found.queue_depth}, "
+        f"threads={found.threads} "
         f"(read {found.read_gb_per_s:.2f}, write {found.write_gb_per_s:.2f} GB/s)"
     )
     if not options.dry_run:

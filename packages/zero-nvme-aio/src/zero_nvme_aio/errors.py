@@ -34,8 +34,8 @@ __all__ = [
 class AioError(OSError):
     """Base of every error raised here; an `OSError`, so `errno` and `filename` are where one looks for them.
 
-    `path`: the file as the user named it. `offset`, `expected`, `got`: bytes. `free_bytes`: what the file system had left.
-    Each is None where it does not apply.
+    `path`: the file as the user named it. `offset`, `expected`, `got`: bytes. `free_bytes`: what the file system had
+    left. Each is None where it does not apply.
     """
 
     def __init__(
@@ -149,7 +149,8 @@ def open_error(path: str, error: OSError) -> OpenError:
         _errno.EPERM: (AccessError, "not permitted"),
         _errno.EROFS: (AccessError, "the file system is read-only"),
     }
-    kind, reason = kinds.get(code, (OpenError, error.args[1] if len(error.args) > 1 else str(error)))
+    spoken = str(error.args[1]) if len(error.args) > 1 else str(error)
+    kind, reason = kinds.get(code, (OpenError, spoken))
     return kind(f"cannot open '{path}': {reason}", errno=code, path=path)
 
 
@@ -160,7 +161,9 @@ def transfer_error(kind: str, path: str, native: tuple[int, int, int, int], nati
     where = f"'{path}' at offset {offset}"
     fields: dict[str, Any] = {"path": path, "offset": offset, "expected": expected, "got": got}
     if code == end_of_file:
-        message = f"read of {where} expected {expected} bytes more but the file ends there; is it the file that was written?"
+        message = (
+            f"read of {where} expected {expected} bytes more but the file ends there; is it the file that was written?"
+        )
         return EndOfFileError(message, **fields)
     if code == cancelled:
         return RequestCancelledError(f"{kind} of {where} was cancelled", **fields)

@@ -1,10 +1,12 @@
 """GPUDirect Storage: the engine's interface over kvikio, for tensors in CUDA memory.
 
-Needs the extra `gds`. kvikio itself falls back to POSIX I/O where the driver is missing; `GdsEngine.direct` says which it is.
+Needs the extra `gds`. kvikio itself falls back to POSIX I/O where the driver is missing; `GdsEngine.direct` says which
+it is.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Generator
 from types import TracebackType
@@ -79,7 +81,9 @@ class GdsFile:
     def __enter__(self) -> GdsFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -91,10 +95,9 @@ class GdsEngine:
 
     def __init__(self) -> None:
         try:
-            import kvikio
+            self._kvikio: Any = importlib.import_module("kvikio")
         except ImportError as error:
             raise AioError(f"GPUDirect Storage needs kvikio ({error}); pip install zero-nvme-aio[gds]") from error
-        self._kvikio = kvikio
 
     @property
     def direct(self) -> bool:
@@ -139,7 +142,9 @@ class GdsEngine:
     def __enter__(self) -> GdsEngine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -148,6 +153,4 @@ def _flat(buffer: Any) -> Any:
         return buffer
     if not buffer.is_contiguous():
         raise InvalidBufferError("expected contiguous memory, got a strided tensor; call .contiguous() first")
-    import torch
-
-    return buffer.detach().reshape(-1).view(torch.uint8)
+    return buffer.detach().reshape(-1).view(importlib.import_module("torch").uint8)

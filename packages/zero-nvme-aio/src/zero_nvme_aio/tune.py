@@ -29,10 +29,10 @@ def tune(
 ) -> Tuning:
     """Sweeps blocks, depths and threads over a scratch file of `file_bytes` in `folder`, and remembers the best.
 
-    Every point is measured three times, interleaved with the others; what comes first is repeated until `budget_seconds` are
-    used. Best: the highest harmonic mean of read and write speed; within 3 % of it the setting with the fewest threads and the
-    least processor time. With `store` the result is used by engines whose numbers are left to it. Raises MissingPathError,
-    NoSpaceError.
+    Every point is measured three times, interleaved with the others; what comes first is repeated until
+    `budget_seconds` are used. Best: the highest harmonic mean of read and write speed; within 3 % of it the setting
+    with the fewest threads and the least processor time. With `store` the result is used by engines whose numbers are
+    left to it. Raises MissingPathError, NoSpaceError.
     """
     name = os.fspath(folder)
     memory = AlignedBuffer(file_bytes)

@@ -48,9 +48,10 @@ def header_for(
         entries.append(Entry(key, dtype, (piece.nbytes // item_bytes,), begin, position))
         keys[piece.name, piece.begin] = key
     if position < file_bytes - reserved:
-        entries.append(Entry(f"__gap__.{gaps}", "U8", (file_bytes - reserved - position,), position, file_bytes - reserved))
+        entries.append(
+            Entry(f"__gap__.{gaps}", "U8", (file_bytes - reserved - position,), position, file_bytes - reserved)
+        )
     header = _header.build(entries, {"format": "zero-nvme-aio extents"}, reserved)
     if len(header) != reserved:
         return None
     return header, keys
-

@@ -12,8 +12,8 @@ __all__ = ["Extent", "Generation"]
 class Extent:
     """Bytes [offset_bytes, offset_bytes + nbytes) of a name, at `file_offset_bytes` of `path`.
 
-    `checksum` is `"xxh3_64:<16 hex>"` of exactly these bytes, empty only while unsealed. `key` is the entry in a safetensors
-    file (one dimension, of the dtype declared), empty in the raw kind.
+    `checksum` is `"xxh3_64:<16 hex>"` of exactly these bytes, empty only while unsealed. `key` is the entry in a
+    safetensors file (one dimension, of the dtype declared), empty in the raw kind.
     """
 
     path: str
@@ -28,9 +28,10 @@ class Extent:
 class Generation:
     """What was written between two seals; its files are never written again.
 
-    `extents`: name -> pieces in order of offset, of this generation only (`ExtentStore.extents` has the whole current state).
-    `files`: the paths. `kind`: "safetensors" or "raw". While this object is alive its files stay in the store, so that they
-    can be hard-linked; `release()` or dropping it lets the store remove them once every name in them was rewritten and sealed.
+    `extents`: name -> pieces in order of offset, of this generation only (`ExtentStore.extents` has the whole current
+    state). `files`: the paths. `kind`: "safetensors" or "raw". While this object is alive its files stay in the store,
+    so that they can be hard-linked; `release()` or dropping it lets the store remove them once every name in them was
+    rewritten and sealed.
     """
 
     index: int

@@ -1,8 +1,9 @@
 """The index of a sealed generation: a small text file whose presence is what makes the generation exist.
 
 Line one is the xxh3_64 of the rest, the rest is JSON:
-`{"format": "zero-nvme-aio extents", "version": 1, "generation": k, "kind": "raw" | "safetensors", "stripes": n,
-"files": {"<stripe>": [file name, bytes]}, "extents": {name: [[offset, bytes, stripe, file offset, checksum, key], …]}}`.
+`{"format": "zero-nvme-aio extents", "version": 1, "generation": k, "kind": "raw" | "safetensors",
+"stripes": n, "files": {"<stripe>": [file name, bytes]},
+"extents": {name: [[offset, bytes, stripe, file offset, checksum, key], …]}}`.
 File names are relative to the folder of their stripe; all numbers are in bytes.
 """
 

@@ -37,7 +37,9 @@ class Piece:
 
     @property
     def checksum(self) -> str:
-        """As recorded; empty while the write is under way, and for what is left of a piece that was partly overwritten."""
+        """As recorded; empty while the write is under way, and for what is left of a piece that was partly
+        overwritten.
+        """
         if not self._checksum and self.request is not None and not self._partial:
             self._checksum = self.request.checksum or ""
         return self._checksum
@@ -65,8 +67,8 @@ class Covered(NamedTuple):
 def overlay(current: list[Covered], new: Piece, open_generation: int) -> list[Covered]:
     """The coverage after `new` was written over it.
 
-    Sealed pieces are only shadowed. Pieces of the open generation lie in the same place as `new`, so what is left of them
-    becomes pieces of its own, whose checksum is computed when they are sealed.
+    Sealed pieces are only shadowed. Pieces of the open generation lie in the same place as `new`, so what is left of
+    them becomes pieces of its own, whose checksum is computed when they are sealed.
     """
     out = []
     for covered in current:
@@ -107,8 +109,8 @@ class Place(NamedTuple):
 
 
 class Placement:
-    """Hands out file space of one generation. Places are page-aligned like the bytes they hold, so that memory at a page
-    boundary for a range at a page boundary needs no copy.
+    """Hands out file space of one generation. Places are page-aligned like the bytes they hold, so that memory at a
+    page boundary for a range at a page boundary needs no copy.
     """
 
     def __init__(self, stripes: int, stripe_bytes: int, first_offset: int) -> None:

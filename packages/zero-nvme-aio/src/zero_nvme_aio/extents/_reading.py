@@ -62,8 +62,8 @@ class Reading:
 def _compare(file: File, piece: Piece, request: Request) -> None:
     if request.checksum != piece.checksum:
         raise ChecksumError(
-            f"'{piece.name}' bytes {piece.begin} to {piece.end}: '{file.path}' at offset {piece.file_offset} holds other bytes "
-            f"than were written; expected {piece.checksum}, got {request.checksum}",
+            f"'{piece.name}' bytes {piece.begin} to {piece.end}: '{file.path}' at offset {piece.file_offset} "
+            f"does not hold what was written; expected {piece.checksum}, got {request.checksum}",
             path=file.path,
             offset=piece.file_offset,
             expected=piece.checksum,

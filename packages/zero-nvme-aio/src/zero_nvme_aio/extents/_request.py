@@ -29,7 +29,9 @@ class StoreRequest:
         return all(request.done() for request in self._requests)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Blocks until all of it has ended, returns the bytes moved; `timeout` in seconds; errors as for `Request.wait`."""
+        """Blocks until all of it has ended, returns the bytes moved; `timeout` in seconds; errors as for
+        `Request.wait`.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         failure: OSError | None = None
         for request in self._requests:

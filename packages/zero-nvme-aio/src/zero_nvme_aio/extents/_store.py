@@ -28,10 +28,10 @@ PathLike = str | os.PathLike[str]
 class ExtentStore:
     """Named byte extents in preallocated files under one folder per device, in generations.
 
-    `paths`: one folder, or several to stripe over in units of `stripe_bytes` (a multiple of 4096). `prefix` begins every file
-    name. `checksums`: record an xxh3_64 per write while it is copied (else at `seal`). `verify`: check on every read unless the
-    read says otherwise. `resume`: continue from the sealed generations found there; what a killed process had not sealed is
-    removed. `engine`: shared, or one of its own.
+    `paths`: one folder, or several to stripe over in units of `stripe_bytes` (a multiple of 4096). `prefix` begins
+    every file name. `checksums`: record an xxh3_64 per write while it is copied (else at `seal`). `verify`: check on
+    every read unless the read says otherwise. `resume`: continue from the sealed generations found there; what a killed
+    process had not sealed is removed. `engine`: shared, or one of its own.
 
     Raises ExtentError when the folder holds a store already (and `resume` is false), or one that is in use.
     """
@@ -82,22 +82,26 @@ class ExtentStore:
     def declare(self, name: str, nbytes: int, dtype: str = "U8") -> None:
         """Says how large a name is before it is written, so that it lies in one piece per path.
 
-        A generation in which every name was declared before its first write is sealed as safetensors: `dtype` is the element
-        type of its entry (safetensors' spelling), one dimension. Raises ExtentError when the name is declared otherwise already.
+        A generation in which every name was declared before its first write is sealed as safetensors: `dtype` is the
+        element type of its entry (safetensors' spelling), one dimension. Raises ExtentError when the name is declared
+        otherwise already.
         """
         bits = _header.ITEM_BITS.get(dtype)
         if bits is None or nbytes < 0 or nbytes * 8 % bits:
-            raise ExtentError(f"expected '{name}' to have a known dtype and whole elements, got {nbytes} bytes of {dtype}")
+            raise ExtentError(
+                f"expected '{name}' to have a known dtype and whole elements, got {nbytes} bytes of {dtype}"
+            )
         with self._lock:
             self._usable()
             if self._declared.setdefault(name, (nbytes, dtype)) != (nbytes, dtype):
                 raise ExtentError(f"'{name}' is declared with {self._declared[name]}, got ({nbytes}, '{dtype}')")
 
     def write(self, name: str, data: Any, offset_bytes: int = 0) -> StoreRequest:
-        """Starts writing `data` into the open generation at `offset_bytes` of `name`; the memory must not change until done.
+        """Starts writing `data` into the open generation at `offset_bytes` of `name`; the memory must not change until
+        done.
 
-        Waits first for requests under way that touch the same bytes. Raises InvalidBufferError, NoSpaceError (from the request),
-        ExtentError when a declared size is exceeded, ClosedError.
+        Waits first for requests under way that touch the same bytes. Raises InvalidBufferError, NoSpaceError (from the
+        request), ExtentError when a declared size is exceeded, ClosedError.
         """
         items = _buffers.describe_all(data, False)
         nbytes = sum(map(_buffers.nbytes_of, items))
@@ -115,7 +119,9 @@ class ExtentStore:
                 part = _buffers.slice_items(items, place.begin - offset_bytes, place.end - offset_bytes)
                 file = files.file(place.stripe)
                 request = self.engine.submit_items(True, file, part, place.file_offset, self._checksums)
-                piece = Piece(name, place.begin, place.end - place.begin, files.generation, place.stripe, place.file_offset)
+                piece = Piece(
+                    name, place.begin, place.end - place.begin, files.generation, place.stripe, place.file_offset
+                )
                 piece.request = request
                 self._live[name] = overlay(self._live.get(name, []), piece, files.generation)
                 self._busy.setdefault(name, []).append((place.begin, place.end, True, request))
@@ -126,9 +132,9 @@ class ExtentStore:
     def read(self, name: str, out: Any, offset_bytes: int = 0, *, verify: bool | None = None) -> StoreRequest:
         """Starts filling `out` from `offset_bytes` of `name`, each byte from the newest generation that holds it.
 
-        Waits first for writes under way to the same bytes. With `verify` the checksums recorded are compared in `wait`, which
-        raises ChecksumError. Raises ExtentError for bytes that were never written, and the write's own error for bytes whose
-        write failed.
+        Waits first for writes under way to the same bytes. With `verify` the checksums recorded are compared in `wait`,
+        which raises ChecksumError. Raises ExtentError for bytes that were never written, and the write's own error for
+        bytes whose write failed.
         """
         items = _buffers.describe_all(out, True)
         nbytes = sum(map(_buffers.nbytes_of, items))
@@ -155,14 +161,16 @@ class ExtentStore:
     def seal(self) -> Generation:
         """Ends the open generation: waits, completes the checksums, syncs, makes the files read-only, and returns it.
 
-        After this call the generation survives a crash. Raises the first error of a write that failed; the generation then stays
-        open, and the bytes concerned can be written again.
+        After this call the generation survives a crash. Raises the first error of a write that failed; the generation
+        then stays open, and the bytes concerned can be written again.
         """
         with self._lock:
             self._usable()
             self.flush()
             placement, files = self._open_generation()
-            pieces = [c.piece for covered in self._live.values() for c in covered if c.piece.generation == files.generation]
+            pieces = [
+                c.piece for covered in self._live.values() for c in covered if c.piece.generation == files.generation
+            ]
             sealed = _sealing.seal(self.engine, self._folders, files, placement, pieces, self._declared, self._reserved)
             self._keys.update({(files.generation, *where): key for where, key in sealed.keys.items()})
             self._sealed_live = {name: list(covered) for name, covered in self._live.items()}
@@ -207,8 +215,8 @@ class ExtentStore:
         return self._bytes_written
 
     def close(self, *, remove: bool) -> None:
-        """Waits for what is under way and closes. With `remove` every file goes; without, the sealed generations stay for
-        `resume`, and what was not sealed is gone. Hard links elsewhere are untouched. May be called twice.
+        """Waits for what is under way and closes. With `remove` every file goes; without, the sealed generations stay
+        for `resume`, and what was not sealed is gone. Hard links elsewhere are untouched. May be called twice.
         """
         with self._lock:
             if self._closed:
@@ -225,7 +233,9 @@ class ExtentStore:
     def __enter__(self) -> ExtentStore:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(remove=False)
 
     def _open_generation(self) -> tuple[Placement, GenerationFiles]:
@@ -300,7 +310,8 @@ class ExtentStore:
         found = self._folders.indexes()
         if found and not resume:
             raise ExtentError(
-                f"'{self._folders.paths[0]}' already holds a store '{self._folders.prefix}' with {len(found)} generations; "
+                f"'{self._folders.paths[0]}' already holds a store '{self._folders.prefix}' "
+                f"with {len(found)} generations; "
                 "pass resume=True to continue it, or choose another folder or prefix"
             )
         for index in found:

@@ -1,7 +1,7 @@
 """For people who test code on top of this package, or write a backend or engine of their own.
 
-`faulty_engine` gives an engine whose transfers go wrong as planned; `EngineConformance` holds the behaviour that every engine
-owes its users.
+`faulty_engine` gives an engine whose transfers go wrong as planned; `EngineConformance` holds the behaviour that every
+engine owes its users.
 """
 
 from __future__ import annotations

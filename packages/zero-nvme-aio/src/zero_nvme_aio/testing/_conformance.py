@@ -21,8 +21,8 @@ class EngineConformance:
     ...     def make_engine(self, **settings):
     ...         return Engine(backend="libaio", **settings)
 
-    `make_engine` takes the settings of `Engine` and returns something with its interface. `folder` may be overridden to test
-    on another file system.
+    `make_engine` takes the settings of `Engine` and returns something with its interface. `folder` may be overridden to
+    test on another file system.
     """
 
     def make_engine(self, **settings: Any) -> Engine:

@@ -17,9 +17,9 @@ _FOREVER = 2**63
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Which transfers a fault hits: block transfers of the kinds `on` ("read", "write", "sync"), counted from 0 in the order
-    in which the engine starts them; number `first`, then every `every`-th, at most `limit` times, and only blocks whose file
-    offset is `min_offset` bytes or more.
+    """Which transfers a fault hits: block transfers of the kinds `on` ("read", "write", "sync"), counted from 0 in the
+    order in which the engine starts them; number `first`, then every `every`-th, at most `limit` times, and only blocks
+    whose file offset is `min_offset` bytes or more.
     """
 
     on: tuple[str, ...] = ("read", "write")
@@ -52,7 +52,9 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Shorten(Fault):
-    """Only `fraction` of the bytes is transferred, cut at a sector where the whole is sectors; 0 looks like the end of the file."""
+    """Only `fraction` of the bytes is transferred, cut at a sector where the whole is sectors; 0 looks like the end of
+    the file.
+    """
 
     fraction: float = 0.5
 
@@ -110,5 +112,7 @@ class FaultyEngine(Engine):
 
 
 def faulty_engine(*faults: Fault, **settings: Any) -> FaultyEngine:
-    """An engine whose transfers suffer `faults`; `settings` are those of `Engine` (backend, queue_depth, block_bytes, threads)."""
+    """An engine whose transfers suffer `faults`; `settings` are those of `Engine` (backend, queue_depth, block_bytes,
+    threads).
+    """
     return FaultyEngine(faults, **settings)
