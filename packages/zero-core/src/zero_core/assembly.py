@@ -86,7 +86,11 @@ def _options(config: Config, model: nn.Module) -> PartitionOptions:
     return PartitionOptions(
         stage=zero.stage,
         policy=policy,
-        limits=UnitLimits(persistence_threshold=zero.stage3_param_persistence_threshold if zero.stage >= 3 else 0),
+        limits=UnitLimits(
+            max_numel=zero.unit_max_numel,
+            min_numel=zero.unit_min_numel,
+            persistence_threshold=zero.stage3_param_persistence_threshold if zero.stage >= 3 else 0,
+        ),
         prefetch_numel=zero.stage3_prefetch_bucket_size,
         max_live_numel=zero.stage3_max_live_parameters,
         reduce_each_micro_batch=config.reduce_each_micro_batch,
@@ -114,8 +118,6 @@ def _shard(optimizer: Optimizer | None, parts: Partition, config: Config) -> Sha
         parts,
         clip=config.gradient_clipping,
         loss_scale=loss_scale(config),
-        skip_non_finite=config.bf16.enabled
-        and config.provenance("bf16.check_grad_overflow") == "user"
-        and config.bf16.check_grad_overflow,
+        skip_non_finite=config.bf16.enabled and config.bf16.check_grad_overflow is True,
         norm=kernels.norm(),
     )

@@ -58,7 +58,9 @@ class Bf16(Section):
 
     enabled: Flag = False
     immediate_grad_update: Flag = False
-    check_grad_overflow: Flag = Field(default=True, description="Skip a step whose gradient is not finite.")
+    check_grad_overflow: Flag | None = Field(
+        default=None, description="true: skip a step whose gradient is not finite; otherwise it is an error."
+    )
     bf16_master_weights_and_grads: Flag = Field(
         default=False, description="No float32 master copy (stage 1 and above)."
     )

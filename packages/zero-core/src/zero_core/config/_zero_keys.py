@@ -106,6 +106,12 @@ class ZeroOptimization(Section):
     stage: Stage = Field(
         default=0, description="Optimizer state is sharded from 1, gradients from 2, parameters from 3."
     )
+    unit_max_numel: PositiveInt = Field(
+        default=64_000_000, description="Module subtrees above so many elements are opened into smaller units."
+    )
+    unit_min_numel: NaturalInt = Field(
+        default=250_000, description="Neighbouring leftovers are merged into one unit up to so many elements."
+    )
     contiguous_gradients: Flag = True
     reduce_scatter: Flag = True
     reduce_bucket_size: PositiveInt = 500_000_000

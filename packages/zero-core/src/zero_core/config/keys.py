@@ -34,7 +34,7 @@ from zero_core.config._zero_keys import Aio, ZeroOptimization
 
 
 class ConfigFile(Section):
-    """The keys of a DeepSpeed-style configuration, plus `deterministic` and `reduce_each_micro_batch`."""
+    """The keys of a DeepSpeed-style configuration, plus `deterministic`, `reduce_each_micro_batch` and `unit_*`."""
 
     aliases: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
     auto_keys: ClassVar[frozenset[str]] = frozenset(
