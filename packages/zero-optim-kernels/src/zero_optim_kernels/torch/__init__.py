@@ -1,5 +1,4 @@
-"""Optimizers for parameters in CPU memory: `torch.optim.Optimizer`s whose step is one native call per parameter group.
-"""
+"""Optimizers for parameters in CPU memory: `torch.optim.Optimizer`s whose step is one native call per group."""
 
 from __future__ import annotations
 

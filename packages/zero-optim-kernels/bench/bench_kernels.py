@@ -1,0 +1,314 @@
+"""Kernels against their peers, side by side in one run.
+
+    python bench_kernels.py [--millions 32] [--rounds 15] [--threads 1 2] [--only adam,offload,lists,states,blocks]
+
+Needs torch and deepspeed; exits with status 2 and their names when one is missing. Every comparison runs its
+contestants in turn, round after round, and prints the median of the rounds' time ratios with their 10 % and 90 %
+quantiles, so that other load on the machine hits both sides alike. The bounds are those that the project holds itself
+to; nothing fails when one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+PEERS = ("torch", "deepspeed")
+Contestants = dict[str, Callable[[], Any]]
+
+
+def require_peers() -> None:
+    """Exit with status 2 unless every peer can be imported."""
+    missing = [name for name in PEERS if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(f"missing peers: {', '.join(missing)}; run: pip install {' '.join(missing)}\n")
+        raise SystemExit(2)
+
+
+class Bench:
+    """Times contestants in turn and prints ratios."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self.failed: list[str] = []
+
+    def times(self, contestants: Contestants) -> dict[str, list[float]]:
+        """Seconds of each contestant in each round; the first round is thrown away."""
+        result: dict[str, list[float]] = {name: [] for name in contestants}
+        for round_ in range(self.rounds + 1):
+            for name, run in contestants.items():
+                start = time.perf_counter()
+                run()
+                if round_:
+                    result[name].append(time.perf_counter() - start)
+        return result
+
+    def compare(self, title: str, contestants: Contestants, bounds: dict[str, float], ours: str = "ours") -> None:
+        """Print the ratio of ours to each peer's time, with a bound that it should not exceed."""
+        taken = self.times(contestants)
+        sys.stdout.write(f"\n{title}\n")
+        for name, seconds in taken.items():
+            sys.stdout.write(f"  {name:<28}{statistics.median(seconds) * 1e3:9.3f} ms\n")
+        for peer, bound in bounds.items():
+            ratios = sorted(a / b for a, b in zip(taken[ours], taken[peer], strict=True))
+            self.report(f"{ours} / {peer}", ratios, bound, above=False)
+
+    def report(self, name: str, values: list[float], bound: float, *, above: bool) -> None:
+        """One line: median, spread, bound."""
+        values = sorted(values)
+        median = statistics.median(values)
+        low, high = values[len(values) // 10], values[-1 - len(values) // 10]
+        met = median >= bound if above else median <= bound
+        sign = ">=" if above else "<="
+        sys.stdout.write(
+            f"  {name:<28}{median:9.3f} ({low:.3f} - {high:.3f})  "
+            f"bound {sign} {bound:<5} {'met' if met else 'MISSED'}\n"
+        )
+        if not met:
+            self.failed.append(name)
+
+
+def tensors(n: int) -> tuple[Any, Any, Any, Any]:
+    """param, grad, exp_avg, exp_avg_sq in float32, touched."""
+    import torch
+
+    torch.manual_seed(0)
+    param, grad, first = (torch.randn(n) for _ in range(3))
+    return param, grad, first, first.square()
+
+
+def deepspeed_adam(params: list[Any]) -> Any:
+    """DeepSpeed's optimizer over these parameters, its extension built."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(params, lr=1e-3, weight_decay=0.01, adamw_mode=True)
+
+
+def torch_fused(params: list[Any]) -> Any:
+    """torch's optimizer over these parameters."""
+    import torch
+
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.01, fused=True)
+
+
+def parameter(data: Any, grad: Any) -> Any:
+    """A parameter with a gradient."""
+    import torch
+
+    result = torch.nn.Parameter(data.clone())
+    result.grad = grad.clone()
+    return result
+
+
+def flat_adam(bench: Bench, n: int, threads: int) -> None:
+    """Large flat float32 Adam: against the memory's ceiling, DeepSpeed and torch."""
+    import zero_optim_kernels as zok
+
+    p, g, m, v = tensors(n)
+    theirs, fused = deepspeed_adam([parameter(p, g)]), torch_fused([parameter(p, g)])
+    pointers = [t.data_ptr() for t in (p, g, m, v)]
+
+    def ours() -> None:
+        zok.adam_step(*pointers, n, step=7, lr=1e-3, weight_decay=0.01, threads=threads)
+
+    contestants = {
+        "in-place scale": lambda: g.mul_(1.0),
+        "ours": ours,
+        "DeepSpeedCPUAdam": theirs.step,
+        "torch AdamW(fused)": fused.step,
+    }
+    bench.compare(
+        f"float32 Adam, {n >> 20} Mi parameters, {threads} threads",
+        contestants,
+        {"DeepSpeedCPUAdam": 1.03, "torch AdamW(fused)": 1.03},
+    )
+    taken = bench.times({"scale": contestants["in-place scale"], "ours": ours})
+    bandwidth = [(28 / b) / (8 / a) for a, b in zip(taken["scale"], taken["ours"], strict=True)]
+    bench.report("bandwidth / in-place scale", bandwidth, 0.90, above=True)
+
+
+def offload_step(bench: Bench, n: int, threads: int) -> None:
+    """bf16 gradient in, norm, unscale and clip, Adam, bf16 weights out."""
+    import torch
+
+    import zero_optim_kernels as zok
+
+    p, g, m, v = tensors(n)
+    low_grad, low_param = g.bfloat16(), torch.empty(n, dtype=torch.bfloat16)
+    master = parameter(p, g)
+    theirs = deepspeed_adam([master])
+
+    def ours() -> None:
+        norm = zok.l2_norm(low_grad.data_ptr(), n, dtype="bf16", threads=threads)
+        zok.adam_step(
+            *(t.data_ptr() for t in (p, low_grad, m, v)),
+            n,
+            step=7,
+            lr=1e-3,
+            weight_decay=0.01,
+            grad_scale=min(1.0, 1.0 / (norm + 1e-6)),
+            grad_dtype="bf16",
+            copy_out=low_param.data_ptr(),
+            copy_dtype="bf16",
+            threads=threads,
+        )
+
+    def sequence() -> None:
+        master.grad.copy_(low_grad)
+        norm = float(master.grad.norm())
+        master.grad.mul_(min(1.0, 1.0 / (norm + 1e-6)))
+        theirs.step()
+        low_param.copy_(master.data)
+
+    bench.compare(
+        f"offload step (bf16 in, norm, clip, Adam, bf16 out), {n >> 20} Mi, {threads} threads",
+        {"ours": ours, "DeepSpeed's sequence": sequence},
+        {"DeepSpeed's sequence": 0.60},
+    )
+
+
+def lists(bench: Bench, threads: int) -> None:
+    """4,096 tensors of 1 Ki elements."""
+    import torch
+
+    import zero_optim_kernels as zok
+    from zero_optim_kernels.torch import CPUAdamW
+
+    count, each = 4096, 1024
+    small = [parameter(torch.randn(each), torch.randn(each)) for _ in range(count)]
+    ours = CPUAdamW(small, lr=1e-3, weight_decay=0.01)
+    theirs = deepspeed_adam([parameter(torch.randn(each), torch.randn(each)) for _ in range(count)])
+    held = tensors(count * each)
+    flat = [t.data_ptr() for t in held]
+    ours.step()
+    moments = [[ours.state[p][name].data_ptr() for p in small] for name in ("exp_avg", "exp_avg_sq")]
+    columns = [[p.data_ptr() for p in small], [p.grad.data_ptr() for p in small], *moments]
+    sizes = [each] * count
+    options = {"step": 7, "lr": 1e-3, "weight_decay": 0.01, "threads": threads}
+    bench.compare(
+        f"4,096 tensors of 1 Ki elements, {threads} threads",
+        {
+            "one list call": lambda: zok.adam_step(*columns, sizes, **options),
+            "one flat call": lambda: zok.adam_step(*flat, count * each, **options),
+            "CPUAdamW.step": ours.step,
+            "DeepSpeedCPUAdam": theirs.step,
+        },
+        {"DeepSpeedCPUAdam": 0.5, "one flat call": 1.5},
+        ours="one list call",
+    )
+    bench.compare(
+        "the same through the optimizer class",
+        {"CPUAdamW.step": ours.step, "DeepSpeedCPUAdam": theirs.step},
+        {"DeepSpeedCPUAdam": 0.5},
+        "CPUAdamW.step",
+    )
+
+
+def states(bench: Bench, n: int, threads: int) -> None:
+    """8-bit and bf16 state against float32 state."""
+    import torch
+
+    import zero_optim_kernels as zok
+
+    p, g, m, v = tensors(n)
+    m8, v8 = (torch.zeros(n, dtype=torch.uint8) for _ in range(2))
+    s1, s2 = (torch.zeros(-(-n // 256)) for _ in range(2))
+    m16, v16 = (torch.zeros(n, dtype=torch.bfloat16) for _ in range(2))
+    options = {"step": 7, "lr": 1e-3, "weight_decay": 0.01, "threads": threads}
+    coded = [t.data_ptr() for t in (p, g, m8, v8)]
+    scales = {"exp_avg_scale": s1.data_ptr(), "exp_avg_sq_scale": s2.data_ptr()}
+    bound = 0.95 if zok.active_isa() == "avx512" else 1.5
+    held = sum(t.numel() * t.element_size() for t in (m8, v8, s1, s2)) / n
+    bench.compare(
+        f"8-bit state ({held:.3f} state bytes per parameter), {n >> 20} Mi, {threads} threads, {zok.active_isa()}",
+        {
+            "8-bit": lambda: zok.adam_step(*coded, n, state_dtype="int8", **scales, **options),
+            "bf16": lambda: zok.adam_step(*(t.data_ptr() for t in (p, g, m16, v16)), n, state_dtype="bf16", **options),
+            "float32": lambda: zok.adam_step(*(t.data_ptr() for t in (p, g, m, v)), n, **options),
+        },
+        {"float32": bound},
+        "8-bit",
+    )
+
+
+def blocks(bench: Bench, n: int, threads: int) -> None:
+    """bf16 to int8 and back in blocks of 2048, against a copy with non-temporal stores (the C library's, for sizes
+    beyond the cache).
+    """
+    import torch
+
+    import zero_optim_kernels as zok
+
+    source, back = torch.randn(n).bfloat16(), torch.empty(n, dtype=torch.bfloat16)
+    payload, scales = torch.empty(n, dtype=torch.uint8), torch.empty(-(-n // 2048))
+    a, b = torch.ones(4 * n, dtype=torch.uint8), torch.ones(4 * n, dtype=torch.uint8)
+    share = a.numel() // threads
+
+    with ThreadPoolExecutor(threads) as pool:
+
+        def copy() -> None:
+            list(
+                pool.map(
+                    lambda i: ctypes.memmove(b.data_ptr() + i * share, a.data_ptr() + i * share, share), range(threads)
+                )
+            )
+
+        options = {"code": "int8", "block": 2048, "dtype": "bf16", "threads": threads}
+        taken = bench.times(
+            {
+                "copy": copy,
+                "quantise": lambda: zok.quantize_blocks(
+                    source.data_ptr(), payload.data_ptr(), scales.data_ptr(), n, **options
+                ),
+                "dequantise": lambda: zok.dequantize_blocks(
+                    payload.data_ptr(), scales.data_ptr(), back.data_ptr(), n, **options
+                ),
+            }
+        )
+    sys.stdout.write(
+        f"\nbf16 <-> int8 in blocks of 2048, {n >> 20} Mi, {threads} threads "
+        "(bandwidth at 3 bytes per element, of a copy's)\n"
+    )
+    for name, bound in (("quantise", 0.75), ("dequantise", 0.80)):
+        ratio = [(3 * n / t) / (2 * a.numel() / c) for t, c in zip(taken[name], taken["copy"], strict=True)]
+        bench.report(f"{name} / copy", ratio, bound, above=True)
+
+
+def main() -> None:
+    """Parse the command line and run the sections."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=int, default=32, help="Mi parameters of the large buffers")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, len(os.sched_getaffinity(0))])
+    parser.add_argument("--only", default="adam,offload,lists,states,blocks")
+    arguments = parser.parse_args()
+    require_peers()
+    import torch
+
+    import zero_optim_kernels as zok
+
+    sys.stdout.write(
+        f"instruction set {zok.active_isa()}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors\n"
+    )
+    bench, n = Bench(arguments.rounds), arguments.millions << 20
+    wanted = set(arguments.only.split(","))
+    for threads in dict.fromkeys(arguments.threads):
+        torch.set_num_threads(threads)
+        for name, run in (("adam", flat_adam), ("offload", offload_step), ("states", states), ("blocks", blocks)):
+            if name in wanted:
+                run(bench, n, threads)
+        if "lists" in wanted:
+            lists(bench, threads)
+    sys.stdout.write(f"\n{len(bench.failed)} bounds missed{': ' + ', '.join(bench.failed) if bench.failed else ''}\n")
+
+
+if __name__ == "__main__":
+    main()
