@@ -1,0 +1,94 @@
+"""The door to zero-nvme-aio: the only file that imports it (the `nvme` extra)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from ._protocols import ExtentStore
+from .errors import MissingExtraError, OffloadError, ShardCorruptError, ShardError, StoreFullError
+
+__all__ = ["DTYPE_NAMES", "NvmePath", "aligned_buffer", "folders", "naming", "open_extents"]
+
+NvmePath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+#: The names that files give to element types; what is not here is stored as bytes.
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+def _library() -> Any:
+    try:
+        import zero_nvme_aio
+    except ImportError as error:
+        raise MissingExtraError("the NVMe tier needs zero-nvme-aio; run: pip install 'zero-offload[nvme]'") from error
+    return zero_nvme_aio
+
+
+def folders(path: NvmePath) -> list[str]:
+    """The folders of a store as strings; ValueError when there is none."""
+    found = [os.fspath(path)] if isinstance(path, (str, os.PathLike)) else [os.fspath(p) for p in path]
+    if not found or not all(found):
+        raise ValueError(f"path: expected one folder or several, got {path!r}")
+    return found
+
+
+def open_extents(
+    paths: Sequence[str], *, prefix: str, checksums: bool, verify: bool, engine: Any = None
+) -> ExtentStore:
+    """An empty extent store; what a killed process left there under the same prefix is removed.
+
+    Raises OffloadError when another process uses it, or when it holds sealed generations.
+    """
+    library = _library()
+    try:
+        store = library.ExtentStore(
+            list(paths), prefix=prefix, checksums=checksums or verify, verify=verify, engine=engine
+        )
+    except library.AioError as error:
+        raise OffloadError(f"cannot use {', '.join(paths)} as an NVMe tier: {error}") from error
+    except OSError as error:
+        raise OffloadError(f"cannot use {', '.join(paths)} as an NVMe tier: {error}; name writable folders") from error
+    return cast(ExtentStore, store)
+
+
+def aligned_buffer(nbytes: int) -> torch.Tensor:
+    """``nbytes`` of host memory that direct I/O needs no copy for, as uint8."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(_library().AlignedBuffer(nbytes), dtype=torch.uint8)
+
+
+@contextmanager
+def naming(tensor: str, action: str) -> Iterator[None]:
+    """Turn an error of the I/O library into a typed one that names the tensor, the file and the offset."""
+    library = _library()
+    try:
+        yield
+    except library.AioError as error:
+        kind = _kind(library.errors, error)
+        where = "" if error.path is None else f" ('{error.path}' at offset {error.offset})"
+        raise kind(
+            f"cannot {action} '{tensor}'{where}: {error}",
+            tensor=tensor,
+            path=error.path,
+            offset_bytes=error.offset,
+        ) from error
+
+
+def _kind(errors: Any, error: Exception) -> Callable[..., ShardError]:
+    if isinstance(error, (errors.ChecksumError, errors.EndOfFileError)):
+        return ShardCorruptError
+    if isinstance(error, errors.NoSpaceError):
+        return StoreFullError
+    return ShardError

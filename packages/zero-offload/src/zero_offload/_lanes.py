@@ -1,0 +1,91 @@
+"""Copies between an accelerator and the host that run beside compute. On the CPU they happen at once."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["DeviceCopies", "Lane", "compute_device"]
+
+
+def compute_device(device: torch.device | str | None) -> torch.device:
+    """The device given, else the current accelerator, else the CPU."""
+    if device is not None:
+        return torch.device(device)
+    if torch.accelerator.is_available():
+        return torch.device(torch.accelerator.current_accelerator() or "cpu", torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+class Lane:
+    """One stream for copies to and from ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
+        """Start ``target.copy_(source)`` after everything queued on the current stream; None when it is done already.
+
+        Neither tensor may be written until the event has happened.
+        """
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+            event: torch.Event = self._stream.record_event()
+        for tensor in (target, source):
+            if tensor.device.type != "cpu":
+                tensor.record_stream(self._stream)  # type: ignore[arg-type]
+        return event
+
+    def join(self, event: torch.Event | None) -> None:
+        """Make the current stream wait for a copy; the host goes on."""
+        if event is not None:
+            torch.accelerator.current_stream(self.device).wait_event(event)
+
+
+class DeviceCopies:
+    """Shards on the compute device, with the events that say when they have arrived or left."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lane = Lane(device)
+        self._here: dict[str, tuple[torch.Tensor, torch.Event | None]] = {}
+        self._leaving: dict[str, torch.Event | None] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._here
+
+    def fetch(self, name: str, host: torch.Tensor) -> torch.Event | None:
+        """Start bringing a shard; the event tells when ``host`` may be written again."""
+        self.settle(name)
+        copy = torch.empty_like(host, device=self.lane.device)
+        event = self.lane.copy(copy, host)
+        self._here[name] = (copy, event)
+        return event
+
+    def get(self, name: str) -> torch.Tensor:
+        """A shard that was fetched, valid for work queued on the current stream from now on."""
+        copy, event = self._here[name]
+        self.lane.join(event)
+        return copy
+
+    def send_back(self, name: str, host: torch.Tensor) -> None:
+        """Start taking the copy's content to ``host``."""
+        self._leaving[name] = self.lane.copy(host, self._here[name][0])
+
+    def drop(self, name: str) -> None:
+        """Let the device's memory go."""
+        self._here.pop(name, None)
+
+    def settle(self, name: str) -> None:
+        """Block until what was sent back under this name has arrived."""
+        event = self._leaving.pop(name, None)
+        if event is not None:
+            event.synchronize()
+
+    def flush(self) -> None:
+        """Block until everything sent back has arrived."""
+        for name in list(self._leaving):
+            self.settle(name)

@@ -1,0 +1,65 @@
+"""What this package expects of an extent store. zero-nvme-aio satisfies it; nothing here imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+__all__ = ["Extent", "ExtentStore", "Generation", "Request"]
+
+
+class Request(Protocol):
+    """A transfer under way."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Block until it has ended; return the bytes moved or raise its error."""
+
+
+class Extent(Protocol):
+    """A piece of a name in a file."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def file_offset_bytes(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def checksum(self) -> str: ...
+
+
+class Generation(Protocol):
+    """What was written between two seals; its files are never written again."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def extents(self) -> Mapping[str, tuple[Extent, ...]]: ...
+
+
+class ExtentStore(Protocol):
+    """Named byte ranges in files, in generations."""
+
+    def declare(self, name: str, nbytes: int, dtype: str = "U8") -> None:
+        """Say how large a name is before it is written."""
+
+    def write(self, name: str, data: Any, offset_bytes: int = 0) -> Request:
+        """Start writing into the open generation."""
+
+    def read(self, name: str, out: Any, offset_bytes: int = 0) -> Request:
+        """Start reading from the newest generation that holds the bytes."""
+
+    def seal(self) -> Generation:
+        """Make the open generation last; it is never written again."""
+
+    def flush(self) -> None:
+        """Wait for everything submitted."""
+
+    def bytes_written(self) -> int:
+        """Bytes handed to `write` so far."""
+
+    def close(self, *, remove: bool) -> None:
+        """Close; with ``remove`` the files go."""

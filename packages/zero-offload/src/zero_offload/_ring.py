@@ -1,0 +1,223 @@
+"""A ring of host buffers in front of an extent store: reads run ahead, writes trail behind, the middle computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from ._extents import aligned_buffer, naming
+from ._memory import page_rounded
+from ._protocols import ExtentStore, Request
+from .errors import ShardError, StoreFullError
+
+__all__ = ["Pack", "Part", "Ring", "lay_out"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """``nbytes`` at ``extent_offset`` of the extent ``name``, kept at ``buffer_offset`` of a buffer."""
+
+    name: str
+    extent_offset: int
+    nbytes: int
+    buffer_offset: int
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Parts that come and go together in one buffer of at least ``nbytes``."""
+
+    name: str
+    parts: tuple[Part, ...]
+    nbytes: int
+
+
+def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> Pack:
+    """A pack of (extent name, offset, bytes) pieces, each at a page boundary so that direct I/O needs no copy."""
+    parts: list[Part] = []
+    position = 0
+    for extent, offset, nbytes in pieces:
+        parts.append(Part(extent, offset, nbytes, position))
+        position += page_rounded(nbytes)
+    return Pack(name, tuple(parts), position)
+
+
+@dataclass
+class _Slot:
+    """One buffer. It is free (no pack), idle (a pack nobody holds) or held."""
+
+    memory: torch.Tensor
+    pack: Pack | None = None
+    holders: int = 0
+    dirty: bool = False
+    writing: bool = False
+    used: int = 0  # when it was last touched; 0 while it was only prefetched
+    pending: list[tuple[Part, Request]] = field(default_factory=list)
+
+    def settled(self) -> bool:
+        return all(request.done() for _, request in self.pending)
+
+
+class Ring:
+    """``buffer_count`` buffers, each grown to the largest pack it carried, at least ``buffer_bytes`` from the start.
+
+    A pack stays in its buffer until the buffer is needed, so what fits is not read again. Not for several threads.
+    """
+
+    def __init__(self, store: ExtentStore, *, buffer_count: int, buffer_bytes: int = 0) -> None:
+        if buffer_count < 1:
+            raise ValueError(f"buffer_count: expected 1 or more, got {buffer_count}")
+        self._store = store
+        self._slots = [_Slot(aligned_buffer(page_rounded(buffer_bytes))) for _ in range(buffer_count)]
+        self._clock = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Host memory of all buffers, in whole pages."""
+        return sum(page_rounded(slot.memory.numel()) for slot in self._slots)
+
+    def prefetch(self, packs: Iterable[Pack]) -> None:
+        """Start reading packs into buffers that are free now; stop where none is."""
+        for pack in packs:
+            if self._find(pack) is not None:
+                continue
+            slot = self._free_now()
+            if slot is None:
+                return
+            self._read(slot, pack)
+            slot.used = 0
+
+    def acquire(self, pack: Pack, *, fresh: bool = False) -> torch.Tensor:
+        """The pack's bytes, writable until `release`; with ``fresh`` they are not read and their content is arbitrary.
+
+        Raises ShardError for a transfer that failed, StoreFullError when every buffer is held.
+        """
+        slot = self._find(pack)
+        if slot is None:
+            slot = self._vacate()
+            if fresh:
+                self._fit(slot, pack)
+                slot.pack = pack
+            else:
+                self._read(slot, pack)
+        self._settle(slot)
+        slot.holders += 1
+        self._touch(slot)
+        return slot.memory[: pack.nbytes]
+
+    def release(self, pack: Pack, *, dirty: bool) -> None:
+        """Give a pack back. Where anyone who held it says ``dirty``, the last release starts writing it."""
+        slot = self._find(pack)
+        if slot is None or slot.holders == 0:
+            raise ShardError(f"'{pack.name}' was released but not acquired", tensor=pack.name)
+        slot.holders -= 1
+        slot.dirty |= dirty
+        if slot.dirty and slot.holders == 0:
+            self._write(slot, pack)
+
+    def discard(self, pack: Pack) -> None:
+        """Give a held pack back without keeping what was written to its buffer."""
+        slot = self._find(pack)
+        if slot is not None:
+            self._abandon(slot)
+
+    def forget(self) -> None:
+        """Drop everything that nobody holds, so that the next acquire reads the files."""
+        for slot in self._slots:
+            if slot.holders == 0:
+                self._settle(slot)
+                slot.pack = None
+
+    def flush(self) -> None:
+        """Block until every write has ended; raise the first that failed, after all have ended."""
+        with ExitStack() as stack:
+            for slot in self._slots:
+                stack.callback(self._settle, slot)
+
+    def _find(self, pack: Pack) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.pack is not None and slot.pack.name == pack.name), None)
+
+    def _free_now(self) -> _Slot | None:
+        """A buffer that can be taken without waiting and holds nothing that was prefetched but not used yet."""
+        idle = [
+            slot for slot in self._slots if slot.pack is None or (not slot.holders and slot.used and slot.settled())
+        ]
+        slot = min(idle, key=lambda slot: (slot.pack is not None, slot.used), default=None)
+        if slot is not None:
+            self._settle(slot)
+            slot.pack = None
+        return slot
+
+    def _vacate(self) -> _Slot:
+        """A buffer for a pack that is needed now: a free one, else the longest unused, else the last one prefetched."""
+        slot = self._free_now()
+        if slot is not None:
+            return slot
+        idle = [slot for slot in self._slots if not slot.holders]
+        if not idle:
+            held = ", ".join(f"'{slot.pack.name}'" for slot in self._slots if slot.pack is not None)
+            raise StoreFullError(f"all {len(self._slots)} buffers are held ({held}); release one or raise buffer_count")
+        used = [slot for slot in idle if slot.used]
+        slot = min(used, key=lambda slot: slot.used) if used else idle[-1]
+        self._settle(slot)
+        slot.pack = None
+        return slot
+
+    def _read(self, slot: _Slot, pack: Pack) -> None:
+        self._fit(slot, pack)
+        slot.pack = pack
+        slot.writing = False
+        try:
+            for part in pack.parts:
+                with naming(part.name, "read"):
+                    request = self._store.read(part.name, self._memory(slot, part), part.extent_offset)
+                slot.pending.append((part, request))
+        except BaseException:
+            self._abandon(slot)
+            raise
+
+    def _write(self, slot: _Slot, pack: Pack) -> None:
+        slot.writing, slot.dirty = True, False
+        try:
+            for part in pack.parts:
+                with naming(part.name, "write"):
+                    request = self._store.write(part.name, self._memory(slot, part), part.extent_offset)
+                slot.pending.append((part, request))
+        except BaseException:
+            self._abandon(slot)
+            raise
+
+    def _settle(self, slot: _Slot) -> None:
+        """Wait for a buffer's transfers; a failed one empties the buffer: it is not what the store holds."""
+        action = "write" if slot.writing else "read"
+        try:
+            while slot.pending:
+                part, request = slot.pending[-1]
+                with naming(part.name, action):
+                    request.wait()
+                slot.pending.pop()
+        except BaseException:
+            self._abandon(slot)
+            raise
+        slot.writing = False
+
+    def _abandon(self, slot: _Slot) -> None:
+        """Empty a buffer whose transfer failed; new memory, since other transfers may still use the old."""
+        nbytes = slot.memory.numel()
+        slot.pack, slot.holders, slot.dirty, slot.writing, slot.used = None, 0, False, False, 0
+        slot.pending.clear()
+        slot.memory = aligned_buffer(nbytes)
+
+    def _fit(self, slot: _Slot, pack: Pack) -> None:
+        if slot.memory.numel() < pack.nbytes:
+            slot.memory = aligned_buffer(page_rounded(pack.nbytes))
+
+    def _memory(self, slot: _Slot, part: Part) -> torch.Tensor:
+        return slot.memory[part.buffer_offset : part.buffer_offset + part.nbytes]
+
+    def _touch(self, slot: _Slot) -> None:
+        self._clock += 1
+        slot.used = self._clock

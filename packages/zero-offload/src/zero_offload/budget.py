@@ -1,0 +1,148 @@
+"""Preflight: say what will be needed, and be refused before anything is allocated instead of being killed later."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import BudgetError
+from .limits import Limit, disk_limit, locked_limits, memory_limits, shared_limits
+
+__all__ = ["HostBudget", "Need", "Resource"]
+
+Resource = Literal["memory", "locked", "shared", "disk"]
+_TITLES = {
+    "memory": "host memory",
+    "locked": "locked memory",
+    "shared": "shared memory",
+}
+_ADVICE = {
+    "memory": 'use tier="nvme", a smaller sub_group_size or fewer buffers, or raise the limit',
+    "locked": "raise it with `ulimit -l`, or do without locked memory",
+    "shared": "enlarge /dev/shm (in a container: --shm-size)",
+    "disk": "free some space or name another path",
+}
+
+
+@dataclass(frozen=True)
+class Need:
+    """``nbytes`` of a resource for a purpose; ``path`` for disk space."""
+
+    purpose: str
+    nbytes: int
+    resource: Resource
+    path: str | None = None
+
+
+class HostBudget:
+    """Collects what is needed and compares it with what this process may take.
+
+    Limits are those of cgroups v1 and v2 (all groups above the process), MemAvailable, RLIMIT_DATA and RLIMIT_AS for
+    ``memory``; RLIMIT_MEMLOCK for ``locked``; /dev/shm for ``shared``; the free space of each file system for
+    ``disk``. ``reserve_bytes`` of memory stay untouched. ``limits`` replaces what is read from the system.
+    """
+
+    def __init__(
+        self, *, reserve_bytes: int = 256 << 20, limits: Mapping[Resource, Sequence[Limit]] | None = None
+    ) -> None:
+        self.reserve_bytes = reserve_bytes
+        self._given = limits
+        self._needs: list[Need] = []
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """What was asked for so far."""
+        return tuple(self._needs)
+
+    def need(self, purpose: str, nbytes: int, resource: Resource = "memory", *, path: str | None = None) -> None:
+        """Add a need. ``path`` (a folder, which may not exist yet) is required for disk space and only then."""
+        if resource not in _ADVICE:
+            raise ValueError(f"resource: expected one of {', '.join(_ADVICE)}, got {resource!r}")
+        if nbytes < 0:
+            raise ValueError(f"{purpose}: expected 0 or more bytes, got {nbytes}")
+        if (path is None) == (resource == "disk"):
+            raise ValueError(f"{purpose}: a path belongs to disk space and to nothing else, got path={path!r}")
+        self._needs.append(Need(purpose, nbytes, resource, path))
+
+    def check(self) -> None:
+        """Raise BudgetError, with the table, when any resource does not suffice."""
+        short = [(title, advice) for title, advice, needed, limit in self._totals() if needed > limit.free]
+        if short:
+            table = self.table()
+            told = "; ".join(f"{title}: {advice}" for title, advice in short)
+            raise BudgetError(f"this does not fit here:\n{table}\n{told}", table)
+
+    def table(self) -> str:
+        """What needs what, and what there is, one line each."""
+        rows: list[tuple[str, str, str]] = []
+        for title, _, needed, limit in self._totals():
+            for need in self._needs:
+                if self._title(need) == title:
+                    rows.append((title, need.purpose, _bytes(need.nbytes)))
+            verdict = "" if needed <= limit.free else f"   short of {_bytes(needed - limit.free)}"
+            rows.append((title, "needed together", _bytes(needed)))
+            rows.append((title, f"allowed by {limit.source}", _bytes(limit.free) + verdict))
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
+        return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
+
+    def free(self, resource: Resource, *, path: str | None = None) -> Limit:
+        """The tightest limit on a resource as it is now."""
+        if self._given is not None and resource in self._given:
+            found = list(self._given[resource])
+        elif resource == "disk":
+            found = [disk_limit(str(path))]
+        else:
+            found = (
+                memory_limits()
+                if resource == "memory"
+                else locked_limits()
+                if resource == "locked"
+                else shared_limits()
+            )
+        if not found:
+            return Limit("no limit", 1 << 62)
+        tightest = min(found, key=lambda limit: limit.free)
+        if resource != "memory":
+            return tightest
+        return Limit(
+            f"{tightest.source} less {_bytes(self.reserve_bytes)} kept free",
+            max(0, tightest.free - self.reserve_bytes),
+        )
+
+    def _totals(self) -> list[tuple[str, str, int, Limit]]:
+        """(title, advice, bytes needed, tightest limit) of each resource that something needs."""
+        groups: dict[str, list[Need]] = {}
+        for need in self._needs:
+            groups.setdefault(self._title(need), []).append(need)
+        return [
+            (
+                title,
+                _ADVICE[needs[0].resource],
+                sum(n.nbytes for n in needs),
+                self.free(needs[0].resource, path=needs[0].path),
+            )
+            for title, needs in groups.items()
+        ]
+
+    def _title(self, need: Need) -> str:
+        if need.resource != "disk":
+            return _TITLES[need.resource]
+        return f"disk of {_mount_point(str(need.path))}"
+
+
+def _mount_point(path: str) -> str:
+    """The root of the file system that a path is or will be on: several paths may share one."""
+    folder = os.path.realpath(path)
+    while not os.path.ismount(folder):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+def _bytes(count: int) -> str:
+    """A count of bytes for a person, exact below."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit} ({count} bytes)"
+    return f"{count} bytes"

@@ -1,0 +1,192 @@
+"""Shards in files."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ._extents import DTYPE_NAMES, NvmePath, folders, open_extents
+from ._lanes import DeviceCopies, compute_device
+from ._memory import nbytes_of
+from ._protocols import ExtentStore, Generation
+from ._ring import Pack, Ring, lay_out
+from .errors import ShardError
+from .host import HostStore, _check_shard
+
+__all__ = ["NvmeStore"]
+
+
+class NvmeStore:
+    """Keeps named 1-D shards in files and brings them to the compute device through a ring of host buffers.
+
+    ``path``: a folder, or several (one per device) to stripe over. ``buffer_count`` buffers of the largest shard's size
+    are all the host memory that it takes, besides the first shards that fit ``host_bytes``, which stay in host memory
+    and are never written. ``checksums`` are recorded as data is written, ``verify`` compares them on every read.
+    ``prefix`` begins the file names: two stores in one folder need different ones. ``engine``: a
+    ``zero_nvme_aio.Engine`` to share.
+
+    The files are swept by `close`, at garbage collection and at exit; those of a killed process go when the next store
+    opens the same path and prefix. ShardError and its kinds name the tensor, the file and the offset.
+    """
+
+    def __init__(
+        self,
+        path: NvmePath,
+        *,
+        device: torch.device | str | None = None,
+        buffer_count: int = 5,
+        host_bytes: int = 0,
+        checksums: bool = True,
+        verify: bool = False,
+        prefix: str = "shards",
+        engine: Any = None,
+    ) -> None:
+        self.device = compute_device(device)
+        self._store = open_extents(folders(path), prefix=prefix, checksums=checksums, verify=verify, engine=engine)
+        self._finalizer = weakref.finalize(self, _sweep, self._store)
+        self._ring = Ring(self._store, buffer_count=buffer_count)
+        self._started = time.monotonic()
+        self._host = HostStore(device=self.device)
+        self._host_bytes = host_bytes
+        self._packs: dict[str, tuple[Pack, torch.dtype]] = {}
+        self._holders: dict[str, int] = {}
+        self._dirty: set[str] = set()
+        self._in_host: set[str] = set()
+        self._copies = None if self.device.type == "cpu" else DeviceCopies(self.device)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Host memory held: the ring's buffers in whole pages, and the shards within ``host_bytes``."""
+        return self._ring.resident_bytes + self._host.resident_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the shards that live in files."""
+        return sum(part.nbytes for pack, _ in self._packs.values() for part in pack.parts)
+
+    def bytes_written(self) -> int:
+        """Bytes written to the files so far: what wears a drive."""
+        return self._store.bytes_written()
+
+    def bytes_written_per_day(self) -> float:
+        """`bytes_written` at the pace since this store was made, in bytes per day."""
+        return self.bytes_written() * 86400.0 / max(time.monotonic() - self._started, 1e-9)
+
+    def put(self, name: str, shard: torch.Tensor) -> None:
+        """Take a new shard (1-D, any dtype), in place of one of the same name, size and dtype that nobody holds."""
+        _check_shard(name, shard)
+        if name in self._in_host or self._fits_host(name, shard):
+            self._host.put(name, shard)
+            self._in_host.add(name)
+            return
+        pack = lay_out(name, [(name, 0, nbytes_of(shard))])
+        if self._packs.setdefault(name, (pack, shard.dtype)) != (pack, shard.dtype):
+            known, dtype = self._packs[name]
+            raise ShardError(
+                f"'{name}' was put with {known.parts[0].nbytes} bytes of {dtype}, "
+                f"got {nbytes_of(shard)} bytes of {shard.dtype}",
+                tensor=name,
+            )
+        if self._holders.get(name):
+            raise ShardError(f"'{name}' is acquired; release it before putting another in its place", tensor=name)
+        self._store.declare(name, pack.parts[0].nbytes, DTYPE_NAMES.get(shard.dtype, "U8"))
+        if self._copies is not None:
+            self._copies.drop(name)
+        buffer = self._ring.acquire(pack, fresh=True)
+        buffer[: nbytes_of(shard)].view(shard.dtype).copy_(shard.detach())
+        self._ring.release(pack, dirty=True)
+
+    def acquire(self, name: str) -> torch.Tensor:
+        """The shard on the compute device, valid until `release`; may be nested."""
+        if name in self._in_host:
+            return self._host.acquire(name)
+        pack, dtype = self._known(name)
+        if self._copies is None:
+            shard = _typed(self._ring.acquire(pack), pack, dtype)
+        else:
+            if name not in self._copies:
+                self._to_device(self._copies, name)
+            shard = self._copies.get(name)
+        self._holders[name] = self._holders.get(name, 0) + 1
+        return shard
+
+    def release(self, name: str, *, dirty: bool) -> None:
+        """The caller is done; where anyone who held the shard says ``dirty``, the last release starts writing it."""
+        if name in self._in_host:
+            self._host.release(name, dirty=dirty)
+            return
+        pack, dtype = self._known(name)
+        if not self._holders.get(name):
+            raise ShardError(f"'{name}' was released but not acquired", tensor=name)
+        self._holders[name] -= 1
+        if self._copies is None:
+            self._ring.release(pack, dirty=dirty)
+            return
+        if dirty:
+            self._dirty.add(name)
+        if self._holders[name]:
+            return
+        if name in self._dirty:
+            self._copies.send_back(name, _typed(self._ring.acquire(pack, fresh=True), pack, dtype))
+            self._copies.settle(name)
+            self._ring.release(pack, dirty=True)
+        self._dirty.discard(name)
+        self._copies.drop(name)
+
+    def prefetch(self, names: Sequence[str]) -> None:
+        """Start reading shards that will be acquired soon, in this order, as far as buffers are free."""
+        self._host.prefetch([name for name in names if name in self._in_host])
+        wanted = [name for name in names if name not in self._in_host]
+        here = set() if self._copies is None else {name for name in wanted if name in self._copies}
+        self._ring.prefetch(self._known(name)[0] for name in wanted if name not in here)
+
+    def flush(self) -> None:
+        """Return when everything released has reached its tier; raise the first write that failed."""
+        self._host.flush()
+        self._ring.flush()
+
+    def seal(self) -> Generation:
+        """Make what was written since the last seal read-only and durable, and return it; later writes go elsewhere.
+
+        Its files can be hard-linked into a checkpoint. Shards within ``host_bytes`` are not part of it.
+        """
+        self.flush()
+        return self._store.seal()
+
+    def close(self) -> None:
+        """Wait for what is under way and remove the files. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> NvmeStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fits_host(self, name: str, shard: torch.Tensor) -> bool:
+        return name not in self._packs and self._host.resident_bytes + nbytes_of(shard) <= self._host_bytes
+
+    def _to_device(self, copies: DeviceCopies, name: str) -> None:
+        """Bring a shard from its buffer, which may be reused once the copy has ended."""
+        pack, dtype = self._packs[name]
+        event = copies.fetch(name, _typed(self._ring.acquire(pack), pack, dtype))
+        if event is not None:
+            event.synchronize()
+        self._ring.release(pack, dirty=False)
+
+    def _known(self, name: str) -> tuple[Pack, torch.dtype]:
+        if name not in self._packs:
+            raise ShardError(f"no shard '{name}' was put into this store", tensor=name)
+        return self._packs[name]
+
+
+def _typed(buffer: torch.Tensor, pack: Pack, dtype: torch.dtype) -> torch.Tensor:
+    return buffer[: pack.parts[0].nbytes].view(dtype)
+
+
+def _sweep(store: ExtentStore) -> None:
+    store.close(remove=True)

@@ -1,0 +1,163 @@
+"""The optimizers: which states a parameter has, and the fused kernel that updates it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_optim_kernels import adagrad_step, adam_step, lion_step, sgd_step
+from zero_optim_kernels.torch import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
+
+__all__ = ["Batch", "Rule", "find_rule"]
+
+Group = Mapping[str, Any]
+
+
+@dataclass
+class Batch:
+    """The operands of one kernel call: one entry per fragment in every list, all of one kind."""
+
+    sizes: list[int]
+    params: list[int]
+    grads: list[int]
+    states: dict[str, list[int]]
+    common: dict[str, Any]
+    first: bool
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One optimizer. ``template`` is the torch class whose options and defaults it takes."""
+
+    template: type[torch.optim.Optimizer]
+    moments: Callable[[Group], tuple[str, ...]]
+    initial: Callable[[Group], float]
+    run: Callable[[Batch, Group], None]
+    refused: tuple[str, ...] = ()
+
+    def defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The complete options of a group; the torch class checks them and raises what it raises."""
+        probe = torch.zeros(1, requires_grad=True)
+        return dict(self.template([probe], **options).defaults)
+
+    def check_group(self, group: Group) -> None:
+        """ValueError for an option that the kernel does not have."""
+        for option in self.refused:
+            if group.get(option):
+                raise ValueError(
+                    f"{option}={group[option]!r} is not supported by the offloaded {self.template.__name__}; "
+                    f"leave it out, or use {self.template.__name__} on the device"
+                )
+
+
+def _sign(group: Group) -> float:
+    return -1.0 if group.get("maximize") else 1.0
+
+
+def _scaled(batch: Batch, group: Group) -> dict[str, Any]:
+    return {**batch.common, "grad_scale": batch.common["grad_scale"] * _sign(group)}
+
+
+def _adam(batch: Batch, group: Group) -> None:
+    adam_step(
+        batch.params,
+        batch.grads,
+        batch.states["exp_avg"],
+        batch.states["exp_avg_sq"],
+        batch.sizes,
+        lr=float(group["lr"]),
+        betas=(float(group["betas"][0]), float(group["betas"][1])),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        adamw_mode=group["decoupled_weight_decay"],
+        **_scaled(batch, group),
+    )
+
+
+def _sgd(batch: Batch, group: Group) -> None:
+    sgd_step(
+        batch.params,
+        batch.grads,
+        batch.states.get("momentum_buffer"),
+        batch.sizes,
+        lr=float(group["lr"]),
+        momentum=group["momentum"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        weight_decay=group["weight_decay"],
+        first=batch.first,
+        **_scaled(batch, group),
+    )
+
+
+def _adagrad(batch: Batch, group: Group) -> None:
+    adagrad_step(
+        batch.params,
+        batch.grads,
+        batch.states["sum"],
+        batch.sizes,
+        lr=float(group["lr"]),
+        lr_decay=group["lr_decay"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        **_scaled(batch, group),
+    )
+
+
+def _lion(batch: Batch, group: Group) -> None:
+    lion_step(
+        batch.params,
+        batch.grads,
+        batch.states["exp_avg"],
+        batch.sizes,
+        lr=float(group["lr"]),
+        betas=(float(group["betas"][0]), float(group["betas"][1])),
+        weight_decay=group["weight_decay"],
+        **_scaled(batch, group),
+    )
+
+
+def _zero(group: Group) -> float:
+    return 0.0
+
+
+_REFUSED = ("amsgrad", "differentiable")
+_ADAM = Rule(torch.optim.Adam, lambda group: ("exp_avg", "exp_avg_sq"), _zero, _adam, _REFUSED)
+_ADAMW = Rule(torch.optim.AdamW, lambda group: ("exp_avg", "exp_avg_sq"), _zero, _adam, _REFUSED)
+_SGD = Rule(torch.optim.SGD, lambda group: ("momentum_buffer",) if group["momentum"] else (), _zero, _sgd, _REFUSED)
+_ADAGRAD = Rule(
+    torch.optim.Adagrad,
+    lambda group: ("sum",),
+    lambda group: float(group["initial_accumulator_value"]),
+    _adagrad,
+    _REFUSED,
+)
+_LION = Rule(CPULion, lambda group: ("exp_avg",), _zero, _lion)
+
+_BY_NAME = {"adagrad": _ADAGRAD, "adam": _ADAM, "adamw": _ADAMW, "lion": _LION, "sgd": _SGD}
+_BY_CLASS: Sequence[tuple[type, Rule]] = (
+    (torch.optim.AdamW, _ADAMW),
+    (torch.optim.Adam, _ADAM),
+    (torch.optim.SGD, _SGD),
+    (torch.optim.Adagrad, _ADAGRAD),
+    (CPUAdamW, _ADAMW),
+    (CPUAdam, _ADAM),
+    (CPUSGD, _SGD),
+    (CPUAdagrad, _ADAGRAD),
+    (CPULion, _LION),
+)
+
+
+def find_rule(optimizer: str | type) -> Rule:
+    """The rule for a name ("AdamW", any case) or a class; ValueError for one that has no kernel."""
+    if isinstance(optimizer, str):
+        found = _BY_NAME.get(optimizer.lower())
+    else:
+        found = next((rule for known, rule in _BY_CLASS if known is optimizer), None)
+    if found is None:
+        told = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", repr(optimizer))
+        raise ValueError(f"optimizer: expected Adagrad, Adam, AdamW, Lion or SGD, by name or class, got {told}")
+    return found
