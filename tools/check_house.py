@@ -14,7 +14,6 @@ import importlib
 import re
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,14 +53,23 @@ def exported(package: Path) -> Iterator[str]:
         yield f"{package.name}: __all__ is not sorted() or has duplicates: {listed}"
     if missing:
         yield f"{package.name}: __all__ names what {name} does not have: {', '.join(missing)}"
-    submodules = {path.stem for path in Path(str(module.__file__)).parent.iterdir()}
-    for item, value in vars(module).items():
-        is_module = isinstance(value, types.ModuleType)
-        is_future = type(value).__module__ == "__future__"
-        if not item.startswith("_") and item not in listed and not is_module and not is_future:
-            yield f"{package.name}: {name}.{item} looks public but is not in __all__"
-        if is_module and not item.startswith("_") and item not in submodules:
-            yield f"{package.name}: {name}.{item} is a foreign module that the package exposes by accident"
+    for item in sorted(own_names(package) - set(listed)):
+        yield f"{package.name}: {name}.{item} looks public but is not in __all__"
+
+
+def own_names(package: Path) -> set[str]:
+    """The names without an underscore that `__init__.py` defines, or imports from the package's own modules."""
+    name = import_name(package)
+    found: set[str] = set()
+    for node in ast.parse((package / "src" / name / "__init__.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).split(".")[0] == name):
+            found.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found.update(target.id for target in targets if isinstance(target, ast.Name))
+    return {item for item in found if not item.startswith("_") and item != "TYPE_CHECKING"}
 
 
 def nvme_importers(package: Path) -> list[Path]:
