@@ -26,7 +26,7 @@ CONSOLE = Console(highlight=False, soft_wrap=True)
 def options() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a file to learn from; default: Python's standard library")
-    parser.add_argument("--steps", type=int, default=420, help="optimizer steps in all (default 420)")
+    parser.add_argument("--steps", type=int, default=480, help="optimizer steps in all (default 480)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks for the first two thirds (default 2)")
     parser.add_argument("--resume-ranks", type=int, default=3, help="ranks for the rest (default 3)")
     parser.add_argument("--config", type=Path, default=HERE / "ds.json", help="DeepSpeed-style JSON")

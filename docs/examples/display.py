@@ -90,7 +90,9 @@ class Display:
 
     def _panel(self, facts: dict) -> Panel:
         rows = self._rows(facts)
-        table = Table.grid(padding=(0, 3))
+        table = Table.grid(padding=(0, 2))
+        for _ in rows:
+            table.add_column(min_width=11)
         table.add_row(*(Text(name, style="dim") for name, _ in rows))
         table.add_row(*(Text(value, style="bold") for _, value in rows))
         bar = ProgressBar(total=self._last_step, completed=facts["step"])
