@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("zero_nvme_aio", reason="the nvme extra is not installed")
 
-from zero_ckpt import CheckpointError, Interval, open_checkpoint, save_sharded, verify
-from zero_ckpt.direct import DirectSink, default_sink
+from zero_ckpt import CheckpointError, DamagedError, Interval, ReadRequest, open_checkpoint, save_sharded, verify
+from zero_ckpt.direct import DirectSink, default_sink, has_direct_reads
 from zero_ckpt.writer import BufferedSink
 
 
@@ -56,3 +56,20 @@ def test_a_full_disk_is_the_same_typed_error(tmp_path: Path) -> None:
         assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_large_reads_go_past_the_page_cache_and_are_verified(tmp_path: Path, rng: random.Random) -> None:
+    raw = rng.randbytes(70 << 20)
+    path = save_sharded(tmp_path, "t", [Interval("w", "param", (len(raw),), "U8", 0, raw)], step=0)
+    assert has_direct_reads(len(raw))
+    out = bytearray(len(raw) - 2)
+    open_checkpoint(tmp_path).read_many([ReadRequest("w", "param", 1, out)])
+    assert out == raw[1:-1]
+    file = path / "rank-00000.safetensors"
+    with file.open("r+b") as handle:
+        handle.seek(file.stat().st_size - (20 << 20))
+        byte = handle.read(1)
+        handle.seek(-1, 1)
+        handle.write(bytes([byte[0] ^ 4]))
+    with pytest.raises(DamagedError, match=r"'w' \(param\) in .*rank-00000.safetensors: elements .* are damaged"):
+        open_checkpoint(tmp_path).read_many([ReadRequest("w", "param", 0, bytearray(len(raw)))])

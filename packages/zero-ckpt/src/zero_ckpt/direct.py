@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Generator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,12 +13,17 @@ from .errors import CheckpointError
 from .writer import BufferedSink, FileSink, OpenSink
 
 _DIRECT_BYTES = 4 << 20
+_DIRECT_READ_BYTES = 64 << 20
+_PENDING_READS = 32
 _BATCH_BYTES = 32 << 20
 _PENDING_BYTES = 256 << 20
 
 
 class Request(Protocol):
-    """A transfer under way."""
+    """A transfer under way; `checksum` is known when it is done, if it was asked for."""
+
+    @property
+    def checksum(self) -> str | None: ...
 
     def wait(self) -> int: ...
 
@@ -35,7 +41,7 @@ class IoEngine(Protocol):
 
     def write(self, file: Any, data: list[memoryview], offset: int) -> Request: ...
 
-    def read(self, file: Any, out: memoryview, offset: int) -> Request: ...
+    def read(self, file: Any, out: memoryview, offset: int, *, checksum: bool) -> Request: ...
 
     def sync(self, file: Any) -> None: ...
 
@@ -109,6 +115,39 @@ class DirectSink:
         request, nbytes = self._requests.popleft()
         self._pending -= nbytes
         request.wait()
+
+
+def has_direct_reads(nbytes: int) -> bool:
+    """Whether so many bytes are better read past the page cache."""
+    return nbytes >= _DIRECT_READ_BYTES and default_sink() is DirectSink
+
+
+def read_ranges(ranges: Sequence[tuple[Path, int, memoryview]]) -> Generator[str, None, None]:
+    """Fill each buffer from a byte position of a file; yields their checksums, in order.
+
+    Reads run many at a time, and checksums are computed on the way. Raises OSError.
+    """
+    files: dict[Path, Any] = {}
+    pending: deque[Request] = deque()
+    engine = open_engine(ranges[0][0])
+    try:
+        for path, begin, view in ranges:
+            if path not in files:
+                files[path] = engine.open(os.fspath(path), "r")
+            pending.append(engine.read(files[path], view, begin, checksum=True))
+            if len(pending) >= _PENDING_READS:
+                yield _finished(pending.popleft())
+        while pending:
+            yield _finished(pending.popleft())
+    finally:
+        engine.close()
+        for file in files.values():
+            file.close()
+
+
+def _finished(request: Request) -> str:
+    request.wait()
+    return request.checksum or ""
 
 
 def make_sink(path: Path, nbytes: int) -> FileSink:

@@ -13,11 +13,13 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checksum import checksum
+from .direct import has_direct_reads, read_ranges
 from .errors import DamagedError, MismatchError, NotFoundError
 from .manifest import Manifest, Slice, TensorEntry
 from .safetensors_file import Entry, parse_header
@@ -129,6 +131,8 @@ class Checkpoint:
     def read_many(self, requests: Iterable[ReadRequest], *, verify: bool = True, threads: int = 4) -> None:
         """Like `read_into` for many requests, with several reads in flight."""
         jobs = [job for request in requests for job in self._jobs(request)]
+        if verify and has_direct_reads(sum(job.view.nbytes for job in jobs)):
+            jobs = self._run_direct(jobs)
         if threads <= 1 or len(jobs) <= 1:
             for job in jobs:
                 self._run(job, verify)
@@ -141,6 +145,19 @@ class Checkpoint:
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
+
+    def _run_direct(self, jobs: list[_Job]) -> list[_Job]:
+        """Do the jobs that are whole slices past the page cache; returns the others."""
+        whole = [job for job in jobs if job.is_whole]
+        ranges = [(self._file(job), self._begin(job), job.view) for job in whole]
+        if ranges:
+            try:
+                with closing(read_ranges(ranges)) as checksums:
+                    for job, found in zip(whole, checksums, strict=True):
+                        self._compare(job, found)
+            except OSError as error:
+                raise DamagedError(f"{self.path}: {error}") from error
+        return [job for job in jobs if not job.is_whole]
 
     def read(self, name: str, kind: str, offset: int = 0, length: int | None = None) -> bytearray:
         """The bytes of an interval, by default of the whole tensor, verified."""
@@ -171,24 +188,37 @@ class Checkpoint:
         return jobs
 
     def _run(self, job: _Job, verify: bool) -> None:
-        file = self.path / self._manifest.files[job.piece.file].path
-        where = f"{job.entry.name!r} ({job.entry.kind}) in {file}"
-        stored = self._header(job.piece.file).get(job.piece.key)
-        nbytes = job.piece.length * ITEMSIZE[job.entry.dtype]
-        if stored is None or stored.dtype != job.entry.dtype or stored.end - stored.begin != nbytes:
-            raise DamagedError(f"{where}: the file's header does not hold slice {job.piece.key!r} as the manifest says")
+        begin, where = self._begin(job), self._where(job)
         if not verify:
-            read_at(file, stored.begin + job.skip, job.view, where)
+            read_at(self._file(job), begin + job.skip, job.view, where)
             return
-        whole = job.view if job.view.nbytes == nbytes else memoryview(bytearray(nbytes))
-        read_at(file, stored.begin, whole, where)
-        if (found := checksum(whole)) != job.piece.checksum:
-            raise DamagedError(
-                f"{where}: elements {job.piece.offset} to {job.piece.offset + job.piece.length} are damaged "
-                f"(checksum {found}, expected {job.piece.checksum})"
-            )
+        whole = job.view if job.is_whole else memoryview(bytearray(job.slice_nbytes))
+        read_at(self._file(job), begin, whole, where)
+        self._compare(job, checksum(whole))
         if whole is not job.view:
             job.view[:] = whole[job.skip : job.skip + job.view.nbytes]
+
+    def _compare(self, job: _Job, found: str) -> None:
+        if found != job.piece.checksum:
+            raise DamagedError(
+                f"{self._where(job)}: elements {job.piece.offset} to {job.piece.offset + job.piece.length} are damaged "
+                f"(checksum {found}, expected {job.piece.checksum})"
+            )
+
+    def _file(self, job: _Job) -> Path:
+        return self.path / self._manifest.files[job.piece.file].path
+
+    def _where(self, job: _Job) -> str:
+        return f"{job.entry.name!r} ({job.entry.kind}) in {self._file(job)}"
+
+    def _begin(self, job: _Job) -> int:
+        """The byte of its file at which a job's slice begins."""
+        stored = self._header(job.piece.file).get(job.piece.key)
+        if stored is None or stored.dtype != job.entry.dtype or stored.end - stored.begin != job.slice_nbytes:
+            raise DamagedError(
+                f"{self._where(job)}: the file's header does not hold slice {job.piece.key!r} as the manifest says"
+            )
+        return stored.begin
 
     def _header(self, index: int) -> dict[str, Entry]:
         with self._lock:
@@ -210,6 +240,14 @@ class _Job:
     piece: Slice
     skip: int
     view: memoryview
+
+    @property
+    def slice_nbytes(self) -> int:
+        return self.piece.length * ITEMSIZE[self.entry.dtype]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.view.nbytes == self.slice_nbytes
 
 
 def _writable(request: ReadRequest) -> memoryview:

@@ -1,0 +1,181 @@
+"""Saving, loading and consolidating beside torch.save, torch DCP, DeepSpeed's script and fio, in one run.
+
+    python bench_ckpt.py [--size-mib 1024] [--rounds 5] [--dir DIR]
+
+Every round runs each contender once, in turn, on a fresh file, fsync included; reading drops the page cache first,
+which needs root. Printed are medians in seconds with the spread, and the ratio to the peer of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from zero_ckpt import AsyncSaver, ReadRequest, open_checkpoint, save_sharded
+from zero_ckpt.direct import DirectSink, default_sink
+from zero_ckpt.torch import Stager, tensor_buffer
+from zero_ckpt.writer import BufferedSink, OpenSink
+
+Contender = Callable[[Path], float]
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds that `work` takes."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def drop_cache() -> None:
+    """Write back and forget the page cache."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def fsync_tree(path: Path) -> None:
+    """fsync a file, or every file of a directory."""
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+
+
+def report(title: str, rounds: list[dict[str, float]], peers: list[str]) -> None:
+    """Print one table."""
+    print(f"\n{title}")
+    for name in rounds[0]:
+        times = [results[name] for results in rounds]
+        line = f"  {name:34s} {statistics.median(times):7.3f} s  ({min(times):.3f} to {max(times):.3f})"
+        for peer in peers:
+            if name != peer:
+                ratios = [results[peer] / results[name] for results in rounds]
+                line += f"   {statistics.median(ratios):5.2f}x {peer} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(line)
+
+
+class Bench:
+    """The tensors to save, and each contender."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.tensors = {f"layer{n}.weight": torch.randn(4 << 20) for n in range(max(nbytes // (16 << 20), 1))}
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.saver = AsyncSaver()
+
+    def intervals(self) -> list[Any]:
+        stager = Stager()
+        return [part for name, tensor in self.tensors.items() for part in stager.intervals(name, "param", tensor)]
+
+    def torch_save(self, root: Path) -> float:
+        def work() -> None:
+            with (root / "model.pt").open("wb") as file:
+                torch.save(self.tensors, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        return timed(work)
+
+    def dcp_save(self, root: Path) -> float:
+        writer = dcp.FileSystemWriter(root / "dcp", sync_files=True)
+        return timed(lambda: dcp.save(self.tensors, storage_writer=writer, no_dist=True))
+
+    def ours(self, sink: OpenSink) -> Contender:
+        return lambda root: timed(lambda: save_sharded(root, "ours", self.intervals(), step=1, open_sink=sink))
+
+    def async_blocking(self, root: Path) -> float:
+        seconds = timed(lambda: self.saver.save(root, "async", self.intervals(), step=1))
+        self.saver.wait()
+        return seconds
+
+    def torch_load(self, root: Path, out: dict[str, torch.Tensor]) -> float:
+        def work() -> None:
+            for name, tensor in torch.load(root / "model.pt", mmap=False, weights_only=True).items():
+                out[name].copy_(tensor)
+
+        return timed(work)
+
+    def our_load(self, root: Path, out: dict[str, torch.Tensor]) -> float:
+        requests = [ReadRequest(name, "param", 0, tensor_buffer(tensor)) for name, tensor in out.items()]
+        return timed(lambda: open_checkpoint(root, "ours").read_many(requests))
+
+    def fio(self, root: Path, mode: str) -> float:
+        """Seconds that fio takes to move as many bytes with direct I/O, fsync included."""
+        command = ["fio", "--name=ckpt", f"--filename={root / 'fio'}", f"--rw={mode}", "--bs=1M", "--direct=1"]
+        command += ["--ioengine=io_uring", "--iodepth=32", f"--size={self.nbytes}", "--end_fsync=1"]
+        command += ["--output-format=json"]
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return float(json.loads(out)["jobs"][0]["write" if mode == "write" else "read"]["runtime"]) / 1000
+
+
+def bench_save(bench: Bench, directory: Path, rounds: int) -> None:
+    """Save one whole state, several ways."""
+    contenders: dict[str, Contender] = {
+        "torch.save + fsync": bench.torch_save,
+        "torch DCP + fsync": bench.dcp_save,
+        "zero-ckpt, ordinary files": bench.ours(BufferedSink),
+    }
+    if default_sink() is DirectSink:
+        contenders["zero-ckpt, nvme extra"] = bench.ours(DirectSink)
+    contenders["zero-ckpt async, blocking part"] = bench.async_blocking
+    contenders["fio write"] = lambda root: bench.fio(root, "write")
+    results = []
+    for _ in range(rounds + 1):
+        times = {}
+        for name, contender in contenders.items():
+            root = Path(tempfile.mkdtemp(dir=directory))
+            times[name] = contender(root)
+            shutil.rmtree(root)
+        results.append(times)
+    report(f"save {bench.nbytes >> 20} MiB", results[1:], ["torch.save + fsync", "torch DCP + fsync", "fio write"])
+
+
+def bench_load(bench: Bench, directory: Path, rounds: int) -> None:
+    """Load into tensors that exist, from a cold cache."""
+    root = Path(tempfile.mkdtemp(dir=directory))
+    bench.torch_save(root)
+    bench.ours(BufferedSink)(root)
+    bench.fio(root, "write")
+    out = {name: torch.zeros_like(tensor) for name, tensor in bench.tensors.items()}
+    results = []
+    for _ in range(rounds):
+        times = {}
+        drop_cache()
+        times["torch.load(mmap=False)"] = bench.torch_load(root, out)
+        drop_cache()
+        times["zero-ckpt"] = bench.our_load(root, out)
+        drop_cache()
+        times["fio read"] = bench.fio(root, "read")
+        results.append(times)
+    if not all(torch.equal(out[name], tensor) for name, tensor in bench.tensors.items()):
+        raise RuntimeError("what was loaded is not what was saved")
+    shutil.rmtree(root)
+    report(f"load {bench.nbytes >> 20} MiB, cold", results, ["torch.load(mmap=False)", "fio read"])
+
+
+def main() -> None:
+    """Run everything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size-mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, default=None, help="on the disk to be measured")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.dir) as name:
+        bench = Bench(options.size_mib << 20)
+        bench_save(bench, Path(name), options.rounds)
+        bench_load(bench, Path(name), options.rounds)
+        bench.saver.close()
+
+
+if __name__ == "__main__":
+    main()
