@@ -1,4 +1,4 @@
-"""torch_autocast: float32 masters, weights of eligible modules gathered in the autocast dtype, autocast's own numbers."""
+"""torch_autocast: float32 masters, eligible weights gathered in the autocast dtype, and autocast's own numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 import training
 import zoo
 from training import Run
+
 from zero_comm import run_ranks
 
 RUN = Run(steps=8, dtype="fp32", clip=0.1)

@@ -33,6 +33,7 @@ class Transformer(nn.Module):
         recompute: str = "",
         scalar: bool = False,
         two_losses: bool = False,
+        functional: bool = False,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
@@ -41,7 +42,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("shift", torch.linspace(-1, 1, WIDTH))
-        self.reuse, self.recompute, self.two_losses = reuse, recompute, two_losses
+        self.reuse, self.recompute, self.two_losses, self.functional = reuse, recompute, two_losses, functional
         if unused:
             self.unused = nn.Linear(WIDTH, WIDTH)
         if scalar:
@@ -62,7 +63,12 @@ class Transformer(nn.Module):
             h = self.blocks[0](self.blocks[1](h))
         if hasattr(self, "scale"):
             h = h * self.scale
-        logits = self.head(self.norm(h))
+        if self.functional:
+            last = self.blocks[-1]
+            h = h + F.linear(self.norm(h), last.up.weight[:WIDTH], last.down.bias)
+            logits = F.linear(self.norm(h), self.embedding.weight)
+        else:
+            logits = self.head(self.norm(h))
         losses = [F.cross_entropy(logits.flatten(0, 1), y.flatten())]
         if self.two_losses:
             losses.append(h.square().mean())
@@ -92,6 +98,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "frozen and unused": {"frozen": True, "unused": True},
     "reused": {"reuse": True, "scalar": True},
     "two losses": {"two_losses": True},
+    "functional use": {"functional": True},
     "recomputed": {"recompute": "non-reentrant"},
     "recomputed reentrant": {"recompute": "reentrant"},
 }

@@ -34,7 +34,7 @@ class Gatherer:
         self._held: dict[str, set[int]] = {}
         self._key = ""
         self._schedule: GatherSchedule | None = None
-        self._used: list[int] = []
+        self._used: dict[int, None] = {}
         self._fresh: set[int] = set()
         self._pinned: dict[int, int] = {}
         self._news: dict[str, list[int]] = {}
@@ -76,7 +76,7 @@ class Gatherer:
         self._key = key
         self._schedule = self._schedules[key]
         self._schedule.restart()
-        self._used = []
+        self._used = {}
         self._fresh.clear()
 
     def pin(self, unit: Unit) -> None:
@@ -94,8 +94,8 @@ class Gatherer:
         """Make ``unit`` present; returns when its parameters are whole."""
         if not unit.releasable:
             return
-        if unit.index not in self._used and self._schedule is not None:
-            self._used.append(unit.index)
+        if self._schedule is not None:
+            self._used[unit.index] = None
         if unit.index in self._fresh and unit.state is UnitState.GATHERED:
             return
         if unit.index not in self._fresh or unit.state is UnitState.RELEASED:
@@ -130,7 +130,7 @@ class Gatherer:
             if not keep(unit):
                 self._release(unit)
         if self._key not in self._learned or not set(self._used) <= set(schedule.order):
-            self._news[self._key] = self._used
+            self._news[self._key] = list(self._used)
         self._schedule = None
 
     def serve(self, index: int, mine: bool) -> None:

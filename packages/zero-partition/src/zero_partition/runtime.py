@@ -14,6 +14,7 @@ from zero_comm import CommError, EngineGroups
 from .gatherer import Gatherer
 from .gradients import UnitGradients
 from .hooks import ModuleHooks, SavedViews
+from .interception import Interception
 from .passes import Agreement
 from .reducer import Reducer
 from .residency import Residency
@@ -68,7 +69,9 @@ class Runtime:
         self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self._failure: str | None = None
         self._storages: dict[int, Unit] = {}
+        self._unit_of = {id(p): u for u in self.units if u.releasable for p in u.parameters}
         self._hooks = ModuleHooks(model, self.units, self)
+        self._interception = Interception(model, self.units, self.parameter_read)
 
     # -- the user's backward and the engine's ------------------------------------------------------------------------
 
@@ -164,6 +167,7 @@ class Runtime:
     def close(self) -> None:
         """Remove the hooks; parameters stay as they are."""
         self._hooks.remove()
+        self._interception.remove()
 
     # -- what the hooks report ---------------------------------------------------------------------------------------
 
@@ -178,7 +182,7 @@ class Runtime:
                 self.reducer.mark_ran(unit.index)
             if unit.releasable:
                 self.gatherer.need(unit)
-                self._storages[unit.flat.untyped_storage().data_ptr()] = unit
+                self._note_present(unit)
                 self._depth[unit.index] = self._depth.get(unit.index, 0) + 1
 
     def exit_module(
@@ -208,7 +212,7 @@ class Runtime:
         for unit in units:
             if unit.releasable:
                 self.gatherer.need(unit)
-                self._storages[unit.flat.untyped_storage().data_ptr()] = unit
+                self._note_present(unit)
                 self.gatherer.leave_before(unit, self._idle_in_backward)
 
     def gradient_ready(self, unit: Unit, index: int) -> None:
@@ -224,12 +228,25 @@ class Runtime:
         if self.reducer.active and self.reducer.arrived(unit.index):
             self.gatherer.leave(unit)
 
+    def parameter_read(self, parameter: nn.Parameter) -> None:
+        """Code asked a module for a parameter; bring it when a pass of this engine runs on this rank."""
+        unit = self._unit_of.get(id(parameter))
+        if unit is None or not self.gatherer.active:
+            return
+        self.gatherer.need(unit)
+        self._note_present(unit)
+
     def unit_of_storage(self, address: int) -> Unit | None:
         """The gathered unit whose flat buffer lives at ``address``."""
         unit = self._storages.get(address)
         return unit if unit is not None and unit.holds_storage(address) else None
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _note_present(self, unit: Unit) -> None:
+        self._storages[unit.flat.untyped_storage().data_ptr()] = unit
+        if self._trains:
+            self.reducer.mark_ran(unit.index)
 
     def _begin_forward(self, name: str) -> None:
         if self._in_backward:

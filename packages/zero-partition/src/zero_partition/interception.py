@@ -1,0 +1,52 @@
+"""Catch the use of a released parameter that no hook announces: tied heads, functional use, other modules' weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .unit import Unit
+
+Parameters = dict[str, nn.Parameter | None]
+
+
+class WatchedParameters(Parameters):
+    """A module's ``_parameters`` that reports reads by name, which is how ``module.weight`` reaches a parameter.
+
+    Iteration (``named_parameters`` and the like) is not reported. Copies and pickles are plain dicts.
+    """
+
+    def __init__(self, parameters: Parameters, on_read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(parameters)
+        self._on_read = on_read
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._on_read(parameter)
+        return parameter
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameters:
+        return copy.deepcopy(dict(self), memo)
+
+
+class Interception:
+    """Watches every module that owns a parameter of a releasable unit; `remove` gives the plain dicts back."""
+
+    def __init__(self, model: nn.Module, units: list[Unit], on_read: Callable[[nn.Parameter], None]) -> None:
+        held = {id(p) for unit in units if unit.releasable for p in unit.parameters}
+        self._modules = [m for m in model.modules() if any(id(p) in held for p in m._parameters.values())]
+        for module in self._modules:
+            module.__dict__["_parameters"] = WatchedParameters(module._parameters, on_read)
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for module in self._modules:
+            module.__dict__["_parameters"] = dict(module._parameters)
+        self._modules.clear()
