@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,10 @@ with aio.Engine() as io, io.open(sys.argv[3], "rw") as file:
     out = bytearray(100_000)
     io.read(file, out, 3).wait()
     assert out == b"x" * 100_000
+from zero_nvme_aio import _tuning
+_tuning.remember(sys.argv[3], _tuning.Tuning("io_uring", 65536, 4, 1, 1.0, 1.0))
+with aio.Engine.for_path(sys.argv[3]) as io:
+    assert (io.backend, io.block_bytes) == (probe.chosen, 65536)
 print(json.dumps([probe.chosen, io.backend, {s.name: [s.available, s.reason, s.errno] for s in probe.backends}]))
 """
 IO_URING_SETUP, IO_SETUP = 425, 206
@@ -67,7 +72,8 @@ def test_where_a_system_call_is_refused_the_next_backend_runs_and_probe_says_why
     tmp_path: Path, numbers: list[int], error: int, chosen: str, words: dict[str, str]
 ) -> None:
     command = [sys.executable, "-c", FORBIDDEN, json.dumps(numbers), str(error), str(tmp_path / "f")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     probe_chosen, engine_backend, backends = json.loads(done.stdout)
     assert probe_chosen == engine_backend == chosen

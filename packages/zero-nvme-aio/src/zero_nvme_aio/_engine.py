@@ -257,9 +257,12 @@ class Engine:
         found = lookup(os.fspath(path))
         if found is None:
             return cls()
-        return cls(
-            backend=found.backend, queue_depth=found.queue_depth, block_bytes=found.block_bytes, threads=found.threads
-        )
+        depth, block, threads = found.queue_depth, found.block_bytes, found.threads
+        try:
+            return cls(backend=found.backend, queue_depth=depth, block_bytes=block, threads=threads)
+        except BackendUnavailableError:
+            # Tuned where more was allowed than here; `probe` says why that backend does not run.
+            return cls(queue_depth=depth, block_bytes=block, threads=threads)
 
     @property
     def backend(self) -> str:
