@@ -188,3 +188,30 @@ def test_param_groups_that_do_not_match_are_refused(tmp_path: Path) -> None:
 def test_wrappers_of_ddp_and_compile_leave_no_trace_in_names(tmp_path: Path) -> None:
     zero_ckpt.save(tmp_path, {"model": torch.compile(nn.Sequential(nn.Linear(2, 2)))})
     assert list(open_checkpoint(tmp_path).tensors) == [("0.weight", "param"), ("0.bias", "param")]
+
+
+def test_a_checkpoint_of_another_writer_loads_by_names_and_kinds_alone(tmp_path: Path) -> None:
+    from zero_ckpt.torch import tensor_buffer
+
+    moment, step = torch.randn(2, 2), torch.tensor(7.0)
+    zero_ckpt.save_sharded(
+        tmp_path,
+        "t",
+        [
+            Interval("weight", "param", (2, 2), "F32", 0, tensor_buffer(moment + 1)),
+            Interval("weight", "exp_avg", (2, 2), "F32", 0, tensor_buffer(moment)),
+            Interval("weight", "exp_avg_sq", (2, 2), "F32", 0, tensor_buffer(moment.abs())),
+            Interval("weight", "step.scalar", (), "F32", 0, tensor_buffer(step)),
+        ],
+        step=7,
+    )
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = zero_ckpt.load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert not report.ignored and not report.defaulted
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], moment)
+    assert optimizer.state[model.weight]["step"] == 7.0
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    (universal,) = zero_ckpt.convert(tmp_path, tmp_path / "universal", to="deepspeed-universal")
+    assert torch.load(universal / "zero" / "weight" / "step.pt", weights_only=True) == 7.0

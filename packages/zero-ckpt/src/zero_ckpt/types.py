@@ -76,6 +76,11 @@ def numel(shape: tuple[int, ...]) -> int:
     return count
 
 
+def state_key(kind: str) -> str:
+    """The optimizer's own name of a state kind: a 0-dimensional state may be stored as `<key>.scalar`."""
+    return kind.removesuffix(".scalar")
+
+
 def byte_view(data: Buffer) -> memoryview:
     """`data` as a flat view of bytes, without a copy.
 

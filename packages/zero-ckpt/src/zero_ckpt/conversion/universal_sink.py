@@ -16,7 +16,7 @@ import torch
 
 from ..commit import fsync_directory, remove_directory, staging_path, write_durably
 from ..errors import CheckpointError
-from ..types import numel
+from ..types import numel, state_key
 from .dtypes import output_dtype
 from .model import ModelTensor
 from .pytorch_sink import read_model_tensor
@@ -73,7 +73,7 @@ def _write_parameter(source: Source, name: str, folder: Path, progress: Progress
     for other in _state_kinds(source, name):
         tensor = source.tensors[name, other]
         value = _read(source, name, other, None, progress)
-        if other == "step":
+        if state_key(other) == "step":
             _save(_step(value), folder / "step.pt")
         elif tuple(tensor.shape) == tuple(shape):
             _save({"param": value, "cat_dim": 0}, folder / f"{other}.pt")
@@ -137,8 +137,9 @@ def _optimizer_state(source: Source, names: list[str]) -> dict[str, Any]:
         key: value for key, value in groups[0].items() if all(key in group and group[key] == value for group in groups)
     }
     step: Any = torch.tensor(float(source.step))
-    if (names[0], "step") in source.tensors:
-        step = _step(_read(source, names[0], "step", None, lambda nbytes: None))
+    for kind in _state_kinds(source, names[0]):
+        if state_key(kind) == "step":
+            step = _step(_read(source, names[0], kind, None, lambda nbytes: None))
     return {
         "ds_version": _WRITTEN_FOR,
         "param_groups": groups,

@@ -10,6 +10,7 @@ import torch
 from ..errors import MismatchError
 from ..plain import to_plain
 from ..reader import Checkpoint
+from ..types import state_key
 from .buffers import torch_dtype
 from .fill import Filler
 from .tree import decode, encode
@@ -91,9 +92,9 @@ class OptimizerLoader:
                 state: dict[str, Any] = dict(values)
                 old = self._optimizer.state.get(parameter, {})
                 for kind in kinds:
-                    entry = self._checkpoint.entry(name, kind)
-                    state[kind] = _state_tensor(old.get(kind), parameter, kind, entry.shape, entry.dtype, group)
-                    filler.add(entry, state[kind], f"{name} ({kind})")
+                    entry, key = self._checkpoint.entry(name, kind), state_key(kind)
+                    state[key] = _state_tensor(old.get(key), parameter, key, entry.shape, entry.dtype, group)
+                    filler.add(entry, state[key], f"{name} ({kind})")
                     found.append((entry.name, kind))
                 if state or parameter in self._optimizer.state:
                     self._optimizer.state[parameter] = state
