@@ -1,4 +1,4 @@
-"""Engine, File and Request: the part everyone uses."""
+"""Engine and File: the part everyone uses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import weakref
 
 from . import _buffers, _native
+from ._request import NATIVE_CODES, Request, format_checksum
 from .errors import (
     AccessError,
     BackendUnavailableError,
@@ -14,18 +15,17 @@ from .errors import (
     InvalidBufferError,
     InvalidOffsetError,
     OpenError,
-    WaitTimeoutError,
     open_error,
     transfer_error,
 )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Mapping
     from types import TracebackType
     from typing import Any
 
-__all__ = ["Engine", "File", "Request"]
+__all__ = ["Engine", "File", "Request", "format_checksum"]
 
 DEFAULT_BLOCK_BYTES = 1 << 20
 DEFAULT_QUEUE_DEPTH = 32
@@ -34,88 +34,6 @@ DEFAULT_WORKERS = 8
 _MAX_OFFSET = 2**63 - 1
 _MODES = {"r": (True, False, False, False), "w": (False, True, True, True), "rw": (True, True, True, False)}
 _DIRECT: dict[Any, int] = {"auto": 0, False: 1, True: 2}
-_CODES = (_native.END_OF_FILE, _native.CANCELLED)
-
-
-class Request:
-    """One transfer under way. It keeps its buffers alive until the kernel is done with them, also when it is dropped.
-
-    May be waited for from several threads and awaited from several asyncio tasks; giving up a wait (timeout, Ctrl-C, a
-    cancelled task) leaves the transfer running.
-    """
-
-    __slots__ = ("__weakref__", "_engine", "_kind", "_native", "_path")
-
-    def __init__(self, native: _native.Request, engine: _native.Engine, kind: str, path: str) -> None:
-        self._native = native
-        self._engine = engine
-        self._kind = kind
-        self._path = path
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the request moves in total."""
-        return self._native.nbytes()
-
-    @property
-    def checksum(self) -> str | None:
-        """`"xxh3_64:<16 hex>"` of the bytes moved, when asked for at submission and the request is done."""
-        value = self._native.checksum()
-        return None if value is None else format_checksum(value)
-
-    def done(self) -> bool:
-        """Whether the request has ended, well or not; never blocks."""
-        return self._native.done()
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Blocks until the request has ended and returns the bytes moved.
-
-        `timeout` is in seconds. Raises WaitTimeoutError when it passes first, and the request's own error
-        (EndOfFileError, NoSpaceError, DeviceError, …) when it failed.
-        """
-        if timeout is not None and timeout < 0:
-            raise ValueError(f"expected a timeout of 0 or more seconds, got {timeout}")
-        self._refuse_fork()
-        if not self._native.wait(-1.0 if timeout is None else timeout):
-            raise WaitTimeoutError(
-                f"{self._kind} of '{self._path}' is still under way after {timeout} s", path=self._path
-            )
-        return self._result()
-
-    def settle(self) -> None:
-        """Blocks until the request has ended, well or not; raises nothing for a failure."""
-        self._refuse_fork()
-        self._native.wait(-1.0)
-
-    def cancel(self) -> None:
-        """Starts no further block of this request; what the kernel already has is finished, then the request ends.
-
-        A request that was cut short raises RequestCancelledError from `wait`.
-        """
-        if not self._native.done():
-            self._engine.cancel(self._native)
-
-    def __await__(self) -> Generator[Any, None, int]:
-        if not self._native.done():
-            from ._await import until_done
-
-            self._refuse_fork()
-            yield from until_done(self._native).__await__()
-        return self._result()
-
-    def __repr__(self) -> str:
-        state = "done" if self._native.done() else "under way"
-        return f"<Request {self._kind} {self.nbytes} bytes of '{self._path}', {state}>"
-
-    def _refuse_fork(self) -> None:
-        if self._engine.forked() and not self._native.done():
-            raise ClosedError("the request belongs to the parent process; make a new engine after fork()")
-
-    def _result(self) -> int:
-        failure = self._native.failure()
-        if failure is not None:
-            raise transfer_error(self._kind, self._path, failure, _CODES)
-        return self._native.nbytes()
 
 
 class File:
@@ -329,7 +247,7 @@ class Engine:
         except RuntimeError as error:
             raise ClosedError(str(error)) from None
         if failure is not None:
-            raise transfer_error("sync", file.path, failure, _CODES)
+            raise transfer_error("sync", file.path, failure, NATIVE_CODES)
 
     def counters(self) -> dict[str, int]:
         """Bytes moved since the start by direction and by route (zero copy, staged, buffered), and memory held."""
@@ -403,11 +321,6 @@ class Engine:
         if found is None:
             return (0, 0)
         return (found.block_bytes, found.queue_depth)
-
-
-def format_checksum(value: int) -> str:
-    """The text form of an xxh3_64 that every file of this project uses."""
-    return f"xxh3_64:{value:016x}"
 
 
 def _ranged(name: str, value: int, low: int, high: int) -> int:

@@ -1,0 +1,101 @@
+"""Request: a transfer under way."""
+
+from __future__ import annotations
+
+from . import _native
+from .errors import ClosedError, WaitTimeoutError, transfer_error
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from typing import Any
+
+__all__ = ["NATIVE_CODES", "Request", "format_checksum"]
+
+NATIVE_CODES = (_native.END_OF_FILE, _native.CANCELLED)
+
+
+class Request:
+    """One transfer under way. It keeps its buffers alive until the kernel is done with them, also when it is dropped.
+
+    May be waited for from several threads and awaited from several asyncio tasks; giving up a wait (timeout, Ctrl-C, a
+    cancelled task) leaves the transfer running.
+    """
+
+    __slots__ = ("__weakref__", "_engine", "_kind", "_native", "_path")
+
+    def __init__(self, native: _native.Request, engine: _native.Engine, kind: str, path: str) -> None:
+        self._native = native
+        self._engine = engine
+        self._kind = kind
+        self._path = path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the request moves in total."""
+        return self._native.nbytes()
+
+    @property
+    def checksum(self) -> str | None:
+        """`"xxh3_64:<16 hex>"` of the bytes moved, when asked for at submission and the request is done."""
+        value = self._native.checksum()
+        return None if value is None else format_checksum(value)
+
+    def done(self) -> bool:
+        """Whether the request has ended, well or not; never blocks."""
+        return self._native.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Blocks until the request has ended and returns the bytes moved.
+
+        `timeout` is in seconds. Raises WaitTimeoutError when it passes first, and the request's own error
+        (EndOfFileError, NoSpaceError, DeviceError, …) when it failed.
+        """
+        if timeout is not None and timeout < 0:
+            raise ValueError(f"expected a timeout of 0 or more seconds, got {timeout}")
+        self._refuse_fork()
+        if not self._native.wait(-1.0 if timeout is None else timeout):
+            raise WaitTimeoutError(
+                f"{self._kind} of '{self._path}' is still under way after {timeout} s", path=self._path
+            )
+        return self._result()
+
+    def settle(self) -> None:
+        """Blocks until the request has ended, well or not; raises nothing for a failure."""
+        self._refuse_fork()
+        self._native.wait(-1.0)
+
+    def cancel(self) -> None:
+        """Starts no further block of this request; what the kernel already has is finished, then the request ends.
+
+        `wait` then raises RequestCancelledError, unless the request had ended before.
+        """
+        if not self._native.done():
+            self._engine.cancel(self._native)
+
+    def __await__(self) -> Generator[Any, None, int]:
+        if not self._native.done():
+            from ._await import until_done
+
+            self._refuse_fork()
+            yield from until_done(self._native).__await__()
+        return self._result()
+
+    def __repr__(self) -> str:
+        state = "done" if self._native.done() else "under way"
+        return f"<Request {self._kind} {self.nbytes} bytes of '{self._path}', {state}>"
+
+    def _refuse_fork(self) -> None:
+        if self._engine.forked() and not self._native.done():
+            raise ClosedError("the request belongs to the parent process; make a new engine after fork()")
+
+    def _result(self) -> int:
+        failure = self._native.failure()
+        if failure is not None:
+            raise transfer_error(self._kind, self._path, failure, NATIVE_CODES)
+        return self._native.nbytes()
+
+
+def format_checksum(value: int) -> str:
+    """The text form of an xxh3_64 that every file of this project uses."""
+    return f"xxh3_64:{value:016x}"
