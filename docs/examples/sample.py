@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("weights", help="a safetensors file")
     parser.add_argument("--prompt", default="import os\n\n\ndef ")
-    parser.add_argument("--bytes", type=int, default=500, help="how many to add")
+    parser.add_argument("--bytes", type=int, default=320, help="how many to add")
     parser.add_argument("--context", type=int, default=Shape.context, help="bytes that a prediction looks back")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0)
@@ -34,6 +34,7 @@ def main() -> None:
     layers = sum(name.endswith(".qkv.weight") for name in weights)
     model = GPT(Shape(layers, width=weights["norm.weight"].numel(), context=args.context))
     model.load_state_dict(weights)
+    torch.set_num_threads(1)  # a byte at a time is too little work to share
     torch.manual_seed(args.seed)
     print(continue_text(model, args.prompt.encode(), args.bytes, args.temperature).decode(errors="replace"))
 
