@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 import shutil
@@ -56,12 +57,17 @@ def test_only_the_init_symbol_is_exported() -> None:
     assert [line.split()[-1] for line in listing.stdout.splitlines()] == ["PyInit__native"]
 
 
+@functools.cache
+def disassembly() -> list[str]:
+    """The lines of the module's disassembly."""
+    command = ["objdump", "-d", "--no-show-raw-insn", _native.__file__]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def functions_with(pattern: str) -> set[str]:
     """Names of the functions that have an instruction matching the pattern."""
-    command = ["objdump", "-d", "--no-show-raw-insn", _native.__file__]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     wanted, found, name = re.compile(pattern), set(), ""
-    for line in listing.splitlines():
+    for line in disassembly():
         if line.endswith(">:"):
             name = line.split("<", 1)[1][:-2]
         elif wanted.search(line):
