@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .activations import offload_activations
 from .budget import HostBudget
 from .errors import BudgetError, MissingExtraError, OffloadError, ShardCorruptError, ShardError, StoreFullError
 from .host import HostStore
@@ -19,4 +20,5 @@ __all__ = [
     "ShardCorruptError",
     "ShardError",
     "StoreFullError",
+    "offload_activations",
 ]

@@ -11,9 +11,10 @@ def compute_device(device: torch.device | str | None) -> torch.device:
     """The device given, else the current accelerator, else the CPU."""
     if device is not None:
         return torch.device(device)
-    if torch.accelerator.is_available():
-        return torch.device(torch.accelerator.current_accelerator() or "cpu", torch.accelerator.current_device_index())
-    return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 class Lane:
@@ -37,13 +38,18 @@ class Lane:
             event: torch.Event = self._stream.record_event()
         for tensor in (target, source):
             if tensor.device.type != "cpu":
-                tensor.record_stream(self._stream)  # type: ignore[arg-type]
+                tensor.record_stream(self._stream)
         return event
 
     def join(self, event: torch.Event | None) -> None:
         """Make the current stream wait for a copy; the host goes on."""
         if event is not None:
             torch.accelerator.current_stream(self.device).wait_event(event)
+
+    def synchronize(self) -> None:
+        """Block until every copy has ended."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class DeviceCopies:

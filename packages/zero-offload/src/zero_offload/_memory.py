@@ -51,7 +51,7 @@ class HostBlock:
                 stacklevel=3,
             )
             return
-        cudart: Any = torch.cuda.cudart()
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = self.tensor.data_ptr()
         code = int(cudart.cudaHostRegister(address, self.nbytes, 0))
         if code != 0:

@@ -93,14 +93,10 @@ class HostBudget:
             found = list(self._given[resource])
         elif resource == "disk":
             found = [disk_limit(str(path))]
+        elif resource == "memory":
+            found = memory_limits()
         else:
-            found = (
-                memory_limits()
-                if resource == "memory"
-                else locked_limits()
-                if resource == "locked"
-                else shared_limits()
-            )
+            found = locked_limits() if resource == "locked" else shared_limits()
         if not found:
             return Limit("no limit", 1 << 62)
         tightest = min(found, key=lambda limit: limit.free)

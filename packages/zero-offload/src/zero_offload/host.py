@@ -44,7 +44,7 @@ class HostStore:
         if self._copies is not None:
             self._copies.settle(name)
             self._copies.drop(name)
-        block = HostBlock(nbytes_of(shard), pin=self._copies is not None)
+        block = HostBlock(nbytes_of(shard), pin=self.device.type != "cpu")
         self._blocks[name] = block
         self._shards[name] = block.view(0, shard.numel(), shard.dtype)
         self._shards[name].copy_(shard.detach())

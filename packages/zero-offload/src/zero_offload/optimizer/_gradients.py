@@ -73,7 +73,8 @@ class GradientHost:
             entry.grad = self._block.view(position, entry.numel, entry.param.dtype)
             position += nbytes_of(entry.grad)
         self._handles: list[RemovableHandle] = [
-            entry.param.register_post_accumulate_grad_hook(partial(self._take, entry)) for entry in entries
+            entry.param.register_post_accumulate_grad_hook(partial(self._take, entry))  # type: ignore[no-untyped-call]
+            for entry in entries
         ]
 
     @property

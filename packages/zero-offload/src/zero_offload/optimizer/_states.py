@@ -36,7 +36,7 @@ def read_states(slices: Sequence[tuple[Fragment, ...]], tier: Tier) -> States:
                     states[entry][kind] = torch.empty(shape, dtype=entry.dtype)
     with closing(tier.visit(stepped, dirty=False)) as visits:  # type: ignore[type-var]
         for visit in visits:
-            for fragment, tensors in zip(slices[visit.index], visit.tensors, strict=True):
+            for fragment, tensors in zip(slices[visit.number], visit.tensors, strict=True):
                 for kind, target in states.get(fragment.entry, {}).items():
                     if kind in tensors:
                         fragment.of(target).copy_(tensors[kind])
@@ -75,8 +75,8 @@ def write_states(
     stepped = [i for i, slice_ in enumerate(slices) if any(f.entry in states for f in slice_)]
     with closing(tier.visit(stepped, dirty=True)) as visits:  # type: ignore[type-var]
         for visit in visits:
-            prepare(rule, groups, slices[visit.index], visit)
-            for fragment, tensors in zip(slices[visit.index], visit.tensors, strict=True):
+            prepare(rule, groups, slices[visit.number], visit)
+            for fragment, tensors in zip(slices[visit.number], visit.tensors, strict=True):
                 saved = states.get(fragment.entry, {})
                 for kind, tensor in tensors.items():
                     if saved.get(kind) is not None:

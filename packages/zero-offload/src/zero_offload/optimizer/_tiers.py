@@ -18,7 +18,7 @@ __all__ = ["HostTier", "NvmeTier", "Tier", "Visit"]
 class Visit(NamedTuple):
     """One slice in host memory: its fragments' tensors by kind. ``fresh``: their content is arbitrary so far."""
 
-    index: int
+    number: int
     tensors: list[dict[str, torch.Tensor]]
     fresh: bool
 

@@ -44,8 +44,8 @@ def update(
         for position, visit in enumerate(visits):
             if position + 1 < len(active):
                 courier.fetch(position + 1, loads[position + 1])
-            prepare(rule, groups, slices[visit.index], visit)
-            _run(rule, groups, slices[visit.index], grads, visit, courier.loads(position), grad_scale)
+            prepare(rule, groups, slices[visit.number], visit)
+            _run(rule, groups, slices[visit.number], grads, visit, courier.loads(position), grad_scale)
             courier.send(position)
     courier.finish()
     for entry in grads:

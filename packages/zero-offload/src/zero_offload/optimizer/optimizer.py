@@ -181,8 +181,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, *, grad_scale: float = 1.0, error_if_nonfinite: bool = False) -> float:
         """Have the next `step` clip all gradients together to ``max_norm``; returns their norm before.
 
-        ``grad_scale`` multiplies the gradients first, as in `step`. The gradients are not touched: the factor (that of torch.nn.utils.clip_grad_norm_)
-        is applied in the step's one pass. `zero_grad` forgets it.
+        ``grad_scale`` multiplies the gradients first, as in `step`. The gradients are not touched: the factor, that of
+        ``torch.nn.utils.clip_grad_norm_``, is applied in the step's one pass. `zero_grad` forgets it.
         """
         self._usable()
         self._collect()

@@ -1,0 +1,163 @@
+"""Activations that wait for backward on the host or in files."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ._extents import NvmePath, folders
+from ._lanes import compute_device
+from ._movers import Form, HostMover, Mover, NvmeMover
+
+__all__ = ["offload_activations"]
+
+
+class _Saved:
+    """A tensor that was taken away; autograd holds this instead of it."""
+
+    def __init__(self, number: int, form: Form, place: Any) -> None:
+        self.number = number
+        self.form = form
+        self.place = place
+        self.started: Any = None
+        self.restored: weakref.ref[torch.Tensor] | None = None
+
+
+class offload_activations:
+    """A context for the forward pass: what autograd saves for backward goes to a tier and comes back in time.
+
+    ``keep``: the model, whose parameters and buffers stay where they are, or a function that says which tensors stay.
+    ``tier="host"`` needs an accelerator to be of use: on the CPU everything is on the host already and nothing moves.
+    ``tier="nvme"`` writes files under ``path`` (one folder, or several to stripe over); at most ``in_flight_bytes`` of
+    host memory are on their way to them. Tensors below ``min_bytes`` stay. In backward the next ``prefetch`` saved
+    tensors are started when one is used. ``checksums``, ``verify``, ``prefix`` and ``engine`` are those of `NvmeStore`.
+
+    Enter it anew for every forward pass; backward runs outside or inside of it. `close` sweeps the files, as does
+    garbage collection. Works with torch.utils.checkpoint (the inputs of its segments are moved). ShardError and its
+    kinds name the tensor, the file and the offset.
+    """
+
+    def __init__(
+        self,
+        keep: nn.Module | Callable[[torch.Tensor], bool],
+        *,
+        tier: Literal["host", "nvme"] = "host",
+        path: NvmePath | None = None,
+        device: torch.device | str | None = None,
+        min_bytes: int = 1 << 16,
+        prefetch: int = 2,
+        in_flight_bytes: int = 256 << 20,
+        checksums: bool = True,
+        verify: bool = False,
+        prefix: str = "activations",
+        engine: Any = None,
+    ) -> None:
+        if tier not in ("host", "nvme"):
+            raise ValueError(f"tier: expected 'host' or 'nvme', got {tier!r}")
+        if (tier == "nvme") != (path is not None):
+            raise ValueError(
+                f"path: names the folder of tier='nvme' and only of that, got tier={tier!r}, path={path!r}"
+            )
+        if prefetch < 0:
+            raise ValueError(f"prefetch: expected 0 or more tensors, got {prefetch}")
+        self._device = compute_device(device)
+        self._mover: Mover
+        if path is None:
+            self._mover = HostMover(self._device)
+        else:
+            self._mover = NvmeMover(
+                self._device,
+                folders(path),
+                in_flight_bytes=in_flight_bytes,
+                checksums=checksums,
+                verify=verify,
+                prefix=prefix,
+                engine=engine,
+            )
+        self._moves = path is not None or self._device.type != "cpu"
+        self._keep = keep
+        self._kept_storages: set[int] = set()
+        self._min_bytes = min_bytes
+        self._prefetch = prefetch
+        self._count = 0
+        self._saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
+        self._contexts: list[torch.autograd.graph.saved_tensors_hooks] = []
+        self._finalizer = weakref.finalize(self, self._mover.close)
+
+    def __enter__(self) -> offload_activations:
+        if isinstance(self._keep, nn.Module):
+            tensors = [*self._keep.parameters(), *self._keep.buffers()]
+            self._kept_storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._known.clear()
+        context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        context.__enter__()
+        self._contexts.append(context)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._contexts.pop().__exit__(*error)
+        self._known.clear()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes now: ``host`` (kept, or on their way to files) and ``nvme`` (files)."""
+        return self._mover.memory()
+
+    def flush(self) -> None:
+        """Block until what was saved is on its tier; raise the first write that failed."""
+        self._mover.flush()
+
+    def close(self) -> None:
+        """Remove the files; graphs that still wait for backward cannot run it any more. May be called twice."""
+        self._finalizer()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        if not self._moves or not self._is_movable(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if key in self._known:
+            alive, reference = self._known[key]
+            found = reference()
+            if found is not None and not alive.expired():  # type: ignore[no-untyped-call]
+                return found  # several operations saved the same tensor
+        form = Form.of(tensor)
+        saved = _Saved(self._count, form, self._mover.save(tensor, form))
+        self._count += 1
+        self._saved[saved.number] = saved
+        self._known[key] = (StorageWeakRef(storage), weakref.ref(saved))  # type: ignore[no-untyped-call]
+        weakref.finalize(saved, self._mover.free, saved.place).atexit = False
+        return saved
+
+    def _unpack(self, packed: torch.Tensor | _Saved) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        tensor = None if packed.restored is None else packed.restored()
+        if tensor is None:
+            self._start(packed)
+            for number in range(packed.number - 1, packed.number - 1 - self._prefetch, -1):
+                ahead = self._saved.get(number)
+                if ahead is not None and (ahead.restored is None or ahead.restored() is None):
+                    self._start(ahead)
+            tensor = self._mover.finish(packed.started)
+            packed.started = None
+            packed.restored = weakref.ref(tensor)
+        return tensor
+
+    def _start(self, saved: _Saved) -> None:
+        if saved.started is None:
+            saved.started = self._mover.start(saved.place, saved.form)
+
+    def _is_movable(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type != self._device.type or tensor.layout != torch.strided:
+            return False
+        if tensor.numel() * tensor.element_size() < max(1, self._min_bytes) or type(tensor) is not torch.Tensor:
+            return False
+        if isinstance(self._keep, nn.Module):
+            return tensor.untyped_storage()._cdata not in self._kept_storages
+        return not self._keep(tensor)

@@ -1,0 +1,76 @@
+"""A budget refuses before anything is allocated, and says what needs what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_offload import BudgetError, HostBudget, OffloadedOptimizer
+from zero_offload.limits import Limit
+
+
+def small(**free: int) -> HostBudget:
+    limits = {name: [Limit(f"the {name} of a test", number), Limit("plenty", 1 << 40)] for name, number in free.items()}
+    return HostBudget(reserve_bytes=0, limits=limits)  # type: ignore[arg-type]
+
+
+def test_what_fits_passes_and_what_does_not_is_refused_with_the_table() -> None:
+    budget = small(memory=1000, disk=50)
+    budget.need("masters", 600)
+    budget.check()
+    budget.need("ring buffers", 500)
+    with pytest.raises(BudgetError, match="ring buffers") as caught:
+        budget.check()
+    table = caught.value.table
+    assert [line.split()[-2] for line in table.splitlines()[:2]] == ["600", "500"]
+    assert "allowed by the memory of a test" in table
+    assert "short of 100 bytes" in table
+    assert "tier=" in str(caught.value)
+
+
+def test_paths_on_one_file_system_are_added_up(tmp_path: Path) -> None:
+    budget = small(disk=150)
+    budget.need("one", 100, "disk", path=str(tmp_path / "a"))
+    budget.check()
+    budget.need("two", 100, "disk", path=str(tmp_path / "b"))
+    with pytest.raises(BudgetError, match="free some space"):
+        budget.check()
+
+
+def test_memory_kept_in_reserve_is_not_given_away() -> None:
+    budget = HostBudget(reserve_bytes=900, limits={"memory": [Limit("test", 1000)]})
+    budget.need("thing", 101)
+    with pytest.raises(BudgetError, match="kept free"):
+        budget.check()
+
+
+def test_the_limits_of_this_machine_are_found(tmp_path: Path) -> None:
+    budget = HostBudget()
+    budget.need("memory", 1)
+    budget.need("locked", 1, "locked")
+    budget.need("shared", 1, "shared")
+    budget.need("files", 1, "disk", path=str(tmp_path))
+    budget.check()
+    assert len(budget.table().splitlines()) == 12
+
+
+def test_wrong_needs_are_refused() -> None:
+    budget = HostBudget()
+    with pytest.raises(ValueError, match="resource: expected one of memory"):
+        budget.need("x", 1, "paper")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected 0 or more bytes"):
+        budget.need("x", -1)
+    with pytest.raises(ValueError, match="a path belongs to disk"):
+        budget.need("x", 1, "disk")
+
+
+def test_an_optimizer_that_does_not_fit_allocates_nothing_and_says_so(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    with pytest.raises(BudgetError, match="masters and optimizer states +7.81 KiB \\(8000 bytes\\)"):
+        OffloadedOptimizer([weight], budget=small(memory=7999))
+    OffloadedOptimizer([weight], budget=small(memory=8000)).close()
+    with pytest.raises(BudgetError, match="disk of"):
+        OffloadedOptimizer([weight], tier="nvme", path=tmp_path / "swap", budget=small(disk=7999))
+    assert not (tmp_path / "swap").exists()
