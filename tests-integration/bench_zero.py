@@ -282,9 +282,9 @@ def main() -> None:
     if "RANK" in os.environ:
         run_rank(args)
         return
+    check_peers(args.only)
     from zero_launch import LaunchError, LaunchSpec, launch
 
-    check_peers(args.only)
     env = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore::FutureWarning"}
     try:
         launch(LaunchSpec(str(HERE), args=tuple(sys.argv[1:]), nproc=2, direct_rank=0, quiet=True, env=env))

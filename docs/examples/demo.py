@@ -6,6 +6,7 @@ Arguments that this script does not know go to gpt.py (--layers, --width, --cont
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -37,6 +38,9 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 def prepare(args: argparse.Namespace) -> Path:
     """Make the run's folder, with a configuration whose schedule ends at the last step."""
+    missing = [name for name in ("matplotlib", "safetensors") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f'demo: {" and ".join(missing)} not installed: pip install "zero-core[plots]" safetensors')
     run: Path = args.run or Path("run") / time.strftime("demo-%Y%m%d-%H%M%S")
     if run.exists() and any(run.iterdir()):
         sys.exit(f"demo: {run} is not empty; give another folder with --run")
@@ -90,12 +94,15 @@ def main() -> None:
         train(run, args.ranks, max(1, args.steps * 2 // 3), args, extra)
         CONSOLE.rule(f"Go on with {args.resume_ranks} ranks, from the same checkpoint")
         train(run, args.resume_ranks, args.steps, args, ["--resume", *extra])
+        CONSOLE.rule("Export fp32 safetensors")
+        python("-m", "zero_ckpt", "convert", str(run / "ckpt"), str(weights))
+        CONSOLE.rule("Sample from them in a fresh process, with plain torch")
+        CONSOLE.print(Text(python(str(HERE / "sample.py"), str(weights), "--prompt", args.prompt)))
+        python(str(HERE / "plot.py"), str(run / "metrics.jsonl"), str(picture))
     except LaunchError as error:
         sys.exit(f"demo: {error}")
-    CONSOLE.rule("Export fp32 safetensors, and sample from them in a fresh process with plain torch")
-    python("-m", "zero_ckpt", "convert", str(run / "ckpt"), str(weights))
-    CONSOLE.print(Text(python(str(HERE / "sample.py"), str(weights), "--prompt", args.prompt)))
-    python(str(HERE / "plot.py"), str(run / "metrics.jsonl"), str(picture))
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"demo: {' '.join(error.cmd[1:3])} failed with exit status {error.returncode}; its output is above")
     summarise(run, picture, time.monotonic() - begin)
 
 
