@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .assembly import initialize
     from .config import Config, ConfigError
+    from .construction import Init, gathered
     from .engine import Engine
     from .errors import UsageError
 
@@ -20,11 +21,13 @@ _LAZY = {
     "Config": "config",
     "ConfigError": "config",
     "Engine": "engine",
+    "Init": "construction",
     "UsageError": "errors",
+    "gathered": "construction",
     "initialize": "assembly",
 }
 
-__all__ = ["Config", "ConfigError", "Engine", "UsageError", "initialize"]
+__all__ = ["Config", "ConfigError", "Engine", "Init", "UsageError", "gathered", "initialize"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,8 +23,11 @@ from zero_partition import (
     full_parameter,
     full_state,
     gathered,
+    set_full_gradient,
+    set_full_parameter,
+    set_full_state,
 )
-from zero_precision import LossScaleError, cast_floating, parse_dtype
+from zero_precision import DynamicLossScale, LossScaleError, cast_floating, parse_dtype
 
 from . import checkpoint
 from .config import Config
@@ -179,6 +182,10 @@ class Engine(nn.Module):
         """The factor that the loss is multiplied with before backward."""
         return 1.0 if self._sharded is None else self._sharded.loss_scale.scale
 
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts itself."""
+        return self._sharded is not None and isinstance(self._sharded.loss_scale, DynamicLossScale)
+
     # -- whole values ------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -198,6 +205,18 @@ class Engine(nn.Module):
     def full_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
         """A copy of the whole optimizer state ``key`` of a parameter. Collective."""
         return full_state(self._partition, self._check_trainable("full_state"), parameter, key)
+
+    def set_full_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Replace a parameter, its master included, by rank 0's ``value``. Collective."""
+        set_full_parameter(self._partition, parameter, value)
+
+    def set_full_grad(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Replace the averaged gradient of a parameter by rank 0's ``value`` until the next step. Collective."""
+        set_full_gradient(self._partition, parameter, value)
+
+    def set_full_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+        """Replace the optimizer state ``key`` of a parameter by rank 0's ``value``. Collective."""
+        set_full_state(self._partition, self._check_trainable("set_full_state"), parameter, key, value)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,18 @@ Read `layout.py` first, then `unit.py`, `gatherer.py`, `reducer.py` and `runtime
 
 from __future__ import annotations
 
-from .access import full_gradient, full_parameter, full_state, gathered
+from .access import (
+    full_gradient,
+    full_parameter,
+    full_state,
+    gathered,
+    gathered_anywhere,
+    set_full_gradient,
+    set_full_parameter,
+    set_full_state,
+)
 from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterError
+from .initialisation import Init
 from .layout import Entry, Fragment, Layout, UnitLayout
 from .norm import NormSquared, norm_squared
 from .optimizer import OwnedFragment, ShardedOptimizer, StepResult
@@ -19,6 +29,7 @@ __all__ = [
     "DeviceResidency",
     "Entry",
     "Fragment",
+    "Init",
     "Layout",
     "NonFiniteGradientError",
     "NormSquared",
@@ -39,7 +50,11 @@ __all__ = [
     "full_parameter",
     "full_state",
     "gathered",
+    "gathered_anywhere",
     "norm_squared",
     "partition",
     "plan_units",
+    "set_full_gradient",
+    "set_full_parameter",
+    "set_full_state",
 ]

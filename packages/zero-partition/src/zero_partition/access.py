@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -11,8 +11,9 @@ from torch import nn
 from zero_comm import Tag
 
 from .errors import PartitionError
+from .initialisation import cut_record
 from .optimizer import ShardedOptimizer
-from .partition import Partition
+from .partition import Partition, owner_of
 from .unit import Unit, UnitState
 
 
@@ -53,6 +54,30 @@ def gathered(
             runtime.gatherer.unpin(unit)
 
 
+@contextmanager
+def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank: int | None = None) -> Iterator[None]:
+    """`gathered` for parameters of any engine, and of models built inside `Init` that no engine owns yet.
+
+    ``parameters``: one or an iterable; None, plain tensors and whole parameters in it are left as they are. Collective.
+    """
+    given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+    cut = list({id(r): r for p in given if (r := cut_record(p)) is not None and not r.whole}.values())
+    owners = {id(owner): owner for p in given if (owner := owner_of(p)) is not None}
+    with ExitStack() as stack:
+        for owner in owners.values():
+            stack.enter_context(gathered(owner, given, modifier_rank))
+        for record in cut:
+            record.gather()
+        try:
+            yield
+            if modifier_rank is not None:
+                for record in cut:
+                    record.take_from(modifier_rank)
+        finally:
+            for record in cut:
+                record.cut()
+
+
 def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tensor:
     """A copy of the parameter's weights as the optimizer sees them (the master's dtype), whole, on every rank."""
     unit, index = _find(partition, parameter)
@@ -90,6 +115,78 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
         if isinstance(state, torch.Tensor) and state.numel() == owned.fragment.length:
             values[owned.reduced_start : owned.reduced_start + owned.fragment.length].copy_(state)
     return _whole(partition, unit, index, values)
+
+
+def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace a parameter's weights, masters included, by rank 0's ``value`` (the parameter's shape). Collective."""
+    unit, index = _find(partition, parameter)
+    flat = _agreed_value(partition, unit, index, "parameter", value)
+    with torch.no_grad():
+        if unit.master is not None:
+            _write(partition, unit, index, unit.master, flat)
+        shard = partition.residency.acquire(unit.name)
+        _write(partition, unit, index, shard, flat)
+        partition.residency.release(unit.name, dirty=True)
+        if not unit.releasable:
+            _write(partition, unit, index, unit.flat, flat)
+
+
+def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace a parameter's averaged gradient by rank 0's ``value`` (the parameter's shape) until the next step.
+    Collective.
+
+    Raises `PartitionError` when its unit has had no gradient since the last step.
+    """
+    unit, index = _find(partition, parameter)
+    partition.runtime.flush()
+    gradients = partition.runtime.gradients.get(unit.index)
+    if gradients is None or gradients.reduced is None:
+        raise PartitionError(f"parameter '{unit.names[index]}' has no gradient to replace; run backward first")
+    _write(partition, unit, index, gradients.reduced, _agreed_value(partition, unit, index, "gradient", value))
+    gradients.touched[index] = True
+
+
+def set_full_state(
+    partition: Partition, optimizer: ShardedOptimizer, parameter: nn.Parameter, key: str, value: torch.Tensor
+) -> None:
+    """Replace the optimizer's state ``key`` of a parameter by rank 0's ``value`` (the parameter's shape). Collective.
+
+    Raises `PartitionError` when the optimizer has no such state yet.
+    """
+    unit, index = _find(partition, parameter)
+    flat = _agreed_value(partition, unit, index, f"state '{key}'", value)
+    for owned in optimizer.fragments:
+        if owned.unit is unit and owned.fragment.entry is unit.layout.entries[index]:
+            state = optimizer.state.get(owned.tensor, {}).get(key)
+            if not isinstance(state, torch.Tensor) or state.numel() != owned.fragment.length:
+                raise PartitionError(
+                    f"parameter '{unit.names[index]}' has no optimizer state '{key}' yet; take a step first"
+                )
+            start = owned.fragment.param_offset
+            state.view(-1).copy_(flat[start : start + owned.fragment.length])
+
+
+def _agreed_value(partition: Partition, unit: Unit, index: int, what: str, value: torch.Tensor) -> torch.Tensor:
+    """Rank 0's ``value``, flattened, on every rank; refused by name when the shape is wrong."""
+    entry = unit.layout.entries[index]
+    if tuple(value.shape) != entry.shape:
+        raise PartitionError(f"the new {what} of '{entry.name}' has shape {tuple(value.shape)}, expected {entry.shape}")
+    partition.runtime.agree(f"set full {what}", entry.name, None)
+    flat = value.detach().to(partition.device).flatten().clone()
+    partition.groups.gather.broadcast(flat, 0, Tag("broadcast", entry.name, partition.runtime.step)).wait()
+    return flat
+
+
+def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, flat: torch.Tensor) -> None:
+    """Put a whole parameter's values where ``target`` (the full flat buffer or this rank's shard) holds them."""
+    entry = unit.layout.entries[index]
+    if target.numel() == unit.layout.numel:
+        target[entry.offset : entry.end].copy_(flat)
+        return
+    for fragment in unit.layout.fragments(partition.rank):
+        if fragment.entry is entry:
+            part = flat[fragment.param_offset : fragment.param_offset + fragment.length]
+            target[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(part)
 
 
 def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -15,11 +16,14 @@ from zero_precision import PrecisionPolicy, kept_in_fp32
 
 from .errors import PartitionError
 from .gradients import UnitGradients
+from .initialisation import cut_record, forget_cut
 from .layout import Layout, UnitLayout
 from .residency import DeviceResidency, Residency
 from .runtime import Runtime
 from .unit import Unit
 from .units import UnitLimits, UnitPlan, check_trainable_uncut, plan_units, uncut_parameters
+
+_OWNER = "_zero_partition"  # the one attribute that a parameter of an engine carries
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Partition:
         self.world_size = groups.gather.world_size
         self.uncut = uncut_parameters(model)
         check_trainable_uncut(model)
-        self._kept_fp32 = kept_in_fp32(model, options.policy)
+        self._kept_fp32 = _kept_fp32(model, options.policy)
         plans = _plan(model, options, trainable, self._kept_fp32)
         self.layout = Layout(tuple(_unit_layout(plan, self.world_size, options.alignment) for plan in plans))
         self._agree_on_model(model, plans)
@@ -94,6 +98,9 @@ class Partition:
             prefetch_numel=options.prefetch_numel,
             max_live_numel=options.max_live_numel,
         )
+        for unit in self.units:
+            for parameter in unit.parameters:
+                setattr(parameter, _OWNER, weakref.ref(self))
         self._by_parameter = {id(p): (unit, i) for unit in self.units for i, p in enumerate(unit.parameters)}
 
     def find(self, parameter: nn.Parameter) -> tuple[Unit, int] | None:
@@ -144,16 +151,26 @@ class Partition:
                     unit.issue_gather(self.runtime.step)
                     unit.wait_gather()
         self.runtime.close()
+        for unit in self.units:
+            for parameter in unit.parameters:
+                delattr(parameter, _OWNER)
 
     def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:
         releasable = self.options.stage >= 3 and not plan.resident and self.world_size > 1
         unit = Unit(index, plan, layout, self.groups.gather, self.residency, device=self.device, releasable=releasable)
         update_dtype = _update_dtype(plan, self.options.policy)
         source = torch.zeros(layout.numel, dtype=update_dtype, device=self.device)
+        equal = True
         for entry, parameter in zip(layout.entries, unit.parameters, strict=True):
-            source[entry.offset : entry.end].view(entry.shape).copy_(parameter.data)
+            record = cut_record(parameter)
+            values = parameter.data if record is None else record.read()
+            source[entry.offset : entry.end].view(entry.shape).copy_(values)
             parameter.data = torch.empty(0, dtype=plan.dtype, device=self.device)
-        self.groups.gather.broadcast(source, 0, Tag("broadcast", plan.name)).wait()
+            if record is not None:
+                forget_cut(parameter)
+            equal = equal and record is not None
+        if not equal:
+            self.groups.gather.broadcast(source, 0, Tag("broadcast", plan.name)).wait()
         unit.materialise(source, update_dtype, whole_master=self.options.stage == 0)
         return unit
 
@@ -175,7 +192,7 @@ class Partition:
             for key, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                dtype = self._buffer_dtype(module, f"{name}.{key}" if name else key, buffer)
+                dtype = self._buffer_dtype(f"{name}.{key}" if name else key, buffer)
                 moved = buffer.to(self.device, dtype).contiguous()
                 self.groups.gather.broadcast(moved, 0, Tag("broadcast", f"{name}.{key}")).wait()
                 if moved is not buffer:
@@ -185,15 +202,14 @@ class Partition:
                 parameter.data = parameter.data.to(self.device).contiguous()
                 self.groups.gather.broadcast(parameter.data, 0, Tag("broadcast", name)).wait()
 
-    def _buffer_dtype(self, module: nn.Module, name: str, buffer: torch.Tensor) -> torch.dtype:
-        """In half precision buffers follow the parameters, as in ``model.to(dtype)``, but for running statistics."""
+    def _buffer_dtype(self, name: str, buffer: torch.Tensor) -> torch.dtype:
+        """In half precision buffers follow the parameters, as in ``model.to(dtype)``, unless kept in float32."""
         policy = self.options.policy
         if not buffer.is_floating_point() or name in self._kept_fp32:
             return buffer.dtype
         if policy.buffer_dtype is not None:
             return policy.buffer_dtype
-        half = policy.param_dtype.itemsize < 4 and not isinstance(module, _NormBase)
-        return policy.param_dtype if half else buffer.dtype
+        return policy.param_dtype if policy.param_dtype.itemsize < 4 else buffer.dtype
 
     def _agree_on_model(self, model: nn.Module, plans: list[UnitPlan]) -> None:
         """Refuse, by the first name that differs, to train different models together."""
@@ -208,6 +224,12 @@ class Partition:
                     f"rank 0 and rank {rank} have different models: {_first_difference(theirs[0], rows)}. "
                     "Build the same model on every rank."
                 )
+
+
+def owner_of(parameter: object) -> Partition | None:
+    """The partition that a parameter belongs to, if any."""
+    reference = getattr(parameter, _OWNER, None) if isinstance(parameter, nn.Parameter) else None
+    return None if reference is None else reference()
 
 
 def partition(
@@ -235,6 +257,15 @@ def partition(
         trainable=chosen,
         residency=residency if residency is not None else DeviceResidency(),
     )
+
+
+def _kept_fp32(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
+    """What stays in float32: the policy's choice, and layers with running statistics, which bfloat16 cannot average."""
+    if policy.param_dtype.itemsize >= 4:
+        return frozenset()
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, _NormBase) and m.track_running_stats}
+    tensors = (f"{n}.{key}" if n else key for n, m in layers.items() for key in (*m._parameters, *m._buffers))
+    return kept_in_fp32(model, policy) | frozenset(tensors)
 
 
 def _plan(

@@ -38,12 +38,12 @@ class Placeholders:
 
     def verify(self) -> None:
         """Raise `ReleasedParameterError` by name when a parameter is not its untouched placeholder any more."""
-        for (name, parameter), address in zip(self._parameters, self._addresses, strict=True):
-            if parameter.data_ptr() != address or parameter.dtype != self._dtype:
+        for (name, parameter), view, address in zip(self._parameters, self._views, self._addresses, strict=True):
+            if parameter.data_ptr() != address or parameter.dtype != self._dtype or parameter.shape != view.shape:
                 raise ReleasedParameterError(
-                    f"parameter '{name}' was replaced while it was released: expected its placeholder of dtype "
-                    f"{self._dtype}, got a tensor of shape {tuple(parameter.shape)} and dtype {parameter.dtype}. "
-                    "Change it inside `gathered([...], modifier_rank=0)`."
+                    f"parameter '{name}' was replaced while it was released: expected its placeholder of shape "
+                    f"{tuple(view.shape)} and dtype {self._dtype}, got a tensor of shape {tuple(parameter.shape)} and "
+                    f"dtype {parameter.dtype}. Change it inside `gathered([...], modifier_rank=0)`."
                 )
         if not bool(torch.isnan(self._nans).all()):
             index = int(torch.isnan(self._nans).logical_not().nonzero()[0, 0])

@@ -14,7 +14,7 @@ def merge_orders(observed: Iterable[Sequence[int]]) -> list[int]:
     merged: list[int] = []
     for order in observed:
         place = -1
-        for unit in order:
+        for unit in dict.fromkeys(order):
             if unit in merged:
                 place = merged.index(unit)
             else:

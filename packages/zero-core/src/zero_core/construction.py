@@ -1,0 +1,56 @@
+"""`Init`: build a model cut over the ranks, so that it never exists in one piece."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero_comm import Mesh, init
+from zero_partition import Init as PartitionInit
+from zero_partition import gathered_anywhere
+
+from .config import Config
+
+
+def gathered(parameters: Any, modifier_rank: int | None = None) -> AbstractContextManager[None]:
+    """Have ``parameters`` whole inside the block: of any engine, or of a model built inside `Init`. Collective.
+
+    One parameter or an iterable; None and plain tensors in it are ignored. With ``modifier_rank`` that rank's changes
+    become every rank's at exit; without it changes to sharded parameters are lost.
+    """
+    return gathered_anywhere(parameters, modifier_rank)
+
+
+class Init:
+    """Context manager: parameters of modules built inside are cut over the ranks as soon as their module is attached.
+
+    ``config``: as for `initialize`; without one, or below stage 3, the context does nothing. ``enabled``: false
+    switches it off. Initial values equal those that one process with the same seed draws. See `zero_partition.Init`.
+    Collective.
+    """
+
+    def __init__(self, config: Any = None, *, enabled: bool = True, device: torch.device | str | None = None) -> None:
+        self._where = torch.device(device) if device is not None else None
+        self._config = config
+        self._enabled = enabled
+        self._inner: PartitionInit | None = None
+
+    def __enter__(self) -> Init:
+        if self._enabled and self._config is not None:
+            init(self._where)
+            resolved = Config.load(self._config, world_size=dist.get_world_size())
+            if resolved.zero_optimization.stage >= 3:
+                groups = Mesh(device=self._where).open_groups()
+                self._inner = PartitionInit(groups.gather, groups.control)
+                self._inner.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._inner is not None:
+            self._inner.__exit__(kind, error, trace)

@@ -1,0 +1,224 @@
+"""Build models that never fit in one piece: `Init` cuts parameters while the model is being constructed."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from zero_comm import Control, Group, Message, Tag
+
+from .placeholder import Placeholders
+from .units import reason_uncut
+
+logger = logging.getLogger("zero_partition")
+
+_RECORD = "_zero_cut"  # the one attribute that a parameter carries, from Init until a unit owns it
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_METADATA = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim")]
+    + [getattr(torch.Tensor, name).__get__ for name in ("grad", "grad_fn", "layout", "is_meta")]
+    + [getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__")]
+)
+
+
+class CutParameter:
+    """A parameter of which this rank holds 1/N: ``shard`` (1-D, padded) in the dtype that the user's code asked for.
+
+    `gather` makes it whole so that code can work on it, `cut` takes the present values and releases it again.
+    """
+
+    def __init__(self, parameter: nn.Parameter, group: Group) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._group = group
+        self.whole = True
+        self.cut()
+        setattr(parameter, _RECORD, self)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self._shape.numel()
+
+    def cut(self) -> None:
+        """Keep this rank's slice and make the parameter a placeholder; nothing when it is one already."""
+        parameter = self._parameter()
+        if parameter is None or not self.whole:
+            return
+        self._shape = parameter.shape
+        size = -(-self.numel // self._group.world_size)
+        part = parameter.data.reshape(-1)[self._group.rank * size : (self._group.rank + 1) * size]
+        self.shard = parameter.data.new_zeros(size)
+        self.shard[: part.numel()].copy_(part)
+        named = [("built inside Init", parameter)]
+        self._placeholder = Placeholders(named, parameter.dtype, parameter.device)
+        self._placeholder.install()
+        self.whole = False
+
+    def gather(self) -> None:
+        """Make the parameter whole, in memory of its own. Collective."""
+        parameter = self._parameter()
+        if parameter is not None and not self.whole:
+            parameter.data = self.read()
+            self.whole = True
+
+    def take_from(self, rank: int) -> None:
+        """Give every rank the values that ``rank`` has in the whole parameter. Collective."""
+        parameter = self._parameter()
+        if parameter is not None and self.whole:
+            values = parameter.data.contiguous()
+            self._group.broadcast(values, rank, Tag("broadcast", "a parameter built inside Init")).wait()
+            parameter.data = values
+
+    def replaced(self) -> None:
+        """The parameter's data was assigned: it is whole with these values."""
+        self.whole = True
+
+    def read(self) -> torch.Tensor:
+        """The whole values in the parameter's shape; the parameter itself stays as it is. Collective."""
+        parameter = self._parameter()
+        if self.whole and parameter is not None:
+            return parameter.data
+        self._placeholder.verify()
+        full = self.shard.new_empty(self.shard.numel() * self._group.world_size)
+        self._group.all_gather(full, self.shard, Tag("gather", "a parameter built inside Init")).wait()
+        return full[: self.numel].view(self._shape)
+
+
+def cut_record(parameter: object) -> CutParameter | None:
+    """The record of a parameter that an `Init` context cut and no unit owns yet."""
+    return getattr(parameter, _RECORD, None) if isinstance(parameter, nn.Parameter) else None
+
+
+def forget_cut(parameter: nn.Parameter) -> None:
+    """A unit owns the parameter from now on."""
+    delattr(parameter, _RECORD)
+
+
+class Init:
+    """Inside this context, models are built with every parameter cut over the ranks of ``group``.
+
+    A submodule is cut when it is attached to its parent; what is still whole at the end is cut then. Code that
+    touches the data of a cut parameter (init functions, ``module.apply``) gets it whole; at most ``max_whole_numel``
+    elements of touched parameters stay whole at a time, the oldest are cut again from their present values. Every
+    rank runs the same code and draws the same values as one process with the same seed would; generator states are
+    compared on entry, and where they differ rank 0's is used, with a warning.
+    """
+
+    def __init__(self, group: Group, control: Control, *, max_whole_numel: int = 1 << 26) -> None:
+        self._group = group
+        self._control = control
+        self._max_whole_numel = max_whole_numel
+        self._handles: list[RemovableHandle] = []
+        self._built: dict[int, weakref.ref[nn.Module]] = {}
+        self._touched: dict[int, CutParameter] = {}
+        self._mode = _TouchMode(self._touch, self._data_assigned)
+
+    def __enter__(self) -> Init:
+        if self._group.world_size > 1:
+            self._agree_on_generators()
+            self._handles = [
+                register_module_module_registration_hook(self._attached),
+                register_module_parameter_registration_hook(self._registered),
+            ]
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._group.world_size == 1:
+            return
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+        if error is None:
+            for reference in self._built.values():
+                module = reference()
+                if module is not None:
+                    self._cut_all(p for p in module._parameters.values() if p is not None)
+        self._built.clear()
+        self._touched.clear()
+
+    def _attached(self, _parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+        if child is not None:
+            self._cut_all(child.parameters())
+
+    def _registered(self, module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
+        self._built[id(module)] = weakref.ref(module)
+
+    def _cut_all(self, parameters: Iterable[nn.Parameter]) -> None:
+        with torch._C.DisableTorchFunction():
+            for parameter in parameters:
+                record = cut_record(parameter)
+                if record is not None:
+                    record.cut()
+                    self._touched.pop(id(record), None)
+                elif parameter.numel() > 1 and not parameter.is_meta and reason_uncut(parameter) is None:
+                    CutParameter(parameter, self._group)
+
+    def _touch(self, records: list[CutParameter]) -> None:
+        for record in records:
+            record.gather()
+            self._touched[id(record)] = record
+        whole = sum(record.numel for record in self._touched.values())
+        for key, record in list(self._touched.items()):
+            if whole <= self._max_whole_numel or record in records:
+                return
+            record.cut()
+            whole -= self._touched.pop(key).numel
+
+    def _data_assigned(self, record: CutParameter) -> None:
+        record.replaced()
+        self._touched[id(record)] = record
+
+    def _agree_on_generators(self) -> None:
+        state = torch.get_rng_state()
+        digest = hashlib.sha256(bytes(state.numpy())).hexdigest()
+        digests = self._control.agree(Message("init", "generator state", 0, digest))
+        if len(set(digests)) > 1:
+            if self._group.rank == 0:
+                logger.warning("Init: the ranks' random generators differ; all continue with rank 0's state")
+            self._group.broadcast(state, 0, Tag("broadcast", "generator state")).wait()
+            torch.set_rng_state(state)
+
+
+class _TouchMode(TorchFunctionMode):
+    """Calls ``touch`` before a torch function reads or writes the data of cut parameters."""
+
+    def __init__(
+        self, touch: Callable[[list[CutParameter]], None], data_assigned: Callable[[CutParameter], None]
+    ) -> None:
+        super().__init__()
+        self._touch = touch
+        self._data_assigned = data_assigned
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if func in _METADATA:
+            return func(*args, **keywords)
+        if func == _SET_DATA:
+            result = func(*args, **keywords)
+            record = cut_record(args[0])
+            if record is not None:
+                self._data_assigned(record)
+            return result
+        records = [r for leaf in tree_leaves((args, keywords)) if (r := cut_record(leaf)) is not None]
+        if records:
+            self._touch(records)
+        return func(*args, **keywords)

@@ -1,0 +1,107 @@
+"""Models built inside Init start with the weights that one process draws, and train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+import zoo
+from torch import nn
+from training import Run
+
+from zero_comm import run_ranks
+
+
+class InParent(nn.Module):
+    """The parent initialises children after attaching them, by `apply`, by name, and through ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(zoo.VOCAB, zoo.WIDTH)
+        self.blocks = nn.ModuleList(zoo.Block() for _ in range(2))
+        self.head = nn.Linear(zoo.WIDTH, zoo.VOCAB, bias=False)
+        self.own = nn.Parameter(torch.randn(zoo.WIDTH))
+        self.register_buffer("noise", torch.randn(zoo.WIDTH))
+        self.apply(self.draw)
+        nn.init.orthogonal_(self.blocks[0].up.weight)
+        nn.init.trunc_normal_(self.blocks[1].up.weight, std=0.3)
+        with torch.no_grad():
+            self.head.weight.mul_(0.5)
+            self.blocks[1].down.bias.data = torch.randn(zoo.WIDTH)
+            self.blocks[0].down.bias.data.uniform_(-1, 1)
+        self.blocks.insert(1, zoo.Block())
+
+    @staticmethod
+    def draw(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        h = self.embedding(x) + self.own + self.noise
+        for block in self.blocks:
+            h = block(h)
+        return [nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())]
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {"reset_parameters": zoo.Transformer, "in the parent": InParent}
+
+
+def built(kind: str, steps: int, own_seeds: bool) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
+    """Initial weights, the share of elements held after Init, and the weights after some steps."""
+    import zero_core
+
+    run = Run(dtype="fp32", steps=steps)
+    config = training.config(run, 3, dist.get_world_size())
+    torch.manual_seed(dist.get_rank() if own_seeds else 0)
+    with zero_core.Init(config):
+        model = BUILDERS[kind]()
+    held = sum(p.untyped_storage().nbytes() for p in model.parameters())
+    total = sum(p.numel() * 4 for p in model.parameters())
+    engine = training.start(run, 3, model)
+    initial = training.weights(engine)
+    training.train(engine, run, 0, steps)
+    return initial, held / total, training.weights(engine)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("own_seeds", (False, True))
+def test_initial_weights_are_those_of_one_process(kind: str, world_size: int, own_seeds: bool) -> None:
+    torch.manual_seed(0)
+    alone = BUILDERS[kind]()
+    expected = {name: p.detach() for name, p in alone.named_parameters()}
+    initial, held, trained = run_ranks(built, world_size, kind, 3, own_seeds)[0]
+    assert training.bits(initial) == training.bits(expected)
+    assert held < (0.2 if world_size > 1 else 1.01)
+    assert training.deviation(trained, training.plain(Run(dtype="fp32", steps=3), alone)) <= 1e-5
+
+
+def edited(own_init: bool) -> tuple[list[float], list[float], list[float]]:
+    """A weight edited under a gather before the engine exists, then under the engine."""
+    import zero_core
+
+    run = Run(dtype="fp32")
+    with zero_core.Init(training.config(run, 3, dist.get_world_size()), enabled=own_init):
+        model = zoo.build("plain", torch.float32)
+    weight = model.blocks[1].up.bias
+    with zero_core.gathered([weight, None, torch.ones(2), model.norm.weight], modifier_rank=0):
+        weight.data.fill_(3.0 + dist.get_rank())
+    with zero_core.gathered(weight):
+        before = weight.tolist()
+    engine = training.start(run, 3, model)
+    at_start = engine.full_param(weight).tolist()
+    with zero_core.gathered(weight, modifier_rank=1), torch.no_grad():
+        weight.mul_(2.0 + dist.get_rank())
+    after = engine.full_param(weight).tolist()
+    engine.destroy()
+    return before, at_start, after
+
+
+@pytest.mark.parametrize("own_init", (True, False))
+def test_gathered_edits_reach_every_rank_before_and_after_the_engine_exists(own_init: bool) -> None:
+    for rank, (before, at_start, after) in enumerate(run_ranks(edited, 2, own_init)):
+        assert set(before) == ({3.0} if own_init else {3.0 + rank})
+        assert set(at_start) == {3.0} and set(after) == {9.0}
