@@ -1,0 +1,193 @@
+"""Whole values for the user, outside a pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from partition_models import cut, make, tokens
+from torch import nn
+
+from zero_comm import run_ranks
+from zero_partition import (
+    PartitionError,
+    ReleasedParameterError,
+    ShardedOptimizer,
+    UnitState,
+    full_gradient,
+    full_parameter,
+    full_state,
+    gathered,
+)
+from zero_precision import PrecisionPolicy
+
+STAGES = [0, 1, 2, 3]
+
+
+def read_inside() -> dict[str, Any]:
+    reference, model = make(), make()
+    parts = cut(model, 3)
+    expected = dict(reference.named_parameters())
+    released = all(bool(p.isnan().all()) for p in model.parameters() if p.numel() > 1)
+    with gathered(parts, model.blocks[1].parameters()):
+        right = all(torch.equal(p, expected[f"blocks.1.{n}"]) for n, p in model.blocks[1].named_parameters())
+        with gathered(parts, model.parameters()):  # nesting
+            everything = all(torch.equal(p, expected[n]) for n, p in model.named_parameters())
+        still = all(torch.equal(p, expected[f"blocks.1.{n}"]) for n, p in model.blocks[1].named_parameters())
+    with gathered(parts, [model.norm.weight, "not a parameter", nn.Parameter(torch.ones(2))]):
+        mixed = torch.equal(model.norm.weight, expected["norm.weight"])
+    with gathered(parts, model.head.weight):
+        single = torch.equal(model.embedding.weight, expected["embedding.weight"])
+    states = {u.state for u in parts.units if u.releasable}
+    return {
+        "released": released,
+        "right": right,
+        "everything": everything,
+        "still": still,
+        "mixed": mixed,
+        "single": single,
+        "afterwards": states == {UnitState.RELEASED},
+    }
+
+
+def test_inside_gathered_values_are_whole_and_afterwards_absent_again() -> None:
+    for facts in run_ranks(read_inside, 2):
+        assert all(facts.values()), facts
+
+
+def change_inside(stage: int, master: bool) -> dict[str, Any]:
+    torch.manual_seed(5)
+    model = make().float() if master else make()
+    policy = PrecisionPolicy.bf16() if master else None
+    parts = cut(model, stage, policy=policy)
+    rank = parts.rank
+    with gathered(parts, [model.norm.weight, model.blocks[0][0].bias], modifier_rank=1), torch.no_grad():
+        model.norm.weight.fill_(10.0 + rank)  # in place
+        model.blocks[0][0].bias.data = torch.full_like(model.blocks[0][0].bias, 20.0 + rank)  # replaced
+    with gathered(parts, model.parameters()):
+        seen = model.norm.weight.tolist(), model.blocks[0][0].bias.tolist()
+    wholes = full_parameter(parts, model.norm.weight), full_parameter(parts, model.blocks[0][0].bias)
+    return {"seen": [set(s) for s in seen], "whole": [set(w.tolist()) for w in wholes], "dtype": wholes[0].dtype}
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_the_modifier_rank_writes_becomes_every_ranks_value_and_its_master(stage: int, master: bool) -> None:
+    for facts in run_ranks(change_inside, 2, stage, master):
+        assert facts["seen"] == facts["whole"] == [{11.0}, {21.0}]
+        assert facts["dtype"] == (torch.float32 if master else torch.float64)
+
+
+def write_outside(how: str) -> str:
+    model = make()
+    cut(model, 3)
+    if how == "fill":
+        with torch.no_grad():
+            model.norm.weight.fill_(1.0)
+    else:
+        model.norm.weight.data = torch.ones(7, dtype=torch.float64)
+    try:
+        model(tokens())
+    except ReleasedParameterError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize("how", ["fill", "replace"])
+def test_a_released_parameter_that_was_written_is_named_when_its_unit_is_gathered(how: str) -> None:
+    for text in run_ranks(write_outside, 2, how):
+        assert "'norm.weight'" in text and "gathered(" in text
+
+
+def whole_values(stage: int) -> dict[str, float | bool]:
+    model, reference = make(), make()
+    reference.blocks[2][0].weight.requires_grad_(False)
+    model.blocks[2][0].weight.requires_grad_(False)
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    parts = cut(model, stage)
+    optimizer = ShardedOptimizer(inner, parts)
+    expected = torch.optim.Adam(reference.parameters(), lr=0.01)
+    for step in range(2):
+        reference(tokens(step)).backward()
+        model(tokens(step)).backward()
+        if step == 0:
+            optimizer.step()
+            expected.step()
+            reference.zero_grad()
+    pairs = [(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
+    trained = [(p, q) for p, q in pairs if q.requires_grad]
+    gradients = [(full_gradient(parts, p), q.grad) for p, q in trained]
+    moments = [
+        (full_state(parts, optimizer, p, k), expected.state[q][k])
+        for p, q in trained
+        for k in ("exp_avg", "exp_avg_sq")
+    ]
+    frozen = next(p for p in model.parameters() if not p.requires_grad)
+    try:
+        full_state(parts, optimizer, frozen, "exp_avg")
+        refusal = "none"
+    except PartitionError as error:
+        refusal = str(error)
+    try:
+        full_parameter(parts, nn.Parameter(torch.ones(3)))
+        foreign = "none"
+    except PartitionError as error:
+        foreign = str(error)
+    return {
+        "parameters": max(float((full_parameter(parts, p) - q).abs().max()) for p, q in pairs),
+        "gradients": max(float((a - b).abs().max()) for a, b in gradients),
+        "states": max(float((a - b).abs().max()) for a, b in moments),
+        "shapes": all(a.shape == b.shape for a, b in gradients + moments),
+        "frozen has none": full_gradient(parts, frozen) is None and "'blocks.2.0.weight' is not trained" in refusal,
+        "foreign": "does not belong" in foreign,
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_parameters_gradients_and_states_are_those_of_one_process(stage: int) -> None:
+    for facts in run_ranks(whole_values, 3, stage):
+        assert facts["parameters"] < 1e-12 and facts["gradients"] < 1e-12 and facts["states"] < 1e-12
+        assert facts["shapes"] and facts["frozen has none"] and facts["foreign"]
+
+
+def visible_gradients(stage: int) -> float | bool:
+    model, reference = make(), make()
+    parts = cut(model, stage)
+    model(tokens(parts.rank)).backward()
+    if stage >= 1:
+        return all(p.grad is None for p in model.parameters())
+    (sum(reference(tokens(rank)) for rank in range(2)) / 2).backward()
+    return max(
+        float((p.grad - q.grad).abs().max()) for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    )
+
+
+def test_stage_0_shows_averaged_gradients_and_sharded_stages_none() -> None:
+    assert max(run_ranks(visible_gradients, 2, 0)) < 1e-12
+    assert run_ranks(visible_gradients, 2, 2) == run_ranks(visible_gradients, 2, 3) == [True, True]
+
+
+class Opens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.parts: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with gathered(self.parts, self.inner.weight):
+            return self.inner(x)
+
+
+def open_in_forward() -> str:
+    model = Opens().double()
+    model.parts = cut(model, 3)
+    try:
+        model(torch.ones(1, 4, dtype=torch.float64))
+    except PartitionError as error:
+        return str(error)
+    return "none"
+
+
+def test_gathered_inside_a_forward_pass_is_refused_on_every_rank() -> None:
+    assert all("inside a forward or backward pass" in text for text in run_ranks(open_in_forward, 2))
