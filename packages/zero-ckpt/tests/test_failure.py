@@ -205,3 +205,25 @@ def test_damage_met_while_loading_sends_all_ranks_back_to_the_last_good_checkpoi
     assert on_ranks(2, part) == [("s1", b""), ("s1", b"\1" * 8)]
     with pytest.raises(DamagedError, match=r"'w' \(param\) in .*s2/rank-00000.safetensors: elements 0 to 8"):
         restore(tmp_path, lambda checkpoint: checkpoint.read("w", "param"), "s2")
+
+
+def test_a_rank_that_disappears_is_a_typed_error_for_the_others(tmp_path: Path) -> None:
+    save(tmp_path, "good", 1)
+
+    class Broken(ThreadCoordinator):
+        calls = 0
+
+        def all_gather_object(self, obj: object) -> list[object]:
+            self.calls += 1
+            if self.calls > 2:
+                raise ConnectionError("peer closed the connection")
+            return super().all_gather_object(obj)
+
+    def part(group: ThreadCoordinator) -> Path:
+        broken = Broken(group.rank, group.world_size, group._barrier, group._slots)
+        mine = Interval("w", "param", (2,), "U8", group.rank, b"x")
+        return save_sharded(tmp_path, "bad", [mine], step=2, coordinator=broken)
+
+    for error in on_ranks(2, part):
+        assert isinstance(error, CheckpointError) and "peer closed the connection" in str(error)
+    assert names(tmp_path) == ["good", "latest"]

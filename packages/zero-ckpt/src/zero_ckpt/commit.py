@@ -101,8 +101,11 @@ class Staging:
     def discard(self) -> None:
         """Remove the directory and all in it; nothing happens after a commit."""
         if not self._ended:
-            with _root_lock(self.root):
-                remove_directory(self.path)
+            try:
+                with _root_lock(self.root):
+                    remove_directory(self.path)
+            except OSError as error:  # a rank may be writing still; the lock is given up, so the next save sweeps it
+                logger.warning("left %s to be swept by the next save: %s", self.path, error)
             self._end()
 
     def _end(self) -> None:
@@ -154,6 +157,15 @@ def sweep(root: Path) -> list[Path]:
 
 
 def _sweep_one(path: Path) -> Path | None:
+    """What was removed or put back; what cannot be (another user's, say) is no reason not to save."""
+    try:
+        return _clear(path)
+    except OSError as error:
+        logger.warning("could not sweep %s: %s", path, error)
+        return None
+
+
+def _clear(path: Path) -> Path | None:
     if path.name.startswith(_REPLACED):
         return _settle_replaced(path)
     if path.name.startswith(_DELETING) or (path.name.startswith(_SAVING) and _is_stale(path)):

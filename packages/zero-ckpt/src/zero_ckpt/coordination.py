@@ -23,7 +23,13 @@ def together(coordinator: Coordinator, what: str, part: Callable[[], T]) -> list
         result = part()
     except BaseException as error:  # an interrupt too: the other ranks wait for an answer
         own = error
-    answers = coordinator.all_gather_object([None if own is None else _describe(own), result])
+    try:
+        answers = coordinator.all_gather_object([None if own is None else _describe(own), result])
+    except Exception as error:
+        causes = {coordinator.rank: f"the ranks could not agree, one may be gone: {error}"}
+        if own is not None:
+            causes[coordinator.rank] = _describe(own)[1]
+        raise CheckpointError(f"{what} failed", causes) from (own or error)
     if own is not None and not isinstance(own, Exception):
         raise own
     causes = {rank: answer[0] for rank, answer in enumerate(answers) if answer[0] is not None}
