@@ -58,3 +58,8 @@ def make(blocks: int = 3, seed: int = 0) -> Stack:
     """A `Stack` in float64 with the same weights wherever it is made."""
     torch.manual_seed(seed)
     return Stack(blocks).double()
+
+
+def gathered_bytes(parts: Partition) -> int:
+    """Bytes of the flat buffers that are present now."""
+    return sum(u.flat.untyped_storage().nbytes() for u in parts.units if u.releasable)
