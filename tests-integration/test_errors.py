@@ -236,3 +236,50 @@ def test_the_state_dict_of_released_parameters_cannot_be_loaded_by_mistake() -> 
     for devices, message, whole_inside in run_ranks(saved_state_dict, RANKS):
         assert devices == {"meta"} and whole_inside
         assert message.startswith("RuntimeError") and "blocks.0.up.weight" in message, message
+
+
+def misuse(what: str, stage: int) -> str:
+    """Calls that would do nothing, or something else than they say, if they were let pass."""
+    import zero_core
+
+    engine = training.start(Run("frozen and unused"), stage)
+    engine.backward(engine(*zoo.batch(0, 0, dist.get_rank(), dist.get_world_size()))[0])
+    if what == "optimizer.step":
+        return outcome(engine.optimizer.step)
+    if what == "initialize again":
+        config = training.config(Run(), stage, dist.get_world_size())
+        return outcome(lambda: zero_core.initialize(model=engine.module, config=config))
+    if what == "unfreeze":
+        engine.module.blocks[1].requires_grad_(True)
+        return outcome(lambda: training.train(engine, Run(), 0, 1))
+    engine.destroy()
+    return outcome(engine.step)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("optimizer.step", ["PartitionError", "engine.step()"]),
+        ("initialize again", ["PartitionError", "'embedding.weight'", "destroy()"]),
+        ("unfreeze", ["PartitionError", "'blocks.1.norm.weight'", "frozen"]),
+        ("step after destroy", ["UsageError", "destroyed"]),
+    ],
+)
+def test_a_call_that_could_not_do_what_it_says_is_refused(what: str, words: list[str], stage: int) -> None:
+    for message in run_ranks(misuse, RANKS, what, stage, timeout=60):
+        assert all(word in message for word in words), message
+
+
+def loaded_later(stage: int) -> bool:
+    engine = training.start(Run(dtype="bf16"), stage)
+    state = {
+        name: torch.full_like(value, 0.5, dtype=torch.float32) for name, value in engine.module.state_dict().items()
+    }
+    engine.module.load_state_dict(state)
+    return bool((engine.full_param(engine.module.blocks[0].up.weight) == 0.5).all())
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_masters_follow_a_state_dict_that_is_loaded_later(stage: int) -> None:
+    assert run_ranks(loaded_later, RANKS, stage) == [True, True]

@@ -85,6 +85,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and return its output unchanged. A failure is told to all ranks."""
+        self._check_open("forward")
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast_floating((args, kwargs), torch.float16)
         with self._told_to_all(), self._autocast():
@@ -196,10 +197,12 @@ class Engine(nn.Module):
 
     def full_param(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the whole parameter in the optimizer's precision. Collective."""
+        self._check_open("full_param")
         return full_parameter(self._partition, parameter)
 
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A copy of the whole averaged gradient, or None when no rank has one. Collective."""
+        self._check_open("full_grad")
         return full_gradient(self._partition, parameter)
 
     def full_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
@@ -208,10 +211,12 @@ class Engine(nn.Module):
 
     def set_full_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Replace a parameter, its master included, by rank 0's ``value``. Collective."""
+        self._check_open("set_full_param")
         set_full_parameter(self._partition, parameter, value)
 
     def set_full_grad(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Replace the averaged gradient of a parameter by rank 0's ``value`` until the next step. Collective."""
+        self._check_open("set_full_grad")
         set_full_gradient(self._partition, parameter, value)
 
     def set_full_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
@@ -233,6 +238,7 @@ class Engine(nn.Module):
         ``client_state`` is plain data and comes back from `load_checkpoint`. Raises `zero_ckpt.CheckpointError` on
         every rank.
         """
+        self._check_open("save_checkpoint")
         if not str(save_dir):
             raise UsageError("save_checkpoint(save_dir): expected a directory, got an empty string")
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
@@ -253,6 +259,7 @@ class Engine(nn.Module):
 
         Collective. Raises `zero_ckpt.CheckpointError` on every rank: there is never a silent fresh start.
         """
+        self._check_open("load_checkpoint")
         wanted = checkpoint.Wanted(
             strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only and self._sharded is not None,
@@ -359,7 +366,12 @@ class Engine(nn.Module):
             return "loss.backward() does not scale the loss, but fp16 needs it: call engine.backward(loss)"
         return None
 
+    def _check_open(self, call: str) -> None:
+        if self._destroyed:
+            raise UsageError(f"engine.{call}: this engine was destroyed; the plain model goes on, or initialize again")
+
     def _check_trainable(self, call: str) -> ShardedOptimizer:
+        self._check_open(call)
         if self._sharded is None:
             raise UsageError(
                 f"engine.{call}: this engine has no optimizer; pass optimizer=… to initialize or add an 'optimizer' "

@@ -26,6 +26,7 @@ class PassListener(Protocol):
     def before_backward(self, units: list[Unit]) -> None: ...
     def gradient_ready(self, unit: Unit, index: int) -> None: ...
     def unit_of_storage(self, address: int) -> Unit | None: ...
+    def values_loaded(self, units: list[Unit]) -> None: ...
 
 
 class ModuleHooks:
@@ -73,6 +74,10 @@ class ModuleHooks:
         if any(u.releasable for u in units):
             hook = _released_as_meta(units)
             self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
+        loaded = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda *_: self._listener.values_loaded(units)
+        )
+        self._handles.append(loaded)
         self._handles.append(module.register_forward_pre_hook(enter))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 

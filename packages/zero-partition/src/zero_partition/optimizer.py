@@ -83,7 +83,9 @@ class ShardedOptimizer:
         self._skip_non_finite = skip_non_finite
         self._norm = norm
         self.fragments: list[OwnedFragment] = []
+        self._stepping = False
         self._adopt(optimizer)
+        optimizer.register_step_pre_hook(self._refuse_direct_step)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -211,9 +213,20 @@ class ShardedOptimizer:
             grads = [o.tensor.grad for o in self.fragments if o.tensor.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, factor)
-        self.inner.step()
+        self._stepping = True
+        try:
+            self.inner.step()
+        finally:
+            self._stepping = False
         for owned in self.fragments:
             owned.tensor.grad = None
+
+    def _refuse_direct_step(self, *_: Any) -> None:
+        if not self._stepping:
+            raise PartitionError(
+                "optimizer.step() was called directly and would do nothing: the engine holds the gradients. "
+                "Call engine.step()"
+            )
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Exchange the model's parameters in the param groups for this rank's fragments."""

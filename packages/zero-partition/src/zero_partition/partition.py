@@ -77,6 +77,7 @@ class Partition:
         self.residency = residency
         self.rank = groups.gather.rank
         self.world_size = groups.gather.world_size
+        _refuse_owned(model)
         self.uncut = uncut_parameters(model)
         check_trainable_uncut(model)
         self._kept_fp32 = _kept_fp32(model, options.policy)
@@ -257,6 +258,12 @@ def partition(
         trainable=chosen,
         residency=residency if residency is not None else DeviceResidency(),
     )
+
+
+def _refuse_owned(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if owner_of(parameter) is not None:
+            raise PartitionError(f"parameter '{name}' belongs to an engine already; call that engine's destroy() first")
 
 
 def _kept_fp32(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from zero_comm import CommError, EngineGroups
 
+from .errors import PartitionError
 from .gatherer import Gatherer
 from .gradients import UnitGradients
 from .hooks import ModuleHooks, SavedViews
@@ -69,6 +70,9 @@ class Runtime:
         self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self._failure: str | None = None
         self._storages: dict[int, Unit] = {}
+        self._frozen = [
+            (n, p) for u in self.units for n, p in zip(u.names, u.parameters, strict=True) if not p.requires_grad
+        ]
         self._unit_of = {id(p): u for u in self.units if u.releasable for p in u.parameters}
         self._hooks = ModuleHooks(model, self.units, self)
         self._interception = Interception(model, self.units, self.parameter_read)
@@ -176,6 +180,7 @@ class Runtime:
         if self._outermost is None:
             self._outermost = name
             self._trains = torch.is_grad_enabled()
+            self._check_frozen()
             self._begin_forward(name)
         for unit in units:
             if self._trains:
@@ -223,6 +228,8 @@ class Runtime:
         gradient = parameter.grad
         if gradient is None:
             return
+        if gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
         self.gradients[unit.index].add(index, gradient, more_follow=not self.reducer.active)
         parameter.grad = None
         if self.reducer.active and self.reducer.arrived(unit.index):
@@ -242,6 +249,20 @@ class Runtime:
         return unit if unit is not None and unit.holds_storage(address) else None
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _check_frozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise PartitionError(
+                    f"parameter '{name}' was frozen when the engine was made and requires gradients now: it has no "
+                    "master, no gradient buffer and no optimizer state. Call destroy() and initialize again."
+                )
+
+    def values_loaded(self, units: list[Unit]) -> None:
+        """``load_state_dict`` has written parameters: masters and shards follow."""
+        for unit in units:
+            if not unit.releasable:
+                unit.write_back()
 
     def _note_present(self, unit: Unit) -> None:
         self._storages[unit.flat.untyped_storage().data_ptr()] = unit
