@@ -93,6 +93,7 @@ def _options(config: Config, model: nn.Module) -> PartitionOptions:
         ),
         prefetch_numel=zero.stage3_prefetch_bucket_size,
         max_live_numel=zero.stage3_max_live_parameters,
+        bucket_numel=zero.reduce_bucket_size,
         reduce_each_micro_batch=config.reduce_each_micro_batch,
         compute_dtypes=_autocast_dtypes(config, model),
     )

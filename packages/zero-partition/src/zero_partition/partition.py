@@ -41,6 +41,7 @@ class PartitionOptions:
     limits: UnitLimits = field(default_factory=UnitLimits)
     prefetch_numel: int = 50_000_000
     max_live_numel: int = 1_000_000_000
+    bucket_numel: int = 500_000_000
     reduce_each_micro_batch: bool = False
     compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     alignment: int = 64
@@ -98,6 +99,7 @@ class Partition:
             device=device,
             prefetch_numel=options.prefetch_numel,
             max_live_numel=options.max_live_numel,
+            bucket_numel=options.bucket_numel,
         )
         for unit in self.units:
             for parameter in unit.parameters:

@@ -11,7 +11,7 @@ from zero_comm import Work
 
 from .gradients import UnitGradients
 
-_IN_FLIGHT = 2  # reductions whose local sum is still to do; bounds the memory of stages 2 and 3
+_IN_FLIGHT = 2  # reductions whose local sum is still to do: one travels while the next unit fills
 
 
 class Reducer:
@@ -22,15 +22,16 @@ class Reducer:
     arrive after their unit was reduced stay, are announced at the next agreement point, and are reduced then.
     """
 
-    def __init__(self, gradients: Sequence[UnitGradients], device: torch.device) -> None:
+    def __init__(self, gradients: Sequence[UnitGradients], device: torch.device, *, bucket_numel: int) -> None:
         self._by_unit = {g.unit.index: g for g in gradients}
         self._device = device
+        self._bucket_numel = bucket_numel
         self._order = [g.unit.index for g in reversed(gradients)]
         self._expected = {g.unit.index: len(g.unit.parameters) for g in gradients}
         self._arrived = dict.fromkeys(self._by_unit, 0)
         self._finished: list[int] = []
         self._queue: deque[int] | None = None
-        self._works: deque[Work] = deque()
+        self._works: deque[tuple[int, Work]] = deque()
         self._ran: set[int] = set()
         self._learned = False
         self.step = 0
@@ -88,7 +89,7 @@ class Reducer:
                 self._finished.append(index)
         while self._queue:
             self._start(self._queue.popleft())
-        self._drain(0)
+        self._drain()
         self._queue = None
         self._ran.clear()
 
@@ -97,7 +98,7 @@ class Reducer:
         for index in self._order:
             if index in units:
                 self._start(index)
-        self._drain(0)
+        self._drain()
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -116,9 +117,10 @@ class Reducer:
 
     def _start(self, index: int) -> None:
         gradients = self._by_unit[index]
-        self._works.append(gradients.start_reduce(self.step, self._device))
-        self._drain(_IN_FLIGHT)
+        self._works.append((gradients.unit.layout.numel, gradients.start_reduce(self.step, self._device)))
+        while len(self._works) > _IN_FLIGHT or sum(numel for numel, _ in self._works) > self._bucket_numel:
+            self._works.popleft()[1].wait()
 
-    def _drain(self, leave: int) -> None:
-        while len(self._works) > leave:
-            self._works.popleft().wait()
+    def _drain(self) -> None:
+        while self._works:
+            self._works.popleft()[1].wait()

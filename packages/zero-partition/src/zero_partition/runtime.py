@@ -43,6 +43,7 @@ class Runtime:
         device: torch.device,
         prefetch_numel: int,
         max_live_numel: int,
+        bucket_numel: int,
     ) -> None:
         self.units = list(units)
         self.gradients = {g.unit.index: g for g in gradients}
@@ -57,7 +58,7 @@ class Runtime:
             prefetch_numel=prefetch_numel,
             max_live_numel=max_live_numel,
         )
-        self.reducer = Reducer(list(gradients), device)
+        self.reducer = Reducer(list(gradients), device, bucket_numel=bucket_numel)
         self._sharded = any(u.releasable for u in self.units)
         self._saved = SavedViews(self)
         self._in_backward = False

@@ -142,7 +142,6 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.override_module_apply": "nothing in torch is replaced",
     "zero_optimization.parameter_alignment": _LAYOUT,
     "zero_optimization.pipeline_loading_checkpoint": "checkpoints are always read shard by shard",
-    "zero_optimization.reduce_bucket_size": "each unit is reduced as soon as it is complete",
     "zero_optimization.reduce_scatter": "each backend has one reduction",
     "zero_optimization.round_robin_gradients": _UNITS,
     "zero_optimization.save_muon_momentum_buffer_in_memory": "states live where their shards live",
