@@ -49,6 +49,10 @@ def python(folder: str, arguments: list[str]) -> None:
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONPATH": target,
     }
+    check = "import sys, zero_nvme_aio._native as n; sys.exit(0 if n.__file__.startswith(sys.argv[1]) else 1)"
+    found = subprocess.run([sys.executable, "-c", check, target], env={**os.environ, **options})
+    if found.returncode != 0:
+        sys.exit("an editable install hides the sanitized one; run `pip uninstall zero-nvme-aio` first")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests"), *arguments]
     subprocess.run(command, check=True, cwd=folder, env={**os.environ, **options})
 

@@ -289,8 +289,9 @@ class ExtentStore:
 
     def _remove_superseded(self) -> None:
         needed = {c.piece.generation for state in (self._live, self._sealed_live) for cs in state.values() for c in cs}
-        # A Generation may be collected, and this be entered again, at any point below: so copies, and pop with a default.
-        for index in [i for i in list(self._generations) if i < self._next and i not in needed and i not in self._pins]:
+        # A Generation may be collected, and this be entered again, at any point below: so copies and a default.
+        idle = [i for i in list(self._generations) if i < self._next and i not in needed and i not in self._pins]
+        for index in idle:
             files = self._generations.pop(index, None)
             if files is not None:
                 files.remove()
