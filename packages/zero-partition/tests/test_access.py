@@ -19,6 +19,9 @@ from zero_partition import (
     full_parameter,
     full_state,
     gathered,
+    set_full_gradient,
+    set_full_parameter,
+    set_full_state,
 )
 from zero_precision import PrecisionPolicy
 
@@ -191,3 +194,45 @@ def open_in_forward() -> str:
 
 def test_gathered_inside_a_forward_pass_is_refused_on_every_rank() -> None:
     assert all("inside a forward or backward pass" in text for text in run_ranks(open_in_forward, 2))
+
+
+def replace_all(stage: int) -> dict[str, bool]:
+    """Every rank passes another value: rank 0's counts."""
+    model = make()
+    parts = cut(model, stage)
+    optimizer = ShardedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), parts)
+    parameter = model.blocks[1][0].weight
+    value = torch.arange(91, dtype=torch.float64).view(13, 7) + 100 * parts.rank
+    expected = torch.arange(91, dtype=torch.float64).view(13, 7)
+    early = []
+    for call in (
+        lambda: set_full_gradient(parts, parameter, value),
+        lambda: set_full_state(parts, optimizer, parameter, "exp_avg", value),
+    ):
+        try:
+            call()
+        except PartitionError as error:
+            early.append(str(error))
+    model(tokens()).backward()
+    optimizer.step()
+    set_full_parameter(parts, parameter, value)
+    set_full_state(parts, optimizer, parameter, "exp_avg", value)
+    facts = {
+        "refused before there is one": len(early) == 2 and all("'blocks.1.0.weight'" in text for text in early),
+        "parameter": torch.equal(full_parameter(parts, parameter), expected),
+        "state": torch.equal(full_state(parts, optimizer, parameter, "exp_avg"), expected),
+    }
+    with gathered(parts, parameter):
+        facts["seen by forward"] = torch.equal(parameter, expected)
+    model(tokens()).backward()
+    set_full_gradient(parts, parameter, value)
+    facts["gradient"] = torch.equal(full_gradient(parts, parameter), expected)  # type: ignore[arg-type]
+    others = full_parameter(parts, model.blocks[1][2].weight)
+    facts["neighbours untouched"] = bool(others.abs().max() < 10)
+    return facts
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_values_are_replaced_by_rank_0s(stage: int) -> None:
+    for facts in run_ranks(replace_all, 2, stage):
+        assert all(facts.values()), facts

@@ -1,0 +1,157 @@
+"""`Init`: models built in slices hold what one process with the same seed would have drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from partition_models import cut, gathered_bytes, groups
+from torch import nn
+
+from zero_comm import run_ranks
+from zero_partition import Init, ShardedOptimizer, full_parameter, gathered_anywhere
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gain = nn.Parameter(torch.full((width,), 0.5))
+        nn.init.orthogonal_(self.up.weight)  # attached, so cut already: touching it brings it whole
+        with torch.no_grad():
+            self.down.weight.mul_(0.1)
+            self.down.bias[1] = 3.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))) * self.gain
+
+
+class Built(nn.Module):
+    """Everything that constructors do: own parameters, ties, inserts, init by apply, copies between parameters."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(()))
+        self.position = nn.Parameter(torch.randn(5, width))
+        self.embedding = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
+        self.blocks.insert(1, Block(width))
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.apply(self._draw)
+        with torch.no_grad():
+            self.blocks[0].up.weight.copy_(self.blocks[1].up.weight * 2)
+
+    def _draw(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.2)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.data.uniform_(-1, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position[: tokens.shape[1]]
+        for block in self.blocks:
+            x = x + block(x)
+        return (self.head(x) * self.scale).square().mean()
+
+
+def build(seed: int = 3) -> Built:
+    torch.manual_seed(seed)
+    return Built()
+
+
+def built_in_slices(seed_differs: bool) -> dict[str, Any]:
+    channels = groups()
+    torch.manual_seed(3 + (channels.gather.rank if seed_differs else 0))
+    with Init(channels.gather, channels.control):
+        model = Built()
+    several = channels.gather.world_size > 1
+    released = all(bool(p.isnan().all()) for p in model.parameters() if p.numel() > 1)
+    held = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
+    drawn_next = torch.rand(3)
+    with gathered_anywhere(model.parameters()):
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {
+        "released": released == several,
+        "small": held < 200 or not several,
+        "values": values,
+        "generator": drawn_next,
+        "tied": model.head.weight is model.embedding.weight,
+        "absent again": all(bool(p.isnan().all()) for p in model.parameters() if p.numel() > 1) == several,
+        "shapes": {name: tuple(p.shape) for name, p in model.named_parameters()},
+    }
+
+
+@pytest.mark.parametrize("seed_differs", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_values_are_those_that_one_process_with_rank_0s_seed_draws(world_size: int, seed_differs: bool) -> None:
+    reference = build()
+    drawn_next = torch.rand(3)
+    for facts in run_ranks(built_in_slices, world_size, seed_differs):
+        assert facts["released"] and facts["small"] and facts["tied"] and facts["absent again"]
+        assert facts["shapes"] == {name: tuple(p.shape) for name, p in reference.named_parameters()}
+        for name, p in reference.named_parameters():
+            assert torch.equal(facts["values"][name], p), name
+        assert torch.equal(facts["generator"], drawn_next)
+
+
+def trained(dtype_inside: bool) -> float:
+    """A model built in slices, cut and trained, against a plain one; the distance of the weights."""
+    channels = groups()
+    torch.manual_seed(3)
+    with Init(channels.gather, channels.control):
+        model = Built()
+        if dtype_inside:
+            model.double()
+    reference = build().double()
+    parts = cut(model, 3)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), parts)
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        batch = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(step))
+        model(batch).backward()
+        optimizer.step()
+        reference(batch).backward()
+        expected.step()
+        reference.zero_grad()
+    if gathered_bytes(parts):
+        raise AssertionError("units are present outside a pass")
+    wholes = [full_parameter(parts, p) for p in model.parameters()]
+    return max(float((a - b).abs().max()) for a, b in zip(wholes, reference.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype_inside", [False, True])
+def test_a_model_built_in_slices_trains_like_a_plain_one(dtype_inside: bool) -> None:
+    assert max(run_ranks(trained, 2, dtype_inside)) < 1e-12
+
+
+def after_a_failure() -> tuple[str, bool]:
+    channels = groups()
+    text = ""
+    try:
+        with Init(channels.gather, channels.control):
+            nn.Sequential(nn.Linear(3, 3))
+            raise ValueError("the user's own")
+    except ValueError as error:
+        text = str(error)
+    plain = nn.Sequential(nn.Linear(3, 3))
+    return text, bool(plain[0].weight.isfinite().all())
+
+
+def test_after_an_error_inside_models_are_built_whole_again() -> None:
+    assert run_ranks(after_a_failure, 2) == [("the user's own", True)] * 2
+
+
+def changed() -> list[float]:
+    channels = groups()
+    with Init(channels.gather, channels.control):
+        model = nn.Sequential(nn.Linear(4, 4))
+    with gathered_anywhere(model[0].weight, modifier_rank=1), torch.no_grad():
+        model[0].weight.fill_(5.0 + channels.gather.rank)
+    with gathered_anywhere([model[0].weight, None, "not a parameter"]):
+        return sorted(set(model[0].weight.flatten().tolist()))
+
+
+def test_values_can_be_changed_before_any_engine_owns_them() -> None:
+    assert run_ranks(changed, 2) == [[6.0], [6.0]]
