@@ -48,10 +48,9 @@ def deepspeed_module() -> Any:
 
 
 class Contenders:
-    """Everything that moves the file, each over memory of its own that is held for the whole run."""
+    """Everything that moves the file, over memory that is held for the whole run."""
 
     def __init__(self, path: str, nbytes: int) -> None:
-        import numpy
         import torch
 
         self.path, self.nbytes = path, nbytes
@@ -61,7 +60,8 @@ class Contenders:
         pinned = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
         plain = torch.ones(nbytes, dtype=torch.uint8)
         self.actions: dict[tuple[str, str], Callable[[], int]] = {}
-        ours = {"aligned": AlignedBuffer(nbytes), "torch": plain, "numpy": numpy.ones(nbytes, numpy.uint8)}
+        self.aligned = AlignedBuffer(nbytes)
+        ours = {"aligned": self.aligned, "torch": plain, "numpy": plain.numpy()}
         for name, memory in ours.items():
             self.actions[f"ours {name}", "read"] = lambda m=memory: self.io.read(self.file, m, 0).wait()
             self.actions[f"ours {name}", "write"] = lambda m=memory: self.io.write(self.file, m, 0).wait()
@@ -93,7 +93,6 @@ def run(folder: str, nbytes: int, repeats: int) -> tuple[Results, list[tuple[flo
         path = measure.file_for_bench(io, folder, nbytes, AlignedBuffer(min(nbytes, 64 << 20)))
     try:
         contenders = Contenders(path, nbytes)
-        measure.populate_ballast(nbytes)
         for number in range(repeats + 1):
             for key, sample in contenders.round():
                 if number > 0:
@@ -117,11 +116,10 @@ def beside_numpy(contenders: Contenders, repeats: int) -> tuple[list[tuple[float
             count += 1
         return (time.perf_counter() - start) / max(count, 1)
 
-    buffer = AlignedBuffer(contenders.nbytes)
     pairs, submits = [], []
     for number in range(3 * repeats + 1):
         start = time.perf_counter()
-        request = contenders.io.read(contenders.file, buffer, 0)
+        request = contenders.io.read(contenders.file, contenders.aligned, 0)
         submitted = time.perf_counter() - start
         beside = loop(request.done)
         deadline = time.perf_counter() + 0.3

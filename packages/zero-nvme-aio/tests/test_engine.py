@@ -110,7 +110,8 @@ def test_waiting_and_syncing_leave_the_interpreter_to_others(tmp_path: Path) -> 
             ):
                 before = len(ticks)
                 action()
-                assert len(ticks) - before > 15
+                # Held, the interpreter would not have let it run once.
+                assert len(ticks) - before >= 3
         finally:
             stop.set()
             thread.join()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ._engine import Engine
 from ._memory import AlignedBuffer
 
-__all__ = ["Sample", "Setting", "file_for_bench", "measure", "median", "populate_ballast"]
+__all__ = ["Sample", "Setting", "file_for_bench", "measure", "median"]
 
 
 class Setting(NamedTuple):
@@ -50,11 +50,6 @@ def measure(action: Callable[[], int]) -> Sample:
 def median(samples: Sequence[Sample]) -> Sample:
     """Median of each column."""
     return Sample(statistics.median(s.gb_per_s for s in samples), statistics.median(s.cpu_s_per_gb for s in samples))
-
-
-def populate_ballast(nbytes: int) -> None:
-    """Touches and frees memory, so that what is timed next does not pay for memory that a virtual machine gave back."""
-    AlignedBuffer(nbytes)
 
 
 def plain_memory(nbytes: int) -> memoryview:
