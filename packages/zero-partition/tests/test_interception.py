@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -84,14 +83,12 @@ def copies() -> dict[str, bool]:
     model = make()
     parts = cut(model, 3)
     kinds = {type(m._parameters) for m in copy.deepcopy(model).modules()}
-    restored = pickle.loads(pickle.dumps(model.norm._parameters))
     names = [name for name, _ in model.named_parameters()]
     parts.close()
     return {
         "copies are plain": kinds == {dict},
         "closed is plain": {type(m._parameters) for m in model.modules()} == {dict},
         "names": names == [name for name, _ in make().named_parameters()],
-        "pickles are plain": type(restored) is dict and list(restored) == ["weight", "bias"],
     }
 
 
