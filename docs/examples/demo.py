@@ -32,7 +32,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--resume-ranks", type=int, default=3, help="ranks for the rest (default 3)")
     parser.add_argument("--config", type=Path, default=HERE / "ds.json", help="DeepSpeed-style JSON")
     parser.add_argument("--run", type=Path, help="folder for everything that is written (default run/demo-TIME)")
-    parser.add_argument("--prompt", default="import os\n\n\ndef ", help="what the sample continues")
+    parser.add_argument("--prompt", help="what the sample continues")
     return parser.parse_known_args()
 
 
@@ -97,7 +97,8 @@ def main() -> None:
         CONSOLE.rule("Export fp32 safetensors")
         python("-m", "zero_ckpt", "convert", str(run / "ckpt"), str(weights))
         CONSOLE.rule("Sample from them in a fresh process, with plain torch")
-        CONSOLE.print(Text(python(str(HERE / "sample.py"), str(weights), "--prompt", args.prompt)))
+        prompt = [] if args.prompt is None else ["--prompt", args.prompt]
+        CONSOLE.print(Text(python(str(HERE / "sample.py"), str(weights), *prompt)))
         python(str(HERE / "plot.py"), str(run / "metrics.jsonl"), str(picture))
     except LaunchError as error:
         sys.exit(f"demo: {error}")

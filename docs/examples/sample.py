@@ -23,10 +23,10 @@ def continue_text(model: GPT, prompt: bytes, count: int, temperature: float) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("weights", help="a safetensors file")
-    parser.add_argument("--prompt", default="import os\n\n\ndef ")
+    parser.add_argument("--prompt", default="class Server:\n    def __init__(self, address):\n        self.")
     parser.add_argument("--bytes", type=int, default=320, help="how many to add")
     parser.add_argument("--context", type=int, default=Shape.context, help="bytes that a prediction looks back")
-    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
