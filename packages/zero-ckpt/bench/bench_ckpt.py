@@ -14,16 +14,18 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-from zero_ckpt import AsyncSaver, ReadRequest, open_checkpoint, save_sharded
+from zero_ckpt import AsyncSaver, ReadRequest, convert, open_checkpoint, save_sharded
 from zero_ckpt.direct import DirectSink, default_sink
 from zero_ckpt.torch import Stager, tensor_buffer
 from zero_ckpt.writer import BufferedSink, OpenSink
@@ -163,6 +165,70 @@ def bench_load(bench: Bench, directory: Path, rounds: int) -> None:
     report(f"load {bench.nbytes >> 20} MiB, cold", results, ["torch.load(mmap=False)", "fio read"])
 
 
+MODEL = """
+import os, deepspeed, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(30)])
+config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3},
+          "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+engine.backward(engine(torch.randn(1, WIDTH)).sum())
+engine.step()
+engine.save_checkpoint("ds", tag="t")
+torch.distributed.barrier()
+os._exit(0)
+"""
+
+
+def peak_and_time(command: list[str], directory: Path) -> tuple[float, float]:
+    """Peak resident MiB and seconds of a process."""
+    begin, peak = time.perf_counter(), 0.0
+    process = subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    status = Path("/proc", str(process.pid), "status")
+    while process.poll() is None:  # rusage would count this process, of which it was forked
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                peak = max(peak, int(line.split()[1]) / 1024)
+        time.sleep(0.005)
+    if process.returncode:
+        raise RuntimeError(f"{command} failed with status {process.returncode}")
+    return peak, time.perf_counter() - begin
+
+
+def bench_consolidate(directory: Path, nbytes: int, rounds: int) -> None:
+    """One fp32 file of a stage-3 checkpoint of four ranks, of DeepSpeed's and of ours."""
+    (directory / "model.py").write_text(MODEL.replace("WIDTH", str(int((nbytes / 12 / 30) ** 0.5))))
+    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", "model.py"]
+    subprocess.run(launch, cwd=directory, check=True, capture_output=True)
+    convert(directory / "ds", directory / "ours", to="zero-ckpt")
+    theirs = [sys.executable, "ds/zero_to_fp32.py", "ds", "a", "--safe_serialization", "--max_shard_size", "100GB"]
+    contenders = {
+        "DeepSpeed zero_to_fp32": (theirs, "import deepspeed, safetensors.torch, huggingface_hub"),
+        "zero-ckpt, DeepSpeed's checkpoint": (
+            [sys.executable, "-m", "zero_ckpt", "convert", "ds", "b.safetensors"],
+            "import torch, zero_ckpt.conversion.deepspeed",
+        ),
+        "zero-ckpt, its own checkpoint": (
+            [sys.executable, "-m", "zero_ckpt", "convert", "ours", "c.safetensors"],
+            "import zero_ckpt.cli, zero_ckpt.conversion.safetensors_sink",
+        ),
+    }
+    results = []
+    memory: dict[str, float] = {}
+    for _ in range(rounds):
+        times = {}
+        for name, (command, imports) in contenders.items():
+            drop_cache()
+            peak, times[name] = peak_and_time(command, directory)
+            memory[name] = peak - peak_and_time([sys.executable, "-c", imports], directory)[0]
+        results.append(times)
+    report(f"consolidate a stage-3 checkpoint of {nbytes >> 20} MiB", results, ["DeepSpeed zero_to_fp32"])
+    for name, peak in memory.items():
+        ratio = peak / memory["DeepSpeed zero_to_fp32"]
+        print(f"  {name:34s} {peak:7.0f} MiB above imports  ({ratio:.2f} of DeepSpeed's)")
+
+
 def main() -> None:
     """Run everything."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -175,6 +241,10 @@ def main() -> None:
         bench_save(bench, Path(name), options.rounds)
         bench_load(bench, Path(name), options.rounds)
         bench.saver.close()
+        if find_spec("deepspeed") is not None:
+            bench_consolidate(Path(name), options.size_mib << 20, min(options.rounds, 3))
+        else:
+            print("\nconsolidation is not measured: deepspeed is not installed")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ def write_safetensors(
     files = split_files(tensors, limit, "model", ".safetensors")
     for name, members in files.items():
         own = {alias: kept for alias, kept in aliases.items() if any(member.name == kept for member in members)}
-        _write_file(source, members, target / name, own, workers, progress)
+        # a shard that is complete is recognised by what it was made from
+        made_from = {"zero_ckpt_source": source.fingerprint} if len(files) > 1 else {}
+        _write_file(source, members, target / name, {**own, **made_from}, workers, progress)
     if len(files) > 1:
         write_index(target / "model.safetensors.index.json", files)
     return [target / name for name in files]
@@ -61,14 +63,14 @@ def _write_file(
     source: Source,
     tensors: list[ModelTensor],
     path: Path,
-    aliases: dict[str, str],
+    notes: dict[str, str],
     workers: int,
     progress: Progress,
 ) -> None:
-    metadata = {"format": "pt", "zero_ckpt_source": source.fingerprint, **aliases}
+    metadata = {"format": "pt", **notes}
     ordered = sorted(tensors, key=lambda tensor: -ITEMSIZE[tensor.dtype])
     header, nbytes = encode_header(((item.name, item.dtype, item.shape) for item in ordered), metadata)
-    if path.is_file() and read_header(path) == (header, nbytes):
+    if "zero_ckpt_source" in notes and path.is_file() and read_header(path) == (header, nbytes):
         progress(sum(tensor.nbytes for tensor in tensors))
         return
     partial = path.with_name(path.name + ".partial")
