@@ -210,3 +210,37 @@ def gather_inside_a_pass() -> str:
 def test_gathering_by_hand_inside_a_pass_is_refused_with_what_to_do() -> None:
     for message in run_ranks(gather_inside_a_pass, RANKS):
         assert message.startswith("PartitionError") and "before or after the pass" in message
+
+
+def replaced(stage: int) -> dict[str, Any]:
+    engine = start(stage)
+    rank = torch.distributed.get_rank()
+    weight, bias = engine.module.blocks[0].weight, engine.module.head.bias
+    train(engine, 0, 1)
+    engine.set_full_param(weight, torch.full_like(engine.full_param(weight), 0.125 if rank == 0 else 9.0))
+    engine.set_full_state(bias, "exp_avg", torch.full((3,), 0.5 if rank == 0 else 9.0, dtype=torch.float64))
+    engine.backward(engine(*batch(1)))
+    engine.set_full_grad(bias, torch.full((3,), 2.0 if rank == 0 else 9.0, dtype=torch.float64))
+    grad, norm = engine.full_grad(bias), engine.clip_grad_norm_(float("inf"))
+    engine.step()
+    return {"grad": grad, "norm": norm, "weights": weights(engine), "shape": outcome(
+        lambda: engine.set_full_param(weight, torch.zeros(3, dtype=torch.float64)))}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_parameters_gradients_and_states_can_be_replaced(stage: int) -> None:
+    reference = build()
+    optimizer = adamw(reference)
+    plain(reference, optimizer, 0, 1)
+    with torch.no_grad():
+        reference.blocks[0].weight.fill_(0.125)
+    optimizer.state[reference.head.bias]["exp_avg"].fill_(0.5)
+    reference(*batch(1, whole=True)).backward()
+    assert reference.head.bias.grad is not None
+    reference.head.bias.grad.fill_(2.0)
+    norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), float("inf")))
+    optimizer.step()
+    for seen in run_ranks(replaced, RANKS, stage):
+        assert seen["grad"].tolist() == [2.0] * 3 and seen["norm"] == pytest.approx(norm, rel=1e-12)
+        assert distance(seen["weights"], weights(reference)) <= 1e-12
+        assert "Error" in seen["shape"] and "blocks.0.weight" in seen["shape"], seen["shape"]
