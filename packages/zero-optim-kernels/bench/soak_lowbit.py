@@ -1,7 +1,7 @@
 """Whether low-bit optimizer state trains as well as float32 state: a byte-level language model, the same data and
 seeds for all.
 
-    python soak_lowbit.py [--steps 1000] [--seeds 3] [--states int8 bfloat16]
+    python soak_lowbit.py [--steps 1000] [--seeds 3] [--states int8 bfloat16] [--width 96] [--layers 3]
 
 The text is the standard library's own source code. Prints the validation loss per seed and, per state precision, the
 relative difference of the means from float32 state; the project holds itself to 1 %. Needs torch.
@@ -48,7 +48,7 @@ class Block(nn.Module):
 class ByteModel(nn.Module):
     """Logits of the next byte."""
 
-    def __init__(self, width: int = 96, layers: int = 3, heads: int = 4) -> None:
+    def __init__(self, width: int, layers: int, heads: int = 4) -> None:
         super().__init__()
         self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
@@ -80,11 +80,11 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-def train(state_dtype: str, seed: int, steps: int) -> float:
+def train(state_dtype: str, seed: int, steps: int, width: int, layers: int) -> float:
     """The validation loss after training."""
     training, validation = corpus()
     torch.manual_seed(seed)
-    model = ByteModel()
+    model = ByteModel(width, layers)
     optimizer = CPUAdamW(
         model.parameters(), lr=2e-3, betas=(0.9, 0.999), weight_decay=0.01, state_dtype=state_dtype, seed=seed
     )
@@ -109,14 +109,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--states", nargs="+", default=["int8", "bfloat16"])
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    size = sum(p.numel() for p in ByteModel().parameters())
+    torch.set_num_threads(arguments.threads)
+    shape = (arguments.width, arguments.layers)
+    size = sum(p.numel() for p in ByteModel(*shape).parameters())
     sys.stdout.write(f"byte-level model of {size} parameters, {arguments.steps} steps\n")
     means = {}
     for state_dtype in ("float32", *arguments.states):
         losses = []
         for seed in range(arguments.seeds):
-            losses.append(train(state_dtype, seed, arguments.steps))
+            losses.append(train(state_dtype, seed, arguments.steps, *shape))
             sys.stdout.write(f"{state_dtype:<10} seed {seed}: validation loss {losses[-1]:.4f}\n")
             sys.stdout.flush()
         means[state_dtype] = sum(losses) / len(losses)

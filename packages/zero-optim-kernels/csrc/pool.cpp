@@ -52,13 +52,17 @@ struct Job {
     int64_t count;
 };
 
+// Non-temporal stores are not ordered with the store that says that a worker has finished.
+void drain_streams() {
+#if defined(__x86_64__)
+    __builtin_ia32_sfence();
+#endif
+}
+
 void work(const Job& job, std::atomic<int64_t>& next) {
     const DefaultFloatMode mode;
-    for (;;) {
-        const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
-        if (i >= job.count) return;
-        job.task(job.context, i);
-    }
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < job.count;) job.task(job.context, i);
+    drain_streams();
 }
 
 class Pool {

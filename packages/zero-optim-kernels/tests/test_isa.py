@@ -76,6 +76,9 @@ def test_the_default_number_of_threads_is_the_environments_or_the_processors() -
     assert 1 <= int(result.stdout) <= len(os.sched_getaffinity(0))
 
 
+@pytest.mark.skipif(
+    bool(EMULATOR), reason="qemu-user aborts when the forked child of a threaded process starts a thread"
+)
 def test_a_forked_child_has_a_pool_of_its_own() -> None:
     x = np.ones(1 << 20, np.float32)
     assert zok.l2_norm_squared(x, x.size, threads=4) == x.size

@@ -211,11 +211,12 @@ def test_bf16_parameters_keep_float32_state_through_a_save() -> None:
             assert torch.equal(other.state[param][name], value) and other.state[param][name].dtype == value.dtype
 
 
-def test_exact_bf16_weights_follow_the_float32_run() -> None:
+@EVERY_CLASS
+def test_exact_bf16_weights_follow_the_float32_run(ours: Any) -> None:
     coded = parameters(torch.bfloat16)
     single = [torch.nn.Parameter(p.detach().float()) for p in coded]
-    a, b = CPUAdamW(coded, lr=1e-3, bf16_weights="exact"), CPUAdamW(single, lr=1e-3)
-    for step in range(50):
+    a, b = ours(coded, lr=1e-3, bf16_weights="exact"), ours(single, lr=1e-3)
+    for step in range(30):
         set_gradients([single], step)
         for p, q in zip(coded, single, strict=True):
             p.grad = q.grad.bfloat16()
@@ -224,6 +225,9 @@ def test_exact_bf16_weights_follow_the_float32_run() -> None:
         b.step()
     for p, q in zip(coded, single, strict=True):
         assert torch.all((p.float() - q).abs() <= q.abs() * 2**-8 + 1e-30)
+        low = a.state[p]["param_low"].to(torch.int64)
+        joined = ((p.view(torch.int16).to(torch.int64) << 16) + low).to(torch.int32).view(torch.float32)
+        assert torch.equal(joined, q)
 
 
 def test_stochastic_bf16_weights_do_not_lose_small_updates() -> None:
