@@ -22,6 +22,7 @@ from .norm import NormSquared, norm_squared
 from .optimizer import OwnedFragment, ShardedOptimizer, StepResult
 from .partition import Partition, PartitionOptions, partition
 from .residency import DeviceResidency, Residency
+from .tiling import TiledLinear
 from .unit import Unit, UnitState
 from .units import UnitLimits, UnitPlan, plan_units
 
@@ -41,6 +42,7 @@ __all__ = [
     "Residency",
     "ShardedOptimizer",
     "StepResult",
+    "TiledLinear",
     "Unit",
     "UnitLayout",
     "UnitLimits",
