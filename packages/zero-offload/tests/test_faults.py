@@ -1,0 +1,188 @@
+"""What goes wrong underneath comes up as a typed error that names the tensor, the file and the offset."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from zero_nvme_aio.testing import Fail, FaultyEngine, faulty_engine
+
+from zero_offload import (
+    NvmeStore,
+    OffloadedOptimizer,
+    OffloadError,
+    ShardCorruptError,
+    ShardError,
+    StoreFullError,
+    offload_activations,
+)
+
+
+def data_file(folder: Path) -> Path:
+    return max(folder.iterdir(), key=lambda path: path.stat().st_size)
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 0x10]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def shortened(path: Path, nbytes: int) -> None:
+    os.truncate(path, nbytes)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[NvmeStore]:
+    with NvmeStore(tmp_path, device="cpu", buffer_count=1, verify=True) as made:
+        made.put("first", torch.randn(50_000))
+        made.put("second", torch.randn(50_000))
+        made.flush()
+        yield made
+
+
+def test_a_flipped_bit_is_found(store: NvmeStore, tmp_path: Path) -> None:
+    path = data_file(tmp_path)
+    flip(path, 100_000)
+    with pytest.raises(ShardCorruptError, match="'first'") as caught:
+        store.acquire("first")
+    assert (caught.value.tensor, caught.value.path) == ("first", str(path))
+    assert caught.value.offset_bytes is not None
+    assert caught.value.offset_bytes <= 100_000 < caught.value.offset_bytes + 200_000
+    store.acquire("second")
+
+
+def test_a_truncated_file_is_found(store: NvmeStore, tmp_path: Path) -> None:
+    store.acquire("first")  # so that the one buffer does not hold the second
+    store.release("first", dirty=False)
+    path = data_file(tmp_path)
+    shortened(path, 300_000)
+    with pytest.raises(ShardCorruptError, match="'second'") as caught:
+        store.acquire("second")
+    assert (caught.value.tensor, caught.value.path) == ("second", str(path))
+    assert caught.value.offset_bytes is not None
+    assert 200_000 <= caught.value.offset_bytes <= 300_000
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with faulty_engine(Fail(on=("write",), error=errno.ENOSPC)) as engine:
+        with NvmeStore(tmp_path, device="cpu", engine=engine) as store:
+            store.put("big", torch.zeros(100_000))
+            with pytest.raises(StoreFullError, match="cannot write 'big'.*no space is left") as caught:
+                store.flush()
+            assert caught.value.tensor == "big"
+            assert caught.value.path is not None
+            assert caught.value.path.startswith(str(tmp_path))
+            with pytest.raises(ShardError, match="'big'"):
+                store.acquire("big")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_really_full_file_system_is_named(tmp_path: Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
+    try:
+        with NvmeStore(tmp_path, device="cpu", buffer_count=1) as store:
+            with pytest.raises(StoreFullError) as caught:
+                for number in range(4):
+                    store.put(f"shard {number}", torch.zeros(100_000))
+                store.flush()
+            assert caught.value.tensor in {"shard 2", "shard 3"}
+            assert caught.value.path is not None
+            store.close()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_device_that_fails_while_reading_is_named(tmp_path: Path) -> None:
+    with faulty_engine(Fail(on=("read",), first=0)) as engine:
+        with NvmeStore(tmp_path, device="cpu", buffer_count=1, engine=engine) as store:
+            store.put("a", torch.zeros(50_000))
+            store.put("b", torch.zeros(50_000))
+            with pytest.raises(ShardError, match="cannot read 'a'.*device failed"):
+                store.acquire("a")
+
+
+def model_of(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+def one_step(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 128)).square().mean().backward()
+    optimizer.step()
+
+
+def offloaded(model: nn.Module, path: Path, engine: FaultyEngine | None = None) -> OffloadedOptimizer:
+    return OffloadedOptimizer(
+        model, "AdamW", tier="nvme", path=path, sub_group_size=4096, buffer_count=2, verify=True, engine=engine
+    )
+
+
+def test_a_step_over_a_damaged_file_is_refused_and_so_are_the_ones_after_it(tmp_path: Path) -> None:
+    model = model_of(128)
+    with offloaded(model, tmp_path) as optimizer:
+        one_step(model, optimizer)
+        saved = optimizer.state_dict()
+        flip(data_file(tmp_path), data_file(tmp_path).stat().st_size // 2)
+        with pytest.raises(ShardCorruptError, match="cannot read '(0|2).(weight|bias)/exp_avg") as caught:
+            one_step(model, optimizer)
+        assert caught.value.path == str(data_file(tmp_path))
+        assert caught.value.offset_bytes is not None
+        with pytest.raises(OffloadError, match="load a saved state"):
+            one_step(model, optimizer)
+        with pytest.raises(OffloadError, match="not worth saving"):
+            optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        one_step(model, optimizer)
+
+
+def test_a_write_that_fails_during_a_step_is_an_error_of_that_step_or_the_next(tmp_path: Path) -> None:
+    model = model_of(128)
+    with faulty_engine(Fail(on=("write",), first=20, limit=1, error=errno.ENOSPC)) as engine:
+        with offloaded(model, tmp_path, engine) as optimizer:
+            with pytest.raises(StoreFullError, match="cannot write '.*/exp_avg"):
+                one_step(model, optimizer)
+                one_step(model, optimizer)
+            assert engine.fired == 1
+
+
+def test_an_activation_that_was_damaged_is_found_in_backward(tmp_path: Path) -> None:
+    model = model_of(128)
+    with offload_activations(model, tier="nvme", path=tmp_path, min_bytes=1000, verify=True) as offload:
+        loss = model(torch.randn(64, 128)).square().mean()
+    offload.flush()
+    flip(data_file(tmp_path), 1234)
+    with pytest.raises(ShardCorruptError, match="cannot read 'activation") as caught:
+        loss.backward()
+    assert caught.value.path == str(data_file(tmp_path))
+
+
+def test_what_a_killed_process_left_is_swept_by_the_next(tmp_path: Path) -> None:
+    program = f"""
+import os, signal, torch, zero_offload
+store = zero_offload.NvmeStore({str(tmp_path)!r}, device="cpu")
+store.put("a", torch.zeros(100_000))
+store.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", program])
+    assert data_file(tmp_path).stat().st_size >= 400_000
+    with NvmeStore(tmp_path, device="cpu") as store:
+        assert data_file(tmp_path).stat().st_size == 0
+        store.put("a", torch.ones(10))
+        assert store.acquire("a")[0] == 1
