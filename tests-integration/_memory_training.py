@@ -46,7 +46,7 @@ def main(stage: int, blocks: int, group: Path) -> None:
         "losses": losses,
     }
     print(json.dumps(facts), flush=True)
-    engine.destroy()
+    dist.barrier()  # not `engine.destroy`, which gives the whole model back to every rank
     dist.destroy_process_group()
 
 

@@ -59,6 +59,21 @@ class Net(nn.Module):
         return x.float().square().mean() + self.offset.sum()
 
 
+def test_the_count_sees_every_storage_once_and_gradients_that_python_never_touched() -> None:
+    with counting_new_storages() as live_bytes:
+        assert live_bytes() == 0
+        kept = [torch.zeros(10), torch.zeros(6, dtype=torch.bfloat16)]
+        views = {"a": kept[0][2:], "b": kept[0].view(2, 5)}
+        assert live_bytes() == 40 + 12
+        weight = nn.Parameter(torch.zeros(100))
+        (weight * 1.5).sum().backward()
+        assert live_bytes() == 40 + 12 + 400 + 400
+        del kept, weight
+        assert live_bytes() == 40
+        views.clear()
+        assert live_bytes() == 0
+
+
 def measure(stage: int, dtype: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
