@@ -37,7 +37,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def prepare(args: argparse.Namespace) -> Path:
-    """Make the run's folder, with a configuration whose schedule ends at the last step."""
+    """Make the run's folder, with a configuration whose schedule fits the number of steps."""
     missing = [name for name in ("matplotlib", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f'demo: {" and ".join(missing)} not installed: pip install "zero-core[plots]" safetensors')
@@ -46,9 +46,15 @@ def prepare(args: argparse.Namespace) -> Path:
         sys.exit(f"demo: {run} is not empty; give another folder with --run")
     run.mkdir(parents=True, exist_ok=True)
     config = json.loads(args.config.read_text(encoding="utf-8"))
-    config["scheduler"]["params"]["total_num_steps"] = args.steps
+    schedule = config["scheduler"]["params"]
+    schedule["total_num_steps"] = args.steps
+    schedule["warmup_num_steps"] = min(schedule["warmup_num_steps"], max(2, args.steps // 10))
     (run / "ds.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return run.resolve()
+
+
+def in_words(ranks: int) -> str:
+    return "one rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def train(run: Path, ranks: int, steps: int, args: argparse.Namespace, extra: list[str]) -> None:
@@ -75,7 +81,7 @@ def summarise(run: Path, picture: Path, seconds: float) -> None:
         speed = sorted(row["tokens_per_second"] for row in part)[len(part) // 2]
         table.add_row(
             f"steps {part[0]['step']}-{part[-1]['step']}",
-            f"{ranks} rank{'s' if ranks > 1 else ''}, {state:.0f} MB of model state each, {speed:,.0f} tokens/s",
+            f"{in_words(ranks)}, {state:.0f} MB of model state each, {speed:,.0f} tokens/s",
         )
     table.add_row("loss", f"{first:.2f} → {last:.2f} nats per byte")
     table.add_row("weights", str(run / "gpt.safetensors"))
@@ -90,9 +96,9 @@ def main() -> None:
     run = prepare(args)
     weights, picture = run / "gpt.safetensors", run / "demo.png"
     try:
-        CONSOLE.rule(f"Train on {args.ranks} ranks")
+        CONSOLE.rule(f"Train on {in_words(args.ranks)}")
         train(run, args.ranks, max(1, args.steps * 2 // 3), args, extra)
-        CONSOLE.rule(f"Go on with {args.resume_ranks} ranks, from the same checkpoint")
+        CONSOLE.rule(f"Go on with {in_words(args.resume_ranks)}, from the same checkpoint")
         train(run, args.resume_ranks, args.steps, args, ["--resume", *extra])
         CONSOLE.rule("Export fp32 safetensors")
         python("-m", "zero_ckpt", "convert", str(run / "ckpt"), str(weights))
