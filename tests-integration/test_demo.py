@@ -51,7 +51,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, st
 def test_the_loss_falls(demo: tuple[Path, str]) -> None:
     losses = [row["loss"] for row in curve(demo[0])]
     assert losses[0] > 5.0
-    assert sum(losses[-4:]) / 4 < 3.5
+    assert sum(losses[-4:]) / 4 < 4.0
 
 
 def test_a_run_resumed_at_another_world_size_goes_on_as_if_never_interrupted(
@@ -63,7 +63,7 @@ def test_a_run_resumed_at_another_world_size_goes_on_as_if_never_interrupted(
     config = ["--config", str(demo[0] / "ds.json"), "--steps", str(STEPS)]
     run(str(EXAMPLES / "gpt.py"), "--run", str(tmp_path), "--data", str(text), *config, *SIZE)
     for row, alone in zip(rows, curve(tmp_path), strict=True):
-        assert row["loss"] == pytest.approx(alone["loss"], abs=0.03), row["step"]
+        assert row["loss"] == pytest.approx(alone["loss"], abs=0.01), row["step"]
         assert row["lr"] == alone["lr"]
 
 
