@@ -244,6 +244,7 @@ void bind_engine(py::module_& m) {
         .def("forked", [](const PyEngine& e) { return e.engine().forked(); })
         .def("backend", [](const PyEngine& e) { return e.engine().backend(); })
         .def("attempts", [](const PyEngine& e) { return attempt_list(e.engine().attempts()); })
+        .def("threads", [](const PyEngine& e) { return e.engine().threads(); })
         .def("capabilities", [](const PyEngine& e) { return e.engine().capabilities(); })
         .def("counters", &PyEngine::counters);
 }

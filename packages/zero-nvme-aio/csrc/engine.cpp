@@ -12,6 +12,14 @@ constexpr const char* kPreference[] = {"io_uring", "libaio", "threads"};
 // Rings hold at least this many entries, so that a file may bring a deeper queue than the engine's default.
 constexpr uint32_t kLaneCapacity = 256;
 
+constexpr uint32_t kWorkers = 8;  // of the "threads" backend
+
+// Two lanes keep a device busy while one of them copies; more only take processor time from others.
+uint32_t default_lanes() { return std::clamp(std::thread::hardware_concurrency(), 1u, 2u); }
+
+// Bounce buffers of one engine, over all its lanes.
+constexpr uint64_t kStagingBytes = 32 << 20;
+
 }  // namespace
 
 Engine::Engine(const EngineConfig& config) : config_(config), owner_pid_(::getpid()) {
@@ -36,13 +44,15 @@ Engine::~Engine() { close(); }
 void Engine::start_lanes(const std::string& backend) {
     const bool pooled = backend == "threads";
     LaneConfig lane;
-    lane.backend = {backend, std::max(config_.queue_depth, kLaneCapacity), config_.threads};
+    threads_ = config_.threads != 0 ? config_.threads : pooled ? kWorkers : default_lanes();
+    lane.backend = {backend, std::max(config_.queue_depth, kLaneCapacity), threads_};
     lane.queue_depth = config_.queue_depth;
     lane.block_bytes = config_.block_bytes;
+    lane.staging_bytes = kStagingBytes / (pooled ? 1 : threads_);
     lane.single_submit = config_.single_submit;
     lane.overlap_events = config_.overlap_events;
     lane.faults = config_.faults;
-    for (uint32_t i = 0; i < (pooled ? 1 : config_.threads); ++i) lanes_.push_back(std::make_shared<Lane>(lane, counters_));
+    for (uint32_t i = 0; i < (pooled ? 1 : threads_); ++i) lanes_.push_back(std::make_shared<Lane>(lane, counters_));
     backend_ = backend;
     capabilities_ = lanes_.front()->capabilities();
     attempts_.push_back({backend, "", 0});

@@ -14,7 +14,7 @@ struct EngineConfig {
     std::string backend = "auto";
     uint32_t queue_depth = 32;
     uint32_t block_bytes = 1 << 20;
-    uint32_t threads = 1;
+    uint32_t threads = 0;  // 0: what suits the backend
     bool single_submit = false;
     bool overlap_events = true;
     std::shared_ptr<FaultPlan> faults;
@@ -54,6 +54,7 @@ public:
     const std::string& backend() const { return backend_; }
     const std::vector<Attempt>& attempts() const { return attempts_; }
     const EngineConfig& config() const { return config_; }
+    uint32_t threads() const { return threads_; }
     uint32_t capabilities() const { return capabilities_; }
     const Counters& counters() const { return counters_; }
 
@@ -67,7 +68,7 @@ private:
     const long owner_pid_;
     Counters counters_;
     std::string backend_;
-    uint32_t capabilities_ = 0;
+    uint32_t capabilities_ = 0, threads_ = 0;
     std::vector<Attempt> attempts_;
     std::vector<std::shared_ptr<Lane>> lanes_;
     std::atomic<uint32_t> next_lane_{0};

@@ -96,7 +96,10 @@ void Lane::run(std::promise<void> ready) {
         const int n = backend_->reap(completions.data(), static_cast<int>(completions.size()), wait);
         asleep_.store(false);
         for (int i = 0; i < n; ++i) {
-            complete(static_cast<uint32_t>(completions[static_cast<size_t>(i)].token), completions[static_cast<size_t>(i)].result);
+            const Completion& completion = completions[static_cast<size_t>(i)];
+            complete(static_cast<uint32_t>(completion.token), completion.result);
+            // Copying out of staging takes as long as a transfer: the slot goes back to work before the next copy.
+            if (staging_) fill();
         }
     }
     staging_.reset();
@@ -221,9 +224,8 @@ bool Lane::plan(Part& part, Block* block) {
 
 bool Lane::ensure_staging(Part& part) {
     if (staging_) return true;
-    constexpr uint64_t kStagingBytes = 32 << 20;
     const size_t slot_bytes = std::max<size_t>(config_.block_bytes, page_bytes()) / page_bytes() * page_bytes();
-    const auto wanted = static_cast<unsigned>(std::min<uint64_t>(kStagingBytes / slot_bytes, config_.queue_depth));
+    const auto wanted = static_cast<unsigned>(std::min<uint64_t>(config_.staging_bytes / slot_bytes, config_.queue_depth));
     try {
         staging_ = std::make_unique<Staging>(*backend_, slot_bytes, std::max(4u, wanted));
     } catch (const std::system_error& error) {

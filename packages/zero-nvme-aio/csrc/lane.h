@@ -24,6 +24,7 @@ struct LaneConfig {
     BackendConfig backend;
     uint32_t queue_depth = 0;  // default for files that bring none of their own
     uint32_t block_bytes = 0;
+    uint64_t staging_bytes = 0;  // size of the ring of bounce buffers, but never fewer than four blocks
     bool single_submit = false;
     bool overlap_events = true;
     std::shared_ptr<FaultPlan> faults;

@@ -29,7 +29,6 @@ __all__ = ["Engine", "File", "Request", "format_checksum"]
 
 DEFAULT_BLOCK_BYTES = 1 << 20
 DEFAULT_QUEUE_DEPTH = 32
-DEFAULT_WORKERS = 8
 
 _MAX_OFFSET = 2**63 - 1
 _MODES = {"r": (True, False, False, False), "w": (False, True, True, True), "rw": (True, True, True, False)}
@@ -110,7 +109,7 @@ class Engine:
     `backend`: "auto" (io_uring, else libaio, else threads; `probe()` says why), or one of "io_uring", "libaio",
     "threads", "null" by name. `queue_depth`: blocks in flight per progress thread. `block_bytes`: bytes per block, a
     multiple of 4096. `threads`: progress threads, or pool threads of the "threads" backend. What is None comes from
-    `tune`, file by file, where the device was tuned, else from defaults (32, 1 MiB, 1, pool of 8). `single_submit`
+    `tune`, file by file, where the device was tuned, else from defaults (32, 1 MiB, 2, pool of 8). `single_submit`
     hands blocks over one by one; `overlap_events=False` awaits each batch before the next.
 
     Raises BackendUnavailableError when a backend named does not run here, ValueError for numbers out of range.
@@ -141,14 +140,14 @@ class Engine:
         self._tuned = queue_depth is None and block_bytes is None
         self.queue_depth = _ranged("queue_depth", DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth, 1, 4096)
         self.block_bytes = _block("block_bytes", DEFAULT_BLOCK_BYTES if block_bytes is None else block_bytes)
-        default_threads = DEFAULT_WORKERS if backend == "threads" else 1
-        self.threads = _ranged("threads", default_threads if threads is None else threads, 1, 256)
+        count = 0 if threads is None else _ranged("threads", threads, 1, 256)
         try:
             self._native = _native.Engine(
-                backend, self.queue_depth, self.block_bytes, self.threads, single_submit, overlap_events, faults
+                backend, self.queue_depth, self.block_bytes, count, single_submit, overlap_events, faults
             )
         except OSError as error:
             raise BackendUnavailableError(f"backend '{backend}': {error.args[1]}", errno=error.errno) from None
+        self.threads = self._native.threads()
         # Pinned rings by accelerator, made when one is first used.
         self.stages: dict[Any, Any] = {}
         self.stage_lock = threading.Lock()
