@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from zero_nvme_aio.testing import Fail, FaultyEngine, faulty_engine
 
+from zero_nvme_aio.testing import Fail, FaultyEngine, faulty_engine
 from zero_offload import (
     NvmeStore,
     OffloadedOptimizer,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zero_optim_kernels.torch import CPULion
 
 from zero_offload import OffloadedOptimizer
+from zero_optim_kernels.torch import CPULion
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """The way of an accelerator (gradients copied to the host, weights copied back) gives what updating in place gives.
 
-Here the CPU stands for the device, so that copies are real but happen at once; `test_gpu.py` is the same beside compute.
+Here the CPU stands for the device: copies are real but happen at once. `test_gpu.py` is the same beside compute.
 """
 
 from __future__ import annotations

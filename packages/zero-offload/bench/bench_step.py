@@ -1,0 +1,157 @@
+"""The offloaded step beside its peers, in one run: ratios with their spread, bytes written, bandwidth.
+
+    python bench_step.py [--elements N] [--folder PATH] [--rounds N]
+
+* Host tier: bfloat16 weights and gradients, clipping, float32 master and states, against the same work as separate passes
+  with torch's fused AdamW, and with DeepSpeedCPUAdam where DeepSpeed is installed.
+* NVMe tier: against the larger of reading and writing the same bytes at once without computing, and of the host tier's step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zero_nvme_aio import AlignedBuffer, Engine
+from zero_offload import OffloadedOptimizer
+
+TENSOR = 1 << 20
+MAX_NORM = 1.0
+
+
+def weights(elements: int) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    found = [nn.Parameter(torch.randn(TENSOR).to(torch.bfloat16)) for _ in range(elements // TENSOR)]
+    for param in found:
+        param.grad = torch.randn(TENSOR).to(torch.bfloat16)
+    return found
+
+
+def offloaded(params: list[nn.Parameter], **options: object) -> tuple[OffloadedOptimizer, Callable[[], None]]:
+    optimizer = OffloadedOptimizer(params, "AdamW", lr=1e-4, **options)  # type: ignore[arg-type]
+
+    def step() -> None:
+        optimizer.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.flush()
+
+    return optimizer, step
+
+
+def separate_passes(params: list[nn.Parameter], kind: str) -> Callable[[], None]:
+    """Cast, clip, update, cast back: how a 16-bit model is trained with a float32 optimizer on the host."""
+    masters = [nn.Parameter(param.detach().float()) for param in params]
+    if kind == "torch":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+    else:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer = DeepSpeedCPUAdam(masters, lr=1e-4, adamw_mode=True, weight_decay=1e-2)
+    for master in masters:
+        master.grad = torch.empty_like(master)
+
+    def step() -> None:
+        for master, param in zip(masters, params, strict=True):
+            master.grad.copy_(param.grad)  # type: ignore[union-attr, arg-type]
+        nn.utils.clip_grad_norm_(masters, MAX_NORM)
+        optimizer.step()
+        with torch.no_grad():
+            for master, param in zip(masters, params, strict=True):
+                param.copy_(master)
+
+    return step
+
+
+def read_and_write_at_once(folder: Path, nbytes: int) -> Callable[[], None]:
+    """The state's bytes read from one file while as many are written to another, in the largest requests there are."""
+    source, target = (
+        memoryview(AlignedBuffer(min(nbytes, 256 << 20))),
+        memoryview(AlignedBuffer(min(nbytes, 256 << 20))),
+    )
+    engine = Engine()
+    reading, writing = (engine.open(folder / name, "rw") for name in ("read", "write"))
+    spans = [(offset, min(len(source), nbytes - offset)) for offset in range(0, nbytes, len(source))]
+    for offset, length in spans:
+        engine.write(reading, source[:length], offset).wait()
+
+    def step() -> None:
+        for offset, length in spans:
+            requests = [
+                engine.read(reading, source[:length], offset),
+                engine.write(writing, target[:length], offset),
+            ]
+            for request in requests:
+                request.wait()
+
+    return step
+
+
+def measured(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, interleaved; the first round warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            if number:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def line(name: str, seconds: list[float], elements: int) -> str:
+    middle = statistics.median(seconds)
+    return (
+        f"{name:<34} {middle * 1e3:9.1f} ms  ({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})"
+        f"  {elements / middle / 1e9:6.3f} G elements/s"
+    )
+
+
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    rounds = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    return f"{statistics.median(rounds):.2f} ({rounds[0]:.2f} to {rounds[-1]:.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--elements", type=int, default=32 << 20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    arguments = parser.parse_args()
+    elements = max(TENSOR, arguments.elements // TENSOR * TENSOR)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        host, host_step = offloaded(weights(elements))
+        nvme, nvme_step = offloaded(weights(elements), tier="nvme", path=folder / "swap", sub_group_size=4 << 20)
+        steps = {
+            "host tier": host_step,
+            "torch fused AdamW, separate passes": separate_passes(weights(elements), "torch"),
+            "NVMe tier": nvme_step,
+            "read and write at once": read_and_write_at_once(folder, 12 * elements),
+        }
+        try:
+            steps["DeepSpeedCPUAdam, separate passes"] = separate_passes(weights(elements), "deepspeed")
+        except ImportError as error:
+            print(f"DeepSpeed is not here, so its ratio is missing: {error}")
+        seconds = measured(steps, arguments.rounds)
+        for kind, found in seconds.items():
+            print(line(kind, found, elements))
+        for peer in (kind for kind in seconds if "separate" in kind):
+            print(f"host tier / {peer}: {ratio(seconds['host tier'], seconds[peer])}")
+        bound = [max(pair) for pair in zip(seconds["read and write at once"], seconds["host tier"], strict=True)]
+        print(f"NVMe tier / max(read and write at once, compute): {ratio(seconds['NVMe tier'], bound)}")
+        gigabytes = 2 * 12 * elements / 1e9
+        print(f"NVMe tier: {gigabytes / statistics.median(seconds['NVMe tier']):.2f} GB/s read and written together, ")
+        print(f"{nvme.bytes_written()} bytes written, {nvme.memory()['host']} bytes of host memory")
+        nvme.close()
+        host.close()
+
+
+if __name__ == "__main__":
+    main()
