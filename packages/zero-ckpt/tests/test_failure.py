@@ -90,7 +90,7 @@ def test_what_dead_saves_left_is_swept_and_what_lives_is_not(tmp_path: Path) -> 
     dead.mkdir(parents=True)
     (dead / "rank-00000.safetensors").write_bytes(b"half")
     (tmp_path / ".saving-latest.bbbb").write_bytes(b"t")
-    alive = Staging.create(tmp_path, "other")
+    alive = Staging.create(tmp_path, "other", "cccc")
     save(tmp_path, "t", 1)
     assert names(tmp_path) == [alive.path.name, "latest", "t"]
     alive.discard()

@@ -33,6 +33,10 @@ def load_manifest(path: Path) -> Manifest:
     for entry in manifest.files:
         try:
             nbytes = (path / entry.path).stat().st_size
+        except FileNotFoundError as error:
+            if manifest.per_node:
+                continue
+            raise DamagedError(f"{path / entry.path}: {error.strerror}") from error
         except OSError as error:
             raise DamagedError(f"{path / entry.path}: {error.strerror or error}") from error
         if nbytes != entry.nbytes:

@@ -110,6 +110,8 @@ def _verify(options: argparse.Namespace) -> int:
         for problem in report.problems:
             print(problem)
         print(f"{path}: {'good' if report.ok else 'DAMAGED'}, {size_text(report.nbytes)}")
+        if report.absent:
+            print(f"  not on this node: {', '.join(report.absent)}")
         good = good and report.ok
     return 0 if good else 1
 

@@ -69,10 +69,9 @@ class Staging:
         self._ended = False
 
     @classmethod
-    def create(cls, root: Path, tag: str) -> Staging:
+    def create(cls, root: Path, tag: str, token: str) -> Staging:
         """Make and lock `<root>/.saving-<tag>.<token>`, creating `root` when needed."""
         root.mkdir(parents=True, exist_ok=True)
-        token = os.urandom(6).hex()
         path = staging_path(root, tag, token)
         with _root_lock(root):
             path.mkdir()

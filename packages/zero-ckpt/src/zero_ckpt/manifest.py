@@ -80,6 +80,8 @@ class Manifest:
     client_state: Any = None
     config: Any = None
     rank_state: tuple[Any, ...] = ()
+    per_node: bool = False
+    """Whether nodes had file systems of their own, so that files of other nodes may be absent here."""
 
     def encode(self) -> bytes:
         """The bytes of the manifest file."""
@@ -104,6 +106,7 @@ class Manifest:
                 "client_state": self.client_state,
                 "config": self.config,
                 "rank_state": list(self.rank_state),
+                **({"per_node": True} if self.per_node else {}),
             }
         )
         return MAGIC + xxhash.xxh3_64_digest(body) + body
@@ -161,6 +164,7 @@ class _Decoder:
             client_state=table.get("client_state"),
             config=table.get("config"),
             rank_state=tuple(_typed(table.get("rank_state", []), list, "rank_state")),
+            per_node=_typed(table.get("per_node", False), bool, "per_node"),
         )
 
     def _file(self, value: Any, at: str) -> FileEntry:

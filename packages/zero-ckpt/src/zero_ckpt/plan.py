@@ -6,7 +6,7 @@ at most `MAX_SLICE_BYTES`. Elements that nobody holds are an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .errors import CheckpointError
@@ -54,11 +54,11 @@ class _Run:
     holders: tuple[Holding, ...]
 
 
-def make_plan(holdings: Sequence[Holding], world_size: int) -> Plan:
-    """Assign every element of every tensor to exactly one rank.
+def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str] | None = None) -> Plan:
+    """Assign every element of every tensor to exactly one rank, or to one rank of each node that holds it.
 
-    Raises CheckpointError when ranks disagree on a tensor's shape or dtype, when one rank holds an element twice, or
-    when elements are held by nobody.
+    `nodes` names each rank's node where nodes do not share a file system. Raises CheckpointError when ranks disagree on
+    a tensor's shape or dtype, when one rank holds an element twice, or when elements are held by nobody.
     """
     tensors: dict[tuple[str, str], list[Holding]] = {}
     for holding in holdings:
@@ -74,10 +74,20 @@ def make_plan(holdings: Sequence[Holding], world_size: int) -> Plan:
             else:
                 shared.extend(_cut(run))
     for run in sorted(shared, key=_run_nbytes, reverse=True):
-        _assign(run, min(run.holders, key=lambda holding: load[holding.rank]), load, pieces)
+        for holders in _by_node(run, nodes):
+            _assign(run, min(holders, key=lambda holding: load[holding.rank]), load, pieces)
     order = [sorted(own, key=lambda piece: (piece.index, piece.offset)) for own in pieces]
     heads = tuple((group[0].name, group[0].kind, group[0].shape, group[0].dtype) for group in tensors.values())
     return Plan(heads, tuple(tuple(own) for own in order))
+
+
+def _by_node(run: _Run, nodes: Sequence[str] | None) -> Collection[Sequence[Holding]]:
+    if nodes is None:
+        return [run.holders]
+    groups: dict[str, list[Holding]] = {}
+    for holding in run.holders:
+        groups.setdefault(nodes[holding.rank], []).append(holding)
+    return groups.values()
 
 
 def _check_same(group: Sequence[Holding]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ def save_sharded(
     coordinator: Coordinator | None = None,
     save_latest: bool = True,
     keep_last: int | None = None,
+    node: str | None = None,
     open_sink: OpenSink = make_sink,
 ) -> Path:
     """Write the intervals of all ranks as checkpoint `<root>/<tag>` and return that path; collective.
@@ -47,16 +47,20 @@ def save_sharded(
     `keep_last` then removes all but the newest so many. `open_sink` decides how bytes reach the disk: by
     default directly with the `nvme` extra, through ordinary files without.
 
+    Where nodes do not share a file system, `node` names this rank's: each node then has its own directory with its
+    ranks' files and a manifest of the whole, and what several nodes hold is written on each. Such a checkpoint loads
+    on the same nodes, and anywhere once the nodes' files are copied into one directory.
+
     The checkpoint appears complete or not at all. Raises CheckpointError on every rank, with every rank's cause, when
     any rank fails: earlier checkpoints are untouched and nothing half-written is left.
     """
     group = coordinator or SoloCoordinator()
-    job = _Save(Path(root), tag, group, open_sink, f"saving {Path(root) / tag}")
+    job = _Save(Path(root), tag, group, open_sink, node)
     extras = {"step": step, "aliases": dict(aliases or {}), "client_state": client_state, "config": config}
     described = together(group, job.what, lambda: job.describe(intervals, extras, rank_state, keep_last))
     job.plan(described)
     try:
-        job.token = together(group, job.what, job.stage)[0]
+        together(group, job.what, job.stage)
         written = together(group, job.what, job.write)
         together(group, job.what, lambda: job.commit(described, written, save_latest))
     except BaseException:
@@ -70,10 +74,12 @@ def save_sharded(
 class _Save:
     """One rank's part of one save; the phases are called in the order in which they stand here."""
 
-    def __init__(self, root: Path, tag: str, group: Coordinator, open_sink: OpenSink, what: str) -> None:
-        self.root, self.tag, self.what = root, tag, what
-        self.token: str | None = None
-        self._group, self._open_sink = group, open_sink
+    def __init__(self, root: Path, tag: str, group: Coordinator, open_sink: OpenSink, node: str | None) -> None:
+        self.root, self.tag, self.what = root, tag, f"saving {root / tag}"
+        self._group, self._open_sink, self._node = group, open_sink, node
+        self._nodes: list[str] | None = None
+        self._leads = group.rank == 0
+        self._token = ""
         self._intervals: list[Interval] = []
         self._plan = Plan((), ())
         self._staging: Staging | None = None
@@ -90,6 +96,8 @@ class _Save:
         leader = self._group.rank == 0
         return {
             "tag": self.tag,
+            "node": self._node,
+            "token": os.urandom(6).hex(),
             "heads": [_head(interval) for interval in self._intervals],
             "rank_state": to_plain(rank_state, "rank_state"),
             "extras": {key: to_plain(value, key) for key, value in extras.items()} if leader else None,
@@ -99,27 +107,34 @@ class _Save:
         tags = sorted({part["tag"] for part in described})
         if len(tags) > 1:
             raise CheckpointError(f"{self.what}: the ranks disagree on the tag: {tags}")
+        self._token = described[0]["token"]
+        nodes = [part["node"] for part in described]
+        if any(node is not None for node in nodes):
+            if not all(isinstance(node, str) for node in nodes):
+                raise CheckpointError(f"{self.what}: all ranks name their node, or none does; got {nodes}")
+            self._nodes = nodes
+            self._leads = nodes.index(nodes[self._group.rank]) == self._group.rank
         holdings = [
             Holding(name, kind, tuple(shape), dtype, offset, length, rank, index)
             for rank, part in enumerate(described)
             for index, (name, kind, shape, dtype, offset, length) in enumerate(part["heads"])
         ]
-        self._plan = make_plan(holdings, self._group.world_size)
+        self._plan = make_plan(holdings, self._group.world_size, self._nodes)
 
-    def stage(self) -> str | None:
-        if self._group.rank != 0:
-            return None
-        sweep(self.root)
-        self._staging = Staging.create(self.root, self.tag)
-        return self._staging.token
+    def stage(self) -> None:
+        if self._leads:
+            sweep(self.root)
+            self._staging = Staging.create(self.root, self.tag, self._token)
 
     def write(self) -> dict[str, Any] | None:
         pieces = self._plan.pieces[self._group.rank]
         if not pieces:
             return None
-        directory = staging_path(self.root, self.tag, self.token or "")
+        directory = staging_path(self.root, self.tag, self._token)
         if not directory.is_dir():
-            raise CheckpointError(f"{self.root} is not the directory that rank 0 sees; it must be shared by all ranks")
+            raise CheckpointError(
+                f"{self.root} is not the directory that rank 0 sees; it must be shared by all ranks, or node= be given"
+            )
         path = directory / f"rank-{self._group.rank:05d}.safetensors"
         entry, slices = write_rank_file(path, self._intervals, pieces, self._open_sink)
         return {"file": vars(entry), "slices": [vars(piece) for piece in slices]}
@@ -127,19 +142,24 @@ class _Save:
     def commit(self, described: list[dict[str, Any]], written: list[dict[str, Any] | None], save_latest: bool) -> None:
         if self._staging is None:
             return
-        manifest = _manifest(self._plan, described, written)
+        manifest = _manifest(self._plan, described, written, self._own_ranks())
         write_durably(self._staging.path / MANIFEST_NAME, manifest.encode())
         leave_script(self.root)
         self._staging.commit()
         if save_latest:
             write_latest(self.root, self.tag)
 
+    def _own_ranks(self) -> set[int]:
+        """The ranks that share this rank's file system."""
+        nodes = self._nodes or [""] * self._group.world_size
+        return {rank for rank, node in enumerate(nodes) if node == nodes[self._group.rank]}
+
     def discard(self) -> None:
         if self._staging is not None:
             self._staging.discard()
 
     def prune(self, keep_last: int) -> None:
-        if self._group.rank == 0:
+        if self._leads:
             prune(self.root, keep_last=keep_last, keep=(self.tag,))
 
 
@@ -153,34 +173,32 @@ def _head(interval: Interval) -> list[Any]:
     return [interval.name, interval.kind, shape, interval.dtype, int(interval.offset), interval_length(interval)]
 
 
-@dataclass
-class _Collected:
-    files: list[FileEntry]
-    slices: dict[tuple[str, str], list[Slice]]
-
-
-def _manifest(plan: Plan, described: list[dict[str, Any]], written: list[dict[str, Any] | None]) -> Manifest:
-    found = _Collected([], {})
-    for part, own in zip(described, written, strict=True):
+def _manifest(
+    plan: Plan, described: list[dict[str, Any]], written: list[dict[str, Any] | None], own_ranks: set[int]
+) -> Manifest:
+    """The manifest as the ranks `own_ranks` see it: of what was written on several nodes, they use their own copy."""
+    files: list[FileEntry] = []
+    slices: dict[tuple[str, str], dict[int, Slice]] = {}
+    order = sorted(range(len(written)), key=lambda rank: rank not in own_ranks)
+    for rank in order:
+        own = written[rank]
         if own is None:
             continue
-        file = len(found.files)
-        found.files.append(FileEntry(**own["file"]))
         for item in own["slices"]:
-            name, kind = part["heads"][item["index"]][:2]
-            piece = Slice(file, item["key"], item["offset"], item["length"], item["checksum"])
-            found.slices.setdefault((name, kind), []).append(piece)
+            name, kind = described[rank]["heads"][item["index"]][:2]
+            piece = Slice(len(files), item["key"], item["offset"], item["length"], item["checksum"])
+            slices.setdefault((name, kind), {}).setdefault(piece.offset, piece)
+        files.append(FileEntry(**own["file"]))
     tensors = tuple(
-        TensorEntry(
-            name, kind, shape, dtype, tuple(sorted(found.slices.get((name, kind), ()), key=lambda piece: piece.offset))
-        )
+        TensorEntry(name, kind, shape, dtype, tuple(piece for _, piece in sorted(slices.get((name, kind), {}).items())))
         for name, kind, shape, dtype in plan.tensors
     )
     rank_state = tuple(part["rank_state"] for part in described)
     return Manifest(
         world_size=len(described),
-        files=tuple(found.files),
+        files=tuple(files),
         tensors=tensors,
         rank_state=rank_state if any(state is not None for state in rank_state) else (),
+        per_node=len(own_ranks) < len(described),
         **described[0]["extras"],
     )

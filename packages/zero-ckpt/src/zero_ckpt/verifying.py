@@ -38,6 +38,8 @@ class VerifyReport:
 
     path: Path
     nbytes: int = 0
+    absent: list[str] = field(default_factory=list)
+    """Files of other nodes that are not in this directory, when each node has its own."""
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -63,13 +65,16 @@ def verify(
     manifest = candidate.manifest
     contents = _contents(manifest)
     with ThreadPoolExecutor(threads, thread_name_prefix="zero-ckpt-verify") as pool:
-        jobs = [
-            pool.submit(_verify_file, directory / entry.path, entry, contents[index], progress or _ignore)
-            for index, entry in enumerate(manifest.files)
-        ]
-        for entry, job in zip(manifest.files, jobs, strict=True):
-            report.problems += job.result()
+        jobs = []
+        for index, entry in enumerate(manifest.files):
+            file = directory / entry.path
+            if manifest.per_node and not file.exists():
+                report.absent.append(entry.path)
+                continue
             report.nbytes += entry.nbytes
+            jobs.append(pool.submit(_verify_file, file, entry, contents[index], progress or _ignore))
+        for job in jobs:
+            report.problems += job.result()
     return report
 
 
