@@ -91,23 +91,24 @@ def test_weights_move_at_the_boundary_of_accumulation_only(stage: int) -> None:
     assert distance(seen["end"], weights(reference)) <= 1e-12
 
 
-def own_boundaries(stage: int) -> dict[str, torch.Tensor]:
-    engine = start(stage)
+def own_boundaries(stage: int, scaled: bool) -> dict[str, torch.Tensor]:
+    engine = start(stage, gradient_accumulation_steps=1 if scaled else 3)
     for step in range(2):
         for micro, is_last in enumerate((False, False, True)):
             engine.set_gradient_accumulation_boundary(is_last)
             assert engine.is_gradient_accumulation_boundary() is is_last
-            engine.backward(engine(*batch(3 * step + micro)) / 3)
+            engine.backward(engine(*batch(3 * step + micro)) / 3, scale_wrt_gas=scaled)
             engine.step()
     assert engine.global_steps == 2
     return weights(engine)
 
 
+@pytest.mark.parametrize("scaled", (True, False))
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_user_may_decide_the_boundaries(stage: int) -> None:
+def test_a_user_may_decide_the_boundaries_and_the_divisor(stage: int, scaled: bool) -> None:
     reference = build()
     plain(reference, adamw(reference), 0, 2, accumulation=3)
-    assert distance(run_ranks(own_boundaries, RANKS, stage)[0], weights(reference)) <= 1e-12
+    assert distance(run_ranks(own_boundaries, RANKS, stage, scaled)[0], weights(reference)) <= 1e-12
 
 
 def without_sync(stage: int) -> Any:

@@ -27,13 +27,16 @@ def given_as(how: str, model: nn.Module) -> dict[str, Any]:
         return {"config": {**settings, "optimizer": {**settings["optimizer"], "type": "Adam"}}}
     if how == "parameters":
         return {"model_parameters": model.parameters(), "config": settings}
+    if how == "named parameters":
+        return {"model_parameters": model.named_parameters(), "config": settings}
     if how == "groups":
         return {"model_parameters": [{"params": [p]} for p in model.parameters()], "config": settings}
     return {"config": settings}
 
 
 @pytest.mark.parametrize(
-    "how", ("name", "object", "object over the config's", "function", "type Adam", "parameters", "groups")
+    "how",
+    ("name", "object", "object over the config's", "function", "type Adam", "parameters", "named parameters", "groups"),
 )
 def test_every_way_to_give_the_same_optimizer_trains_the_same(how: str, alone: None) -> None:
     reference, model = build(), build()
