@@ -24,9 +24,9 @@ struct Vector {
     ZOK_INLINE M differs_from_zero(F x) { return (__m256i)_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ); }
     ZOK_INLINE U pick(M m, U a, U b) { return (U)_mm256_blendv_epi8((__m256i)b, (__m256i)a, m); }
     ZOK_INLINE uint32_t highest(U x) {
-        uint32_t best = x[0];
-        for (int i = 1; i < W; ++i) best = x[i] > best ? x[i] : best;
-        return best;
+        const __m128i four = _mm_max_epu32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+        const __m128i two = _mm_max_epu32(four, _mm_unpackhi_epi64(four, four));
+        return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32(two, 1))));
     }
     ZOK_INLINE U load_u8(const uint8_t* p) { return (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
     ZOK_INLINE void store_u8(uint8_t* p, U x) {
