@@ -204,6 +204,7 @@ def test_a_checkpoint_of_another_writer_loads_by_names_and_kinds_alone(tmp_path:
             Interval("weight", "step.scalar", (), "F32", 0, tensor_buffer(step)),
         ],
         step=7,
+        client_state={"param_groups": [{"lr": 0.25, "betas": [0.5, 0.75], "fused": True}]},
     )
     model = nn.Linear(2, 2, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -211,7 +212,11 @@ def test_a_checkpoint_of_another_writer_loads_by_names_and_kinds_alone(tmp_path:
     assert not report.ignored and not report.defaulted
     assert torch.equal(optimizer.state[model.weight]["exp_avg"], moment)
     assert optimizer.state[model.weight]["step"] == 7.0
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["fused"]) == (0.25, (0.5, 0.75), None)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     (universal,) = zero_ckpt.convert(tmp_path, tmp_path / "universal", to="deepspeed-universal")
     assert torch.load(universal / "zero" / "weight" / "step.pt", weights_only=True) == 7.0
+    common = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=True)
+    assert common["param_groups"] == [{"lr": 0.25, "betas": (0.5, 0.75)}]

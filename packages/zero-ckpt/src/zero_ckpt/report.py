@@ -17,7 +17,8 @@ class LoadReport:
 
     `loaded` got the checkpoint's values; `converted` is the part of it whose dtype differs from the checkpoint's;
     `defaulted` is not in the checkpoint and kept the value it had; `ignored` is in the checkpoint but nothing asked
-    for it. `not_requested` lists the kinds that the load left out by intent (`exp_avg` when no optimizer was given).
+    for it. `not_requested` lists the kinds that the load left out by intent (`exp_avg` when no optimizer was given),
+    and hyperparameters that the checkpoint does not hold.
     """
 
     path: Path

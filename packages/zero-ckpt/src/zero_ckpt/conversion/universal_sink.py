@@ -24,6 +24,8 @@ from .safetensors_sink import Progress
 from .sources import Source
 
 _WRITTEN_FOR = "0.19.8"
+# how an optimizer computes, which is the target run's own business
+_IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"})
 _MODEL_KINDS = frozenset({"param", "buffer", "master", "state"})
 
 
@@ -115,7 +117,7 @@ def _groups(source: Source, count: int) -> list[dict[str, Any]]:
     client = source.client_state if isinstance(source.client_state, dict) else {}
     for value in (client, *client.values()):
         if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
-            return [{key: item for key, item in group.items() if key != "params"} for group in value["param_groups"]]
+            return [_plain_options(group) for group in value["param_groups"]]
         if isinstance(value, dict) and isinstance(value.get("$optimizer"), dict):
             return [_plain_options(group["options"]) for group in value["$optimizer"]["groups"]]
     return [{} for _ in range(count)]
@@ -124,10 +126,12 @@ def _groups(source: Source, count: int) -> list[dict[str, Any]]:
 def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for key, value in options.items():
+        if key in _IMPLEMENTATION:
+            continue
         if isinstance(value, dict):
             found[key] = tuple(value["$tuple"]) if "$tuple" in value else value.get("$scalar", value)
         else:
-            found[key] = value
+            found[key] = tuple(value) if isinstance(value, list) else value
     return found
 
 

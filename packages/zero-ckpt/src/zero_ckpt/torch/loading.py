@@ -116,6 +116,8 @@ class _Load:
         loader = OptimizerLoader(optimizer, names, key, self._client.get(key), self._checkpoint)
         found: list[tuple[str, str]] = []
         unknown = loader.load(self._filler, by_name, found)
+        if not loader.has_groups:
+            self._report.not_requested.append(f"hyperparameters of {key}")
         self._report.defaulted += [f"{name} ({key})" for name in unknown]
         self._report.loaded += [f"{name} ({kind})" for name, kind in found]
         self._wanted.update(found)
@@ -130,7 +132,7 @@ class _Load:
                 skipped.add(kind)
             elif (name, kind) not in self._wanted:
                 self._report.ignored.append(f"{name} ({kind})")
-        self._report.not_requested = sorted(skipped - {STATE_KIND})
+        self._report.not_requested += sorted(skipped - {STATE_KIND})
 
     def _other(self, key: str) -> None:
         value = self._state[key]

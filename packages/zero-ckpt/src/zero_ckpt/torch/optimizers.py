@@ -15,6 +15,7 @@ from .buffers import torch_dtype
 from .fill import Filler
 from .tree import decode, encode
 
+_IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"})
 MODEL_KINDS = frozenset({"param", "buffer", "master"})
 
 
@@ -66,6 +67,13 @@ class OptimizerLoader:
         self._optimizer, self._key, self._checkpoint = optimizer, key, checkpoint
         self._members = parameters_of(optimizer, names, key)
         self._described = described["$optimizer"] if isinstance(described, dict) else None
+        client = checkpoint.client_state
+        self._plain_groups = client.get("param_groups") if isinstance(client, dict) else None
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the checkpoint holds hyperparameters for this optimizer."""
+        return self._described is not None or isinstance(self._plain_groups, list)
 
     def kinds_of(self, name: str, by_name: dict[str, list[str]]) -> Iterable[str]:
         """The state kinds of a parameter that belong to this optimizer."""
@@ -101,20 +109,28 @@ class OptimizerLoader:
         return unknown
 
     def _load_groups(self) -> None:
-        if self._described is None:
+        if not self.has_groups:
             return
-        groups = self._described["groups"]
+        plain = [{"options": group} for group in self._plain_groups or []]
+        groups = plain if self._described is None else self._described["groups"]
         if len(groups) != len(self._optimizer.param_groups):
             raise MismatchError(
                 f"{self._key!r} has {len(self._optimizer.param_groups)} param groups, the checkpoint has {len(groups)}"
             )
         for options, stored in zip(self._optimizer.param_groups, groups, strict=True):
-            for name, value in stored["options"].items():
+            values = stored["options"] if self._described is not None else _fitting(stored["options"], options)
+            for name, value in values.items():
                 scalar = isinstance(value, dict) and "$scalar" in value
                 if scalar and isinstance(options.get(name), torch.Tensor):
                     options[name].fill_(value["$scalar"])
                 else:
                     options[name] = value["$scalar"] if scalar else decode(value, _no_tensor)
+
+
+def _fitting(stored: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of an engine's group that this optimizer has; how it computes stays its own business."""
+    known = {key: value for key, value in stored.items() if key in options and key not in _IMPLEMENTATION}
+    return {key: {"$tuple": value} if isinstance(value, list) else value for key, value in known.items()}
 
 
 def _no_tensor(name: str) -> torch.Tensor:
