@@ -2,9 +2,10 @@
 
     python bench_step.py [--elements N] [--folder PATH] [--rounds N]
 
-* Host tier: bfloat16 weights and gradients, clipping, float32 master and states, against the same work as separate passes
-  with torch's fused AdamW, and with DeepSpeedCPUAdam where DeepSpeed is installed.
-* NVMe tier: against the larger of reading and writing the same bytes at once without computing, and of the host tier's step.
+* Host tier: bfloat16 weights and gradients, clipping, float32 master and states, against the same work as separate
+  passes with torch's fused AdamW, and with DeepSpeedCPUAdam where DeepSpeed is installed.
+* NVMe tier, in slices too many for the ring to hold: against the larger of the host tier's step, and of reading and
+  writing the same bytes at once without computing.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def separate_passes(params: list[nn.Parameter], kind: str) -> Callable[[], None]
 
 
 def read_and_write_at_once(folder: Path, nbytes: int) -> Callable[[], None]:
-    """The state's bytes read from one file while as many are written to another, in the largest requests there are."""
+    """The state's bytes read from one file while as many are written to another, in large requests."""
     source, target = (
         memoryview(AlignedBuffer(min(nbytes, 256 << 20))),
         memoryview(AlignedBuffer(min(nbytes, 256 << 20))),
@@ -128,7 +129,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         host, host_step = offloaded(weights(elements))
-        nvme, nvme_step = offloaded(weights(elements), tier="nvme", path=folder / "swap", sub_group_size=4 << 20)
+        slice_elements = max(TENSOR, elements // 16)
+        nvme, nvme_step = offloaded(weights(elements), tier="nvme", path=folder / "swap", sub_group_size=slice_elements)
         steps = {
             "host tier": host_step,
             "torch fused AdamW, separate passes": separate_passes(weights(elements), "torch"),
@@ -147,7 +149,7 @@ def main() -> None:
         bound = [max(pair) for pair in zip(seconds["read and write at once"], seconds["host tier"], strict=True)]
         print(f"NVMe tier / max(read and write at once, compute): {ratio(seconds['NVMe tier'], bound)}")
         gigabytes = 2 * 12 * elements / 1e9
-        print(f"NVMe tier: {gigabytes / statistics.median(seconds['NVMe tier']):.2f} GB/s read and written together, ")
+        print(f"NVMe tier: {gigabytes / statistics.median(seconds['NVMe tier']):.2f} GB/s read and written together")
         print(f"{nvme.bytes_written()} bytes written, {nvme.memory()['host']} bytes of host memory")
         nvme.close()
         host.close()
