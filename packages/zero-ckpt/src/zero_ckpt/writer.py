@@ -43,10 +43,7 @@ OpenSink = Callable[[Path, int], FileSink]
 
 
 class BufferedSink:
-    """An ordinary file, written by a thread so that hashing overlaps with the copy into the page cache.
-
-    Each run of bytes is handed to the disk as soon as it is written, so that the final fsync has little left to do.
-    """
+    """An ordinary file, written by a thread so that hashing overlaps with the copy into the page cache."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -99,12 +96,9 @@ class BufferedSink:
                 self._queue.task_done()
 
     def _write(self, data: memoryview, position: int) -> int:
-        begin = position
         while data:
             written = os.pwrite(self._fd, data, position)
             data, position = data[written:], position + written
-        if hasattr(os, "posix_fadvise"):  # starts the write-back of these pages now
-            os.posix_fadvise(self._fd, begin, position - begin, os.POSIX_FADV_DONTNEED)
         return position
 
 
