@@ -9,7 +9,7 @@ namespace zok {
 namespace {
 
 constexpr int64_t kPrefetch = 1024;  // bytes of each stream
-constexpr size_t kAhead = 2;         // chunks
+constexpr size_t kAhead = 4;         // chunks
 
 struct Chunk {
     const Run* run;
@@ -54,14 +54,15 @@ const Plan& plan(const std::vector<Run>& runs, const std::vector<Row>& rows) {
     return result;
 }
 
-// Asks for the first bytes of each stream of a chunk. The processor's own prefetchers need some misses to find a stream, which is most
-// of the time that a small tensor takes.
+// Asks for the first bytes of each stream of a chunk, and for its last one, whose page a small tensor reaches before the translation of
+// its address is there: page walks and the misses that the processor's own prefetchers need first are most of a small tensor's time.
 void prefetch(const Chunk& chunk, const Format& format) {
-    const int64_t bytes = std::min<int64_t>(kPrefetch, (chunk.end - chunk.begin) * 4);
     const auto ask = [&](const char* data, Dtype dtype) {
         if (data == nullptr) return;
         data += chunk.begin * item_size(dtype);
-        for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(data + b, 1);
+        const int64_t bytes = (chunk.end - chunk.begin) * item_size(dtype);
+        for (int64_t b = 0; b < std::min(kPrefetch, bytes); b += 64) __builtin_prefetch(data + b, 1);
+        __builtin_prefetch(data + bytes - 1, 1);
     };
     ask(chunk.run->param, format.param);
     ask(chunk.run->grad, format.grad);
