@@ -51,12 +51,15 @@ def main() -> None:
 
     torch.manual_seed(0)
     shape = Shape(args.layers, args.width, args.context)
+    text = read_text(args.data)
+    if len(text) < shape.context + 2:
+        parser.error(f"--data: expected at least {shape.context + 2} bytes, got {len(text)}")
     model = GPT(shape)
     engine, _, _, _ = zero_core.initialize(model=model, config=args.config, model_parameters=model.parameters())
     if args.resume:
         engine.load_checkpoint(args.run / "ckpt")
 
-    data = batches(read_text(args.data), engine, shape.context)
+    data = batches(text, engine, shape.context)
     with Display(engine, args.run / "metrics.jsonl", last_step=args.steps) as display:
         while engine.global_steps < args.steps:
             x, y = next(data)

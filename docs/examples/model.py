@@ -57,6 +57,8 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        if shape.width % HEAD_WIDTH:
+            raise ValueError(f"width: expected a multiple of {HEAD_WIDTH}, got {shape.width}")
         self.shape = shape
         self.bytes = nn.Embedding(VOCABULARY, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
