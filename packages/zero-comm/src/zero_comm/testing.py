@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -98,15 +99,20 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            fn, args, rank, world_size, store = connection.recv()
+            call = connection.recv_bytes()
         except EOFError:
             return
         try:
-            dist.init_process_group("gloo", store=FileStore(store, world_size), rank=rank, world_size=world_size)
-            try:
-                answer = (True, fn(*args))
-            finally:
-                dist.destroy_process_group()
-        except BaseException:  # every failure of the function under test goes back to the caller with its traceback
-            answer = (False, traceback.format_exc())
-        connection.send(answer)
+            connection.send((True, _run(call)))
+        except BaseException:  # every failure goes back to the caller with its traceback, unpicklable results too
+            connection.send((False, traceback.format_exc()))
+
+
+def _run(call: bytes) -> Any:
+    fn, args, rank, world_size, store = pickle.loads(call)
+    dist.init_process_group("gloo", store=FileStore(store, world_size), rank=rank, world_size=world_size)
+    try:
+        dist.barrier()  # no rank leaves while another still connects
+        return fn(*args)
+    finally:
+        dist.destroy_process_group()

@@ -336,12 +336,15 @@ class Engine(nn.Module):
         """The ZeRO stage."""
         return self._partition.options.stage
 
-    def destroy(self) -> None:
-        """Bring the parameters back in one piece, remove all hooks and leave the process groups. Collective."""
+    def destroy(self, whole: bool = True) -> None:
+        """Bring the parameters back in one piece, remove all hooks and leave the process groups. Collective.
+
+        ``whole``: false leaves sharded parameters released, for models that do not fit on one rank.
+        """
         if self._destroyed:
             return
         self._destroyed = True
-        self._partition.close()
+        self._partition.close(whole=whole)
         self._partition.groups.close()
 
     def __getattr__(self, name: str) -> Any:

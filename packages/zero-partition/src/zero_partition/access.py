@@ -82,8 +82,11 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
     """A copy of the parameter's weights as the optimizer sees them (the master's dtype), whole, on every rank."""
     unit, index = _find(partition, parameter)
     partition.runtime.agree("full parameter", unit.names[index], None)
-    source = unit.master if unit.master is not None else partition.residency.acquire(unit.name)
-    return _whole(partition, unit, index, source)
+    if unit.master is not None:
+        return _whole(partition, unit, index, unit.master)
+    whole = _whole(partition, unit, index, partition.residency.acquire(unit.name))
+    partition.residency.release(unit.name, dirty=False)
+    return whole
 
 
 def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor | None:

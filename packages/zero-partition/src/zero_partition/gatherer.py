@@ -117,18 +117,16 @@ class Gatherer:
                 if self._units[index].state is UnitState.GATHERED and may_go(self._units[index]):
                     self.leave(self._units[index])
 
-    def end(self, keep: Callable[[Unit], bool]) -> None:
-        """Finish the pass: join the gathers that this rank did not need, release everything but what ``keep`` says."""
+    def end(self) -> None:
+        """Finish the pass: join the gathers that this rank did not need, release everything."""
         schedule = self._schedule
         if schedule is None:
             return
         for index in schedule.remaining():
             self._issue(index)
-            if not keep(self._units[index]):
-                self._release(self._units[index])
+            self._release(self._units[index])
         for unit in self._units:
-            if not keep(unit):
-                self._release(unit)
+            self._release(unit)
         if self._key not in self._learned or not set(self._used) <= set(schedule.order):
             self._news[self._key] = list(self._used)
         self._schedule = None

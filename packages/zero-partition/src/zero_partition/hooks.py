@@ -20,9 +20,7 @@ class PassListener(Protocol):
     """What the hooks report; `Runtime` answers."""
 
     def enter_module(self, name: str, units: list[Unit]) -> None: ...
-    def exit_module(
-        self, name: str, units: list[Unit], aliases: list[tuple[Unit, torch.Tensor]], failure: BaseException | None
-    ) -> None: ...
+    def exit_module(self, name: str, units: list[Unit], aliased: list[Unit], failure: BaseException | None) -> None: ...
     def before_backward(self, units: list[Unit]) -> None: ...
     def gradient_ready(self, unit: Unit, index: int) -> None: ...
     def unit_of_storage(self, address: int) -> Unit | None: ...
@@ -68,35 +66,55 @@ class ModuleHooks:
             raised = sys.exc_info()[1]
             before = entered.pop() if entered else None
             failure = raised if raised is not before else None
-            aliases = list(self._watch_outputs(units, output)) if watch and failure is None else []
-            self._listener.exit_module(name, units, aliases, failure)
+            aliased = list(self._watch_outputs(units, output)) if watch and failure is None else []
+            self._listener.exit_module(name, units, aliased, failure)
 
         if any(u.releasable for u in units):
-            hook = _released_as_meta(units)
+            hook = Hook(_released_as_meta(units))
             self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
         loaded = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            lambda *_: self._listener.values_loaded(units)
+            Hook(lambda *_: self._listener.values_loaded(units))
         )
         self._handles.append(loaded)
-        self._handles.append(module.register_forward_pre_hook(enter))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._handles.append(module.register_forward_pre_hook(Hook(enter)))
+        self._handles.append(module.register_forward_hook(Hook(leave), always_call=True))
 
-    def _watch_outputs(self, units: list[Unit], output: Any) -> Iterator[tuple[Unit, torch.Tensor]]:
-        """Hook the outputs' gradients; yield the outputs that share a unit's storage."""
+    def _watch_outputs(self, units: list[Unit], output: Any) -> Iterator[Unit]:
+        """Hook the outputs' gradients; yield the units whose storage an output shares."""
         for leaf in tree_leaves(output):
             if not isinstance(leaf, torch.Tensor):
                 continue
             if leaf.requires_grad and leaf.grad_fn is not None:
                 leaf.register_hook(partial(self._on_output_gradient, units))  # type: ignore[no-untyped-call]
             owner = self._listener.unit_of_storage(_address(leaf))
-            if owner is not None:
-                yield owner, leaf
+            if owner is not None and not isinstance(leaf, nn.Parameter):  # a parameter becomes a placeholder itself
+                yield owner
 
     def _on_output_gradient(self, units: list[Unit], _gradient: torch.Tensor) -> None:
         self._listener.before_backward(units)
 
     def _on_gradient(self, unit: Unit, index: int, _parameter: torch.Tensor) -> None:
         self._listener.gradient_ready(unit, index)
+
+
+class Hook:
+    """A module hook that belongs to one engine: copies and pickles of the module carry one that does nothing."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Hook:
+        return Hook(_nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
 
 
 class SavedViews:

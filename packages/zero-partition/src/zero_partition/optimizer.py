@@ -115,8 +115,8 @@ class ShardedOptimizer:
             raise NonFiniteGradientError(
                 f"the gradient norm of step {runtime.step} is {norm}: the first gradient that is not finite belongs to "
                 f"parameter '{culprit}'. The weights were not changed. Check the loss and the data of this step, lower "
-                "the learning rate, or set bf16.check_grad_overflow to true to skip such steps. At stage 3 NaN is also what "
-                "a released parameter reads as, when forward reaches it by iterating over parameters()."
+                "the learning rate, or set bf16.check_grad_overflow to true to skip such steps. At stage 3 NaN is also "
+                "what a released parameter reads as, when forward reaches it by iterating over parameters()."
             )
         taken = self.loss_scale.update(not finite)
         if taken:

@@ -103,7 +103,7 @@ class Partition:
         )
         for unit in self.units:
             for parameter in unit.parameters:
-                setattr(parameter, _OWNER, weakref.ref(self))
+                setattr(parameter, _OWNER, _Owner(self))
         self._by_parameter = {id(p): (unit, i) for unit in self.units for i, p in enumerate(unit.parameters)}
 
     def find(self, parameter: nn.Parameter) -> tuple[Unit, int] | None:
@@ -132,7 +132,10 @@ class Partition:
             return storage.nbytes()
 
         gathered = sum(nbytes(u.flat) for u in self.units)
-        shards = sum(nbytes(self.residency.acquire(u.name)) for u in self.units)
+        shards = 0
+        for unit in self.units:
+            shards += nbytes(self.residency.acquire(unit.name))
+            self.residency.release(unit.name, dirty=False)
         masters = sum(nbytes(u.master) for u in self.units)
         gradients = sum(nbytes(t) for g in self.runtime.gradients.values() for t in g.tensors())
         placeholders = sum(nbytes(t) for u in self.units for t in u.placeholder_tensors())
@@ -144,13 +147,16 @@ class Partition:
             "placeholders": placeholders,
         }
 
-    def close(self) -> None:
-        """Bring all parameters back in one piece and remove every hook. Collective; after a failure only the latter."""
+    def close(self, *, whole: bool = True) -> None:
+        """Bring all parameters back in one piece and remove every hook. Collective; after a failure only the latter.
+
+        With ``whole`` false released parameters stay placeholders: for models that fit only in parts.
+        """
         if not self.runtime.failed:
             self.runtime.agree("close", "", None)
             self.runtime.hide_gradients()
             for unit in self.units:
-                if unit.releasable:
+                if unit.releasable and whole:
                     unit.issue_gather(self.runtime.step)
                     unit.wait_gather()
         self.runtime.close()
@@ -229,10 +235,23 @@ class Partition:
                 )
 
 
+class _Owner:
+    """Says which partition a parameter belongs to; copies and pickles of the parameter belong to none."""
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition = weakref.ref(partition)
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 def owner_of(parameter: object) -> Partition | None:
     """The partition that a parameter belongs to, if any."""
-    reference = getattr(parameter, _OWNER, None) if isinstance(parameter, nn.Parameter) else None
-    return None if reference is None else reference()
+    owner = getattr(parameter, _OWNER, None) if isinstance(parameter, nn.Parameter) else None
+    return None if owner is None else owner.partition()
 
 
 def partition(

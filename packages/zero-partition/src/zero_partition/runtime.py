@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,7 +67,6 @@ class Runtime:
         self._outermost: str | None = None
         self._last_forward: str | None = None
         self._trains = False
-        self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self._failure: str | None = None
         self._storages: dict[int, Unit] = {}
         self._frozen = [
@@ -101,7 +99,7 @@ class Runtime:
         if not self._in_backward:
             return
         self.reducer.finish()
-        self.gatherer.end(keep=self._aliased)
+        self.gatherer.end()
         self._in_backward = False
         if self.reduces_now():
             self.show_gradients()
@@ -191,12 +189,10 @@ class Runtime:
                 self._note_present(unit)
                 self._depth[unit.index] = self._depth.get(unit.index, 0) + 1
 
-    def exit_module(
-        self, name: str, units: list[Unit], aliases: list[tuple[Unit, torch.Tensor]], failure: BaseException | None
-    ) -> None:
+    def exit_module(self, name: str, units: list[Unit], aliased: list[Unit], failure: BaseException | None) -> None:
         """A hooked module's forward is over."""
-        for unit, output in aliases:
-            self._aliases.setdefault(unit.index, []).append(weakref.ref(output))
+        for unit in aliased:
+            unit.lent = True
         for unit in units:
             if not unit.releasable:
                 continue
@@ -204,7 +200,7 @@ class Runtime:
             self._depth[unit.index] = max(depth, 0)
             run = self._members_run.setdefault(unit.index, set())
             run.add(name)
-            if depth <= 0 and not self._in_backward and not self._aliased(unit):
+            if depth <= 0 and not self._in_backward:
                 if all(member in run for member in unit.plan.members):
                     self.gatherer.leave(unit)
         if name == self._outermost:
@@ -294,7 +290,7 @@ class Runtime:
         if failure is not None:
             self.abort(failure)
             return
-        self.gatherer.end(keep=self._aliased)
+        self.gatherer.end()
 
     def _begin_plain_backward(self) -> None:
         refusal = self.allows_plain_backward()
@@ -307,16 +303,6 @@ class Runtime:
         """Frozen units have no gradient that says when backward is done with them; those with one member go by the
         order."""
         return not unit.plan.trainable and len(unit.plan.members) == 1 and self._depth.get(unit.index, 0) == 0
-
-    def _aliased(self, unit: Unit) -> bool:
-        """Whether an output that shares the unit's storage is still alive: freeing it would pull the memory from
-        under the user."""
-        alive = [ref for ref in self._aliases.get(unit.index, ()) if ref() is not None]
-        if alive:
-            self._aliases[unit.index] = alive
-        else:
-            self._aliases.pop(unit.index, None)
-        return bool(alive)
 
     def _request(self, unit: int) -> None:
         self.agreement.request(unit, self.step)

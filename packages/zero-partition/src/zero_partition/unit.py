@@ -37,6 +37,7 @@ class Unit:
     Attributes:
         index: position in the model's list of units; the same on every rank.
         flat: 1-D, ``layout.numel`` elements; its storage is empty while released.
+        lent: an output that the user may keep shares the flat buffer's storage.
         master: the weights that the optimizer updates: all of the flat buffer's elements at stage 0, else this rank's
             shard. None for frozen units.
     """
@@ -64,6 +65,7 @@ class Unit:
         self._group = group
         self._residency = residency
         self._device = device
+        self.lent = False
         self._work: Work | None = None
 
     def materialise(self, source: torch.Tensor, update_dtype: torch.dtype, *, whole_master: bool) -> None:
@@ -115,19 +117,24 @@ class Unit:
         """Make the parameters absent; finishes a gather in flight first. Does nothing when they are absent already."""
         if not self.releasable or self.state is UnitState.RELEASED:
             return
+        if self.lent:
+            self.hand_over()
+            return
         self.wait_gather()
         self._placeholders.install()
         self.flat.untyped_storage().resize_(0)
         self.state = UnitState.RELEASED
 
     def hand_over(self) -> None:
-        """Like `release` after a gather that the user asked for: leaves the memory to whoever holds a view of it."""
+        """Like `release`, but leaves the memory to whoever holds a view of it: the user, after a gather of their own or
+        when a module's output shares it, and autograd, whose saved views keep their values."""
         if self.releasable and self.state is not UnitState.RELEASED:
             self.wait_gather()
             self._placeholders.install()
             self._make_views(torch.empty_like(self.flat))
             self.flat.untyped_storage().resize_(0)
             self.state = UnitState.RELEASED
+            self.lent = False
 
     def publish(self, step: int) -> Work | None:
         """After the optimizer's update: write the weights back to where forward reads them.
@@ -142,12 +149,17 @@ class Unit:
                 self.flat.copy_(self.master)
             return None
         shard = self._residency.acquire(self.name)
-        if self.master.dtype != shard.dtype:
+        if self.master.data_ptr() != shard.data_ptr():
             shard.copy_(self.master)
-        self._residency.release(self.name, dirty=True)
         if self.releasable:
+            self._residency.release(self.name, dirty=True)
             return None
-        return self._group.all_gather(self.flat, shard, Tag("publish", self.name, step))
+        start, end = self.layout.shard_range(self._group.rank)
+        mine = self.flat[start:end]
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)  # what the store lent is not ours any more while the gather runs
+        self._residency.release(self.name, dirty=True)
+        return self._group.all_gather(self.flat, mine, Tag("publish", self.name, step))
 
     def write_back(self) -> None:
         """Take the gathered parameters' present values into the shard and the master (after the user changed them)."""
@@ -156,7 +168,7 @@ class Unit:
         if shard.data_ptr() != self.flat[start:end].data_ptr():
             shard.copy_(self.flat[start:end])
         self._residency.release(self.name, dirty=True)
-        if self.master is not None and self.master.dtype != self.flat.dtype:
+        if self.master is not None and self.master.data_ptr() not in (shard.data_ptr(), self.flat.data_ptr()):
             self.master.copy_(self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end])
 
     def placeholder_tensors(self) -> list[torch.Tensor]:
