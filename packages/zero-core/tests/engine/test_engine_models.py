@@ -227,7 +227,6 @@ def copied_while_gathered(stage: int) -> dict[str, Any]:
     return {**seen, "engine": distance(before, weights(engine))}
 
 
-@pytest.mark.xfail(strict=True, reason="copies of a hooked module carry hooks that report to the engine")
 @pytest.mark.parametrize("stage", (1, 3))
 def test_a_copy_made_inside_a_gather_is_a_plain_model(stage: int) -> None:
     first, second = run_ranks(copied_while_gathered, RANKS, stage, timeout=20)
