@@ -125,11 +125,11 @@ class Ring:
             self._abandon(slot)
 
     def forget(self) -> None:
-        """Drop everything that nobody holds, so that the next acquire reads the files."""
+        """Drop everything, whatever became of its transfers: all of it will be written anew."""
         for slot in self._slots:
-            if slot.holders == 0:
-                self._settle(slot)
-                slot.pack = None
+            if slot.pending:
+                self._abandon(slot)
+            slot.pack, slot.holders, slot.dirty = None, 0, False
 
     def flush(self) -> None:
         """Block until every write has ended; raise the first that failed, after all have ended."""
