@@ -89,10 +89,10 @@ std::shared_ptr<Request> Engine::submit(OpKind kind, const std::shared_ptr<File>
     auto request = std::make_shared<Request>(kind, file, std::move(segments), offset, checksum);
     const uint64_t nbytes = request->nbytes();
     const uint64_t block = file->options().block_bytes != 0 ? file->options().block_bytes : config_.block_bytes;
-    // A checksum is one stream over the bytes in order, so such a request stays on one lane.
-    const uint64_t lanes = checksum || nbytes < 2 * block * lanes_.size() ? 1 : lanes_.size();
     std::lock_guard<std::mutex> lock(gate_);
     require_open();
+    // A checksum is one stream over the bytes in order, so such a request stays on one lane.
+    const uint64_t lanes = checksum || nbytes < 2 * block * lanes_.size() ? 1 : lanes_.size();
     if (!request->start(static_cast<unsigned>(lanes))) throw EngineGone("the file is closed");
     if (nbytes == 0) {
         request->finish_part();

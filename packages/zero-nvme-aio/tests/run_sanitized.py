@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def native(kind: str, folder: str) -> None:
     """The test program that needs no Python."""
     environment = {**os.environ, "ZERO_SANITIZE": kind}
-    build = str(Path(folder) / "native")
+    build = str(Path(folder) / "build-native")
     configure = ["cmake", "-S", str(ROOT), "-B", build, "-G", "Ninja", "-DZERO_NATIVE_TESTS=ON"]
     subprocess.run(configure, check=True, env=environment, stdout=subprocess.DEVNULL)
     subprocess.run(["cmake", "--build", build], check=True, env=environment, stdout=subprocess.DEVNULL)
