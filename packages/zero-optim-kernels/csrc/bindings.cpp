@@ -9,7 +9,7 @@
 #include "dispatch.hpp"
 #include "drive.hpp"
 #include "operands.hpp"
-#include "pool.hpp"
+#include "processors.hpp"
 
 namespace zok {
 namespace {

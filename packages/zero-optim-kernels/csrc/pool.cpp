@@ -1,22 +1,19 @@
 #include "pool.hpp"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <cstdlib>
-#include <fstream>
 #include <mutex>
-#include <string>
 #include <system_error>
 #include <thread>
+
+#include "processors.hpp"
 
 namespace zok {
 namespace {
 
-constexpr int kMostThreads = 256;
 constexpr int kSpins = 2000;  // tens of microseconds: steps follow each other closely, and sleeping costs a wake-up
 
 void pause() {
@@ -144,43 +141,7 @@ Pool& process_pool() {
     return *pool;
 }
 
-int processors_of_affinity() {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
-    return std::max(1u, std::thread::hardware_concurrency());
-}
-
-// The quota of the cgroup that this process sees as its root (version 2, then version 1); 0 when there is none.
-int processors_of_cgroup() {
-    std::string quota;
-    double period = 0;
-    std::ifstream v2("/sys/fs/cgroup/cpu.max");
-    if (v2 >> quota >> period) {
-        if (quota == "max" || period <= 0) return 0;
-        return std::max(1, static_cast<int>(std::strtod(quota.c_str(), nullptr) / period + 0.999));
-    }
-    double micros = 0;
-    std::ifstream v1("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), v1_period("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
-    if (v1 >> micros && v1_period >> period && micros > 0 && period > 0) return std::max(1, static_cast<int>(micros / period + 0.999));
-    return 0;
-}
-
-int count_processors() {
-    if (const char* text = std::getenv("OMP_NUM_THREADS")) {
-        const long threads = std::strtol(text, nullptr, 10);
-        if (threads >= 1) return static_cast<int>(std::min<long>(threads, kMostThreads));
-    }
-    const int affinity = processors_of_affinity(), quota = processors_of_cgroup();
-    return std::min(kMostThreads, quota > 0 ? std::min(affinity, quota) : affinity);
-}
-
 }  // namespace
-
-int default_threads() {
-    static const int threads = count_processors();
-    return threads;
-}
 
 void parallel_for(int threads, int64_t count, void (*task)(void*, int64_t), void* context) {
     if (threads <= 0) threads = default_threads();

@@ -5,11 +5,8 @@
 
 namespace zok {
 
-// Threads that a call with `threads=0` uses: OMP_NUM_THREADS, else the processors of this process and its cgroup's quota.
-int default_threads();
-
-// Calls task(context, i) for each i in [0, count), on at most `threads` threads including the caller, and returns when all have run.
-// Items are taken in order, one at a time. A caller that finds the pool busy runs its items alone.
+// Calls task(context, i) for each i in [0, count), on at most `threads` threads including the caller (0: `default_threads()`), and returns
+// when all have run. Items are taken in order, one at a time. A caller that finds the pool busy runs its items alone.
 void parallel_for(int threads, int64_t count, void (*task)(void* context, int64_t i), void* context);
 
 template <class Body>

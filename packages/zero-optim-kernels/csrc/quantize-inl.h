@@ -51,16 +51,15 @@ struct EncodeFloat8 {
         if constexpr (!kStochastic) T::store_e4m3(codes + i, t);
         else T::store_u8(codes + i, stochastic<T>(t, random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 12));
     }
-    // `t` is 2^-8 times the value; below its smallest normal number codes are multiples of 2^-17.
+    // `t` is 2^-8 times the value, `random` uniform in [0, 2^20). Both ways `wide` has the code in front of 20 bits: as float32 has it, or
+    // below the smallest normal number, where codes are multiples of 2^-17, as a multiple of 2^-37.
     template <class T>
     ZOK_INLINE typename T::U stochastic(typename T::F t, typename T::U random) {
         const typename T::U u = T::bits(t), a = u & T::setu(0x7fffffffu);
-        const typename T::U normal = ((a + random) >> 20) - T::setu(112u << 3);
-        const typename T::F steps = T::from_bits(a) * T::set(0x1p17f);
-        const typename T::F noise = (T::from_bits(random + T::setu(kMagicBits)) - T::set(kMagic) - T::set(524287.5f)) * T::set(0x1p-20f);
-        const typename T::U small = T::bits(steps + noise + T::set(kMagic)) - T::setu(kMagicBits);
-        const typename T::U code = T::pick(T::gt_u(T::setu(113u << 23), a), small, normal);
-        return T::min_u(code, T::setu(0x7eu)) | (u >> 24 & T::setu(0x80u));
+        const typename T::U normal = a - T::setu(112u << 23);
+        const typename T::U small = T::bits(T::from_bits(a) * T::set(0x1p37f) + T::set(0x1p23f)) - T::setu(150u << 23);
+        const typename T::U wide = T::pick(T::gt_u(T::setu(113u << 23), a), small, normal);
+        return T::min_u((wide + random) >> 20, T::setu(0x7eu)) | (u >> 24 & T::setu(0x80u));
     }
 };
 
@@ -80,8 +79,8 @@ struct EncodeU5e3Nearest {
     float inverse;
     template <class T>
     ZOK_MEMBER void at(int64_t i) {
-        const typename T::F t = T::load(x + i) * T::set(inverse);
-        T::store_u8(codes + i, u5e3_code<T>(T::from_bits(T::bits(t) & T::setu(0x7fffffffu)), T::setu(1u << 19)));
+        const typename T::U u = T::bits(T::load(x + i) * T::set(inverse)) & T::setu(0x7fffffffu);
+        T::store_u8(codes + i, u5e3_code<T>(T::from_bits(u), T::setu(0x7ffffu) + (u >> 20 & T::setu(1u))));
     }
 };
 struct DecodeU5e3 {

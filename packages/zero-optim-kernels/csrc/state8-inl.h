@@ -1,9 +1,9 @@
 // 8-bit optimizer state in blocks of kQuantBlock with a float32 scale, the block's largest magnitude over the largest code's value.
 //
-// First moment: e4m3 (largest value 448), rounded to half precision and then to nearest, ties away from zero. Second moment: unsigned, 5
-// exponent and 3 mantissa bits, code c is 2^(c/8 - 31) * (1 + c%8 / 8), at most 1.875. It is rounded stochastically, because to nearest it
-// cannot decay, and has no zero outside zero blocks, because the update divides by its root. A block with NaN or Inf has that as its scale
-// and stays so. Blocks below the magnitudes here would need subnormal numbers and are zero.
+// First moment: e4m3 (largest value 448), rounded to nearest, ties to even. Second moment: unsigned, 5 exponent and 3 mantissa bits, code c
+// is 2^(c/8 - 31) * (1 + c%8 / 8), at most 1.875. It is rounded stochastically, because to nearest it cannot decay, and has no zero outside
+// zero blocks, because the update divides by its root. A block with NaN or Inf has that as its scale and stays so. Blocks below the
+// magnitudes here would need subnormal numbers and are zero.
 constexpr float kLargestE4m3 = 448.0f;
 constexpr float kLargestU5e3 = 1.875f * (1.0f - 0x1p-22f);  // a little below the last code, so that rounding errors do not pass it
 constexpr float kSmallestE4m3Block = 0x1p-100f, kSmallestU5e3Block = 0x1p-90f;
@@ -18,11 +18,20 @@ ZOK_INLINE typename T::F e4m3_value(typename T::U code) {
     return T::from_bits(value | (code & T::setu(0x80u)) << 24);
 }
 
-// `x` is 2^-8 times the value, so that a half has the code in its bits 7 to 13, subnormal numbers included; |x| <= 1.75.
+// Rounds to the nearest value that has a code, ties to even, both times 2^-8; |x| <= 1.75. The codes around x are 2^(e-3) apart, e its
+// exponent but at least -14; adding and subtracting 1.5 * 2^(e+20), whose last bit that is, rounds to a multiple. The sign of zero stays.
+template <class T>
+ZOK_INLINE typename T::F e4m3_rounded(typename T::F x) {
+    const typename T::U u = T::bits(x), exponent = T::max_u(u & T::setu(kInfinity), T::setu(113u << 23));
+    const typename T::F magic = T::from_bits(exponent + T::setu((20u << 23) + (1u << 22)));
+    return T::from_bits(T::bits((x + magic) - magic) | (u & T::setu(0x80000000u)));
+}
+
+// `x` is 2^-8 times the value. Once rounded, a half holds it exactly, with the code in bits 7 to 13, subnormal numbers included.
 template <class T>
 ZOK_INLINE typename T::U e4m3_code(typename T::F x) {
-    const typename T::U h = T::widen_h(T::to_f16(x));
-    return ((h + T::setu(0x40u)) >> 7 & T::setu(0x7fu)) | (h >> 8 & T::setu(0x80u));
+    const typename T::U h = T::widen_h(T::to_f16(e4m3_rounded<T>(x)));
+    return (h >> 7 & T::setu(0x7fu)) | (h >> 8 & T::setu(0x80u));
 }
 
 template <class T>

@@ -48,9 +48,8 @@ struct Vector {
         return _mm256_cvtph_ps(h) * (scale * set(256.0f));
     }
     ZOK_INLINE void store_e4m3(uint8_t* p, F x) {
-        const __m128i h = to_f16(x), mask = _mm_set1_epi16(0x7f);
-        const __m128i rounded = _mm_srli_epi16(_mm_add_epi16(h, _mm_set1_epi16(0x40)), 7);
-        const __m128i code = _mm_or_si128(_mm_and_si128(mask, rounded), _mm_andnot_si128(mask, _mm_srli_epi16(h, 8)));
+        const __m128i h = to_f16(e4m3_rounded<Vector>(x)), mask = _mm_set1_epi16(0x7f);
+        const __m128i code = _mm_or_si128(_mm_and_si128(mask, _mm_srli_epi16(h, 7)), _mm_andnot_si128(mask, _mm_srli_epi16(h, 8)));
         _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(code, code));
     }
 };

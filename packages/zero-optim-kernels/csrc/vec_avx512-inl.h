@@ -40,8 +40,8 @@ struct Vector {
         return _mm512_cvtph_ps(h) * (scale * set(256.0f));
     }
     ZOK_INLINE void store_e4m3(uint8_t* p, F x) {
-        const __m256i h = to_f16(x), rounded = _mm256_srli_epi16(_mm256_add_epi16(h, _mm256_set1_epi16(0x40)), 7);
-        const __m256i code = _mm256_ternarylogic_epi32(_mm256_set1_epi16(0x7f), rounded, _mm256_srli_epi16(h, 8), 0xca);  // a ? b : c
+        const __m256i h = to_f16(e4m3_rounded<Vector>(x)), mask = _mm256_set1_epi16(0x7f);
+        const __m256i code = _mm256_ternarylogic_epi32(mask, _mm256_srli_epi16(h, 7), _mm256_srli_epi16(h, 8), 0xca);  // a ? b : c
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtepi16_epi8(code));
     }
 };

@@ -7,9 +7,10 @@ import itertools
 import sys
 
 import numpy as np
-from kernel_support import BLOCK, STEPS, call, make, store
+from kernel_support import BLOCK, STEPS, call, make
 
 import zero_optim_kernels as zok
+from zero_optim_kernels import reference
 
 
 def absorb(digest: hashlib._Hash, array: np.ndarray) -> None:
@@ -54,10 +55,10 @@ def buffers(digest: hashlib._Hash) -> None:
     rng = np.random.default_rng(1)
     n = 140_003
     for dtype in ("f32", "bf16", "f16", "f64"):
-        slices = [store(rng.standard_normal(n), dtype) for _ in range(3)]
+        slices = [reference.stored(rng.standard_normal(n), dtype) for _ in range(3)]
         digest.update(repr(zok.l2_norm_squared(slices[0], n, dtype=dtype)).encode())
         for out_dtype in ("f32", "bf16", "f16", "f64"):
-            out = store(np.zeros(n), out_dtype)
+            out = reference.stored(np.zeros(n), out_dtype)
             zok.sum_slices(slices, out, n, dtype=dtype, out_dtype=out_dtype, divisor=3)
             absorb(digest, out)
         zok.scale(slices[1], n, 0.7, dtype=dtype)

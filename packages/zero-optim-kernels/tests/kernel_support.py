@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: storage dtypes in NumPy, one description of every step, and operands for it."""
+"""What the tests of the kernels share: one description of every step, and operands for it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,6 @@ import zero_optim_kernels as zok
 from zero_optim_kernels import reference
 
 BLOCK = 256
-
-
-def bf16_bits(x: np.ndarray) -> np.ndarray:
-    """Round to nearest even, by definition: of the two neighbours take the nearer, at a tie the even one."""
-    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
-    lower = bits >> 16
-    rest = bits & 0xFFFF
-    up = (rest > 0x8000) | ((rest == 0x8000) & (lower & 1 == 1))
-    rounded = (lower + up).astype(np.uint16)
-    return np.where(np.isnan(x), (lower | 0x40).astype(np.uint16), rounded)
-
-
-def bf16_values(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def store(x: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "bf16":
-        return bf16_bits(x)
-    return x.astype({"f32": np.float32, "f16": np.float16, "f64": np.float64}[dtype])
-
-
-def load(x: np.ndarray, dtype: str) -> np.ndarray:
-    return bf16_values(x) if dtype == "bf16" else x
 
 
 def unit_in_last_place(x: np.ndarray) -> np.ndarray:
@@ -143,10 +119,9 @@ class Operands:
             code = "e4m3" if name == "first" else "u5e3"
             return reference.dequantize(array, self.arrays[f"{name}_scale"], self.n, code, BLOCK)
         if name == "param" and "low" in self.arrays:
-            low = self.arrays["low"].view(np.int16).astype(np.int64)
-            return ((array.astype(np.int64) << 16) + low).astype(np.uint32).view(np.float32)
+            return reference.bf16_join(array, self.arrays["low"])
         key = {"param": "param_dtype", "grad": "grad_dtype", "copy": "copy_dtype"}.get(name, "state_dtype")
-        return load(array, self.dtypes[key])
+        return reference.values(array, self.dtypes[key])
 
 
 def make(
@@ -164,7 +139,7 @@ def make(
     """Random operands; magnitudes are spread over exp(spread x normal)."""
     rng = np.random.default_rng(seed)
     gradient = rng.standard_normal(n) * np.exp(spread * rng.standard_normal(n))
-    arrays = {"param": store(rng.standard_normal(n), param), "grad": store(gradient, grad)}
+    arrays = {"param": reference.stored(rng.standard_normal(n), param), "grad": reference.stored(gradient, grad)}
     dtypes = {"param_dtype": param, "grad_dtype": grad, "state_dtype": state}
     moments = {
         "first": rng.standard_normal(n) * 0.1 * abs(gradient),
@@ -180,11 +155,11 @@ def make(
             code = "e4m3" if name == "first" else "u5e3"
             zok.quantize_blocks(wide, arrays[name], arrays[f"{name}_scale"], n, code=code, block=BLOCK)
         else:
-            arrays[name] = store(value, state)
+            arrays[name] = reference.stored(value, state)
     if exact:
         arrays["low"] = rng.integers(0, 1 << 16, n).astype(np.uint16)
     if copy is not None:
-        arrays["copy"] = store(np.zeros(n), copy)
+        arrays["copy"] = reference.stored(np.zeros(n), copy)
         dtypes["copy_dtype"] = copy
     return Operands(n, dtypes, arrays)
 

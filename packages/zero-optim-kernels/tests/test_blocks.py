@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_support import BLOCK, STEPS, bf16_bits, bf16_values, call, make, store
+from kernel_support import BLOCK, STEPS, call, make
 
 import zero_optim_kernels as zok
 from zero_optim_kernels import reference
@@ -30,7 +30,7 @@ def encode(x: np.ndarray, code: str, block: int, **more: object) -> tuple[np.nda
 
 
 def decode(payload: np.ndarray, scales: np.ndarray, n: int, code: str, block: int, dtype: str = "f32") -> np.ndarray:
-    out = store(np.zeros(n), dtype)
+    out = reference.stored(np.zeros(n), dtype)
     zok.dequantize_blocks(payload, scales, out, n, code=code, block=block, dtype=dtype)
     return out
 
@@ -46,19 +46,67 @@ def spacing(values: np.ndarray, scales: np.ndarray, code: str, block: int) -> np
 
 
 @EVERY_CODE
+@pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize("block", [2, 64, 256, 2048, 5000])
-def test_codes_are_nearest_and_scales_are_the_blocks_largest_magnitude(code: str, dtype: str, block: int) -> None:
+def test_payloads_scales_and_values_are_the_references_bit_for_bit(
+    code: str, stochastic: bool, dtype: str, block: int
+) -> None:
     n = 10_001
-    stored = store(sample(n, code), dtype)
-    x = (bf16_values(stored) if dtype == "bf16" else stored).astype(np.float64)
-    payload, scales = encode(stored, code, block, dtype=dtype)
-    wanted = [abs(x[b : b + block]).max() / LARGEST[code] for b in range(0, n, block)]
-    assert np.allclose(scales, wanted, rtol=1e-6)
+    stored = reference.stored(sample(n, code), dtype)
+    where = {"seed": 5, "step": 3, "element_offset": (1 << 33) - 2**12} if stochastic else {}
+    payload, scales = encode(stored, code, block, dtype=dtype, stochastic=stochastic, **where)
+    wanted = reference.quantize(reference.values(stored, dtype), code, block, stochastic=stochastic, **where)
+    assert np.array_equal(payload, wanted[0]) and np.array_equal(scales, wanted[1])
     got = decode(payload, scales, n, code, block)
-    assert np.allclose(got, reference.dequantize(payload, scales, n, code, block), rtol=1e-6)
-    slack = 1.01 if code == "e4m3" else 1.0001  # e4m3 passes through half precision
-    assert np.all(abs(got - x) <= slack * spacing(x, scales, code, block) / 2 + 1e-30)
+    assert np.array_equal(got, reference.dequantize(payload, scales, n, code, block))
+
+
+def table(code: str) -> np.ndarray:
+    """The value of every code that is not negative, in order."""
+    if code in ("int8", "int4"):
+        return np.arange(LARGEST[code] + 1)
+    if code == "e4m3":
+        return np.array([reference.decode_e4m3(c) for c in range(0x7F)])
+    return np.array([reference.decode_u5e3(c) for c in range(256)])
+
+
+def critical(code: str) -> np.ndarray:
+    """Every code's value, every tie, their neighbours in float32, all bf16 numbers, and a fine sweep."""
+    points = table(code)
+    exact = np.concatenate([points, (points[1:] + points[:-1]) / 2]).astype(np.float32)
+    beside = [np.nextafter(exact, np.float32(to)) for to in (-np.inf, np.inf)]
+    every_bf16 = reference.bf16_values(np.arange(0x7F80, dtype=np.uint32).astype(np.uint16))
+    sweep = np.exp(np.linspace(np.log(2.0**-40), np.log(points[-1]), 200_000)).astype(np.float32)
+    return np.concatenate([exact, *beside, every_bf16, sweep])
+
+
+@EVERY_CODE
+@pytest.mark.parametrize("scale", [1.0, 2.0**-80, 2.0**70])
+def test_codes_are_the_nearest_and_the_even_one_at_a_tie(code: str, scale: float) -> None:
+    top = np.float32(LARGEST[code]) if code != "u5e3" else np.float32(1.875) * np.float32(1 - 2.0**-22)
+    x = critical(code)
+    x = x[(x >= 0) & (x <= top)]
+    x = np.concatenate([[top], x] if code == "u5e3" else [[top], x, -x]).astype(np.float32)
+    payload, scales = encode(x * np.float32(scale), code, x.size + x.size % 2)
+    assert scales.tolist() == [scale]
+    values = decode(payload, np.ones(1, np.float32), x.size, code, x.size + x.size % 2).astype(np.float64)
+    points = table(code)
+    magnitude = abs(x.astype(np.float64))
+    above = np.clip(np.searchsorted(points, magnitude), 1, points.size - 1)
+    low, high = magnitude - points[above - 1], points[above] - magnitude
+    nearest = np.where((low < high) | ((low == high) & (above % 2 == 1)), above - 1, above)
+    assert np.array_equal(abs(values), points[nearest])
+    assert np.array_equal(np.signbit(values), np.signbit(x)) or code in ("int8", "int4")
+    assert np.all(values * x >= 0)
+
+
+def test_e4m3_codes_are_torchs_float8_casts() -> None:
+    torch = pytest.importorskip("torch")
+    x = critical("e4m3")
+    x = np.concatenate([[448], x[x <= 448], -x[x <= 448]]).astype(np.float32)
+    payload, _ = encode(x, "e4m3", x.size + x.size % 2)
+    assert np.array_equal(payload, torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy())
 
 
 @EVERY_CODE
@@ -118,7 +166,7 @@ def test_dequantising_to_bf16_rounds_the_float32_value(code: str) -> None:
     x = sample(3001, code)
     payload, scales = encode(x, code, 64)
     single = decode(payload, scales, x.size, code, 64)
-    assert np.array_equal(decode(payload, scales, x.size, code, 64, "bf16"), bf16_bits(single))
+    assert np.array_equal(decode(payload, scales, x.size, code, 64, "bf16"), reference.bf16_nearest(single))
 
 
 @EVERY_CODE

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from kernel_support import bf16_bits, load, store
 
 import zero_optim_kernels as zok
 from zero_optim_kernels import reference
@@ -31,9 +30,9 @@ def equal_or_both_nan(a: np.ndarray, b: np.ndarray) -> bool:
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64"])
 @pytest.mark.parametrize("n", SIZES)
 def test_norm_is_the_float64_sum_whatever_the_threads(dtype: str, n: int) -> None:
-    x = store(np.random.default_rng(n).standard_normal(n), dtype)
+    x = reference.stored(np.random.default_rng(n).standard_normal(n), dtype)
     got = zok.l2_norm_squared(x, n, dtype=dtype, threads=1)
-    wide = load(x, dtype).astype(np.float64)
+    wide = reference.values(x, dtype).astype(np.float64)
     assert got == pytest.approx(reference.l2_norm_squared(wide), rel=1e-14)
     assert got == zok.l2_norm_squared(x, n, dtype=dtype, threads=2)
     assert got == zok.l2_norm_squared(x, n, dtype=dtype, threads=7)
@@ -55,22 +54,31 @@ def test_norm_of_a_list_is_the_sum_in_order() -> None:
 def test_nonfinite_elements_are_counted_and_reach_the_norm(dtype: str, bad: float) -> None:
     x = np.ones(100_001)
     x[[0, 33, 100_000]] = bad
-    data = store(x, dtype)
-    assert zok.count_nonfinite(data, data.size, dtype=dtype) == 3
+    data = reference.stored(x, dtype)
+    assert zok.count_nonfinite(data, data.size, dtype=dtype) == reference.count_nonfinite(data, dtype) == 3
     assert not math.isfinite(zok.l2_norm_squared(data, data.size, dtype=dtype))
-    clean = store(np.full(5000, 65504.0), dtype)
+    clean = reference.stored(np.full(5000, 65504.0), dtype)
     assert zok.count_nonfinite(clean, clean.size, dtype=dtype) == 0
 
 
 def test_casts_round_to_nearest_even_and_keep_nan() -> None:
     x = awkward_floats()
-    bf16 = np.empty(x.size, np.uint16)
-    zok.cast(x, bf16, x.size, dtype="f32", out_dtype="bf16")
-    assert np.array_equal(bf16, bf16_bits(x))
-    half = np.empty(x.size, np.float16)
-    zok.cast(x, half, x.size, dtype="f32", out_dtype="f16")
-    with np.errstate(all="ignore"):
-        assert equal_or_both_nan(half, x.astype(np.float16))
+    for out_dtype in ("bf16", "f16", "f64"):
+        wanted = reference.cast(x, "f32", out_dtype)
+        got = np.empty(x.size, wanted.dtype)
+        zok.cast(x, got, x.size, dtype="f32", out_dtype=out_dtype)
+        assert equal_or_both_nan(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f64"])
+@pytest.mark.parametrize("out_dtype", ["f32", "bf16", "f16", "f64"])
+def test_casts_between_other_dtypes_go_through_float32(dtype: str, out_dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    x = reference.stored(rng.standard_normal(5003) * np.exp(12 * rng.standard_normal(5003)), dtype)
+    wanted = reference.cast(x, dtype, out_dtype)
+    got = np.empty(x.size, wanted.dtype)
+    zok.cast(x, got, x.size, dtype=dtype, out_dtype=out_dtype)
+    assert equal_or_both_nan(got, wanted)
 
 
 def test_every_16_bit_pattern_widens_exactly_and_comes_back() -> None:
@@ -91,17 +99,15 @@ def test_casts_write_exactly_n_elements_at_any_alignment(n: int, misalignment: i
     x = np.random.default_rng(n).standard_normal(n).astype(np.float32)
     memory = np.full(n + misalignment + 5, 0xABCD, np.uint16)
     zok.cast(x, memory[misalignment : misalignment + n], n, dtype="f32", out_dtype="bf16", threads=2)
-    assert np.array_equal(memory[misalignment : misalignment + n], bf16_bits(x))
+    assert np.array_equal(memory[misalignment : misalignment + n], reference.bf16_nearest(x))
     assert np.all(memory[:misalignment] == 0xABCD)
     assert np.all(memory[misalignment + n :] == 0xABCD)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64"])
 def test_scale_multiplies_in_the_wider_dtype(dtype: str) -> None:
-    x = store(np.random.default_rng(2).standard_normal(5001), dtype)
-    wide = load(x, dtype)
-    factor = 0.3 if dtype == "f64" else np.float32(0.3)
-    expected = store(wide.astype(np.float64 if dtype == "f64" else np.float32) * factor, dtype)
+    x = reference.stored(np.random.default_rng(2).standard_normal(5001), dtype)
+    expected = reference.scale(x, 0.3, dtype)
     zok.scale(x, x.size, 0.3, dtype=dtype)
     assert np.array_equal(x, expected)
 
@@ -112,10 +118,8 @@ def test_scale_multiplies_in_the_wider_dtype(dtype: str) -> None:
 def test_sum_of_slices_adds_in_order_and_divides_once(dtype: str, out_dtype: str, count: int) -> None:
     n = 70_001
     rng = np.random.default_rng(count)
-    slices = [store(rng.standard_normal(n), dtype) for _ in range(count)]
-    accumulator = np.float64 if dtype == "f64" else np.float32
-    total = reference.sum_slices([load(part, dtype) for part in slices], count, accumulator)
-    expected = store(total.astype(np.float32) if out_dtype in ("bf16", "f16") else total, out_dtype)
+    slices = [reference.stored(rng.standard_normal(n), dtype) for _ in range(count)]
+    expected = reference.sum_slices(slices, dtype, out_dtype, count)
     for threads in (1, 3):
         out = np.empty(n, expected.dtype)
         zok.sum_slices(slices, out, n, dtype=dtype, out_dtype=out_dtype, divisor=count, threads=threads)

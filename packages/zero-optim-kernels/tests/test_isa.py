@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import zero_optim_kernels as zok
 
 HERE = Path(__file__).parent
 ALL = {"avx512", "avx2", "neon", "scalar"}
+PERIOD = {"cpu/job/cpu.cfs_period_us": "100000"}
 
 
 # What runs a program as if on another processor, such as "qemu-x86_64 -cpu max", when this test run is under it.
@@ -74,6 +76,43 @@ def test_the_default_number_of_threads_is_the_environments_or_the_processors() -
     assert int(run("-c", code, OMP_NUM_THREADS="0").stdout) == int(run("-c", code, OMP_NUM_THREADS="").stdout)
     result = run("-c", code, OMP_NUM_THREADS="")
     assert 1 <= int(result.stdout) <= len(os.sched_getaffinity(0))
+
+
+# As root of a user namespace of its own, with files of its own for the cgroup.
+CONTAINER = """
+set -e
+mount -t tmpfs none /sys/fs/cgroup
+mkdir -p /sys/fs/cgroup/outer/inner /sys/fs/cgroup/cpu/job
+{files}
+mount --bind /sys/fs/cgroup/lines /proc/$$/cgroup
+exec {python} -c 'import os, zero_optim_kernels as z; print(z.default_threads(), len(os.sched_getaffinity(0)))'
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "processors"),
+    [
+        ({"lines": "0::/", "cpu.max": "150000 100000"}, 2),
+        ({"lines": "0::/outer/inner", "outer/inner/cpu.max": "max 100000", "outer/cpu.max": "50000 100000"}, 1),
+        ({"lines": "0::/host/path", "cpu.max": "100000 100000"}, 1),
+        ({"lines": "4:memory:/x\n1:cpu,cpuacct:/job", "cpu/job/cpu.cfs_quota_us": "90000", **PERIOD}, 1),
+        ({"lines": "1:cpu:/job", "cpu/job/cpu.cfs_quota_us": "-1", **PERIOD}, 1 << 20),
+        ({"lines": "0::/outer"}, 1 << 20),
+    ],
+    ids=str,
+)
+@pytest.mark.skipif(bool(EMULATOR) or shutil.which("unshare") is None, reason="needs namespaces")
+def test_the_default_number_of_threads_keeps_to_the_cgroups_quota(files: dict[str, str], processors: int) -> None:
+    lines = [f"printf '%b\\n' '{text}' > /sys/fs/cgroup/{name}" for name, text in files.items()]
+    script = CONTAINER.format(files="\n".join(lines), python=sys.executable)
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
+    if subprocess.run([*command[:-1], "mount -t tmpfs none /mnt"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no namespaces here")
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    threads, available = map(int, result.stdout.split())
+    assert threads == min(processors, available)
 
 
 @pytest.mark.skipif(

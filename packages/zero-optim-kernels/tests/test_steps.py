@@ -9,8 +9,6 @@ from kernel_support import (
     STEPS,
     Operands,
     Step,
-    bf16_bits,
-    bf16_values,
     call,
     expect,
     make,
@@ -19,6 +17,7 @@ from kernel_support import (
 )
 
 import zero_optim_kernels as zok
+from zero_optim_kernels import reference
 
 SIZES = (0, 1, 5, 16, 33, 255, 256, 257, 1023, 1025, 40_000)
 ADAMW = STEPS[0]
@@ -179,9 +178,51 @@ def test_the_copy_is_the_new_weights_rounded_to_nearest(copy: str, misalignment:
     x.arrays["copy"] = memory[misalignment : misalignment + n]
     call(ADAMW, x)
     param = x.arrays["param"]
-    wanted = bf16_bits(param) if copy == "bf16" else param.astype(x.arrays["copy"].dtype)
+    wanted = reference.bf16_nearest(param) if copy == "bf16" else param.astype(x.arrays["copy"].dtype)
     assert np.array_equal(x.arrays["copy"], wanted)
     assert not memory[:misalignment].any() and not memory[misalignment + n :].any()
+
+
+def encoded(x: np.ndarray, name: str, dtype: str, **where: int) -> dict[str, np.ndarray]:
+    """The memory of a moment that is stored in 16 or 8 bits, as the reference writes it."""
+    stream = {"stochastic": name == "second", "stream": "second_moment", **where}
+    if dtype == "int8":
+        code = "u5e3" if name == "second" else "e4m3"
+        return dict(zip((name, f"{name}_scale"), reference.quantize(x, code, BLOCK, **stream), strict=True))
+    if name == "first":
+        return {name: reference.bf16_nearest(x)}
+    index = where["element_offset"] + np.arange(x.size)
+    random = reference.random_bits(where["seed"], where["step"], "second_moment", index)
+    return {name: reference.bf16_stochastic(x, random >> 16)}
+
+
+@EVERY_STEP
+@pytest.mark.parametrize("state", ["bf16", "int8"])
+@pytest.mark.parametrize("param", ["f32", "bf16", "exact"])
+def test_low_precision_steps_are_the_float32_step_between_decode_and_encode(step: Step, state: str, param: str) -> None:
+    n, where = 5003, {"seed": 11, "step": 3, "element_offset": (1 << 32) - 8 * BLOCK}
+    dtype = "f32" if param == "f32" else "bf16"
+    low = make(step, n, param=dtype, grad="bf16", state=state, exact=param == "exact", spread=4.0)
+    wide = make(step, n, grad="bf16")
+    for name in ("param", "first", "second"):
+        if name in wide.arrays:
+            wide.arrays[name] = low.values(name).astype(np.float32)
+    wide.arrays["grad"] = low.arrays["grad"]
+    for x in (low, wide):
+        call(step, x, number=where["step"], seed=where["seed"], element_offset=where["element_offset"])
+    wanted = {"param": wide.arrays["param"], "grad": low.arrays["grad"]}
+    if param == "exact":
+        wanted["param"], wanted["low"] = reference.bf16_split(wide.arrays["param"])
+    elif param == "bf16":
+        index = where["element_offset"] + np.arange(n)
+        random = reference.random_bits(where["seed"], where["step"], "parameter", index)
+        wanted["param"] = reference.bf16_stochastic(wide.arrays["param"], random >> 16)
+    for name in ("first", "second"):
+        if name in wide.arrays:
+            wanted |= encoded(wide.arrays[name], name, state, **where)
+    assert wanted.keys() == low.arrays.keys()
+    for name, array in wanted.items():
+        assert np.array_equal(array, low.arrays[name]), name
 
 
 def test_bf16_weights_round_to_a_neighbour_and_are_right_on_average() -> None:
@@ -219,7 +260,7 @@ def test_bf16_with_a_remainder_is_the_float32_step() -> None:
         call(ADAMW, single, number=number)
         call(ADAMW, split, number=number)
     assert np.array_equal(split.values("param"), single.arrays["param"])
-    high = bf16_values(split.arrays["param"])
+    high = reference.bf16_values(split.arrays["param"])
     assert np.all(abs(high - single.arrays["param"]) <= abs(single.arrays["param"]) * 2**-8)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from zero_optim_kernels import reference  # noqa: E402
+from torch import distributed  # noqa: E402
+from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
+
 from zero_optim_kernels.torch import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULamb, CPULion  # noqa: E402
 
 PAIRS = [
@@ -239,27 +242,89 @@ def test_stochastic_bf16_weights_do_not_lose_small_updates() -> None:
     assert abs(float(weight.detach().float().mean()) - 0.99) < 2e-4
 
 
+def lion_of_the_paper(x: np.ndarray, m: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """arXiv 2302.06675, algorithm 2, line by line, with lr 1e-3, betas (0.9, 0.99) and decay 0.1."""
+    update = np.sign(0.9 * m + 0.1 * g)
+    return x - 1e-3 * (update + 0.1 * x), 0.99 * m + 0.01 * g
+
+
+def lamb_of_the_paper(
+    x: np.ndarray, m: np.ndarray, v: np.ndarray, g: np.ndarray, t: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """arXiv 1904.00962, algorithm 2, line by line, with lr 1e-2, betas (0.9, 0.999), eps 1e-6 and decay 0.1."""
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+    r = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-6)
+    direction = r + 0.1 * x
+    norms = np.linalg.norm(x), np.linalg.norm(direction)
+    ratio = norms[0] / norms[1] if norms[0] > 0 and norms[1] > 0 else 1.0
+    return x - 1e-2 * ratio * direction, m, v
+
+
 def test_lion_and_lamb_are_their_papers() -> None:
-    params = parameters()
-    arrays = [p.detach().double().numpy().copy() for p in params]
-    moments = [[np.zeros_like(a), np.zeros_like(a)] for a in arrays]
-    lion = [p.detach().clone().requires_grad_() for p in params]
-    lion_arrays, lion_moments = [a.copy() for a in arrays], [np.zeros_like(a) for a in arrays]
-    a, b = CPULamb(params, lr=1e-2, weight_decay=0.1), CPULion(lion, lr=1e-3, weight_decay=0.1)
-    for step in range(1, 21):
-        set_gradients([params, lion], step)
-        grads = [p.grad.double().numpy().copy() for p in params]
+    lamb, lion = parameters(), parameters()
+    a, b = CPULamb(lamb, lr=1e-2, weight_decay=0.1), CPULion(lion, lr=1e-3, weight_decay=0.1)
+    start = [p.detach().double().numpy() for p in parameters()]
+    for_lamb = [(x, np.zeros_like(x), np.zeros_like(x)) for x in start]
+    for_lion = [(x, np.zeros_like(x)) for x in start]
+    for step in range(1, 51):
+        set_gradients([lamb, lion], step)
+        grads = [p.grad.double().numpy().copy() for p in lamb]
         a.step()
         b.step()
-        for i, gradient in enumerate(grads):
-            result = reference.lamb(arrays[i], gradient, *moments[i], step=step, lr=1e-2, weight_decay=0.1)
-            arrays[i], moments[i] = result.param, [result.first, result.second]
-            result = reference.lion(lion_arrays[i], gradient, lion_moments[i], lr=1e-3, weight_decay=0.1)
-            lion_arrays[i], lion_moments[i] = result.param, result.first
-    for p, array in zip(params, arrays, strict=True):
-        assert np.allclose(p.detach().numpy(), array, rtol=1e-5, atol=1e-6)
-    for p, array in zip(lion, lion_arrays, strict=True):
-        assert np.allclose(p.detach().numpy(), array, rtol=1e-5, atol=1e-6)
+        for_lamb = [lamb_of_the_paper(*state, g, step) for state, g in zip(for_lamb, grads, strict=True)]
+        for_lion = [lion_of_the_paper(*state, g) for state, g in zip(for_lion, grads, strict=True)]
+    for params, wanted in ((lamb, for_lamb), (lion, for_lion)):
+        for p, (x, *_) in zip(params, wanted, strict=True):
+            np.testing.assert_allclose(p.detach().numpy(), x, rtol=1e-5, atol=1e-6)
+
+
+@EVERY_PAIR
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_inf_go_where_they_go_in_torch(ours: Any, theirs: Any, options: dict[str, Any], bad: float) -> None:
+    mine, wanted = parameters(), parameters()
+    a, b = ours(mine, **options), theirs(wanted, **options)
+    for step in range(4):
+        set_gradients([mine, wanted], step)
+        for params in (mine, wanted):
+            if step == 1:
+                params[2].grad[7] = bad
+            if step == 2:
+                params[5].data[[0, 16, 256]] = bad
+        a.step()
+        b.step()
+        pairs = [(p.detach(), q.detach()) for p, q in zip(mine, wanted, strict=True)]
+        for p, q in zip(mine, wanted, strict=True):
+            names = [name for name, value in b.state[q].items() if name != "step" and value is not None]
+            pairs += [(a.state[p][name], b.state[q][name]) for name in names]
+        for ours_, theirs_ in pairs:
+            torch.testing.assert_close(ours_, theirs_, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_what_wraps_torch_optimizers_takes_these(tmp_path: Path) -> None:
+    mine, wanted = parameters(), parameters()
+    runs = []
+    for params, cls in ((mine, CPUAdamW), (wanted, torch.optim.AdamW)):
+        optimizer = cls(params, lr=1e-2)
+        optimizer.register_step_post_hook(lambda optimizer, *_: setattr(optimizer, "hooked", True))
+        runs.append((params, optimizer, torch.amp.GradScaler("cpu", init_scale=2.0**10)))
+    for bad in (False, True, False):
+        for params, optimizer, scaler in runs:
+            loss = sum((p**2).sum() for p in params) * (float("inf") if bad else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert distance(mine, wanted) <= 1e-6 and runs[0][1].hooked
+    assert runs[0][2].get_scale() == runs[1][2].get_scale() == 2.0**9
+    distributed.init_process_group("gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        zero = ZeroRedundancyOptimizer(mine, optimizer_class=CPUAdamW, lr=1e-2, state_dtype="int8")
+        set_gradients([mine], 0)
+        zero.step()
+        zero.consolidate_state_dict()
+        assert {str(v.dtype) for v in zero.state_dict()["state"][0].values()} == {"torch.float32", "torch.uint8"}
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_lamb_in_batches_is_lamb_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,18 @@ from typing import Any, Literal, cast
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ._formats import NAMES, Moment, StateDtype, convert, local, parse_state_dtype, storage_dtype
+from ._formats import (
+    NAMES,
+    Moment,
+    StateDtype,
+    decode,
+    encode,
+    local,
+    parse_state_dtype,
+    storage_dtype,
+    zero_moment,
+    zero_scales,
+)
 from ._plan import Cohort, Plan, gradients
 
 __all__ = ["Bf16Weights", "KernelOptimizer", "Settings", "check_range"]
@@ -34,6 +45,17 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"))
     """Raise ``ValueError`` unless low <= value < high."""
     if not low <= float(value) < high:
         raise ValueError(f"{name}: expected a number in [{low}, {high}), got {value}")
+
+
+def _check_shape(name: str, value: torch.Tensor, like: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless a saved tensor has the shape that this optimizer gives it, here and over all ranks."""
+    if value.shape == like.shape and local(value).shape == local(like).shape:
+        return
+    raise ValueError(
+        f"state {name!r}: expected shape {tuple(like.shape)}, of it {tuple(local(like).shape)} on this rank, got "
+        f"{tuple(value.shape)} and {tuple(local(value).shape)}; 8-bit state loads with the sharding that it was saved "
+        "with, any other state once it is sharded as its parameter is"
+    )
 
 
 class KernelOptimizer(Optimizer):
@@ -149,19 +171,15 @@ class KernelOptimizer(Optimizer):
             if state.get(moment.name) is not None:
                 continue
             start = self._initial_moment(group, moment)
-            tensor = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
-            own = local(tensor)
-            state[moment.name] = tensor
-            if dtype != torch.uint8:
-                own.fill_(start)
-                continue
-            codes, scales = convert(moment, torch.full(own.shape, start), None, torch.uint8)
-            own.copy_(codes)
-            state[moment.scale_name] = scales
+            state[moment.name] = zero_moment(param, dtype)
+            if dtype == torch.uint8:
+                state[moment.scale_name] = zero_scales(param)
+                wide = torch.full(local(param).shape, start)
+                encode(moment, wide, state[moment.name], state[moment.scale_name])
+            elif start:
+                local(state[moment.name]).fill_(start)
         if param.dtype == torch.bfloat16 and self._settings.bf16_weights == "exact" and _LOW not in state:
-            state[_LOW] = torch.zeros_like(
-                param, dtype=torch.int16, memory_format=torch.contiguous_format, requires_grad=False
-            )
+            state[_LOW] = zero_moment(param, torch.int16)
         return state
 
     def _make_plan(
@@ -268,20 +286,25 @@ class KernelOptimizer(Optimizer):
         """Load the state of this class or of torch's optimizer of the same name, in any state precision; it is
         converted to this one's.
 
-        Raises ``ValueError`` when the parameter groups differ, or a moment does not have its parameter's shape.
+        Raises ``ValueError`` when the parameter groups differ, or when a part of the state does not have the shape
+        that its parameter, sharded as it is, calls for.
         """
         loaded: dict[str, Any] = {}
+        before = {"state": self.state, "param_groups": self.param_groups}
         handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given))
         try:
             super().load_state_dict(state_dict)
+            saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+            for group in self.param_groups:
+                for param in group["params"]:
+                    saved = loaded["state"].get(next(saved_ids))
+                    if saved is not None:
+                        self.state[param] = self._adopt(group, param, saved)
+        except Exception:
+            self.__dict__.update(before)
+            raise
         finally:
             handle.remove()
-        saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
-        for group in self.param_groups:
-            for param in group["params"]:
-                saved = loaded["state"].get(next(saved_ids))
-                if saved is not None:
-                    self.state[param] = self._adopt(group, param, saved)
         self._plans.clear()
 
     def _adopt(self, group: dict[str, Any], param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
@@ -293,23 +316,43 @@ class KernelOptimizer(Optimizer):
             "step": torch.as_tensor(saved.get("step", 0.0), dtype=torch.float32).detach().clone().cpu().reshape(())
         }
         for moment in self._group_moments(group):
-            value = saved.get(moment.name)
-            if value is None:
-                continue
-            if value.shape != param.shape:
-                raise ValueError(
-                    f"state {moment.name!r} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}"
-                )
-            own, scales = convert(moment, local(value), saved.get(moment.scale_name), dtype)
-            state[moment.name] = torch.zeros_like(
-                param, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False
-            )
-            local(state[moment.name]).copy_(own)
-            if scales is not None:
-                state[moment.scale_name] = scales
+            if saved.get(moment.name) is not None:
+                self._adopt_moment(moment, param, saved, dtype, state)
         if _LOW in saved and param.dtype == torch.bfloat16 and self._settings.bf16_weights == "exact":
+            _check_shape(_LOW, saved[_LOW], param)
             state[_LOW] = saved[_LOW].detach().clone()
         return state
+
+    def _adopt_moment(
+        self,
+        moment: Moment,
+        param: torch.Tensor,
+        saved: dict[str, Any],
+        dtype: torch.dtype,
+        state: dict[str, Any],
+    ) -> None:
+        """Copy one moment from a saved state to a new one, in ``dtype`` (uint8 means 8-bit)."""
+        value: torch.Tensor = saved[moment.name].detach()
+        _check_shape(moment.name, value, param)
+        scales: torch.Tensor | None = None
+        if value.dtype == torch.uint8:
+            if moment.scale_name not in saved:
+                raise ValueError(f"state {moment.name!r} is 8-bit but {moment.scale_name!r} is missing")
+            scales = saved[moment.scale_name].detach().float()
+            _check_shape(moment.scale_name, scales, zero_scales(param))
+        state[moment.name] = zero_moment(param, dtype)
+        if dtype == torch.uint8:
+            state[moment.scale_name] = zero_scales(param)
+        if value.dtype == dtype:
+            local(state[moment.name]).copy_(local(value))
+            if scales is not None:
+                local(state[moment.scale_name]).copy_(local(scales))
+            return
+        wide = local(value) if scales is None else decode(moment, value, scales)
+        if dtype == torch.uint8:
+            encode(moment, wide, state[moment.name], state[moment.scale_name])
+        else:
+            local(state[moment.name]).copy_(wide)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings}

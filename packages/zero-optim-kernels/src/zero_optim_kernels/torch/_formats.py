@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -10,7 +11,19 @@ import torch
 from .._types import Dtype
 from ..blocks import Code, dequantize_blocks, quantize_blocks
 
-__all__ = ["BLOCK", "NAMES", "Moment", "StateDtype", "convert", "local", "parse_state_dtype", "storage_dtype"]
+__all__ = [
+    "BLOCK",
+    "NAMES",
+    "Moment",
+    "StateDtype",
+    "decode",
+    "encode",
+    "local",
+    "parse_state_dtype",
+    "storage_dtype",
+    "zero_moment",
+    "zero_scales",
+]
 
 BLOCK = 256
 StateDtype = Literal["f32", "bf16", "int8"]
@@ -74,31 +87,51 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if to_local is None else cast(torch.Tensor, to_local())
 
 
-def _decode(moment: Moment, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    wide = torch.empty(codes.shape, dtype=torch.float32)
-    codes, scales = codes.contiguous(), scales.contiguous()
-    dequantize_blocks(codes.data_ptr(), scales.data_ptr(), wide.data_ptr(), wide.numel(), code=moment.code, block=BLOCK)
+def zero_moment(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor like the parameter, sharded as it is."""
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
+
+
+def zero_scales(param: torch.Tensor) -> torch.Tensor:
+    """Float32 zeros, one for each block of this rank's part of the parameter.
+
+    Those of a DTensor are one too, so that whoever saves state by its placements saves every rank's. It has one axis
+    for each mesh axis that shards the parameter, and a last one of as many blocks as the largest part has; so scales
+    of another sharding, which belong to other blocks, have another shape.
+    """
+    if not hasattr(param, "to_local"):
+        return torch.zeros(-(-param.numel() // BLOCK))
+    from torch.distributed import tensor as distributed
+
+    whole = cast(distributed.DTensor, param)
+    mesh, largest = whole.device_mesh, list(whole.shape)
+    axes: list[int] = []
+    placements: list[distributed.Placement] = []
+    for axis, placement in enumerate(whole.placements):
+        dim: int | None = getattr(placement, "dim", None)  # of every way to shard
+        if dim is None:
+            placements.append(distributed.Replicate())
+            continue
+        largest[dim] = -(-largest[dim] // mesh.size(axis))
+        placements.append(distributed.Shard(len(axes)))
+        axes.append(mesh.size(axis))
+    scales = distributed.zeros(*axes, -(-math.prod(largest) // BLOCK), device_mesh=mesh, placements=placements)
+    return scales.to(local(param).device)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return local(tensor).data_ptr()
+
+
+def decode(moment: Moment, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The float32 values of this rank's part of an 8-bit moment."""
+    own = local(codes).contiguous()
+    wide = torch.empty(own.shape, dtype=torch.float32)
+    dequantize_blocks(_address(own), _address(scales), _address(wide), wide.numel(), code=moment.code, block=BLOCK)
     return wide
 
 
-def convert(
-    moment: Moment, value: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Copy a saved moment into the format of ``dtype`` (uint8 means 8-bit); returns it and its scales, if it has any.
-
-    Raises ``ValueError`` when 8-bit codes come without their scales.
-    """
-    if value.dtype == torch.uint8 and scales is None:
-        raise ValueError(f"state {moment.name!r} is 8-bit but {moment.scale_name!r} is missing")
-    if value.dtype == dtype:
-        return value.detach().clone(
-            memory_format=torch.contiguous_format
-        ), None if scales is None else scales.detach().float().clone()
-    wide = value.detach() if scales is None else _decode(moment, value, scales)
-    if dtype != torch.uint8:
-        return wide.to(dtype, copy=True, memory_format=torch.contiguous_format), None
+def encode(moment: Moment, wide: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write this rank's part of an 8-bit moment from its float32 values."""
     wide = wide.to(torch.float32).contiguous()
-    codes = torch.empty(wide.shape, dtype=torch.uint8)
-    made = torch.empty(-(-wide.numel() // BLOCK), dtype=torch.float32)
-    quantize_blocks(wide.data_ptr(), codes.data_ptr(), made.data_ptr(), wide.numel(), code=moment.code, block=BLOCK)
-    return codes, made
+    quantize_blocks(_address(wide), _address(codes), _address(scales), wide.numel(), code=moment.code, block=BLOCK)

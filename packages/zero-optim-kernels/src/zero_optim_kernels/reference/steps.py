@@ -1,9 +1,8 @@
-"""The kernels once more, slow and obvious, in NumPy: the oracle of the tests.
+"""The rules in float64.
 
 Arithmetic is float64 on the values that the kernels read; results are what exact arithmetic would give, before any
 rounding to a storage dtype. What one sum gives the next (the scaled and decayed gradient, the second moment) is
-rounded to float32 as a kernel holds it, so that each sum is judged by itself. Needs NumPy, which nothing else in this
-package does.
+rounded to float32 as a kernel holds it, so that each sum is judged by itself.
 """
 
 from __future__ import annotations
@@ -15,22 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _rules
-from ._types import Segment
+from .. import _rules
+from .._types import Segment
 
-__all__ = [
-    "Result",
-    "adagrad",
-    "adam",
-    "decode_e4m3",
-    "decode_u5e3",
-    "dequantize",
-    "l2_norm_squared",
-    "lamb",
-    "lion",
-    "sgd",
-    "sum_slices",
-]
+__all__ = ["Result", "adagrad", "adam", "lamb", "lion", "sgd"]
 
 Array = npt.NDArray[np.float64]
 
@@ -240,45 +227,3 @@ def sgd(
     return Result(
         p + negative_lr * u, m_new, None, _largest(p, negative_lr * u_term, p + negative_lr * u), m_term, None, u
     )
-
-
-def l2_norm_squared(x: Any) -> float:
-    """The sum of squares, exactly rounded."""
-    return math.fsum(value * value for value in _wide(x).ravel().tolist())
-
-
-def sum_slices(slices: list[Any], divisor: float, accumulate: type[np.floating[Any]]) -> npt.NDArray[Any]:
-    """The sum in order in the accumulator's dtype, divided once."""
-    total = np.asarray(slices[0], dtype=accumulate)
-    for part in slices[1:]:
-        total = total + np.asarray(part, dtype=accumulate)
-    return np.asarray(total / accumulate(divisor))
-
-
-def decode_e4m3(code: int) -> float:
-    """The value of an e4m3 code: sign, 4 exponent bits with bias 7, 3 mantissa bits, subnormal numbers; 0x7f is not
-    used.
-    """
-    sign = -1.0 if code & 0x80 else 1.0
-    exponent, mantissa = code >> 3 & 0xF, code & 0x7
-    if exponent == 0:
-        return sign * mantissa * 2.0**-9
-    return sign * (1.0 + mantissa / 8.0) * 2.0 ** (exponent - 7)
-
-
-def decode_u5e3(code: int) -> float:
-    """The value of a u5e3 code: 5 exponent bits with bias 31, 3 mantissa bits, no zero."""
-    return (1.0 + (code & 7) / 8.0) * 2.0 ** ((code >> 3) - 31)
-
-
-def dequantize(payload: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32], n: int, code: str, block: int) -> Array:
-    """Codes times scales."""
-    if code == "int8":
-        values = payload.astype(np.int8).astype(np.float64)
-    elif code == "int4":
-        nibbles = np.stack([payload & 0xF, payload >> 4], axis=1).ravel()[:n].astype(np.int64)
-        values = np.where(nibbles > 7, nibbles - 16, nibbles).astype(np.float64)
-    else:
-        decode = decode_e4m3 if code == "e4m3" else decode_u5e3
-        values = np.array([decode(value) for value in range(256)])[payload]
-    return values * np.repeat(scales.astype(np.float64), block)[:n]

@@ -1,0 +1,40 @@
+"""Norms, scans, scaling and sums of buffers as stored."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .._types import Dtype
+from .rounding import stored, values
+
+__all__ = ["count_nonfinite", "l2_norm_squared", "scale", "sum_slices"]
+
+
+def l2_norm_squared(x: npt.ArrayLike) -> float:
+    """The sum of squares, exactly rounded."""
+    return math.fsum(value * value for value in np.asarray(x, np.float64).ravel().tolist())
+
+
+def count_nonfinite(x: npt.NDArray[Any], dtype: Dtype) -> int:
+    """How many elements are NaN or infinite."""
+    return int(np.count_nonzero(~np.isfinite(values(x, dtype))))
+
+
+def scale(x: npt.NDArray[Any], factor: float, dtype: Dtype) -> npt.NDArray[Any]:
+    """The product in float64 for float64, else in float32 and rounded."""
+    wide = values(x, dtype)
+    return stored(wide * wide.dtype.type(factor), dtype)
+
+
+def sum_slices(slices: list[npt.NDArray[Any]], dtype: Dtype, out_dtype: Dtype, divisor: float) -> npt.NDArray[Any]:
+    """The sum in order in float32 (float64 for float64 slices), divided once, and rounded."""
+    wide = [values(part, dtype) for part in slices]
+    total = wide[0]
+    for part in wide[1:]:
+        total = total + part
+    quotient = total / total.dtype.type(divisor)
+    return stored(quotient if out_dtype == "f64" else quotient.astype(np.float32), out_dtype)

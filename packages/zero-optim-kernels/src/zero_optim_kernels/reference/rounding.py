@@ -1,0 +1,123 @@
+"""Storage dtypes, and the random numbers of stochastic rounding.
+
+An array "as stored" is float32, float16 or float64, or uint16 for bf16, which NumPy does not have.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .._types import Dtype
+
+__all__ = [
+    "Stream",
+    "bf16_join",
+    "bf16_nearest",
+    "bf16_split",
+    "bf16_stochastic",
+    "bf16_values",
+    "cast",
+    "random_bits",
+    "stored",
+    "values",
+]
+
+Single = npt.NDArray[np.float32]
+Bits16 = npt.NDArray[np.uint16]
+Stream = Literal["parameter", "second_moment", "payload"]
+
+_STREAMS: tuple[Stream, ...] = ("parameter", "second_moment", "payload")
+_MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _bits(x: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    return np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+
+
+def _quiet(x: npt.ArrayLike, rounded: npt.NDArray[np.uint64]) -> Bits16:
+    """The rounded bits, or a NaN's upper half made quiet."""
+    nan = (_bits(x) >> np.uint64(16)) | np.uint64(0x40)
+    return np.where(np.isnan(np.asarray(x, np.float32)), nan, rounded).astype(np.uint16)
+
+
+def bf16_nearest(x: npt.ArrayLike) -> Bits16:
+    """Of the two bf16 neighbours of a float32 the nearer, at a tie the even one."""
+    lower, rest = np.divmod(_bits(x), np.uint64(0x10000))
+    up = (rest > 0x8000) | ((rest == 0x8000) & (lower % 2 == 1))
+    return _quiet(x, lower + up.astype(np.uint64))
+
+
+def bf16_stochastic(x: npt.ArrayLike, random: npt.NDArray[np.uint32]) -> Bits16:
+    """One of the two neighbours: the farther from zero for as many of the 2^16 random numbers as x is 2^-16 of the gap
+    away from the nearer.
+    """
+    return _quiet(x, (_bits(x) + random) >> np.uint64(16))
+
+
+def bf16_values(bits: Bits16) -> Single:
+    """The float32 of a bf16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def bf16_split(x: npt.ArrayLike) -> tuple[Bits16, Bits16]:
+    """A float32 as the nearest bf16, ties away from zero, and the 16 bits that it lacks."""
+    single = np.asarray(x, np.float32)
+    bits = _bits(np.where(np.isnan(single), np.float32(np.nan), single))
+    return ((bits + np.uint64(0x8000)) >> np.uint64(16)).astype(np.uint16), bits.astype(np.uint16)
+
+
+def bf16_join(high: Bits16, low: Bits16) -> Single:
+    """The float32 of a pair: the low half is the signed difference from the bf16."""
+    difference = low.view(np.int16).astype(np.int64)
+    return ((high.astype(np.int64) << 16) + difference).astype(np.uint32).view(np.float32)
+
+
+def stored(x: npt.ArrayLike, dtype: Dtype) -> npt.NDArray[Any]:
+    """Numbers as stored in ``dtype``, rounded to nearest even."""
+    if dtype == "bf16":
+        return bf16_nearest(x)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(x).astype({"f32": np.float32, "f16": np.float16, "f64": np.float64}[dtype])
+
+
+def values(x: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
+    """The numbers that are stored; float16 as float32."""
+    if dtype == "bf16":
+        return bf16_values(x)
+    return x.astype(np.float32) if dtype == "f16" else x
+
+
+def cast(x: npt.NDArray[Any], dtype: Dtype, out_dtype: Dtype) -> npt.NDArray[Any]:
+    """From one stored dtype to another; float64 goes to 16 bits through float32."""
+    if dtype == out_dtype:
+        return x.copy()
+    wide = values(x, dtype)
+    return stored(wide if out_dtype == "f64" else wide.astype(np.float32), out_dtype)
+
+
+def _mix(x: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014, figure 16)."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
+    return x ^ x >> 31
+
+
+def random_bits(seed: int, step: int, stream: Stream, index: npt.ArrayLike) -> npt.NDArray[np.uint32]:
+    """32 bits for each global element index, of which the high ones are the good ones.
+
+    Elements that share the high half of their index share a key; within it the low half is hashed.
+    """
+    wide = np.asarray(index, np.uint64)
+    call = _mix((_mix((seed + _GOLDEN) & _MASK64) + step) & _MASK64)
+    result = np.zeros(wide.shape, np.uint32)
+    for high in np.unique(wide >> np.uint64(32)):
+        key = _mix((call + (int(high) * 4 + _STREAMS.index(stream)) * _GOLDEN) & _MASK64)
+        here = wide >> np.uint64(32) == high
+        x = (wide[here] + np.uint64(key & _MASK32)) * np.uint64(0x9E3779B1) & np.uint64(_MASK32)
+        x = (x ^ x >> np.uint64(16) ^ np.uint64(key >> 32)) * np.uint64(0x85EBCA6B)
+        result[here] = (x & np.uint64(_MASK32)).astype(np.uint32)
+    return result
