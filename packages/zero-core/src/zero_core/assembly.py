@@ -19,6 +19,7 @@ from . import kernels
 from .config import Config, autocast_modules, loss_scale, precision_policy
 from .engine import Engine
 from .errors import UsageError
+from .observing import supervisor
 from .optimizers import Parameters, build_optimizer
 from .schedules import Scheduler, build_scheduler
 
@@ -57,7 +58,8 @@ def initialize(
         )
     where = torch.device(device) if device is not None else None
     init(where)
-    resolved = Config.load(_source(args, config, config_params), world_size=dist.get_world_size())
+    source = supervisor().config(_source(args, config, config_params))
+    resolved = Config.load(source, world_size=dist.get_world_size())
     mesh = Mesh(device=where)
     if mesh.device.type != "cpu":
         torch.accelerator.set_device_index(mesh.device)
@@ -68,6 +70,7 @@ def initialize(
     sharded = _shard(torch_optimizer, parts, resolved)
     scheduler = build_scheduler(lr_scheduler, resolved, torch_optimizer)
     engine = Engine(model, parts, sharded, scheduler, resolved, ledger)
+    engine.observer = supervisor().observer(engine)
     return engine, torch_optimizer, None, scheduler
 
 
@@ -86,10 +89,12 @@ def _options(config: Config, model: nn.Module) -> PartitionOptions:
     return PartitionOptions(
         stage=zero.stage,
         policy=policy,
-        limits=UnitLimits(
-            max_numel=zero.unit_max_numel,
-            min_numel=zero.unit_min_numel,
-            persistence_threshold=zero.stage3_param_persistence_threshold if zero.stage >= 3 else 0,
+        limits=supervisor().limits(
+            UnitLimits(
+                max_numel=zero.unit_max_numel,
+                min_numel=zero.unit_min_numel,
+                persistence_threshold=zero.stage3_param_persistence_threshold if zero.stage >= 3 else 0,
+            )
         ),
         prefetch_numel=zero.stage3_prefetch_bucket_size,
         max_live_numel=zero.stage3_max_live_parameters,

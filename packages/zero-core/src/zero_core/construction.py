@@ -14,6 +14,7 @@ from zero_partition import Init as PartitionInit
 from zero_partition import gathered_anywhere
 
 from .config import Config
+from .observing import supervisor
 
 
 def gathered(parameters: Any, modifier_rank: int | None = None) -> AbstractContextManager[None]:
@@ -42,7 +43,7 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled and self._config is not None:
             init(self._where)
-            resolved = Config.load(self._config, world_size=dist.get_world_size())
+            resolved = Config.load(supervisor().config(self._config), world_size=dist.get_world_size())
             if resolved.zero_optimization.stage >= 3:
                 groups = Mesh(device=self._where).open_groups()
                 self._inner = PartitionInit(groups.gather, groups.control)

@@ -32,6 +32,7 @@ from zero_precision import DynamicLossScale, LossScaleError, cast_floating, pars
 from . import checkpoint
 from .config import Config
 from .errors import UsageError
+from .observing import Observer, Unobserved
 from .report import startup_report
 from .schedules import Scheduler
 
@@ -53,6 +54,7 @@ class Engine(nn.Module):
         device: where the model computes.
         global_steps, micro_steps, skipped_steps, global_samples: counters since the start of training.
         ledger: bytes sent, by phase and unit.
+        observer: told of losses and steps.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Engine(nn.Module):
         self._synchronises = True
         self._last: StepResult | None = None
         self._destroyed = False
+        self.observer: Observer = Unobserved()
         partition.runtime.reduces_now = self._reduces_now
         partition.runtime.allows_plain_backward = self._refuse_plain_backward
         if partition.rank == 0:
@@ -102,6 +105,7 @@ class Engine(nn.Module):
             raise UsageError(f"engine.backward: expected a scalar loss that requires gradients, got {_describe(loss)}")
         scaled = loss / self._config.gradient_accumulation_steps if scale_wrt_gas else loss
         with self._told_to_all():
+            self.observer.loss(loss)
             self._partition.runtime.begin_backward()
             whole = scaled * self.loss_scale() if self.loss_scale() != 1.0 else scaled
             torch.autograd.backward(whole, retain_graph=retain_graph)
@@ -122,6 +126,7 @@ class Engine(nn.Module):
         if not boundary:
             return
         with self._told_to_all():
+            self.observer.before_step()
             self._last = sharded.step()
         if self._last.taken:
             if self.lr_scheduler is not None:
@@ -133,6 +138,7 @@ class Engine(nn.Module):
         self.global_steps += 1
         self._partition.runtime.step = self.global_steps
         self._print_progress()
+        self.observer.after_step(self._last)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch ends an accumulation."""

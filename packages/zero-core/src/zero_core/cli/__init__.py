@@ -1,4 +1,4 @@
-"""The command `zero-core`: look at a configuration, plan memory. Read `entry.py` first.
+"""The command `zero-core`: look at a configuration, plan memory, verify training. Read `entry.py` first.
 
 Starting it imports neither torch nor pydantic; a command imports what it needs.
 """

@@ -12,14 +12,22 @@ from zero_core.errors import UsageError
 from zero_core.estimate import add_estimate_command
 
 from .config_command import add_config_command
+from .verify_command import add_verify_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0 good, 1 a configuration that cannot be used, 2 a wrong call.
+    """Run one command and return the exit status: 0 good, 1 what was checked is not, 2 a wrong call.
 
-    ``arguments``: the words after the program's name; by default those of the process.
+    ``arguments``: the words after the program's name; by default those of the process. What follows ``--`` is for the
+    script that the command runs.
     """
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    split = words.index("--") if "--" in words else len(words)
+    parser = _parser()
+    options = parser.parse_args(words[:split])
+    if words[split + 1 :] and not hasattr(options, "script_arguments"):
+        parser.error(f"{options.command} runs no script that could take {' '.join(words[split + 1 :])}")
+    options.script_arguments = tuple(words[split + 1 :])
     try:
         status: int = options.run(options)
         sys.stdout.flush()
@@ -33,9 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zero-core", description="Check a configuration; plan the memory of a model.")
+    parser = argparse.ArgumentParser(
+        prog="zero-core", description="Check a configuration; plan the memory of a model; verify training."
+    )
     parser.add_argument("--version", action="version", version=f"zero-core {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_config_command(commands)
     add_estimate_command(commands)
+    add_verify_command(commands)
     return parser

@@ -1,0 +1,223 @@
+"""`zero-core verify`: run the script at stage 0 and under the user's configuration, and compare."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zero_core.verify.comparison import Difference, Judge
+    from zero_core.verify.running import Plan
+    from zero_core.verify.variants import Variant
+
+_ABOUT = """\
+Run a training script for a few steps at stage 0 and under your configuration, and compare what they compute, bit by
+bit: the weights that forward reads on every rank, losses, gradients, the gradient norm, weights. Then, if the
+configuration computes in 16 bits, compare with float32 within a bound. The first tensor that differs is named. Exit
+status: 0 all equal, 1 something differs, 2 the script cannot be compared. The script runs as it is: what it writes, it
+writes. Arguments after -- are the script's.
+"""
+_CANNOT = 2
+_BOUND_IN_EPSILONS = 16
+
+
+def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Add `verify` to the commands of a parser; the parsed namespace's `run(namespace)` returns the exit status.
+
+    The caller sets ``script_arguments``, what the command line holds after ``--``.
+    """
+    parser = subparsers.add_parser(
+        "verify",
+        help="compare a script's training at stage 0 and under a configuration",
+        description=_ABOUT,
+        usage="zero-core verify TARGET [options] [-- ARGUMENTS OF TARGET]",
+    )
+    parser.add_argument("target", help="a training script that calls zero_core.initialize (with -m, a module)")
+    parser.add_argument("-m", "--module", action="store_true", help="TARGET is a module, as in python -m")
+    parser.add_argument("--config", metavar="FILE", help="use this instead of what the script gives to initialize")
+    parser.add_argument("--steps", type=_count, default=3, metavar="K", help="optimizer steps to compare (default: 3)")
+    parser.add_argument("--nproc", type=_count, metavar="N", help="ranks (default: one per accelerator, 2 without any)")
+    parser.add_argument("--seed", type=int, default=0, help="of every rank's generators at the start (default: 0)")
+    parser.add_argument(
+        "--bound",
+        type=float,
+        metavar="B",
+        help="relative deviation from float32 allowed per step (default: 16 epsilon)",
+    )
+    parser.add_argument("--no-float32", action="store_true", help="leave the comparison with float32 out")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the recordings in this new folder")
+    parser.set_defaults(run=_verify, script_arguments=())
+    return parser
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from zero_core.errors import UsageError
+    from zero_core.verify.running import Plan
+    from zero_core.verify.variants import Variant
+
+    if not options.module and not Path(options.target).is_file():
+        raise UsageError(f"there is no script {options.target!r}; to run a module by name, say -m")
+    if options.config is not None:
+        _check_config(options.config)
+    with ExitStack() as stack:
+        folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-core-verify-")))
+        if options.keep:
+            _make_new(folder)
+        plan = Plan(
+            folder=str(folder),
+            variant=Variant.GIVEN.value,
+            target=options.target,
+            arguments=tuple(options.script_arguments),
+            module=options.module,
+            config=None if options.config is None else str(Path(options.config).absolute()),
+            steps=options.steps,
+            seed=options.seed,
+        )
+        return _Runs(plan, options.nproc or _ranks(), options.bound, options.no_float32).compare()
+
+
+class NothingToCompare(RuntimeError):
+    """The script made no engine that took a step."""
+
+
+class _Runs:
+    """The runs of one script, made when they are needed."""
+
+    def __init__(self, plan: Plan, nproc: int, bound: float | None, skip_float32: bool) -> None:
+        self._plan = plan
+        self._nproc = nproc
+        self._bound = bound
+        self._skip_float32 = skip_float32
+        self._name = Path(plan.config).name if plan.config else "the script's configuration"
+
+    def compare(self) -> int:
+        """Run, compare, print; return the exit status."""
+        from zero_core.verify.comparison import Bitwise
+        from zero_core.verify.variants import Variant
+        from zero_launch import LaunchError
+
+        try:
+            self._record(Variant.REFERENCE, "reference", "stage 0")
+            self._record(Variant.GIVEN, "given", self._name)
+            found = self._difference("reference", "given", Bitwise())
+            if found is not None:
+                return self._explain(found)
+            _say(f"{self._name} is bitwise equal to stage 0 on {self._nproc} rank(s) in {self._counted()}")
+            return self._against_float32()
+        except (LaunchError, NothingToCompare) as error:
+            print(f"zero-core verify: {error}", file=sys.stderr)
+            return _CANNOT
+
+    def _explain(self, found: Difference) -> int:
+        """Print a difference, unless the script does not even repeat itself."""
+        from zero_core.verify.comparison import Bitwise
+        from zero_core.verify.variants import Variant
+
+        _say(f"{self._name} is not bitwise equal to stage 0; once more at stage 0, to see whether the script repeats")
+        self._record(Variant.REFERENCE, "again", "stage 0, again")
+        own = self._difference("reference", "again", Bitwise())
+        if own is not None:
+            print(
+                "zero-core verify: the script cannot be compared, for it does not repeat itself: two runs at stage 0 "
+                f"differ.\n{own}\nSeed it, and switch off what is not deterministic.",
+                file=sys.stderr,
+            )
+            return _CANNOT
+        _say(f'{self._name} differs from stage 0 ("expected")\n{found}')
+        return 1
+
+    def _against_float32(self) -> int:
+        """Where the configuration computes in 16 bits, how far it is from float32."""
+        from zero_core.verify.comparison import Within
+        from zero_core.verify.recording import Recording
+        from zero_core.verify.variants import Variant, rounding
+
+        recording = Recording(Path(self._plan.folder) / "given")
+        epsilon = max(rounding(next(recording.steps(number)).config) for number in range(len(recording.engines)))
+        if not epsilon or self._skip_float32:
+            return 0
+        bound = self._bound if self._bound is not None else _BOUND_IN_EPSILONS * epsilon
+        self._record(Variant.FLOAT32, "float32", "stage 0 in float32")
+        found = self._difference("float32", "given", Within(bound))
+        if found is not None:
+            _say(f'{self._name} is too far from float32 ("expected")\n{found}')
+            return 1
+        _say(f"within {bound:.3g} per step of float32")
+        return 0
+
+    def _record(self, variant: Variant, name: str, said: str) -> None:
+        from zero_launch import LaunchSpec, launch
+
+        folder = Path(self._plan.folder) / name
+        stored = Path(self._plan.folder) / f"{name}.json"
+        replace(self._plan, folder=str(folder), variant=variant.value).write(stored)
+        _say(f"running {self._plan.target}: {said}")
+        environment = {"PYTHONHASHSEED": str(abs(self._plan.seed) % 2**32), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        launch(
+            LaunchSpec(
+                "zero_core.verify", args=(str(stored),), nproc=self._nproc, module=True, env=environment, quiet=True
+            )
+        )
+
+    def _difference(self, expected: str, got: str, judge: Judge) -> Difference | None:
+        from zero_core.verify.comparison import compare
+        from zero_core.verify.recording import Recording
+
+        folder = Path(self._plan.folder)
+        ours = Recording(folder / expected)
+        if not ours.engines:
+            raise NothingToCompare(
+                f"{self._plan.target} took no optimizer step: expected a script that calls zero_core.initialize with "
+                "an optimizer, engine.backward and engine.step"
+            )
+        return compare(ours, Recording(folder / got), judge)
+
+    def _counted(self) -> str:
+        from zero_core.verify.recording import Recording
+
+        recording = Recording(Path(self._plan.folder) / "given")
+        counts = [recording.count(number) for number in range(len(recording.engines))]
+        asked = "" if min(counts) >= self._plan.steps else f" ({self._plan.steps} were asked for)"
+        return f"{', '.join(map(str, counts))} step(s){asked}"
+
+
+def _check_config(path: str) -> None:
+    """Refuse a file that cannot be read before any rank is started; whether it resolves depends on their number."""
+    from zero_core.config import ConfigError
+    from zero_core.config._source import read
+    from zero_core.errors import UsageError
+
+    try:
+        read(path)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+
+
+def _make_new(folder: Path) -> None:
+    from zero_core.errors import UsageError
+
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(f"--keep {folder} exists already; name a new folder") from None
+
+
+def _ranks() -> int:
+    import torch
+
+    return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 2
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return int(text)
+
+
+def _say(text: str) -> None:
+    print(f"zero-core verify: {text}", flush=True)

@@ -1,0 +1,16 @@
+"""What zero-launch starts in every rank: `python -m zero_core.verify PLAN`, the path of a stored `Plan`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from .running import Plan, run_script
+
+if torch.accelerator.is_available():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+run_script(Plan.read(Path(sys.argv[1])))
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,212 @@
+"""Find the first thing that two recorded runs disagree on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .recording import GRADIENT, WEIGHT, Recording, Step
+
+_NORM_TOLERANCE = 1e-12  # norms are sums in float64, whose order follows the units; autocast has others at stage 3
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first disagreement of two runs: in which engine and step, on ``what`` (a loss, a gradient, …), of which
+    parameter (empty for a scalar), and how large; ``others``: parameters of which the same differs in that step."""
+
+    engine: int
+    step: int
+    what: str
+    name: str
+    detail: str
+    others: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        subject = f"{self.what} of '{self.name}'" if self.name else self.what
+        where = f"engine {self.engine}, " if self.engine else ""
+        text = f"{where}step {self.step}: {subject} differs: {self.detail}"
+        if self.others:
+            more = f" and {len(self.others) - _SHOWN} more" if len(self.others) > _SHOWN else ""
+            text += f"\n  so does the {self.what} of {', '.join(self.others[:_SHOWN])}{more}"
+        return text
+
+
+class Judge(Protocol):
+    """Says how two values differ too much; an empty text when they do not. ``number``: of the step, from 0."""
+
+    def loss(self, number: int, expected: float, got: float) -> str: ...
+    def norm(self, number: int, expected: float, got: float) -> str: ...
+    def reads(self, expected: Step, got: Step) -> Iterator[tuple[str, str]]: ...
+    def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]: ...
+    def goes_on(self, expected: Step, got: Step) -> bool: ...
+
+
+def compare(expected: Recording, got: Recording, judge: Judge) -> Difference | None:
+    """The first difference in the order in which the values come about, or None.
+
+    Per step: the weights that forward reads on each rank, losses, averaged gradients, the gradient norm, the weights
+    after the step.
+    """
+    if len(expected.engines) != len(got.engines):
+        return Difference(0, 0, "the number of engines", "", _scalars(len(expected.engines), len(got.engines)))
+    for engine in range(len(expected.engines)):
+        steps = expected.count(engine), got.count(engine)
+        for number, (ours, theirs) in enumerate(zip(expected.steps(engine), got.steps(engine), strict=False)):
+            found = _first(number, ours, theirs, judge)
+            if found is not None:
+                what, name, detail, others = found
+                return Difference(engine, number, what, name, detail, others)
+            if not judge.goes_on(ours, theirs):
+                break
+        else:
+            if steps[0] != steps[1]:
+                return Difference(engine, min(steps), "the number of steps", "", _scalars(*steps))
+    return None
+
+
+def _first(number: int, expected: Step, got: Step, judge: Judge) -> tuple[str, str, str, tuple[str, ...]] | None:
+    found = list(judge.reads(expected, got))
+    if found:
+        return _named("the weight that forward reads", found)
+    if [len(losses) for losses in expected.losses] != [len(losses) for losses in got.losses]:
+        detail = _scalars([len(losses) for losses in expected.losses], [len(losses) for losses in got.losses])
+        return "the number of losses by rank", "", detail, ()
+    for rank, pair in enumerate(zip(expected.losses, got.losses, strict=True)):
+        for micro, (ours, theirs) in enumerate(zip(*pair, strict=True)):
+            detail = judge.loss(number, ours, theirs)
+            if detail:
+                return f"the loss of backward {micro} on rank {rank}", "", detail, ()
+    found = list(judge.tensors(number, GRADIENT, expected, got))
+    if found:
+        return _named("the gradient", found)
+    detail = judge.norm(number, expected.norm, got.norm)
+    if detail:
+        return "the gradient norm", "", detail, ()
+    found = list(judge.tensors(number, WEIGHT, expected, got))
+    return _named("the weight after the step", found) if found else None
+
+
+def _named(what: str, found: Sequence[tuple[str, str]]) -> tuple[str, str, str, tuple[str, ...]]:
+    name, detail = found[0]
+    return what, name, detail, tuple(dict.fromkeys(other for other, _ in found if other != name))
+
+
+class Bitwise:
+    """Equal to the last bit."""
+
+    def loss(self, number: int, expected: float, got: float) -> str:
+        """Differs unless equal, or both not a number."""
+        same = expected == got or (math.isnan(expected) and math.isnan(got))
+        return "" if same else _scalars(expected, got)
+
+    def norm(self, number: int, expected: float, got: float) -> str:
+        """Equal but for the order of a float64 sum."""
+        close = math.isclose(expected, got, rel_tol=_NORM_TOLERANCE)
+        return "" if close else self.loss(number, expected, got)
+
+    def reads(self, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
+        """Weights that a rank read with other values; what only one run read (compiled regions) is not compared."""
+        for (rank, name), digests in expected.reads.items():
+            for use, (ours, theirs) in enumerate(zip(digests, got.reads.get((rank, name), []), strict=False)):
+                if ours != theirs:
+                    yield name, f"on rank {rank} its values are not those of the reference (use {use} in the step)"
+                    break
+
+    def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
+        """Tensors of which any bit differs; a gradient that one run does not have counts as zeros."""
+        for name, ours, theirs in _pairs(kind, expected, got):
+            if ours.dtype != theirs.dtype:
+                yield name, _scalars(ours.dtype, theirs.dtype)
+            elif not torch.equal(_bits(ours), _bits(theirs)):
+                yield name, _elements(ours, theirs)
+
+    def goes_on(self, expected: Step, got: Step) -> bool:
+        """Compare all steps."""
+        return True
+
+
+class Within:
+    """Equal within ``bound`` times the number of steps so far.
+
+    A loss and the norm: relative to the expected one. A tensor: the root mean square of the difference, relative to
+    that of the expected tensor or of all tensors of its kind, whichever is larger: where a tensor's gradient is a small
+    difference of large numbers, only the latter means anything.
+    """
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+
+    def loss(self, number: int, expected: float, got: float) -> str:
+        """Relative difference above the limit."""
+        limit = self.bound * (number + 1)
+        if abs(expected - got) <= limit * max(abs(expected), limit):
+            return ""
+        return f"{_scalars(expected, got)}; allowed are {limit:.3g} of it"
+
+    def norm(self, number: int, expected: float, got: float) -> str:
+        """As a loss."""
+        return self.loss(number, expected, got)
+
+    def reads(self, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
+        """Digests cannot be compared."""
+        yield from ()
+
+    def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
+        """Tensors that deviate by more than the limit."""
+        limit = self.bound * (number + 1)
+        rows = []
+        for name, ours, theirs in _pairs(kind, expected, got):
+            reference = ours.double()
+            rows.append((name, _rms(theirs.double() - reference), _rms(reference), reference.numel()))
+        numel = max(1, sum(count for *_, count in rows))
+        overall = math.sqrt(sum(size * size * count for *_, size, count in rows) / numel)
+        for name, deviation, size, _ in rows:
+            if not deviation <= limit * max(size, overall):
+                ratio = deviation / max(size, overall) if max(size, overall) else math.inf
+                yield name, f"it deviates by {ratio:.3g} (root mean square), allowed are {limit:.3g}"
+
+    def goes_on(self, expected: Step, got: Step) -> bool:
+        """Until a loss scale makes one run skip a step that the other takes."""
+        return expected.taken == got.taken
+
+
+def _pairs(kind: str, expected: Step, got: Step) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    ours, theirs = expected.names(kind), got.names(kind)
+    for name in dict.fromkeys([*ours, *theirs]):
+        left = expected.tensor(kind, name) if name in ours else None
+        right = got.tensor(kind, name) if name in theirs else None
+        some = left if left is not None else right
+        if some is not None:
+            zeros = torch.zeros_like(some)
+            yield name, zeros if left is None else left, zeros if right is None else right
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    return math.sqrt(float(tensor.square().mean())) if tensor.numel() else 0.0
+
+
+def _scalars(expected: object, got: object) -> str:
+    return f"expected {expected}, got {got}"
+
+
+def _elements(expected: torch.Tensor, got: torch.Tensor) -> str:
+    width = expected.element_size()
+    unequal = (_bits(expected) != _bits(got)).view(-1, width).any(1)
+    first = int(unequal.nonzero()[0, 0])
+    place = [int(i) for i in torch.unravel_index(torch.tensor(first), expected.shape)] if expected.dim() else []
+    largest = float((expected.double() - got.double()).abs().max())
+    return (
+        f"{int(unequal.sum()):,} of {expected.numel():,} elements, the first at {place}: "
+        f"{_scalars(float(expected.reshape(-1)[first]), float(got.reshape(-1)[first]))}; "
+        f"the largest difference is {largest:.3g}"
+    )

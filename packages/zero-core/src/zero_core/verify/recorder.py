@@ -1,0 +1,150 @@
+"""In the ranks: write down what every engine of the script computes, step by step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_ckpt import Interval, SoloCoordinator, save_sharded
+from zero_ckpt.torch import DistCoordinator, Stager
+from zero_core.config import Config
+from zero_core.engine import Engine
+from zero_core.observing import Observer, Unobserved
+from zero_partition import StepResult, UnitLimits
+from zero_precision import cast_floating, parse_dtype
+
+from .recording import GRADIENT, WEIGHT, engine_folder, step_tag
+from .variants import Variant, variant_config
+
+
+class Enough(BaseException):
+    """Every engine of the script has taken the steps asked for."""
+
+
+class Recorder:
+    """Supervises a script (see `zero_core.observing.Supervisor`): gives its engines the configuration of ``variant``
+    and records them under ``folder`` until each has taken ``steps`` steps, then raises `Enough`.
+
+    ``config``: the user's configuration; None takes what the script gives to `initialize`.
+    """
+
+    def __init__(self, folder: Path, variant: Variant, steps: int, config: Any = None) -> None:
+        self.steps = steps
+        self._folder = folder
+        self._variant = variant
+        self._config = config
+        self._threshold = 0
+        self._engines: list[EngineRecorder] = []
+
+    def config(self, given: Any) -> Any:
+        """The configuration to use instead of ``given``."""
+        source = given if self._config is None else self._config
+        world_size = dist.get_world_size()
+        zero = Config.load(source, world_size=world_size).zero_optimization
+        self._threshold = zero.stage3_param_persistence_threshold if zero.stage >= 3 else 0
+        return variant_config(source, self._variant, world_size)
+
+    def limits(self, limits: UnitLimits) -> UnitLimits:
+        """The units of the user's configuration in every run: norms are added up unit by unit."""
+        return replace(limits, persistence_threshold=self._threshold)
+
+    def observer(self, engine: Engine) -> Observer:
+        """A recorder for this engine, if it trains."""
+        if self._variant is Variant.FLOAT32:
+            engine.register_forward_pre_hook(_inputs_in_float32, with_kwargs=True)
+        if engine.optimizer is None:
+            return Unobserved()
+        folder = engine_folder(self._folder, len(self._engines))
+        self._engines.append(EngineRecorder(engine, folder, self._end_when_done))
+        return self._engines[-1]
+
+    def _end_when_done(self) -> None:
+        if all(recorder.steps_taken >= self.steps for recorder in self._engines):
+            raise Enough
+
+
+class EngineRecorder:
+    """Writes one checkpoint per step: gradients and weights as tensors, the rest as each rank saw it."""
+
+    def __init__(self, engine: Engine, folder: Path, on_step: Callable[[], None]) -> None:
+        self.steps_taken = 0
+        self._engine = engine
+        self._folder = folder
+        self._on_step = on_step
+        self._names = {id(p): name for name, p in engine.module.named_parameters() if engine.partition.find(p)}
+        self._trained = [p for p in engine.module.parameters() if id(p) in self._names and p.requires_grad]
+        self._losses: list[float] = []
+        self._reads: list[list[str]] = []
+        self._gradients: list[Interval] = []
+        autocast = engine.resolved_config.torch_autocast
+        self._read_dtype = parse_dtype(autocast.dtype or "bf16") if autocast.enabled else None
+        for module in engine.module.modules():
+            if any(id(p) in self._names for p in module._parameters.values()):
+                module.register_forward_pre_hook(self._on_read)
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """Keep the loss of a micro-batch."""
+        self._losses.append(float(loss.detach()))
+
+    def before_step(self) -> None:
+        """Keep the averaged gradients, without the loss scale."""
+        self._gradients = list(self._whole(GRADIENT, self._gradient))
+
+    def after_step(self, result: StepResult) -> None:
+        """Write the step."""
+        weights = list(self._whole(WEIGHT, self._engine.full_param))
+        group = self._engine.partition.groups.control.process_group
+        save_sharded(
+            self._folder,
+            step_tag(self.steps_taken),
+            [*self._gradients, *weights],
+            step=self.steps_taken,
+            config=self._engine.resolved_config.to_plain(),
+            client_state={
+                "norm": result.norm,
+                "taken": result.taken,
+                "names": [self._names[id(p)] for p in self._trained],
+            },
+            rank_state={"losses": self._losses, "reads": self._reads},
+            coordinator=SoloCoordinator() if group is None else DistCoordinator(group),
+            save_latest=False,
+        )
+        self._losses, self._reads, self._gradients = [], [], []
+        self.steps_taken += 1
+        self._on_step()
+
+    def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        whole = self._engine.full_grad(parameter)
+        return None if whole is None else whole.div_(self._engine.loss_scale())
+
+    def _whole(self, kind: str, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[Interval]:
+        """Rank 0's copies on the host of what all ranks gather."""
+        for parameter in self._trained:
+            whole = read(parameter)
+            if whole is not None and self._engine.partition.rank == 0:
+                yield from Stager().intervals(self._names[id(parameter)], kind, whole.cpu().contiguous())
+
+    def _on_read(self, module: nn.Module, _args: Any) -> None:
+        """Note what forward is about to read; weights inside a compiled region cannot be seen."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) in self._names:
+                value = parameter.detach()
+                self._reads.append([self._names[id(parameter)], _digest(value, self._read_dtype)])
+
+
+def _digest(value: torch.Tensor, dtype: torch.dtype | None) -> str:
+    flat = value.to(device="cpu", dtype=dtype or value.dtype, copy=True).reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
+
+
+def _inputs_in_float32(_engine: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast_floating((args, kwargs), torch.float32)

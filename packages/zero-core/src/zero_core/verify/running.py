@@ -1,0 +1,74 @@
+"""Run the user's script under a recorder: what a rank does."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import runpy
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from zero_core.observing import supervised
+
+from .recorder import Enough, Recorder
+from .variants import Variant
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One recorded run: which script, under which configuration, and where the recording goes.
+
+    ``target``: the path of a script, or with ``module`` a module's name. ``config``: the path of the user's file; None
+    takes what the script gives to `initialize`. ``seed``: of Python's and torch's generators when the script starts.
+    """
+
+    folder: str
+    variant: str
+    target: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    config: str | None = None
+    steps: int = 3
+    seed: int = 0
+
+    def write(self, path: Path) -> None:
+        """Store the plan for the ranks."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """The plan that `write` stored."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**values, "arguments": tuple(values["arguments"])})
+
+
+def run_script(plan: Plan) -> None:
+    """Run the plan's script as ``__main__`` in this process and record it; returns after the steps asked for.
+
+    The environment says which rank this is. Everything the script raises passes through.
+    """
+    random.seed(plan.seed)
+    torch.manual_seed(plan.seed)
+    recorder = Recorder(Path(plan.folder), Variant(plan.variant), plan.steps, plan.config)
+    arguments, path = sys.argv, list(sys.path)
+    sys.argv = [plan.target, *plan.arguments]
+    try:
+        with supervised(recorder):
+            _run(plan)
+    except Enough:
+        pass
+    finally:
+        sys.argv, sys.path[:] = arguments, path
+
+
+def _run(plan: Plan) -> None:
+    if plan.module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(plan.target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(plan.target)))
+        runpy.run_path(plan.target, run_name="__main__")

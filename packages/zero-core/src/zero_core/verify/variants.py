@@ -1,0 +1,54 @@
+"""The configurations of the runs that are compared."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zero_core.config import Config, ConfigError
+
+_UNIT_KEYS = ("unit_max_numel", "unit_min_numel")
+_PRECISION = ("fp16", "bf16", "torch_autocast", "data_types", "communication_data_type")
+
+
+class Variant(enum.Enum):
+    """Which run of the script this is."""
+
+    GIVEN = "given"  # the user's configuration
+    REFERENCE = "reference"  # the same dtypes at stage 0, nothing offloaded, compressed or sharded
+    FLOAT32 = "float32"  # the reference, all in float32
+
+
+def variant_config(given: Any, variant: Variant, world_size: int) -> dict[str, Any]:
+    """The configuration of one run, as plain data.
+
+    Gradients are reduced per micro-batch in all of them, which makes the stages bitwise equal (DESIGN.md, section 4).
+    Where the user's dtypes need stage 1 (16-bit masters), the reference is at stage 1.
+    """
+    resolved = Config.load(given, world_size=world_size)
+    if variant is Variant.GIVEN:
+        return {**resolved.raw, "reduce_each_micro_batch": True}
+    plain = {**resolved.to_plain(), "reduce_each_micro_batch": True}
+    if variant is Variant.FLOAT32:
+        plain = {key: value for key, value in plain.items() if key not in _PRECISION}
+    units = {key: plain["zero_optimization"][key] for key in _UNIT_KEYS}
+    at_stage = [{**plain, "zero_optimization": {"stage": stage, **units}} for stage in (0, 1)]
+    try:
+        Config.load(at_stage[0], world_size=world_size)
+    except ConfigError:
+        return at_stage[1]
+    return at_stage[0]
+
+
+def rounding(config: Mapping[str, Any]) -> float:
+    """The distance from 1 to the next number of the dtype that forward and backward compute in, for a resolved
+    configuration in 16 bits; 0 for one in float32 or float64."""
+    autocast = config["torch_autocast"]
+    if config["fp16"]["enabled"] or (autocast["enabled"] and autocast["dtype"] == "fp16"):
+        return torch.finfo(torch.float16).eps
+    if config["bf16"]["enabled"] or autocast["enabled"]:
+        return torch.finfo(torch.bfloat16).eps
+    return 0.0
