@@ -16,10 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_nvme_aio import AlignedBuffer, Engine, _fio, measure
+from zero_nvme_aio import AioError, AlignedBuffer, Engine, File, Request, _fio, measure
+from zero_nvme_aio._async_io import AsyncIo
 from zero_nvme_aio.measure import Sample
 
 FIO_POINTS = [
@@ -32,19 +34,11 @@ Results = dict[tuple[str, str], list[Sample]]
 def missing_peers() -> list[str]:
     """What cannot be compared with, and why."""
     missing = [] if _fio.available() else ["fio is not installed"]
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        deepspeed_module()
-    except Exception as error:  # the builder raises whatever compiler, linker or import trouble there is
-        missing.append(f"DeepSpeed's async_io is not usable: {error!r}")
+        AsyncIo(1 << 20, 1 << 20, 1)
+    except AioError as error:
+        missing.append(str(error))
     return missing
-
-
-def deepspeed_module() -> Any:
-    """DeepSpeed's compiled extension; built on first use."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    return AsyncIOBuilder().load(verbose=False)
 
 
 class Contenders:
@@ -56,31 +50,28 @@ class Contenders:
         self.path, self.nbytes = path, nbytes
         self.io = Engine()
         self.file = self.io.open(path, "rw")
-        handle = deepspeed_module().aio_handle(1 << 20, 32, False, True, 1)
-        pinned = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+        peer = AsyncIo(nbytes, 1 << 20, 32)
         plain = torch.ones(nbytes, dtype=torch.uint8)
-        self.actions: dict[tuple[str, str], Callable[[], int]] = {}
+        self.actions: dict[tuple[str, str], Callable[[], Sample]] = {}
         self.aligned = AlignedBuffer(nbytes)
         ours = {"aligned": self.aligned, "torch": plain, "numpy": plain.numpy()}
         for name, memory in ours.items():
-            self.actions[f"ours {name}", "read"] = lambda m=memory: self.io.read(self.file, m, 0).wait()
-            self.actions[f"ours {name}", "write"] = lambda m=memory: self.io.write(self.file, m, 0).wait()
-        for name, tensor in {"pinned": pinned, "unpinned": plain}.items():
-            self.actions[f"DeepSpeed {name}", "read"] = lambda t=tensor: self.moved(handle.sync_pread(t, path))
-            self.actions[f"DeepSpeed {name}", "write"] = lambda t=tensor: self.moved(handle.sync_pwrite(t, path))
+            self.actions[f"ours {name}", "read"] = partial(self.own, self.io.read, memory)
+            self.actions[f"ours {name}", "write"] = partial(self.own, self.io.write, memory)
+        for name, tensor in {"pinned": peer.pinned(), "unpinned": plain}.items():
+            for kind in KINDS:
+                self.actions[f"DeepSpeed {name}", kind] = partial(peer.run, kind, path, tensor)
 
-    def moved(self, operations: int) -> int:
-        """DeepSpeed returns how many operations it completed, or -1."""
-        if operations != 1:
-            raise RuntimeError(f"DeepSpeed completed {operations} operations instead of 1")
-        return self.nbytes
+    def own(self, move: Callable[[File, Any, int], Request], memory: Any) -> Sample:
+        """One transfer of the whole file by the engine."""
+        return measure.measure(lambda: move(self.file, memory, 0).wait())
 
     def round(self) -> Iterator[tuple[tuple[str, str], Sample]]:
         """Every contender once."""
         for kind in KINDS:
             for (name, own_kind), action in self.actions.items():
                 if own_kind == kind:
-                    yield (name, kind), measure.measure(action)
+                    yield (name, kind), action()
             for engine, block, depth in FIO_POINTS:
                 sample = _fio.run(kind, self.path, self.nbytes, engine, block, depth)
                 yield (f"fio {engine} {block >> 10}K", kind), sample

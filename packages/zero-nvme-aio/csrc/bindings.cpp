@@ -213,7 +213,7 @@ void bind_engine(py::module_& m) {
         .def_property_readonly("direct_reason", &File::direct_reason)
         .def_property_readonly("memory_alignment", &File::memory_alignment)
         .def_property_readonly("granularity", &File::granularity)
-        .def("size", &File::size);
+        .def("size", &File::size, py::call_guard<py::gil_scoped_release>());
 
     py::class_<PyRequest>(m, "Request")
         .def("done", &PyRequest::done)
@@ -340,6 +340,11 @@ PYBIND11_MODULE(_native, m) {
             attempts = probe_backends();
         }
         return attempt_list(attempts);
+    });
+    m.def("probe_registration", [] {
+        py::gil_scoped_release release;
+        const Registration registration = probe_registration();
+        return std::make_pair(registration.nbytes, registration.error);
     });
     m.def("describe_dlpack", &describe_dlpack);
     m.attr("END_OF_FILE") = kEndOfFile;

@@ -166,4 +166,10 @@ std::vector<Attempt> probe_backends() {
     return attempts;
 }
 
+Registration probe_registration() {
+    const std::unique_ptr<Backend> backend = make_backend({"io_uring", 8, 1});
+    const Staging staging(*backend, 1 << 20, 4);
+    return {staging.registered_bytes(), staging.registration_error()};
+}
+
 }  // namespace zaio

@@ -80,4 +80,12 @@ private:
 // Tries every backend that moves data, in the order of preference.
 std::vector<Attempt> probe_backends();
 
+// What the kernel lets this process register for io_uring now: bytes, and errno when it refused.
+struct Registration {
+    size_t nbytes;
+    int error;
+};
+// Throws Unavailable where io_uring does not run.
+Registration probe_registration();
+
 }  // namespace zaio

@@ -161,7 +161,10 @@ bool Lane::start_block(const std::shared_ptr<Part>& part) {
     Block block{};
     block.staging = -1;
     if (!plan(*part, &block)) return false;
-    if (part->request->failed()) return true;
+    if (part->request->failed()) {  // here for want of memory, or elsewhere meanwhile
+        if (block.staging >= 0) staging_->give_back(block.staging);
+        return true;
+    }
     Request& request = *part->request;
     if (request.kind == OpKind::write) {
         if (block.staging >= 0) {

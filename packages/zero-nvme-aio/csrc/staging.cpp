@@ -12,7 +12,8 @@ Staging::Staging(Backend& backend, size_t slot_bytes, unsigned slots)
     while (count > 0 && !PinAllowance::take(count * slot_bytes)) --count;
     if (count == 0) return;
     const iovec range{memory_.data(), count * slot_bytes};
-    if (backend.register_buffers(&range, 1) == 0) {
+    registration_error_ = -backend.register_buffers(&range, 1);
+    if (registration_error_ == 0) {
         registered_ = count;
     } else {
         PinAllowance::give_back(count * slot_bytes);

@@ -24,6 +24,8 @@ public:
     int32_t buffer_index(int slot) const { return slot < static_cast<int>(registered_) ? 0 : -1; }
     unsigned free_slots() const { return static_cast<unsigned>(free_.size()); }
     size_t registered_bytes() const { return registered_ * slot_bytes_; }
+    // Why the kernel refused to register, as errno; 0 when it did not, or was not asked.
+    int registration_error() const { return registration_error_; }
     size_t charged_bytes() const { return memory_.charged_bytes(); }
 
 private:
@@ -31,6 +33,7 @@ private:
     const size_t slot_bytes_;
     Mapping memory_;
     size_t registered_ = 0;
+    int registration_error_ = 0;
     std::vector<int> free_;
 };
 

@@ -16,10 +16,9 @@ from zero_nvme_aio._device import CHUNK_BYTES, submit_device
 from zero_nvme_aio.testing import Fail, faulty_engine
 
 torch: Any = pytest.importorskip("torch")
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("nbytes", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 12345])
 def test_the_ring_moves_tensors_of_any_size(tmp_path: Path, device: str, nbytes: int) -> None:
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).to(device)
@@ -46,7 +45,7 @@ def test_the_ring_is_usable_after_an_error_and_can_be_awaited(tmp_path: Path) ->
     asyncio.run(main())
 
 
-@pytest.mark.skipif("cuda" not in DEVICES, reason="no accelerator here")
+@pytest.mark.gpu
 def test_accelerator_tensors_take_the_ring_by_themselves(tmp_path: Path) -> None:
     with Engine() as io, io.open(tmp_path / "f", "rw") as file:
         source = torch.randn(1000, 1000, device="cuda")
@@ -54,6 +53,10 @@ def test_accelerator_tensors_take_the_ring_by_themselves(tmp_path: Path) -> None
         target = torch.empty_like(source)
         io.read(file, target, 0).wait()
         assert torch.equal(source * 2, target)
+        with pytest.raises(errors.InvalidOffsetError):
+            io.read(file, target, -1)
+    with pytest.raises(errors.ClosedError):
+        io.write(file, source, 0)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kvikio") is not None, reason="kvikio is installed")
@@ -64,10 +67,9 @@ def test_without_kvikio_the_error_says_what_to_install() -> None:
         GdsEngine()
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("kvikio") is None or "cuda" not in DEVICES, reason="no kvikio with a GPU here"
-)
+@pytest.mark.gpu
 def test_gpudirect_moves_cuda_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("kvikio")
     from zero_nvme_aio.gds import GdsEngine
 
     source = torch.randn(1 << 20, device="cuda", dtype=torch.bfloat16)

@@ -120,7 +120,6 @@ def test_a_file_that_shrinks_meanwhile_is_an_end_of_file(io: Engine, tmp_path: P
             io.read(file, AlignedBuffer(1), 0).wait()
 
 
-@pytest.mark.root
 def test_a_full_disk_is_a_typed_error_and_nothing_synced_is_lost(small_disk: Path, backend: str) -> None:
     with (
         Engine(backend=backend) as io,
@@ -143,7 +142,6 @@ def test_a_full_disk_is_a_typed_error_and_nothing_synced_is_lost(small_disk: Pat
         assert (small_disk / "kept").read_bytes() == data
 
 
-@pytest.mark.root
 def test_a_full_disk_without_preallocation_is_a_typed_error(small_disk: Path, backend: str) -> None:
     with Engine(backend=backend) as io:
         for direct in (True, False):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,28 +45,45 @@ def test_errors_are_one_line_and_status_1(tmp_path: Path, capsys: pytest.Capture
 def test_bench_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     command = ["bench", "--path", str(tmp_path), "--size", "4M", "--block", "64K", "1M", "--repeat", "1", "--no-fio"]
-    assert (
-        main(
-            [
-                *command,
-                "--kind",
-                "read",
-                "write",
-                "mixed",
-                "--memory",
-                "aligned",
-                "plain",
-                "--backend",
-                "threads",
-                "auto",
-            ]
-        )
-        == 0
-    )
+    sweep = ["--kind", "read", "write", "mixed", "--memory", "aligned", "plain", "--backend", "threads", "auto"]
+    assert main([*command, *sweep]) == 0
     out = capsys.readouterr().out
     assert "GB/s" in out
     assert "mixed" in out
     assert list(tmp_path.iterdir()) == []
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert main([*command, "--png", str(tmp_path / "plot.png")]) == 0
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+BENCH_WITH_PEERS = ["--size", "4M", "--block", "1M", "--repeat", "1", "--memory", "aligned", "plain"]
+
+
+@pytest.mark.peer
+def test_bench_measures_fio_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    if shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    assert main(["bench", "--path", str(tmp_path), *BENCH_WITH_PEERS]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("fio libaio", "fio io_uring"))
+
+
+@pytest.mark.soak  # DeepSpeed compiles its extension first
+@pytest.mark.peer
+def test_bench_measures_deepspeed_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    command = ["bench", "--path", str(tmp_path), *BENCH_WITH_PEERS, "--no-fio", "--deepspeed"]
+    status, (out, err) = main(command), capsys.readouterr()
+    if importlib.util.find_spec("deepspeed") is None:
+        assert status == 1
+        assert "pip install deepspeed" in err
+        return
+    if "not usable" in err:
+        pytest.skip(err)
+    assert status == 0
+    assert "DeepSpeed pinned" in out
+    assert "DeepSpeed unpinned" in out
 
 
 def test_tune_remembers_and_engines_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -197,6 +198,18 @@ def test_staging_memory_is_bounded_and_registered_memory_too(tmp_path: Path) -> 
     for io in engines:
         io.close()
     assert _native.pinned_bytes() == 0
+
+
+def test_requests_cancelled_at_any_moment_leave_the_staging_ring_whole(tmp_path: Path, backend: str) -> None:
+    data = memoryview(bytearray(MIB + 1))[1:]
+    with Engine(backend=backend, block_bytes=4096, queue_depth=4) as io, io.open(tmp_path / "f", "rw") as file:
+        for number in range(300):
+            request = io.write(file, data, 0)
+            time.sleep(number * 1e-6)
+            request.cancel()
+            with contextlib.suppress(errors.RequestCancelledError):
+                request.wait(30)
+        assert io.write(file, data, 0).wait(30) == MIB
 
 
 def test_overlap_and_single_submit_give_the_same_bytes(tmp_path: Path) -> None:

@@ -140,6 +140,16 @@ def test_declared_extents_make_a_safetensors_file(tmp_path: Path) -> None:
         assert all(key.split("@")[0] in arrays or key.startswith("__gap__") for key in found)
 
 
+def test_without_checksums_at_write_time_the_seal_computes_them(paths: list[Path]) -> None:
+    data = random_bytes(300 * KIB, 6)
+    with ExtentStore(paths, stripe_bytes=64 * KIB, checksums=False) as store:
+        store.write("x", data).wait()
+        assert all(extent.checksum == "" for extent in store.extents()["x"])
+        for extent in store.seal().extents["x"]:
+            check_on_disk(extent, data[extent.offset_bytes : extent.offset_bytes + extent.nbytes])
+        assert get(store, "x", len(data), verify=True) == data
+
+
 def test_undeclared_extents_make_the_raw_kind(tmp_path: Path) -> None:
     with ExtentStore(tmp_path) as store:
         store.declare("a", 10)

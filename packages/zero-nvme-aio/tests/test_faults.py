@@ -24,6 +24,7 @@ def test_a_failing_device_is_a_device_error_with_path_offset_and_bytes(tmp_path:
     assert (error.errno, error.path, error.got) == (errno.EIO, str(tmp_path / "f"), 0)
     assert error.offset in (2 * MIB, 3 * MIB)
     assert error.expected == MIB
+    assert isinstance(error.free_bytes, int)
 
 
 def test_a_write_that_failed_unseen_is_reported_by_sync_once(tmp_path: Path, backend: str) -> None:

@@ -1,4 +1,4 @@
-"""Leaks, limits and stress. ZERO_AIO_STRESS_SECONDS makes the stress longer (30 is what releases are held to)."""
+"""Leaks, limits and stress; the long ones are `soak`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import pytest
 import xxhash
 
 from zero_nvme_aio import AlignedBuffer, Engine
-
-STRESS_SECONDS = float(os.environ.get("ZERO_AIO_STRESS_SECONDS", "3"))
 
 CYCLES = """
 import os, sys, gc
@@ -74,14 +72,16 @@ def run_cycles(folder: Path, backend: str, cycles: int, prefix: list[str]) -> No
         assert after[3] - before[3] < 2048, f"resident memory grew by {after[3] - before[3]} KiB"
 
 
-@pytest.mark.slow
-def test_thousands_of_open_close_cycles_leak_nothing(tmp_path: Path, backend: str) -> None:
-    run_cycles(tmp_path, backend, 10_000 if backend == "io_uring" else 3_000, [])
+SHORT_OR_WHOLE = pytest.mark.parametrize("cycles", [2_000, pytest.param(10_000, marks=pytest.mark.soak)])
 
 
-@pytest.mark.slow
-@pytest.mark.root
-def test_the_same_as_an_unprivileged_user_with_little_lockable_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
+@SHORT_OR_WHOLE
+def test_thousands_of_open_close_cycles_leak_nothing(tmp_path: Path, backend: str, cycles: int) -> None:
+    run_cycles(tmp_path, backend, cycles, [])
+
+
+@SHORT_OR_WHOLE
+def test_the_same_as_an_unprivileged_user_with_little_lockable_memory(backend: str, cycles: int) -> None:
     if os.geteuid() != 0 or shutil.which("setpriv") is None or shutil.which("prlimit") is None:
         pytest.skip("changing to an unprivileged user needs root, setpriv and prlimit")
     prefix = ["prlimit", "--memlock=8388608:8388608", "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
@@ -93,16 +93,18 @@ def test_the_same_as_an_unprivileged_user_with_little_lockable_memory(tmp_path_f
     folder.mkdir()
     os.chown(folder, 65534, 65534)
     try:
-        run_cycles(folder, "io_uring", 10_000, prefix)
+        run_cycles(folder, backend, cycles, prefix)
     finally:
         shutil.rmtree(folder)
 
 
-@pytest.mark.slow
-def test_eight_threads_on_one_engine_neither_block_each_other_nor_mix_bytes(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize("seconds", [2, pytest.param(30, marks=pytest.mark.soak)])
+def test_eight_threads_on_one_engine_neither_block_each_other_nor_mix_bytes(
+    tmp_path: Path, backend: str, seconds: int
+) -> None:
     problems: list[str] = []
     counts = [0] * 8
-    deadline = time.monotonic() + STRESS_SECONDS
+    deadline = time.monotonic() + seconds
 
     def work(io: Engine, number: int) -> None:
         generator = random.Random(number)
@@ -134,7 +136,7 @@ def test_eight_threads_on_one_engine_neither_block_each_other_nor_mix_bytes(tmp_
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(STRESS_SECONDS + 30)
+            thread.join(seconds + 30)
             assert not thread.is_alive(), f"deadlock; transfers so far {counts}"
     assert not problems, problems[:3]
     assert min(counts) > 0

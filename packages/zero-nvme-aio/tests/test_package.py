@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import zero_nvme_aio as aio
@@ -42,6 +45,19 @@ def test_the_native_module_exports_its_init_symbol_only() -> None:
     if any("asan" in symbol or "ubsan" in symbol for symbol in symbols):
         pytest.skip("a sanitizer build exports its own")
     assert symbols == ["PyInit__native"]
+
+
+def test_the_examples_of_the_readme_run(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 2
+    names = {"aio": aio, "tensor": np.arange(100_000, dtype=np.float32), "out": np.zeros(100_000, np.float32)}
+    for example in examples:
+        names["out"][:] = 0
+        exec(example.replace("/nvme", f"{tmp_path}/nvme"), names)
+        np.testing.assert_array_equal(names["out"], names["tensor"])
+    np.testing.assert_array_equal(np.asarray(names["tensors"]["w"]), names["tensor"])
 
 
 def test_deepspeeds_keys_keep_their_meaning() -> None:

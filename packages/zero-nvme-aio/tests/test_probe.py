@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,9 +44,20 @@ from zero_nvme_aio import _tuning
 _tuning.remember(sys.argv[3], _tuning.Tuning("io_uring", 65536, 4, 1, 1.0, 1.0))
 with aio.Engine.for_path(sys.argv[3]) as io:
     assert (io.backend, io.block_bytes) == (probe.chosen, 65536)
-print(json.dumps([probe.chosen, io.backend, {s.name: [s.available, s.reason, s.errno] for s in probe.backends}]))
+print(json.dumps([probe.chosen, io.backend, {s.name: [s.available, s.reason, s.errno] for s in probe.backends},
+    probe.registered_note]))
 """
-IO_URING_SETUP, IO_SETUP = 425, 206
+IO_URING_SETUP, IO_URING_REGISTER, IO_SETUP = 425, 427, 206
+X86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="system call numbers of x86-64")
+
+
+def forbidden(folder: Path, numbers: list[int], error: int) -> list[Any]:
+    command = [sys.executable, "-c", FORBIDDEN, json.dumps(numbers), str(error), str(folder / "f")]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    return found
 
 
 def test_probe_names_every_backend_and_chooses_the_first_that_runs() -> None:
@@ -58,7 +71,7 @@ def test_probe_names_every_backend_and_chooses_the_first_that_runs() -> None:
         assert io.backend == probe.chosen
 
 
-@pytest.mark.skipif("x86_64" not in __import__("platform").machine(), reason="system call numbers of x86-64")
+@X86_64
 @pytest.mark.parametrize(
     ("numbers", "error", "chosen", "words"),
     [
@@ -71,14 +84,31 @@ def test_probe_names_every_backend_and_chooses_the_first_that_runs() -> None:
 def test_where_a_system_call_is_refused_the_next_backend_runs_and_probe_says_why(
     tmp_path: Path, numbers: list[int], error: int, chosen: str, words: dict[str, str]
 ) -> None:
-    command = [sys.executable, "-c", FORBIDDEN, json.dumps(numbers), str(error), str(tmp_path / "f")]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    assert done.returncode == 0, done.stderr
-    probe_chosen, engine_backend, backends = json.loads(done.stdout)
+    probe_chosen, engine_backend, backends, _ = forbidden(tmp_path, numbers, error)
     assert probe_chosen == engine_backend == chosen
     for name, word in words.items():
         available, reason, code = backends[name]
         assert not available
         assert word in reason
         assert code == error
+
+
+@X86_64
+def test_where_no_memory_may_be_registered_staging_runs_without_and_probe_says_so(tmp_path: Path) -> None:
+    if not aio.probe().backends[0].available:
+        pytest.skip(aio.probe().backends[0].reason)
+    chosen, backend, _, note = forbidden(tmp_path, [IO_URING_REGISTER], 12)
+    assert chosen == backend == "io_uring"
+    assert "registers no buffers" in note
+    assert "ulimit -l" in note
+
+
+def test_probe_says_what_may_be_registered_and_when_engines_hold_it(tmp_path: Path) -> None:
+    if not aio.probe().backends[0].available:
+        pytest.skip(aio.probe().backends[0].reason)
+    assert "can be registered" in aio.probe().registered_note
+    with aio.Engine() as io, io.open(tmp_path / "f", "rw") as file:
+        if not file.direct:
+            pytest.skip(file.direct_reason)
+        io.write(file, memoryview(bytearray((32 << 20) + 1))[1:], 0).wait()
+        assert "in use by engines of this process" in aio.probe().registered_note

@@ -1,8 +1,7 @@
-"""Random sizes, offsets and alignments on every backend and file system; the seed is printed by the failing assert."""
+"""Random sizes, offsets and alignments on every backend and file system; the failing assert names the example."""
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from zero_nvme_aio.testing import Reorder, Shorten, faulty_engine
 
 MIB = 1 << 20
 LARGEST = 64 * MIB + 7
-EXAMPLES = int(os.environ.get("ZERO_AIO_EXAMPLES", "8"))
+FEW_OR_MANY = pytest.mark.parametrize("examples", [8, pytest.param(100, marks=pytest.mark.soak)])
 
 NOISE = AlignedBuffer(LARGEST + 4096)
 memoryview(NOISE)[:] = random.Random(0).randbytes(MIB + 13) * (LARGEST // MIB) + bytes(
@@ -66,19 +65,20 @@ def settings(generator: random.Random) -> dict[str, int]:
     }
 
 
-def test_any_size_offset_and_alignment(backend: str, folder: Path) -> None:
-    seed = int(os.environ.get("ZERO_AIO_SEED", "20"))
-    for example in range(EXAMPLES):
-        generator = random.Random(f"{seed} {example}")
+@FEW_OR_MANY
+def test_any_size_offset_and_alignment(backend: str, folder: Path, examples: int) -> None:
+    for example in range(examples):
+        generator = random.Random(f"{example}")
         chosen = settings(generator)
         if chosen["block_bytes"] == 4096:
             chosen["queue_depth"] = 32  # 16,000 blocks one after the other take long
         with Engine(backend=backend, **chosen) as io:
-            check(io, folder / "f", generator, f"seed {seed} example {example} {chosen}")
+            check(io, folder / "f", generator, f"example {example} {chosen}")
 
 
-def test_any_size_offset_and_alignment_under_faults(backend: str, tmp_path: Path) -> None:
-    for example in range(EXAMPLES // 2):
+@FEW_OR_MANY
+def test_any_size_offset_and_alignment_under_faults(backend: str, tmp_path: Path, examples: int) -> None:
+    for example in range(examples // 2):
         generator = random.Random(f"faults {example}")
         chosen = {**settings(generator), "block_bytes": 65536}
         faults = [Shorten(every=generator.choice([2, 3, 5]), fraction=generator.random()), Reorder(seed=example)]

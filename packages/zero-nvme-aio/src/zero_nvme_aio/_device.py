@@ -7,11 +7,11 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
-from ._engine import Request
-from .errors import AccessError, InvalidBufferError, InvalidOffsetError, RequestCancelledError, WaitTimeoutError
+from ._engine import Request, require_offset
+from .errors import InvalidBufferError, RequestCancelledError, WaitTimeoutError
 
 if TYPE_CHECKING:
     from ._engine import Engine, File
@@ -27,7 +27,7 @@ class DeviceRequest(Request):
 
     __slots__ = ("_cancelled", "_future", "_nbytes")
 
-    def __init__(self, future: Future[int], path: str, nbytes: int, cancelled: threading.Event) -> None:
+    def __init__(self, future: futures.Future[int], path: str, nbytes: int, cancelled: threading.Event) -> None:
         self._future = future
         self._path = path
         self._cancelled = cancelled
@@ -49,14 +49,10 @@ class DeviceRequest(Request):
 
     def wait(self, timeout: float | None = None) -> int:
         """Blocks until the tensor may be used again and returns the bytes moved; `timeout` in seconds."""
-        try:
-            return self._future.result(timeout)
-        except TimeoutError as error:
-            if self._future.done():
-                raise
-            raise WaitTimeoutError(
-                f"transfer of '{self._path}' is still under way after {timeout} s", path=self._path
-            ) from error
+        futures.wait([self._future], timeout)
+        if not self._future.done():
+            raise WaitTimeoutError(f"transfer of '{self._path}' is still under way after {timeout} s", path=self._path)
+        return self._future.result()
 
     def settle(self) -> None:
         """Blocks until the request has ended, well or not."""
@@ -81,13 +77,8 @@ def submit_device(engine: Engine, write: bool, file: File, tensor: Any, offset: 
         raise InvalidBufferError("no checksum is computed for accelerator tensors; copy to host memory first")
     if not tensor.is_contiguous():
         raise InvalidBufferError("expected contiguous memory, got a strided tensor; call .contiguous() first")
-    if ("w" if write else "r") not in file.mode:
-        raise AccessError(f"'{file.path}' was opened with mode '{file.mode}'", path=file.path)
     nbytes = tensor.numel() * tensor.element_size()
-    if not 0 <= offset <= 2**63 - 1 - nbytes:
-        raise InvalidOffsetError(
-            f"expected an offset from 0 on, got {offset} for '{file.path}'", path=file.path, offset=offset
-        )
+    require_offset(file.path, offset, nbytes)
     stage = _stage_of(engine, tensor.device)
     cancelled = threading.Event()
     ready = stage.mover.mark()
@@ -138,7 +129,7 @@ class _Stage:
     def __init__(self, device: Any) -> None:
         torch: Any = importlib.import_module("torch")
         self.mover = _Mover(device)
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="zero-nvme-aio-device")
+        self.executor = futures.ThreadPoolExecutor(1, thread_name_prefix="zero-nvme-aio-device")
         self._slots = [
             torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(SLOTS)
         ]
@@ -185,9 +176,9 @@ class _Stage:
                     copied[slot] = self.mover.copy(target, self._slots[slot][: len(target)])
         finally:
             _settle(pending)
-        for event in copied:
-            if event is not None:
-                event.synchronize()
+            for event in copied:
+                if event is not None:
+                    event.synchronize()
         return self._finish(pending, len(flat), file, cancelled)
 
     def _free(self, pending: list[Request | None], slot: int) -> None:
@@ -204,7 +195,7 @@ class _Stage:
 
 
 def _settle(pending: list[Request | None]) -> None:
-    """The ring is reused by the next transfer: nothing of this one may still be under way, also after an error."""
+    """The ring is reused by the next transfer: nothing of this one may still be under way, after an error either."""
     for request in pending:
         if request is not None:
             request.settle()

@@ -107,10 +107,11 @@ class Engine:
     """Moves bytes between memory and files on threads of its own; submitting only enqueues.
 
     `backend`: "auto" (io_uring, else libaio, else threads; `probe()` says why), or one of "io_uring", "libaio",
-    "threads", "null" by name. `queue_depth`: blocks in flight per progress thread. `block_bytes`: bytes per block, a
-    multiple of 4096. `threads`: progress threads, or pool threads of the "threads" backend. What is None comes from
-    `tune`, file by file, where the device was tuned, else from defaults (32, 1 MiB, 2, pool of 8). `single_submit`
-    hands blocks over one by one; `overlap_events=False` awaits each batch before the next.
+    "threads", "null" by name. `queue_depth`: blocks in flight per progress thread (32). `block_bytes`: bytes per block,
+    a multiple of 4096 (1 MiB). `threads`: progress threads (2), or pool threads of the "threads" backend (8). When
+    neither depth nor block is given, files on a device that was tuned get what `tune` found there; `for_path` takes its
+    backend and threads too. `single_submit` hands blocks over one by one; `overlap_events=False` awaits each batch
+    before the next.
 
     Raises BackendUnavailableError when a backend named does not run here, ValueError for numbers out of range.
     """
@@ -277,18 +278,14 @@ class Engine:
         if _buffers.is_device_tensor(buffers):
             from ._device import submit_device
 
+            self._usable(file, write)
             return submit_device(self, write, file, buffers, offset, checksum)
         return self.submit_items(write, file, _buffers.describe_all(buffers, not write), offset, checksum)
 
     def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
         """`read` or `write` of memory that this package described already; not for users."""
         native = self._usable(file, write)
-        if not 0 <= offset <= _MAX_OFFSET - sum(map(_buffers.nbytes_of, items)):
-            raise InvalidOffsetError(
-                f"expected an offset from 0 to 2**63 - 1 minus the bytes moved, got {offset} for '{file.path}'",
-                path=file.path,
-                offset=offset,
-            )
+        require_offset(file.path, offset, sum(map(_buffers.nbytes_of, items)))
         try:
             request = self._native.submit(write, native, items, offset, checksum)
         except BufferError as error:
@@ -320,6 +317,16 @@ class Engine:
         if found is None:
             return (0, 0)
         return (found.block_bytes, found.queue_depth)
+
+
+def require_offset(path: str, offset: int, nbytes: int) -> None:
+    """InvalidOffsetError unless a file can hold `nbytes` at `offset`."""
+    if not 0 <= offset <= _MAX_OFFSET - nbytes:
+        raise InvalidOffsetError(
+            f"expected an offset from 0 to 2**63 - 1 minus the bytes moved, got {offset} for '{path}'",
+            path=path,
+            offset=offset,
+        )
 
 
 def _ranged(name: str, value: int, low: int, high: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class Probe:
     """The answer of `probe`: backends in order of preference, the one that "auto" takes, and the limits that matter.
 
     `memlock_limit_bytes` is None when unlimited. `registered_limit_bytes` bounds the staging memory that is registered
-    with the kernel per process; the rest of the staging ring works unregistered.
+    with the kernel per process; the rest of the staging ring works unregistered. `registered_note` says what the kernel
+    did when it was asked.
     """
 
     backends: tuple[BackendStatus, ...]
@@ -54,26 +56,31 @@ def probe() -> Probe:
     backends = tuple(BackendStatus(name, not reason, reason, code) for name, reason, code in _native.probe_backends())
     chosen = next((status.name for status in backends if status.available), None)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = _native.pin_limit()
     return Probe(
         backends=backends,
         chosen=chosen,
         kernel=os.uname().release,
         memlock_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
-        registered_limit_bytes=limit,
-        registered_note=_registered_note(chosen, limit),
+        registered_limit_bytes=_native.pin_limit(),
+        registered_note=_registered_note(chosen),
         huge_pages=_huge_pages(),
     )
 
 
-def _registered_note(chosen: str | None, limit: int) -> str:
+def _registered_note(chosen: str | None) -> str:
     if chosen != "io_uring":
         return "no buffers are registered without io_uring"
-    if limit < 1 << 20:
-        return (
-            f"at most {limit} bytes may be registered, so staging of 1 MiB blocks runs unregistered (raise `ulimit -l`)"
-        )
-    return f"up to {limit} bytes of staging are registered with the kernel"
+    limit, in_use = _native.pin_limit(), _native.pinned_bytes()
+    registered, refusal = _native.probe_registration()
+    if refusal:
+        reason = f"the kernel registers no buffers ({os.strerror(refusal)})"
+        hint = "; the limit counts every ring of the user, raise it (`ulimit -l`)" if refusal == errno.ENOMEM else ""
+        return f"{reason}, staging runs unregistered{hint}"
+    if registered:
+        return f"{registered} bytes of staging can be registered with the kernel"
+    if in_use:
+        return f"the {limit} bytes of staging that may be registered are in use by engines of this process"
+    return f"at most {limit} bytes may be registered, so staging of 1 MiB blocks runs unregistered (raise `ulimit -l`)"
 
 
 def _huge_pages() -> str:

@@ -5,25 +5,34 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from . import _fio, measure
+from . import _async_io, _fio, measure
 from ._engine import Engine
 from ._memory import AlignedBuffer
 from .measure import Sample, Setting
 
-__all__ = ["Row", "points", "save_plot", "sweep", "table"]
+__all__ = ["Peers", "Row", "points", "save_plot", "sweep", "table"]
 
 
 class Row(NamedTuple):
-    """One line of the result: who (a setting, or fio), read, write or mixed, and the samples."""
+    """One line of the result: who (a setting, or a peer), its memory, read, write or mixed, and the samples."""
 
     who: str
+    memory: str
     block_bytes: int
     queue_depth: int
     kind: str
     samples: list[Sample]
+
+
+class Peers(NamedTuple):
+    """Who is measured beside the engine."""
+
+    fio: bool = False
+    deepspeed: bool = False
 
 
 def points(
@@ -42,7 +51,7 @@ def points(
 
 
 def sweep(
-    folder: str, settings: Sequence[Setting], kinds: Sequence[str], nbytes: int, repeats: int, with_fio: bool
+    folder: str, settings: Sequence[Setting], kinds: Sequence[str], nbytes: int, repeats: int, peers: Peers
 ) -> list[Row]:
     """Measures every point `repeats` times, interleaved; the first round only warms up."""
     memories: dict[str, Any] = {"aligned": memoryview(AlignedBuffer(nbytes))}
@@ -50,37 +59,64 @@ def sweep(
         memories["plain"] = measure.plain_memory(nbytes)
     with Engine() as io:
         path = measure.file_for_bench(io, folder, nbytes, memories["aligned"])
-    rows: dict[tuple[Any, str], Row] = {}
+    contenders: list[tuple[Row, Callable[[], Sample]]] = [
+        (
+            Row(_label(setting), setting.memory, setting.block_bytes, setting.queue_depth, kind, []),
+            partial(one, setting, kind, path, memories[setting.memory], nbytes),
+        )
+        for setting, kind in itertools.product(settings, kinds)
+    ]
     try:
+        contenders += _peers(peers, path, settings, [kind for kind in kinds if kind != "mixed"], nbytes, memories)
         for round_number in range(repeats + 1):
-            for key, row, sample in _round(path, settings, kinds, nbytes, memories, with_fio):
+            for row, action in contenders:
+                sample = action()
                 if round_number > 0:
-                    rows.setdefault(key, row).samples.append(sample)
+                    row.samples.append(sample)
     finally:
         os.unlink(path)
-    return list(rows.values())
+    return [row for row, _ in contenders]
 
 
-def _round(
-    path: str, settings: Sequence[Setting], kinds: Sequence[str], nbytes: int, memories: dict[str, Any], with_fio: bool
-) -> Iterator[tuple[tuple[Any, str], Row, Sample]]:
-    for setting, kind in itertools.product(settings, kinds):
-        sample = one(setting, kind, path, memories[setting.memory], nbytes)
-        route = setting.memory if setting.direct else "buffered"
-        who = f"{setting.backend} x{setting.threads} {route}"
-        yield (setting, kind), Row(who, setting.block_bytes, setting.queue_depth, kind, []), sample
-    if not with_fio:
-        return
+def _label(setting: Setting) -> str:
+    return f"{setting.backend} x{setting.threads} {setting.memory if setting.direct else 'buffered'}"
+
+
+def _peers(
+    peers: Peers,
+    path: str,
+    settings: Sequence[Setting],
+    kinds: Sequence[str],
+    nbytes: int,
+    memories: Mapping[str, memoryview],
+) -> Iterator[tuple[Row, Callable[[], Sample]]]:
+    """The peers at every block size and depth of the sweep."""
     shapes = sorted({(setting.block_bytes, setting.queue_depth) for setting in settings})
-    for (block, depth), engine, kind in itertools.product(shapes, _fio.ENGINES, kinds):
-        if kind != "mixed":
-            sample = _fio.run(kind, path, nbytes, engine, block, depth)
-            yield ((engine, block, depth), kind), Row(f"fio {engine}", block, depth, kind, []), sample
+    for (block, depth), kind in itertools.product(shapes, kinds):
+        for engine in _fio.ENGINES if peers.fio else ():
+            row = Row(f"fio {engine}", "aligned", block, depth, kind, [])
+            yield row, partial(_fio.run, kind, path, nbytes, engine, block, depth)
+    if not peers.deepspeed:
+        return
+    for block, depth in shapes:
+        async_io = _async_io.AsyncIo(nbytes, block, depth)
+        pinned = async_io.pinned()
+        for kind in kinds:
+            yield Row("DeepSpeed pinned", "aligned", block, depth, kind, []), partial(async_io.run, kind, path, pinned)
+        if "plain" in memories:
+            plain = async_io.unpinned(memories["plain"])
+            for kind in kinds:
+                yield (
+                    Row("DeepSpeed unpinned", "plain", block, depth, kind, []),
+                    partial(async_io.run, kind, path, plain),
+                )
 
 
 def one(setting: Setting, kind: str, path: str, memory: memoryview, nbytes: int) -> Sample:
     """One transfer of the whole file; "mixed" reads one half while it writes the other."""
     with setting.engine() as io, io.open(path, "rw", direct="auto" if setting.direct else False) as file:
+        # Every progress thread gets its staging ring before the clock starts.
+        io.read(file, memory[: min(nbytes, 4 * setting.block_bytes * setting.threads)], 0).wait()
         if kind == "read":
             return measure.measure(lambda: io.read(file, memory, 0).wait())
         if kind == "write":
@@ -96,24 +132,39 @@ def one(setting: Setting, kind: str, path: str, memory: memoryview, nbytes: int)
 
 
 def table(rows: Sequence[Row]) -> Any:
-    """A rich table, best first per kind, each with its ratio to the best fio point of the kind."""
+    """A rich table, best first per kind. The ratios are to the fastest fio point of the kind, to the processor time of
+    its most frugal libaio point, and to DeepSpeed's fastest point with the same kind of memory.
+    """
     from rich.table import Table
 
     out = Table(title="GB/s, median (least to most); 1 GB = 1e9 bytes")
-    for column in ("", "block", "depth", "kind", "GB/s", "spread", "CPU s/GB", "x best fio"):
+    columns = ("", "block", "depth", "kind", "GB/s", "spread", "CPU s/GB", "x best fio", "x libaio CPU", "x DeepSpeed")
+    for column in columns:
         out.add_column(column, justify="left" if column in ("", "kind") else "right")
-    best_fio: dict[str, float] = {}
-    for row in rows:
-        if row.who.startswith("fio"):
-            best_fio[row.kind] = max(best_fio.get(row.kind, 0.0), measure.median(row.samples).gb_per_s)
     for row in sorted(rows, key=lambda r: (r.kind, -measure.median(r.samples).gb_per_s)):
         middle = measure.median(row.samples)
         speeds = [sample.gb_per_s for sample in row.samples]
-        ratio = f"{middle.gb_per_s / best_fio[row.kind]:.2f}" if row.kind in best_fio else ""
-        spread = f"{min(speeds):.2f}-{max(speeds):.2f}"
-        numbers = (f"{middle.gb_per_s:.2f}", spread, f"{middle.cpu_s_per_gb:.4f}", ratio)
-        out.add_row(row.who, _size(row.block_bytes), str(row.queue_depth), row.kind, *numbers)
+        own = [other for other in rows if other.kind == row.kind]
+        fio = _speeds(own, "fio")
+        libaio = [measure.median(r.samples).cpu_s_per_gb for r in own if r.who == "fio libaio"]
+        deepspeed = _speeds([r for r in own if r.memory == row.memory], "DeepSpeed")
+        out.add_row(
+            row.who,
+            _size(row.block_bytes),
+            str(row.queue_depth),
+            row.kind,
+            f"{middle.gb_per_s:.2f}",
+            f"{min(speeds):.2f}-{max(speeds):.2f}",
+            f"{middle.cpu_s_per_gb:.4f}",
+            f"{middle.gb_per_s / max(fio):.2f}" if fio else "",
+            f"{middle.cpu_s_per_gb / min(libaio):.2f}" if libaio and min(libaio) > 0 else "",
+            f"{middle.gb_per_s / max(deepspeed):.2f}" if deepspeed else "",
+        )
     return out
+
+
+def _speeds(rows: Sequence[Row], who: str) -> list[float]:
+    return [measure.median(row.samples).gb_per_s for row in rows if row.who.startswith(who)]
 
 
 def save_plot(rows: Sequence[Row], path: str) -> None:

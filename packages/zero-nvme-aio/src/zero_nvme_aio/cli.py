@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "--block", type=_size, nargs="+", default=[_size("128K"), _size("1M"), _size("4M")], metavar="BYTES"
     )
     bench.add_argument("--depth", type=int, nargs="+", default=[32])
-    bench.add_argument("--threads", type=int, nargs="+", default=[1])
+    bench.add_argument("--threads", type=int, nargs="+", default=[2])
     bench.add_argument("--backend", nargs="+", default=["auto"], help="auto, io_uring, libaio, threads, null")
     bench.add_argument(
         "--memory", choices=("aligned", "plain"), nargs="+", default=["aligned"], help="plain memory is staged"
@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--buffered", action="store_true", help="through the page cache instead of direct")
     bench.add_argument("--repeat", type=int, default=3)
     bench.add_argument("--no-fio", action="store_true", help="do not measure fio beside")
+    bench.add_argument("--deepspeed", action="store_true", help="measure DeepSpeed's async_io beside")
     bench.add_argument("--png", metavar="FILE", help="also plot (needs the extra `plot`)")
     bench.set_defaults(action=_bench)
 
@@ -104,17 +105,19 @@ def _console() -> Any:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    from . import _fio, _sweep
+    from . import _async_io, _fio, _sweep
 
     console = _console()
-    with_fio = not options.no_fio and _fio.available()
+    if options.deepspeed and not _async_io.available():
+        raise _MissingExtraError("DeepSpeed is not installed; pip install deepspeed, or leave --deepspeed out")
+    peers = _sweep.Peers(fio=not options.no_fio and _fio.available(), deepspeed=options.deepspeed)
     settings = _sweep.points(
         options.backend, options.block, options.depth, options.threads, options.memory, not options.buffered
     )
     with console.status("measuring"):
-        rows = _sweep.sweep(options.path, settings, options.kind, options.size, options.repeat, with_fio)
+        rows = _sweep.sweep(options.path, settings, options.kind, options.size, options.repeat, peers)
     console.print(_sweep.table(rows))
-    if not with_fio and not options.no_fio:
+    if not peers.fio and not options.no_fio:
         console.print("fio is not installed, so there is nothing to compare with")
     if options.png:
         try:

@@ -176,7 +176,7 @@ def transfer_error(kind: str, path: str, native: tuple[int, int, int, int], nati
         return NoSpaceError(message, free_bytes=free, **fields)
     message = f"{kind} of {where}: expected {expected} bytes, got {got}: {os.strerror(code)}"
     if code == _errno.EIO:
-        return DeviceError(f"{message}; the device failed, see the kernel log", **fields)
+        return DeviceError(f"{message}; the device failed, see the kernel log", free_bytes=free_bytes(path), **fields)
     if code == _errno.EINVAL:
         message += "; if the file system does no direct I/O here, open the file with direct=False"
     return TransferError(message, **fields)

@@ -8,48 +8,92 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Generator
+import threading
+import time
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any
 
 from . import _buffers
-from .errors import AioError, ClosedError, EndOfFileError, InvalidBufferError, TransferError, open_error
+from ._engine import require_offset
+from .errors import (
+    AccessError,
+    AioError,
+    ClosedError,
+    EndOfFileError,
+    InvalidBufferError,
+    TransferError,
+    WaitTimeoutError,
+    open_error,
+)
 
 __all__ = ["GdsEngine", "GdsFile", "GdsRequest"]
 
 _FLAGS = {"r": "r", "w": "w", "rw": "r+"}
+_POLL_SECONDS = 0.0005
 
 
 class GdsRequest:
-    """A transfer by kvikio; behaves like `Request`, but cannot be cancelled and waits without a timeout."""
+    """A transfer by kvikio; used like `Request`. kvikio has all of it from the start, so `cancel` stops nothing."""
 
     checksum: str | None = None
 
-    def __init__(self, future: Any, path: str, nbytes: int, owner: Any) -> None:
-        self._future = future
+    def __init__(self, futures: Sequence[Any], path: str, nbytes: int, owners: Sequence[Any]) -> None:
+        self._futures = futures
         self._path = path
-        self._owner = owner
+        self._owners = owners
+        self._lock = threading.Lock()  # a future of kvikio may be asked for its result only once, by one thread
+        self._failure: AioError | None = None
         self.nbytes = nbytes
 
     def done(self) -> bool:
-        """Whether the request has ended."""
-        return bool(self._future.done())
-
-    def wait(self) -> int:
-        """Blocks until the request has ended and returns the bytes moved."""
+        """Whether the request has ended, well or not; never blocks."""
+        if not self._lock.acquire(blocking=False):
+            return False
         try:
-            moved = int(self._future.get())
-        except (RuntimeError, OSError) as error:
-            raise TransferError(f"GPUDirect transfer of '{self._path}': {error}", path=self._path) from error
-        self._owner = None
-        if moved != self.nbytes:
-            raise EndOfFileError(
-                f"GPUDirect transfer of '{self._path}': expected {self.nbytes} bytes, got {moved}",
-                path=self._path,
-                expected=self.nbytes,
-                got=moved,
-            )
-        return moved
+            return all(future.done() for future in self._futures)
+        finally:
+            self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Blocks until the request has ended and returns the bytes moved.
+
+        `timeout` is in seconds. Raises WaitTimeoutError when it passes first, TransferError and EndOfFileError.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while deadline is not None and not self.done():
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"transfer of '{self._path}' is still under way after {timeout} s", path=self._path
+                )
+            time.sleep(_POLL_SECONDS)
+        self.settle()
+        if self._failure is not None:
+            raise self._failure
+        return self.nbytes
+
+    def settle(self) -> None:
+        """Blocks until the request has ended, well or not; raises nothing for a failure."""
+        with self._lock:
+            moved, problem = 0, None
+            for future in self._futures:  # after an error too: the other parts still use the memory
+                try:
+                    moved += int(future.get())
+                except (RuntimeError, OSError) as error:
+                    problem = problem or error
+            if problem is not None:
+                self._failure = TransferError(f"GPUDirect transfer of '{self._path}': {problem}", path=self._path)
+            elif self._futures and moved != self.nbytes:
+                self._failure = EndOfFileError(
+                    f"GPUDirect transfer of '{self._path}': expected {self.nbytes} bytes, got {moved}",
+                    path=self._path,
+                    expected=self.nbytes,
+                    got=moved,
+                )
+            self._futures = self._owners = ()
+
+    def cancel(self) -> None:
+        """Stops nothing: what kvikio was given is finished, and `wait` returns as if this had not been called."""
 
     def __await__(self) -> Generator[Any, None, int]:
         import asyncio
@@ -66,11 +110,21 @@ class GdsFile:
         self.mode = mode
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._handle is None
+
+    @property
     def handle(self) -> Any:
         """kvikio's file; raises ClosedError when closed."""
         if self._handle is None:
             raise ClosedError(f"'{self.path}' is closed", path=self.path)
         return self._handle
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file now."""
+        return os.stat(self.path).st_size
 
     def close(self) -> None:
         """Closes the file; wait for its requests first. May be called twice."""
@@ -98,38 +152,48 @@ class GdsEngine:
             self._kvikio: Any = importlib.import_module("kvikio")
         except ImportError as error:
             raise AioError(f"GPUDirect Storage needs kvikio ({error}); pip install zero-nvme-aio[gds]") from error
+        self._closed = False
 
     @property
     def direct(self) -> bool:
         """Whether transfers really go by GPUDirect; otherwise kvikio uses POSIX I/O."""
         return not bool(self._kvikio.defaults.is_compat_mode_preferred())
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def open(self, path: str | os.PathLike[str], mode: str = "r") -> GdsFile:
         """Opens a file: "r", "w" or "rw", as in `Engine.open`."""
         if mode not in _FLAGS:
             raise ValueError(f"expected mode 'r', 'w' or 'rw', got {mode!r}")
+        self._require_open()
         name = os.fspath(path)
-        if mode == "rw" and not os.path.exists(name):
-            os.close(os.open(name, os.O_CREAT | os.O_CLOEXEC | os.O_RDWR, 0o666))
         try:
+            if mode == "rw":
+                os.close(os.open(name, os.O_CREAT | os.O_CLOEXEC | os.O_RDWR, 0o666))
             return GdsFile(self._kvikio.CuFile(name, _FLAGS[mode]), name, mode)
         except OSError as error:
             raise open_error(name, error) from None
         except RuntimeError as error:
             raise open_error(name, OSError(None, str(error))) from error
 
-    def read(self, file: GdsFile, out: Any, offset: int = 0) -> GdsRequest:
-        """Starts filling a contiguous CUDA tensor (or host buffer) from the file at `offset` bytes."""
-        memory = _flat(out)
-        return GdsRequest(file.handle.pread(memory, memory.nbytes, offset), file.path, memory.nbytes, memory)
+    def read(self, file: GdsFile, out: Any, offset: int = 0, *, checksum: bool = False) -> GdsRequest:
+        """Starts filling `out` (a contiguous CUDA tensor or host buffer, or a list of them) from the file at `offset`
+        bytes.
+        """
+        return self._start(False, file, out, offset, checksum)
 
-    def write(self, file: GdsFile, data: Any, offset: int = 0) -> GdsRequest:
-        """Starts writing a contiguous CUDA tensor (or host buffer) to the file at `offset` bytes."""
-        memory = _flat(data)
-        return GdsRequest(file.handle.pwrite(memory, memory.nbytes, offset), file.path, memory.nbytes, memory)
+    def write(self, file: GdsFile, data: Any, offset: int = 0, *, checksum: bool = False) -> GdsRequest:
+        """Starts writing `data` (a contiguous CUDA tensor or host buffer, or a list of them) to the file at `offset`
+        bytes.
+        """
+        return self._start(True, file, data, offset, checksum)
 
     def sync(self, file: GdsFile) -> None:
         """Blocks until what was written is on stable storage; wait for the requests first."""
+        self._require_open()
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -137,7 +201,8 @@ class GdsEngine:
             os.close(fd)
 
     def close(self) -> None:
-        """Nothing to do: kvikio's threads belong to the process."""
+        """Refuses further use; kvikio's threads belong to the process. May be called twice."""
+        self._closed = True
 
     def __enter__(self) -> GdsEngine:
         return self
@@ -147,10 +212,31 @@ class GdsEngine:
     ) -> None:
         self.close()
 
+    def _start(self, write: bool, file: GdsFile, buffers: Any, offset: int, checksum: bool) -> GdsRequest:
+        self._require_open()
+        if checksum:
+            raise InvalidBufferError("no checksum is computed on the way of GPUDirect; copy to host memory first")
+        if ("w" if write else "r") not in file.mode:
+            raise AccessError(f"'{file.path}' was opened with mode '{file.mode}'", path=file.path)
+        memories = [_flat(buffer) for buffer in (buffers if isinstance(buffers, (list, tuple)) else [buffers])]
+        nbytes = sum(memory.nbytes for memory in memories)
+        require_offset(file.path, offset, nbytes)
+        move = file.handle.pwrite if write else file.handle.pread
+        futures = []
+        for memory in memories:
+            if memory.nbytes > 0:
+                futures.append(move(memory, memory.nbytes, offset))
+            offset += memory.nbytes
+        return GdsRequest(futures, file.path, nbytes, memories)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the engine is closed")
+
 
 def _flat(buffer: Any) -> Any:
     if not _buffers.is_tensor(buffer):
-        return buffer
+        return buffer if hasattr(buffer, "nbytes") else memoryview(buffer)
     if not buffer.is_contiguous():
         raise InvalidBufferError("expected contiguous memory, got a strided tensor; call .contiguous() first")
     return buffer.detach().reshape(-1).view(importlib.import_module("torch").uint8)

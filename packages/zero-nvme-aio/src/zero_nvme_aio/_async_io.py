@@ -1,0 +1,53 @@
+"""DeepSpeed's async_io as a yardstick: its extension as installed, built on first use."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+from .errors import AioError
+from .measure import Sample, measure
+
+__all__ = ["AsyncIo", "available"]
+
+
+def available() -> bool:
+    """Whether DeepSpeed is installed; whether its extension can be built shows when it is."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+class AsyncIo:
+    """One handle with one thread, over a file of `nbytes`."""
+
+    def __init__(self, nbytes: int, block_bytes: int, queue_depth: int) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        try:
+            builder: Any = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
+            extension = builder.load(verbose=False)
+        except Exception as error:  # the builder raises whatever compiler, linker or import trouble there is
+            raise AioError(f"DeepSpeed's async_io is not usable: {error!r}") from error
+        self._torch: Any = importlib.import_module("torch")
+        self._nbytes = nbytes
+        # Argument order: block size, queue depth, single_submit, overlap_events, threads.
+        self._handle = extension.aio_handle(block_bytes, queue_depth, False, True, 1)
+
+    def pinned(self) -> Any:
+        """A tensor for the whole file that DeepSpeed itself allocated and locked; for this handle only."""
+        return self._handle.new_cpu_locked_tensor(self._nbytes, self._torch.empty(0, dtype=self._torch.uint8))
+
+    def unpinned(self, memory: memoryview) -> Any:
+        """The memory as a plain tensor."""
+        return self._torch.frombuffer(memory, dtype=self._torch.uint8)
+
+    def run(self, kind: str, path: str, tensor: Any) -> Sample:
+        """Reads or writes the whole file once (`kind`: "read" or "write")."""
+        move = self._handle.sync_pread if kind == "read" else self._handle.sync_pwrite
+        return measure(lambda: self._moved(move(tensor, path)))
+
+    def _moved(self, operations: int) -> int:
+        # DeepSpeed returns how many operations it completed, or -1.
+        if operations != 1:
+            raise AioError(f"DeepSpeed completed {operations} operations instead of 1")
+        return self._nbytes
