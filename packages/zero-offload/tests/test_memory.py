@@ -14,6 +14,7 @@ from zero_offload._memory import PAGE, HostBlock, page_rounded
 from zero_offload.limits import Limit
 
 NUMELS = (10_001, 3, 70_000, 1)
+NOTHING = {"gradients": 0, "nvme": 0, "ring": 0, "staging": 0, "states": 0}
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -46,7 +47,7 @@ def test_the_host_tier_holds_masters_and_states_and_not_a_byte_more(
     budget = HostBudget()
     with OffloadedOptimizer(params, name, lr=0.1, budget=budget) as optimizer:
         want = sum(NUMELS) * bytes_per_element
-        assert optimizer.memory() == {"gradients": 0, "host": want, "nvme": 0, "staging": 0}
+        assert optimizer.memory() == optimizer.plan == {**NOTHING, "states": want}
         assert needs(budget) == {"memory": want}
         blocks = [o for o in gc.get_objects() if type(o) is HostBlock and o.nbytes == want]
         assert sum(block.tensor.untyped_storage().nbytes() for block in blocks) == want
@@ -56,7 +57,7 @@ def test_the_host_tier_holds_masters_and_states_and_not_a_byte_more(
 
 def test_offloaded_gradients_are_counted() -> None:
     params = parameters(torch.bfloat16)
-    with OffloadedOptimizer(params, lr=0.1, offload_gradients=True) as optimizer:
+    with OffloadedOptimizer(params, lr=0.1, gradients="host") as optimizer:
         assert optimizer.memory()["gradients"] == 2 * sum(NUMELS)
 
 
@@ -75,7 +76,7 @@ def test_the_nvme_tier_holds_its_ring_and_the_files_hold_the_rest(tmp_path: Path
         )
         want = buffer_count * largest
         stored = 12 * sum(NUMELS)
-        assert optimizer.memory() == {"gradients": 0, "host": want, "nvme": stored, "staging": 0}
+        assert optimizer.memory() == optimizer.plan == {**NOTHING, "ring": want, "nvme": stored}
         assert needs(budget) == {"memory": want, "disk": stored}
         step(params, optimizer)
         optimizer.flush()
@@ -83,7 +84,7 @@ def test_the_nvme_tier_holds_its_ring_and_the_files_hold_the_rest(tmp_path: Path
         step(params, optimizer)
         optimizer.flush()
         assert optimizer.bytes_written() == 2 * stored
-        assert optimizer.memory()["host"] == want
+        assert optimizer.memory() == optimizer.plan
         on_disk = sum(path.stat().st_size for path in tmp_path.iterdir())
         assert stored <= on_disk <= stored + (len(NUMELS) * 3 + 2) * PAGE
 

@@ -98,10 +98,13 @@ def test_tiers_slices_buffers_and_gradient_offload_do_not_change_a_bit(
 ) -> None:
     ways: dict[str, dict[str, Any]] = {
         "small slices": {"sub_group_size": 4096},
-        "gradients offloaded": {"offload_gradients": True},
+        "gradients offloaded": {"gradients": "host"},
         "nvme": {"tier": "nvme", "path": tmp_path / "a", "sub_group_size": 4096, "buffer_count": 3, "verify": True},
         "nvme, one buffer": {"tier": "nvme", "path": tmp_path / "b", "sub_group_size": 5000, "buffer_count": 1},
-        "nvme, striped": {"tier": "nvme", "path": [tmp_path / "c", tmp_path / "d"], "offload_gradients": True},
+        "nvme, striped": {"tier": "nvme", "path": [tmp_path / "c", tmp_path / "d"], "gradients": "host"},
+        "nvme, gradients too": {"tier": "nvme", "path": tmp_path / "e", "gradients": "nvme", "buffer_count": 2},
+        "a part of it": {"tier": "nvme", "path": tmp_path / "f", "ratio": 0.37, "sub_group_size": 4096},
+        "no overlap": {"tier": "nvme", "path": tmp_path / "g", "pipeline_read": False, "pipeline_write": False},
     }
     results = {
         way: train(
@@ -168,7 +171,7 @@ def test_the_loss_scale_is_taken_out_in_the_same_pass() -> None:
 
 def test_offloaded_gradients_leave_the_device_and_still_add_up() -> None:
     weight = nn.Parameter(torch.ones(10))
-    with OffloadedOptimizer([weight], "SGD", lr=1.0, offload_gradients=True) as optimizer:
+    with OffloadedOptimizer([weight], "SGD", lr=1.0, gradients="host") as optimizer:
         for _ in range(3):
             weight.sum().backward()
             assert weight.grad is None
@@ -237,7 +240,7 @@ def test_torch_tools_that_work_on_gradients_work(way: str) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "tier": ({"tier": "tape"}, ValueError, "expected 'host' or 'nvme', got 'tape'"),
+    "tier": ({"tier": "tape"}, ValueError, "expected 'host', 'nvme' or 'auto', got 'tape'"),
     "no path": ({"tier": "nvme"}, ValueError, "path: names the folder"),
     "path on host": ({"path": "x"}, ValueError, "path: names the folder"),
     "optimizer": ({"optimizer": "Rprop"}, ValueError, "Adagrad, Adam, AdamW, Lion or SGD.*Rprop"),
@@ -272,7 +275,7 @@ def test_parameters_and_gradients_that_cannot_be_served_are_named() -> None:
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(TypeError, match="'w': expected float32, bfloat16 or float16"):
         OffloadedOptimizer([("w", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))])
-    with pytest.raises(ValueError, match="'w': two parameters have this name"):
+    with pytest.raises(ValueError, match="'w': two parameters or shards have this name"):
         groups = [{"params": [("w", nn.Parameter(torch.zeros(2)))]} for _ in range(2)]
         OffloadedOptimizer(groups)
     strided = nn.Parameter(torch.zeros(4, 6).t())

@@ -9,15 +9,21 @@ import zero_offload
 
 NAMES = [
     "BudgetError",
+    "FragmentPlan",
     "HostBudget",
     "HostStore",
     "MissingExtraError",
     "NvmeStore",
     "OffloadError",
     "OffloadedOptimizer",
+    "OffloadedUpdate",
+    "Placement",
+    "Sealed",
     "ShardCorruptError",
     "ShardError",
+    "ShardPlan",
     "StoreFullError",
+    "Trace",
     "offload_activations",
 ]
 

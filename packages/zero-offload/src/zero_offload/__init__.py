@@ -8,17 +8,25 @@ from .errors import BudgetError, MissingExtraError, OffloadError, ShardCorruptEr
 from .host import HostStore
 from .nvme import NvmeStore
 from .optimizer import OffloadedOptimizer
+from .trace import Trace
+from .update import FragmentPlan, OffloadedUpdate, Placement, Sealed, ShardPlan
 
 __all__ = [
     "BudgetError",
+    "FragmentPlan",
     "HostBudget",
     "HostStore",
     "MissingExtraError",
     "NvmeStore",
     "OffloadError",
     "OffloadedOptimizer",
+    "OffloadedUpdate",
+    "Placement",
+    "Sealed",
     "ShardCorruptError",
     "ShardError",
+    "ShardPlan",
     "StoreFullError",
+    "Trace",
     "offload_activations",
 ]

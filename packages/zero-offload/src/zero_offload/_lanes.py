@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
+
+from ._memory import nbytes_of
+from .trace import Trace
 
 __all__ = ["DeviceCopies", "Lane", "compute_device"]
 
@@ -18,10 +23,12 @@ def compute_device(device: torch.device | str | None) -> torch.device:
 
 
 class Lane:
-    """One stream for copies to and from ``device``."""
+    """One stream for copies to and from ``device``. ``trace`` gets them as ``hop``."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, trace: Trace | None = None, hop: str = "") -> None:
         self.device = device
+        self._trace = trace
+        self._hop = hop
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
@@ -30,7 +37,8 @@ class Lane:
         Neither tensor may be written until the event has happened.
         """
         if self._stream is None:
-            target.copy_(source)
+            with nullcontext() if self._trace is None else self._trace.span(self._hop, "copy", nbytes_of(target)):
+                target.copy_(source)
             return None
         self._stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self._stream:
@@ -39,6 +47,8 @@ class Lane:
         for tensor in (target, source):
             if tensor.device.type != "cpu":
                 tensor.record_stream(self._stream)
+        if self._trace is not None:
+            self._trace.follow(self._hop, "copy", nbytes_of(target), event.synchronize)
         return event
 
     def join(self, event: torch.Event | None) -> None:
@@ -55,8 +65,8 @@ class Lane:
 class DeviceCopies:
     """Shards on the compute device, with the events that say when they have arrived or left."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.lane = Lane(device)
+    def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
+        self.lane = Lane(device, trace, "shards, device")
         self._here: dict[str, tuple[torch.Tensor, torch.Event | None]] = {}
         self._leaving: dict[str, torch.Event | None] = {}
 
@@ -82,8 +92,15 @@ class DeviceCopies:
         self._leaving[name] = self.lane.copy(host, self._here[name][0])
 
     def drop(self, name: str) -> None:
-        """Let the device's memory go."""
+        """Let the device's memory go; the host's may be read until the event of `fetch`."""
         self._here.pop(name, None)
+
+    def forget(self, name: str) -> None:
+        """Let the device's memory go; return when nothing reads or writes the host's any more."""
+        self.settle(name)
+        _, event = self._here.pop(name, (None, None))
+        if event is not None:
+            event.synchronize()
 
     def settle(self, name: str) -> None:
         """Block until what was sent back under this name has arrived."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PAGE", "HostBlock", "nbytes_of", "page_rounded"]
+__all__ = ["PAGE", "HostBlock", "nbytes_of", "page_rounded", "pin_memory"]
 
 PAGE = mmap.PAGESIZE
 
@@ -25,15 +25,13 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 class HostBlock:
-    """``nbytes`` of zeroed, page-aligned host memory; resident once touched.
+    """``nbytes`` of zeroed, page-aligned host memory; resident once touched. ``tensor`` is the memory as uint8.
 
-    ``pin`` registers it with CUDA, so that copies run beside compute; where that is refused the block stays pageable
-    and a warning says why. ``tensor`` is the memory as uint8.
+    ``pin``: see `pin_memory`.
     """
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
         self.nbytes = nbytes
-        self.pinned = False
         if nbytes == 0:
             self.tensor = torch.empty(0, dtype=torch.uint8)
             return
@@ -42,28 +40,26 @@ class HostBlock:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         if pin:
-            self._pin()
-
-    def _pin(self) -> None:
-        if not torch.cuda.is_available():
-            warnings.warn(
-                "host memory stays pageable: only CUDA and ROCm can register memory of an exact size; copies wait",
-                stacklevel=3,
-            )
-            return
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address = self.tensor.data_ptr()
-        code = int(cudart.cudaHostRegister(address, self.nbytes, 0))
-        if code != 0:
-            warnings.warn(
-                f"host memory stays pageable: cudaHostRegister of {self.nbytes} bytes failed with code {code}; "
-                "copies wait for each other",
-                stacklevel=3,
-            )
-            return
-        self.pinned = True
-        weakref.finalize(self, cudart.cudaHostUnregister, address)
+            pin_memory(self.tensor)
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """``numel`` elements of ``dtype`` at a byte offset that is a multiple of the element size."""
         return self.tensor[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
+
+
+def pin_memory(memory: torch.Tensor) -> bool:
+    """Register host memory with CUDA for as long as this tensor lives, so that copies run beside compute.
+
+    Where that is refused the memory stays pageable, and a warning says why.
+    """
+    if not torch.cuda.is_available():
+        reason = "only CUDA and ROCm can register memory of an exact size"
+    else:
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(cudart.cudaHostRegister(memory.data_ptr(), nbytes_of(memory), 0))
+        if code == 0:
+            weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr())
+            return True
+        reason = f"cudaHostRegister of {nbytes_of(memory)} bytes failed with code {code}"
+    warnings.warn(f"host memory stays pageable: {reason}; copies wait for each other", stacklevel=3)
+    return False

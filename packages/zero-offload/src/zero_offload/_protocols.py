@@ -29,6 +29,10 @@ class Extent(Protocol):
     def nbytes(self) -> int: ...
     @property
     def checksum(self) -> str: ...
+    @property
+    def offset_bytes(self) -> int: ...
+    @property
+    def key(self) -> str: ...
 
 
 class Generation(Protocol):
@@ -38,6 +42,13 @@ class Generation(Protocol):
     def index(self) -> int: ...
     @property
     def extents(self) -> Mapping[str, tuple[Extent, ...]]: ...
+    @property
+    def files(self) -> tuple[str, ...]: ...
+    @property
+    def kind(self) -> str: ...
+
+    def release(self) -> None:
+        """Let the store remove the files once it needs them no more."""
 
 
 class ExtentStore(Protocol):
@@ -54,6 +65,9 @@ class ExtentStore(Protocol):
 
     def seal(self) -> Generation:
         """Make the open generation last; it is never written again."""
+
+    def extents(self) -> Mapping[str, tuple[Extent, ...]]:
+        """What holds each name now, over all generations."""
 
     def flush(self) -> None:
         """Wait for everything submitted."""

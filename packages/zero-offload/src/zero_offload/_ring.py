@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from ._extents import aligned_buffer, naming
-from ._memory import page_rounded
+from ._memory import PAGE, page_rounded, pin_memory
 from ._protocols import ExtentStore, Request
 from .errors import ShardError, StoreFullError
+from .trace import Trace
 
 __all__ = ["Pack", "Part", "Ring", "lay_out"]
 
@@ -36,12 +37,15 @@ class Pack:
 
 
 def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> Pack:
-    """A pack of (extent name, offset, bytes) pieces, each at a page boundary so that direct I/O needs no copy."""
+    """A pack of (extent name, offset, bytes) pieces, each as far from a page boundary in memory as in its extent, so
+    that direct I/O needs no copy.
+    """
     parts: list[Part] = []
     position = 0
     for extent, offset, nbytes in pieces:
-        parts.append(Part(extent, offset, nbytes, position))
-        position += page_rounded(nbytes)
+        shift = offset % PAGE
+        parts.append(Part(extent, offset, nbytes, position + shift))
+        position += page_rounded(shift + nbytes)
     return Pack(name, tuple(parts), position)
 
 
@@ -64,14 +68,30 @@ class _Slot:
 class Ring:
     """``buffer_count`` buffers, each grown to the largest pack it carried, at least ``buffer_bytes`` from the start.
 
-    A pack stays in its buffer until the buffer is needed, so what fits is not read again. Not for several threads.
+    A pack stays in its buffer until the buffer is needed, so what fits is not read again. With ``fixed`` a larger pack
+    is refused. ``pin`` registers the buffers with an accelerator. ``trace`` gets the transfers as "<hop> in" and "<hop>
+    out". Not for several threads.
     """
 
-    def __init__(self, store: ExtentStore, *, buffer_count: int, buffer_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        store: ExtentStore,
+        *,
+        buffer_count: int,
+        buffer_bytes: int = 0,
+        fixed: bool = False,
+        pin: bool = False,
+        trace: Trace | None = None,
+        hop: str = "",
+    ) -> None:
         if buffer_count < 1:
             raise ValueError(f"buffer_count: expected 1 or more, got {buffer_count}")
         self._store = store
-        self._slots = [_Slot(aligned_buffer(page_rounded(buffer_bytes))) for _ in range(buffer_count)]
+        self._trace = trace
+        self._hop = hop
+        self._fixed = fixed
+        self._pin = pin
+        self._slots = [_Slot(self._buffer(buffer_bytes)) for _ in range(buffer_count)]
         self._clock = 0
 
     @property
@@ -89,6 +109,11 @@ class Ring:
                 return
             self._read(slot, pack)
             slot.used = 0
+
+    def is_here(self, pack: Pack) -> bool:
+        """Whether `acquire` would return at once."""
+        slot = self._find(pack)
+        return slot is not None and slot.settled()
 
     def acquire(self, pack: Pack, *, fresh: bool = False) -> torch.Tensor:
         """The pack's bytes, writable until `release`; with ``fresh`` they are not read and their content is arbitrary.
@@ -117,6 +142,13 @@ class Ring:
         slot.dirty |= dirty
         if slot.dirty and slot.holders == 0:
             self._write(slot, pack)
+
+    def drop(self, pack: Pack) -> None:
+        """Give a pack back that nobody wrote, and forget it: its extents will change."""
+        self.release(pack, dirty=False)
+        slot = self._find(pack)
+        if slot is not None and not slot.holders:
+            slot.pack = None
 
     def discard(self, pack: Pack) -> None:
         """Give a held pack back without keeping what was written to its buffer."""
@@ -174,6 +206,7 @@ class Ring:
             for part in pack.parts:
                 with naming(part.name, "read"):
                     request = self._store.read(part.name, self._memory(slot, part), part.extent_offset)
+                self._follow("in", part, request)
                 slot.pending.append((part, request))
         except BaseException:
             self._abandon(slot)
@@ -185,6 +218,7 @@ class Ring:
             for part in pack.parts:
                 with naming(part.name, "write"):
                     request = self._store.write(part.name, self._memory(slot, part), part.extent_offset)
+                self._follow("out", part, request)
                 slot.pending.append((part, request))
         except BaseException:
             self._abandon(slot)
@@ -192,28 +226,50 @@ class Ring:
 
     def _settle(self, slot: _Slot) -> None:
         """Wait for a buffer's transfers; a failed one empties the buffer: it is not what the store holds."""
-        action = "write" if slot.writing else "read"
         try:
-            while slot.pending:
-                part, request = slot.pending[-1]
-                with naming(part.name, action):
-                    request.wait()
-                slot.pending.pop()
+            with self._waiting(slot):
+                while slot.pending:
+                    part, request = slot.pending[-1]
+                    with naming(part.name, "write" if slot.writing else "read"):
+                        request.wait()
+                    slot.pending.pop()
         except BaseException:
             self._abandon(slot)
             raise
         slot.writing = False
+
+    def _follow(self, way: str, part: Part, request: Request) -> None:
+        if self._trace is not None:
+            self._trace.follow(f"{self._hop} {way}", part.name, part.nbytes, request.wait)
+
+    def _waiting(self, slot: _Slot) -> AbstractContextManager[None]:
+        if self._trace is None or slot.pack is None or slot.settled():
+            return nullcontext()
+        return self._trace.span(f"{self._hop} {'out' if slot.writing else 'in'}", slot.pack.name, waiting=True)
 
     def _abandon(self, slot: _Slot) -> None:
         """Empty a buffer whose transfer failed; new memory, since other transfers may still use the old."""
         nbytes = slot.memory.numel()
         slot.pack, slot.holders, slot.dirty, slot.writing, slot.used = None, 0, False, False, 0
         slot.pending.clear()
-        slot.memory = aligned_buffer(nbytes)
+        slot.memory = self._buffer(nbytes)
 
     def _fit(self, slot: _Slot, pack: Pack) -> None:
-        if slot.memory.numel() < pack.nbytes:
-            slot.memory = aligned_buffer(page_rounded(pack.nbytes))
+        if slot.memory.numel() >= pack.nbytes:
+            return
+        if self._fixed:
+            raise StoreFullError(
+                f"'{pack.name}' needs a buffer of {pack.nbytes} bytes, those of this store have {slot.memory.numel()}; "
+                "raise buffer_bytes (buffer_size in a configuration), or leave it out",
+                tensor=pack.name,
+            )
+        slot.memory = self._buffer(pack.nbytes)
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        memory = aligned_buffer(page_rounded(nbytes))
+        if self._pin and nbytes:
+            pin_memory(memory)
+        return memory
 
     def _memory(self, slot: _Slot, part: Part) -> torch.Tensor:
         return slot.memory[part.buffer_offset : part.buffer_offset + part.nbytes]

@@ -66,6 +66,12 @@ class HostBudget:
             raise ValueError(f"{purpose}: a path belongs to disk space and to nothing else, got path={path!r}")
         self._needs.append(Need(purpose, nbytes, resource, path))
 
+    def copy(self) -> HostBudget:
+        """Another budget with the same limits and needs, to try out what would fit."""
+        made = HostBudget(reserve_bytes=self.reserve_bytes, limits=self._given)
+        made._needs = list(self._needs)
+        return made
+
     def check(self) -> None:
         """Raise BudgetError, with the table, when any resource does not suffice."""
         short = [(title, advice) for title, advice, needed, limit in self._totals() if needed > limit.free]

@@ -9,8 +9,9 @@ import torch
 from ._lanes import DeviceCopies, compute_device
 from ._memory import HostBlock, nbytes_of
 from .errors import ShardError
+from .trace import Trace
 
-__all__ = ["HostStore"]
+__all__ = ["HostStore", "check_shard"]
 
 
 class HostStore:
@@ -20,16 +21,20 @@ class HostStore:
     and copies run beside compute, on a stream of their own; on the CPU `acquire` returns the kept shard itself.
 
     Call order per shard: `put`, then any number of `prefetch` (optional), `acquire`, use, `release`; `flush` before
-    anything else reads the host's copy. ShardError names a shard that is unknown.
+    anything else reads the host's copy. `borrow` and `give_back` are for work on the host. ShardError names a shard
+    that is unknown. ``pin`` false keeps the memory pageable. ``trace`` records what moves.
     """
 
-    def __init__(self, *, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, *, device: torch.device | str | None = None, pin: bool = True, trace: Trace | None = None
+    ) -> None:
         self.device = compute_device(device)
+        self._pin = pin and self.device.type != "cpu"
         self._blocks: dict[str, HostBlock] = {}
         self._shards: dict[str, torch.Tensor] = {}
         self._holders: dict[str, int] = {}
         self._dirty: set[str] = set()
-        self._copies = None if self.device.type == "cpu" else DeviceCopies(self.device)
+        self._copies = None if self.device.type == "cpu" else DeviceCopies(self.device, trace)
 
     @property
     def resident_bytes(self) -> int:
@@ -38,13 +43,12 @@ class HostStore:
 
     def put(self, name: str, shard: torch.Tensor) -> None:
         """Copy a new shard (1-D, any dtype) into the store, in place of one of the same name that nobody holds."""
-        _check_shard(name, shard)
+        check_shard(name, shard)
         if self._holders.get(name):
             raise ShardError(f"'{name}' is acquired; release it before putting another in its place", tensor=name)
         if self._copies is not None:
-            self._copies.settle(name)
-            self._copies.drop(name)
-        block = HostBlock(nbytes_of(shard), pin=self.device.type != "cpu")
+            self._copies.forget(name)
+        block = HostBlock(nbytes_of(shard), pin=self._pin)
         self._blocks[name] = block
         self._shards[name] = block.view(0, shard.numel(), shard.dtype)
         self._shards[name].copy_(shard.detach())
@@ -74,6 +78,19 @@ class HostStore:
         self._dirty.discard(name)
         self._copies.drop(name)
 
+    def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
+        """The shard in host memory, writable until it is given back; ShardError while it is acquired."""
+        host = self._known(name)
+        if self._copies is not None:
+            if self._holders.get(name):
+                raise ShardError(f"'{name}' is acquired; release it before borrowing it", tensor=name)
+            self._copies.forget(name)
+        return host
+
+    def give_back(self, name: str, *, dirty: bool) -> None:
+        """The borrower is done: what it wrote is what is kept."""
+        self._known(name)
+
     def prefetch(self, names: Sequence[str]) -> None:
         """Start bringing shards that will be acquired soon, in this order."""
         for name in names:
@@ -92,6 +109,7 @@ class HostStore:
         return self._shards[name]
 
 
-def _check_shard(name: str, shard: torch.Tensor) -> None:
+def check_shard(name: str, shard: torch.Tensor) -> None:
+    """ValueError for a shard that is not flat."""
     if shard.dim() != 1:
         raise ValueError(f"'{name}': expected a shard of one dimension, got shape {tuple(shard.shape)}")

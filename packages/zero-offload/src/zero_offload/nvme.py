@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from ._memory import nbytes_of
 from ._protocols import ExtentStore, Generation
 from ._ring import Pack, Ring, lay_out
 from .errors import ShardError
-from .host import HostStore, _check_shard
+from .host import HostStore, check_shard
+from .trace import Trace
 
 __all__ = ["NvmeStore"]
 
@@ -23,11 +25,14 @@ __all__ = ["NvmeStore"]
 class NvmeStore:
     """Keeps named 1-D shards in files and brings them to the compute device through a ring of host buffers.
 
-    ``path``: a folder, or several (one per device) to stripe over. ``buffer_count`` buffers of the largest shard's size
-    are all the host memory that it takes, besides the first shards that fit ``host_bytes``, which stay in host memory
-    and are never written. ``checksums`` are recorded as data is written, ``verify`` compares them on every read.
-    ``prefix`` begins the file names: two stores in one folder need different ones. ``engine``: a
-    ``zero_nvme_aio.Engine`` to share.
+    ``path``: a folder, or several (one per device) to stripe over. ``buffer_count`` buffers are all the host memory
+    that it takes, of ``buffer_bytes`` each (a larger shard is refused), or where that is 0 as large as the shards they
+    carried; and besides them the first shards that fit ``host_bytes``, which stay in host memory and are never written.
+    ``checksums`` are recorded as data is written, ``verify`` compares them on every read. ``prefix`` begins the file
+    names: two stores in one folder need different ones. ``engine``: a ``zero_nvme_aio.Engine`` to share. ``pin`` and
+    ``trace`` are those of `HostStore`.
+
+    At most ``buffer_count`` shards are held or on their way to the device at a time.
 
     The files are swept by `close`, at garbage collection and at exit; those of a killed process go when the next store
     opens the same path and prefix. ShardError and its kinds name the tensor, the file and the offset.
@@ -39,24 +44,37 @@ class NvmeStore:
         *,
         device: torch.device | str | None = None,
         buffer_count: int = 5,
+        buffer_bytes: int = 0,
         host_bytes: int = 0,
         checksums: bool = True,
         verify: bool = False,
         prefix: str = "shards",
         engine: Any = None,
+        pin: bool = True,
+        trace: Trace | None = None,
     ) -> None:
         self.device = compute_device(device)
         self._store = open_extents(folders(path), prefix=prefix, checksums=checksums, verify=verify, engine=engine)
         self._finalizer = weakref.finalize(self, _sweep, self._store)
-        self._ring = Ring(self._store, buffer_count=buffer_count)
+        self._ring = Ring(
+            self._store,
+            buffer_count=buffer_count,
+            buffer_bytes=buffer_bytes,
+            fixed=buffer_bytes > 0,
+            pin=pin and self.device.type != "cpu",
+            trace=trace,
+            hop="shards",
+        )
+        self._buffer_count = buffer_count
         self._started = time.monotonic()
-        self._host = HostStore(device=self.device)
+        self._host = HostStore(device=self.device, pin=pin, trace=trace)
         self._host_bytes = host_bytes
         self._packs: dict[str, tuple[Pack, torch.dtype]] = {}
         self._holders: dict[str, int] = {}
         self._dirty: set[str] = set()
         self._in_host: set[str] = set()
-        self._copies = None if self.device.type == "cpu" else DeviceCopies(self.device)
+        self._copies = None if self.device.type == "cpu" else DeviceCopies(self.device, trace)
+        self._travelling: deque[tuple[torch.Event | None, Pack]] = deque()  # buffers that copies to the device read
 
     @property
     def resident_bytes(self) -> int:
@@ -78,7 +96,7 @@ class NvmeStore:
 
     def put(self, name: str, shard: torch.Tensor) -> None:
         """Take a new shard (1-D, any dtype), in place of one of the same name, size and dtype that nobody holds."""
-        _check_shard(name, shard)
+        check_shard(name, shard)
         if name in self._in_host or self._fits_host(name, shard):
             self._host.put(name, shard)
             self._in_host.add(name)
@@ -95,8 +113,8 @@ class NvmeStore:
             raise ShardError(f"'{name}' is acquired; release it before putting another in its place", tensor=name)
         self._store.declare(name, pack.parts[0].nbytes, DTYPE_NAMES.get(shard.dtype, "U8"))
         if self._copies is not None:
-            self._copies.drop(name)
-        buffer = self._ring.acquire(pack, fresh=True)
+            self._copies.forget(name)
+        buffer = self._take(pack, fresh=True)
         buffer[: nbytes_of(shard)].view(shard.dtype).copy_(shard.detach())
         self._ring.release(pack, dirty=True)
 
@@ -106,7 +124,7 @@ class NvmeStore:
             return self._host.acquire(name)
         pack, dtype = self._known(name)
         if self._copies is None:
-            shard = _typed(self._ring.acquire(pack), pack, dtype)
+            shard = _typed(self._take(pack), pack, dtype)
         else:
             if name not in self._copies:
                 self._to_device(self._copies, name)
@@ -131,18 +149,48 @@ class NvmeStore:
         if self._holders[name]:
             return
         if name in self._dirty:
-            self._copies.send_back(name, _typed(self._ring.acquire(pack, fresh=True), pack, dtype))
+            self._copies.send_back(name, _typed(self._take(pack, fresh=True), pack, dtype))
             self._copies.settle(name)
             self._ring.release(pack, dirty=True)
         self._dirty.discard(name)
         self._copies.drop(name)
 
+    def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
+        """The shard in host memory, writable until it is given back; ShardError while it is acquired.
+
+        With ``fresh`` it is not read: its content is arbitrary, and all of it is to be written.
+        """
+        if name in self._in_host:
+            return self._host.borrow(name)
+        pack, dtype = self._known(name)
+        if self._holders.get(name):
+            raise ShardError(f"'{name}' is acquired; release it before borrowing it", tensor=name)
+        if self._copies is not None:
+            self._copies.forget(name)
+        return _typed(self._take(pack, fresh=fresh), pack, dtype)
+
+    def give_back(self, name: str, *, dirty: bool) -> None:
+        """The borrower is done; with ``dirty`` the shard is written to its file."""
+        if name in self._in_host:
+            self._host.give_back(name, dirty=dirty)
+        else:
+            self._ring.release(self._known(name)[0], dirty=dirty)
+
     def prefetch(self, names: Sequence[str]) -> None:
-        """Start reading shards that will be acquired soon, in this order, as far as buffers are free."""
+        """Start bringing shards that will be acquired soon, in this order, as far as buffers are free.
+
+        Call it often: a shard whose reading has ended goes on to the device only then.
+        """
         self._host.prefetch([name for name in names if name in self._in_host])
         wanted = [name for name in names if name not in self._in_host]
-        here = set() if self._copies is None else {name for name in wanted if name in self._copies}
-        self._ring.prefetch(self._known(name)[0] for name in wanted if name not in here)
+        if self._copies is not None:
+            self._arrived()
+            for name in wanted:
+                pack = self._known(name)[0]
+                if name not in self._copies and self._ring.is_here(pack) and len(self._travelling) < self._buffer_count:
+                    self._to_device(self._copies, name)
+            wanted = [name for name in wanted if name not in self._copies]
+        self._ring.prefetch(self._known(name)[0] for name in wanted)
 
     def flush(self) -> None:
         """Return when everything released has reached its tier; raise the first write that failed."""
@@ -171,12 +219,25 @@ class NvmeStore:
         return name not in self._packs and self._host.resident_bytes + nbytes_of(shard) <= self._host_bytes
 
     def _to_device(self, copies: DeviceCopies, name: str) -> None:
-        """Bring a shard from its buffer, which may be reused once the copy has ended."""
+        """Start copying a shard from its buffer, which is held until the copy has ended."""
         pack, dtype = self._packs[name]
-        event = copies.fetch(name, _typed(self._ring.acquire(pack), pack, dtype))
-        if event is not None:
-            event.synchronize()
-        self._ring.release(pack, dirty=False)
+        event = copies.fetch(name, _typed(self._take(pack), pack, dtype))
+        self._travelling.append((event, pack))
+
+    def _take(self, pack: Pack, *, fresh: bool = False) -> torch.Tensor:
+        """A pack in a buffer; where copies to the device hold all of them, the oldest is waited for."""
+        self._arrived()
+        if len(self._travelling) == self._buffer_count:
+            event, _ = self._travelling[0]
+            if event is not None:
+                event.synchronize()
+            self._arrived()
+        return self._ring.acquire(pack, fresh=fresh)
+
+    def _arrived(self) -> None:
+        """Give back the buffers of copies that have ended."""
+        while self._travelling and (self._travelling[0][0] is None or self._travelling[0][0].query()):
+            self._ring.release(self._travelling.popleft()[1], dirty=False)
 
     def _known(self, name: str) -> tuple[Pack, torch.dtype]:
         if name not in self._packs:

@@ -11,7 +11,7 @@ import torch
 from zero_optim_kernels import adagrad_step, adam_step, lion_step, sgd_step
 from zero_optim_kernels.torch import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 
-__all__ = ["Batch", "Rule", "find_rule"]
+__all__ = ["Batch", "Rule", "find_rule", "has_rule"]
 
 Group = Mapping[str, Any]
 
@@ -30,10 +30,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rule:
-    """One optimizer. ``template`` is the torch class whose options and defaults it takes."""
+    """One optimizer.
+
+    ``template`` is the torch class whose options and defaults it takes; ``moments`` their names, each with whether it
+    is a second moment (never negative); ``initial`` what they are filled with.
+    """
 
     template: type[torch.optim.Optimizer]
-    moments: Callable[[Group], tuple[str, ...]]
+    moments: Callable[[Group], tuple[tuple[str, bool], ...]]
     initial: Callable[[Group], float]
     run: Callable[[Batch, Group], None]
     refused: tuple[str, ...] = ()
@@ -73,6 +77,8 @@ def _adam(batch: Batch, group: Group) -> None:
         eps=group["eps"],
         weight_decay=group["weight_decay"],
         adamw_mode=group["decoupled_weight_decay"],
+        exp_avg_scale=batch.states.get("exp_avg_scale"),
+        exp_avg_sq_scale=batch.states.get("exp_avg_sq_scale"),
         **_scaled(batch, group),
     )
 
@@ -89,6 +95,7 @@ def _sgd(batch: Batch, group: Group) -> None:
         nesterov=group["nesterov"],
         weight_decay=group["weight_decay"],
         first=batch.first,
+        momentum_buffer_scale=batch.states.get("momentum_buffer_scale"),
         **_scaled(batch, group),
     )
 
@@ -101,6 +108,7 @@ def _adagrad(batch: Batch, group: Group) -> None:
         batch.sizes,
         lr=float(group["lr"]),
         lr_decay=group["lr_decay"],
+        sum_sq_scale=batch.states.get("sum_scale"),
         eps=group["eps"],
         weight_decay=group["weight_decay"],
         **_scaled(batch, group),
@@ -116,6 +124,7 @@ def _lion(batch: Batch, group: Group) -> None:
         lr=float(group["lr"]),
         betas=(float(group["betas"][0]), float(group["betas"][1])),
         weight_decay=group["weight_decay"],
+        exp_avg_scale=batch.states.get("exp_avg_scale"),
         **_scaled(batch, group),
     )
 
@@ -125,17 +134,24 @@ def _zero(group: Group) -> float:
 
 
 _REFUSED = ("amsgrad", "differentiable")
-_ADAM = Rule(torch.optim.Adam, lambda group: ("exp_avg", "exp_avg_sq"), _zero, _adam, _REFUSED)
-_ADAMW = Rule(torch.optim.AdamW, lambda group: ("exp_avg", "exp_avg_sq"), _zero, _adam, _REFUSED)
-_SGD = Rule(torch.optim.SGD, lambda group: ("momentum_buffer",) if group["momentum"] else (), _zero, _sgd, _REFUSED)
+_TWO = (("exp_avg", False), ("exp_avg_sq", True))
+_ADAM = Rule(torch.optim.Adam, lambda group: _TWO, _zero, _adam, _REFUSED)
+_ADAMW = Rule(torch.optim.AdamW, lambda group: _TWO, _zero, _adam, _REFUSED)
+_SGD = Rule(
+    torch.optim.SGD,
+    lambda group: (("momentum_buffer", False),) if group["momentum"] else (),
+    _zero,
+    _sgd,
+    _REFUSED,
+)
 _ADAGRAD = Rule(
     torch.optim.Adagrad,
-    lambda group: ("sum",),
+    lambda group: (("sum", True),),
     lambda group: float(group["initial_accumulator_value"]),
     _adagrad,
     _REFUSED,
 )
-_LION = Rule(CPULion, lambda group: ("exp_avg",), _zero, _lion)
+_LION = Rule(CPULion, lambda group: (("exp_avg", False),), _zero, _lion)
 
 _BY_NAME = {"adagrad": _ADAGRAD, "adam": _ADAM, "adamw": _ADAMW, "lion": _LION, "sgd": _SGD}
 _BY_CLASS: Sequence[tuple[type, Rule]] = (
@@ -151,12 +167,20 @@ _BY_CLASS: Sequence[tuple[type, Rule]] = (
 )
 
 
+def has_rule(optimizer: str | type) -> bool:
+    """Whether there is a kernel for a name ("AdamW", any case) or a class."""
+    return _lookup(optimizer) is not None
+
+
+def _lookup(optimizer: str | type) -> Rule | None:
+    if isinstance(optimizer, str):
+        return _BY_NAME.get(optimizer.lower())
+    return next((rule for known, rule in _BY_CLASS if known is optimizer), None)
+
+
 def find_rule(optimizer: str | type) -> Rule:
     """The rule for a name ("AdamW", any case) or a class; ValueError for one that has no kernel."""
-    if isinstance(optimizer, str):
-        found = _BY_NAME.get(optimizer.lower())
-    else:
-        found = next((rule for known, rule in _BY_CLASS if known is optimizer), None)
+    found = _lookup(optimizer)
     if found is None:
         told = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", repr(optimizer))
         raise ValueError(f"optimizer: expected Adagrad, Adam, AdamW, Lion or SGD, by name or class, got {told}")

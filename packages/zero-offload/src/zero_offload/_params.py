@@ -1,0 +1,116 @@
+"""Parameters as shards: each parameter is a shard of one fragment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from .update import FragmentPlan, ShardPlan
+from .update.plans import KERNEL_DTYPES, wide_dtype
+
+__all__ = ["GradientHooks", "Member", "ParameterWeights", "check_gradient", "check_parameter", "flat_gradient", "plans"]
+
+_ANCHOR = 256
+
+
+@dataclass(eq=False)
+class Member:
+    """A parameter that is updated, its name and its group. ``version``: of the weights that the masters stand for."""
+
+    name: str
+    param: torch.nn.Parameter
+    group: int
+    version: int | None = None
+
+
+def plans(members: Sequence[Member]) -> list[ShardPlan]:
+    """A shard for each parameter that has elements, in order."""
+    made: list[ShardPlan] = []
+    position = 0
+    for member in members:
+        param = member.param
+        numel = param.numel()
+        if numel:
+            in_place = param.device.type == "cpu" and param.dtype == wide_dtype(param.dtype)
+            fragment = FragmentPlan(member.name, 0, numel, member.group, position)
+            made.append(ShardPlan(member.name, numel, param.dtype, param.dtype, (fragment,), in_place))
+            position += -(-numel // _ANCHOR) * _ANCHOR
+    return made
+
+
+class ParameterWeights:
+    """Lends the parameters' own memory."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._params = {member.name: member.param for member in members}
+
+    def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
+        """The parameter, flat."""
+        return self._params[name].detach().view(-1)
+
+    def give_back(self, name: str, *, dirty: bool) -> None:
+        """What was written is there."""
+
+
+def check_parameter(member: Member) -> None:
+    """TypeError, naming the parameter, for one that cannot be updated."""
+    param = member.param
+    if param.dtype not in KERNEL_DTYPES or (param.dtype == torch.float64 and param.device.type != "cpu"):
+        raise TypeError(
+            f"'{member.name}': expected float32, bfloat16 or float16 (float64 on the CPU), "
+            f"got {param.dtype} on {param.device}"
+        )
+
+
+def check_gradient(member: Member) -> None:
+    """TypeError or ValueError, naming the parameter, for a gradient that the kernels cannot read."""
+    param, grad = member.param, member.param.grad
+    if not param.is_contiguous():
+        raise ValueError(
+            f"'{member.name}': expected a contiguous parameter, got strides {param.stride()} for {tuple(param.shape)}"
+        )
+    if grad is None:
+        return
+    if grad.layout != torch.strided:
+        raise TypeError(
+            f"'{member.name}': sparse gradients are not supported, got layout {grad.layout}; use sparse=False"
+        )
+    if grad.dtype != param.dtype or grad.device != param.device:
+        raise TypeError(
+            f"'{member.name}': expected a gradient of {param.dtype} on {param.device}, "
+            f"got {grad.dtype} on {grad.device}"
+        )
+
+
+def flat_gradient(member: Member) -> torch.Tensor | None:
+    """The gradient that autograd left, 1-D and contiguous."""
+    grad = member.param.grad
+    return None if grad is None else grad.detach().contiguous().view(-1)
+
+
+class GradientHooks:
+    """Hands each gradient over as soon as autograd has finished it, and frees the parameter's."""
+
+    def __init__(self, members: Sequence[Member], take: Callable[[str, torch.Tensor], None]) -> None:
+        self._take = take
+        self._handles: list[RemovableHandle] = [
+            member.param.register_post_accumulate_grad_hook(partial(self._arrived, member))  # type: ignore[no-untyped-call]
+            for member in members
+            if member.param.numel()
+        ]
+
+    def close(self) -> None:
+        """Take no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _arrived(self, member: Member, param: torch.Tensor) -> None:
+        check_gradient(member)
+        grad = flat_gradient(member)
+        if grad is not None:
+            self._take(member.name, grad)
+            param.grad = None

@@ -1,0 +1,328 @@
+"""The optimizer as users of plain PyTorch see it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ._lanes import compute_device
+from ._norm import norm_squared
+from ._params import GradientHooks, Member, ParameterWeights, check_gradient, check_parameter, flat_gradient, plans
+from .budget import HostBudget
+from .errors import OffloadError
+from .trace import Trace
+from .update import OffloadedUpdate, Placement, Sealed
+from .update._rules import find_rule
+from .update._slices import MASTER
+from .update.plans import wide_dtype
+
+__all__ = ["OffloadedOptimizer"]
+
+ModelOrParams = nn.Module | Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
+
+_PLACEMENT = frozenset(Placement.__dataclass_fields__)
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """Adam, AdamW, SGD, Adagrad or Lion with masters and states on the host or on NVMe, for one device.
+
+    ``model_or_params``: a module, or what a torch optimizer takes. ``optimizer``: a name or a torch class. ``options``
+    are its own (``lr``, ``betas``, …; not ``amsgrad``) and those of `Placement` (``tier``, ``path``,
+    ``sub_group_size``, ``buffer_count``, ``ratio``, ``state_dtype``, ``verify``, …). Parameters are float32, bfloat16,
+    float16 or (on the CPU) float64, contiguous, on one device; states are float32 (float64 for float64) unless
+    ``state_dtype`` says otherwise, 16-bit parameters have a float32 master. Parameters that do not require gradients
+    when this is made are never updated.
+
+    ``gradients``: ``"keep"`` leaves them in ``p.grad``; ``"host"`` and ``"nvme"`` take each one there as soon as
+    backward has finished it, so that ``p.grad`` is None; clip with `clip_grad_norm_`, which works either way.
+    ``budget`` collects and checks what is needed before anything is allocated (BudgetError); by default one made from
+    the limits of this process. ``trace`` records what moves.
+
+    A step that fails in the middle (ShardError and its kinds name tensor, file and offset) leaves weights of both
+    sides of it; further steps are refused until `load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        model_or_params: ModelOrParams,
+        optimizer: str | type[torch.optim.Optimizer] = "AdamW",
+        *,
+        gradients: Literal["keep", "host", "nvme"] = "keep",
+        budget: HostBudget | None = None,
+        trace: Trace | None = None,
+        **options: Any,
+    ) -> None:
+        if gradients not in ("keep", "host", "nvme"):
+            raise ValueError(f"gradients: expected 'keep', 'host' or 'nvme', got {gradients!r}")
+        placement = Placement(**{name: value for name, value in options.items() if name in _PLACEMENT})
+        self._closed = False
+        self._clip = 1.0
+        self._sealed_groups = False
+        self._rule = find_rule(optimizer)
+        params: Any = model_or_params
+        if isinstance(model_or_params, nn.Module):
+            params = list(model_or_params.named_parameters())
+        own = {name: value for name, value in options.items() if name not in _PLACEMENT}
+        super().__init__(params, self._rule.defaults(own))
+        self._sealed_groups = True
+        self._members = self._make_members()
+        self._update = OffloadedUpdate(
+            plans(self._members),
+            optimizer,
+            partial(_groups_of, weakref.ref(self)),
+            ParameterWeights(self._members),
+            placement,
+            gradients="caller" if gradients == "keep" else gradients,
+            device=self._one_device(),
+            budget=budget,
+            trace=trace,
+        )
+        self._hooks = None if gradients == "keep" else GradientHooks(self._members, self._update.add_gradient)
+        self._finalizer = weakref.finalize(self, _let_go, self._update, self._hooks)
+
+    # Construction
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is made: its memory is of exactly the size needed. ValueError later."""
+        if self._sealed_groups:
+            raise ValueError(
+                "parameter groups cannot be added to an offloaded optimizer; make a new one with all groups"
+            )
+        super().add_param_group(param_group)
+
+    def _make_members(self) -> list[Member]:
+        members: list[Member] = []
+        for number, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [f"param_{number}_{i}" for i in range(len(group["params"]))]
+            for name, param in zip(names, group["params"], strict=True):
+                if param.requires_grad:
+                    members.append(Member(name, param, number))
+                    check_parameter(members[-1])
+        return members
+
+    def _one_device(self) -> torch.device:
+        devices = {member.param.device for member in self._members}
+        if len(devices) > 1:
+            told = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"expected all parameters on one device, got {told}; make one optimizer per device")
+        return devices.pop() if devices else compute_device(None)
+
+    # The step
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, *, grad_scale: float = 1.0, error_if_nonfinite: bool = False) -> float:
+        """Have the next `step` clip all gradients together to ``max_norm``; returns their norm before.
+
+        ``grad_scale`` multiplies the gradients first, as in `step`. The gradients are not touched: the factor, that of
+        ``torch.nn.utils.clip_grad_norm_``, is applied in the step's one pass. `zero_grad` forgets it.
+        """
+        self._usable()
+        self._check()
+        norm = math.sqrt(self._norm_squared()) * abs(grad_scale)
+        finite = norm < float("inf")
+        if error_if_nonfinite and not finite:
+            raise RuntimeError(f"the norm of the gradients is {norm}; skip this step or lower the loss scale")
+        self._clip = min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm
+        return norm
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
+    ) -> float | None:
+        """Update every parameter that has a gradient; ``grad_scale`` multiplies gradients (1 / loss scale).
+
+        Weights that were changed in place since the last step (loaded, clamped) are taken over into the masters.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._usable()
+        self._check()
+        gradients = self._kept_gradients() if self._hooks is None else None
+        updated = [m for m in self._members if m.param.numel() and self._has_gradient(m, gradients)]
+        for member in updated:
+            if member.version != member.param._version:
+                self._update.weights_changed(member.name)
+        self._update.step(grad_scale=grad_scale * self._clip, gradients=gradients)
+        for member in updated:
+            torch.autograd.graph.increment_version(member.param)
+        for member in updated:  # parameters may share one counter
+            member.version = member.param._version
+        self._clip = 1.0
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, those that were taken away included, and the factor of `clip_grad_norm_`."""
+        super().zero_grad(set_to_none)
+        self._clip = 1.0
+        self._update.clear_gradients()
+
+    def _kept_gradients(self) -> dict[str, torch.Tensor]:
+        found = {member.name: flat_gradient(member) for member in self._members}
+        return {name: grad for name, grad in found.items() if grad is not None}
+
+    def _has_gradient(self, member: Member, kept: dict[str, torch.Tensor] | None) -> bool:
+        return self._update.has_gradient(member.name) if kept is None else member.name in kept
+
+    def _norm_squared(self) -> float:
+        if self._hooks is None:
+            return norm_squared(list(self._kept_gradients().values()))
+        squared = 0.0
+        for member in self._members:
+            if self._update.has_gradient(member.name):
+                with self._update.gradient(member.name) as gradient:
+                    squared += norm_squared([gradient])
+        return squared
+
+    def _check(self) -> None:
+        known = {id(member.param) for member in self._members}
+        for member in self._members:
+            check_gradient(member)
+        for number, group in enumerate(self.param_groups):
+            for position, param in enumerate(group["params"]):
+                if id(param) not in known and param.grad is not None:
+                    raise ValueError(
+                        f"parameter {position} of group {number} has a gradient but did not require one when this "
+                        "optimizer was made; make a new one after unfreezing"
+                    )
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors on the host, for torch.save or safetensors; the whole state passes through memory.
+
+        float32 states are what torch's optimizer of the same name loads; 16-bit parameters have a ``master`` besides.
+        """
+        self._usable()
+        result = super().state_dict()
+        by_name = {member.name: member for member in self._members}
+        numbers = self._numbers()
+        for name, state in self._update.states():
+            if not state["step"]:
+                continue
+            member = by_name[name]
+            if member.param.dtype == wide_dtype(member.param.dtype):
+                state.pop(MASTER, None)
+            result["state"][numbers[id(member.param)]] = {
+                kind: value.view(member.param.shape) if value.dim() else value for kind, value in state.items()
+            }
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, at any tier, or of torch's optimizer of the same name.
+
+        A master that is missing is made from the parameter. ValueError when groups or shapes do not fit; nothing was
+        changed then.
+        """
+        self._usable()
+        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        by_param = {id(member.param): member for member in self._members if member.param.numel()}
+        states: dict[str, dict[str, Any]] = {}
+        for saved_id, param in zip(saved_ids, params, strict=False):
+            state = state_dict["state"].get(saved_id)
+            if state and id(param) in by_param:
+                states[by_param[id(param)].name] = self._flat_state(by_param[id(param)], state)
+        groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
+        for group in groups:
+            self._rule.check_group(group)
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        self._update.reset()
+        self._update.write(states)
+        self._update.flush()
+        for member in self._members:
+            member.version = None  # the next step compares the masters with the weights that are there then
+        self._clip = 1.0
+
+    def _flat_state(self, member: Member, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of a saved state that is kept here, flat. SGD's state in torch has no step number; with a momentum
+        buffer it is past the first.
+        """
+        flat: dict[str, Any] = {"step": int(state.get("step", 1))}
+        for kind in self._update.kinds(member.name):
+            value = state.get(kind)
+            if value is None and kind != MASTER:
+                raise ValueError(f"'{member.name}': the saved state has no '{kind}', only {', '.join(sorted(state))}")
+            if value is not None:
+                if value.shape != member.param.shape:
+                    raise ValueError(
+                        f"'{member.name}': saved '{kind}' has shape {tuple(value.shape)}, "
+                        f"the parameter has {tuple(member.param.shape)}"
+                    )
+                flat[kind] = value.detach().contiguous().view(-1)
+        return flat
+
+    def _numbers(self) -> dict[int, int]:
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        return {id(param): number for number, param in enumerate(params)}
+
+    def seal(self) -> Sealed | None:
+        """Make what is in files last, for a checkpoint to link to; see `OffloadedUpdate.seal`."""
+        self._usable()
+        return self._update.seal()
+
+    # Accounts
+
+    @property
+    def plan(self) -> dict[str, int]:
+        """Bytes that are held from construction on, by the same names as `memory`."""
+        return dict(self._update.plan)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held between steps: ``states``, ``ring``, ``gradients`` and ``staging`` in host memory, ``nvme`` in
+        files.
+        """
+        return self._update.memory()
+
+    def bytes_written(self) -> int:
+        """Bytes written to drives so far: what wears them."""
+        return self._update.bytes_written()
+
+    def bytes_written_per_day(self) -> float:
+        """`bytes_written` at the pace since this was made, in bytes per day."""
+        return self._update.bytes_written_per_day()
+
+    def flush(self) -> None:
+        """Return when everything is on the tier; raise the first write that failed."""
+        self._usable()
+        self._update.flush()
+
+    def close(self) -> None:
+        """Let memory go and remove the files. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._finalizer()
+
+    def __enter__(self) -> OffloadedOptimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an offloaded optimizer cannot be pickled or copied; save its state_dict()")
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise OffloadError("the optimizer is closed")
+
+
+def _groups_of(optimizer: weakref.ref[OffloadedOptimizer]) -> list[dict[str, Any]]:
+    """The groups that a living optimizer has now."""
+    alive = optimizer()
+    return [] if alive is None else alive.param_groups
+
+
+def _let_go(update: OffloadedUpdate, hooks: GradientHooks | None) -> None:
+    if hooks is not None:
+        hooks.close()
+    update.close()

@@ -1,0 +1,195 @@
+"""What moved when, and how much of it was hidden behind compute."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["HopReport", "Trace"]
+
+
+@dataclass(frozen=True)
+class HopReport:
+    """One kind of transfer: ``nbytes`` moved, ``busy_s`` seconds with at least one under way, ``waited_s`` seconds that
+    somebody waited for it.
+    """
+
+    hop: str
+    nbytes: int
+    busy_s: float
+    waited_s: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second while busy."""
+        return self.nbytes / self.busy_s if self.busy_s else 0.0
+
+    @property
+    def hidden(self) -> float:
+        """The share of the busy time in which nobody waited, 0 to 1."""
+        return max(0.0, 1.0 - self.waited_s / self.busy_s) if self.busy_s else 1.0
+
+
+@dataclass(frozen=True)
+class _Event:
+    hop: str
+    name: str
+    begin: float
+    end: float
+    nbytes: int
+    waiting: bool
+
+
+class Trace:
+    """Records transfers, waits and kernels; `report` sums them up, `save` writes a file that opens in Perfetto.
+
+    Give one to the stores and the optimizer that shall appear in it. ``rank`` is the process number in the file. A
+    thread notes when asynchronous transfers end; `close` ends it. May be used from several threads.
+    """
+
+    def __init__(self, *, rank: int = 0) -> None:
+        self._rank = rank
+        self._events: list[_Event] = []
+        self._lock = threading.Lock()
+        self._running: queue.SimpleQueue[tuple[str, str, float, int, Callable[[], object]] | None] = queue.SimpleQueue()
+        self._watcher: threading.Thread | None = None
+        self._open = 0
+        self._idle = threading.Condition(self._lock)
+
+    @contextmanager
+    def span(self, hop: str, name: str, nbytes: int = 0, *, waiting: bool = False) -> Iterator[None]:
+        """Record what happens inside; ``waiting``: for a transfer of this hop to end."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(_Event(hop, name, begin, time.perf_counter(), nbytes, waiting))
+
+    def follow(self, hop: str, name: str, nbytes: int, wait: Callable[[], object]) -> None:
+        """Record a transfer that has just begun and ends when ``wait`` returns or raises (in another thread)."""
+        with self._lock:
+            self._open += 1
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="zero-offload trace", daemon=True)
+                self._watcher.start()
+        self._running.put((hop, name, time.perf_counter(), nbytes, wait))
+
+    def report(self) -> list[HopReport]:
+        """One row for each hop, by name; transfers still under way are waited for."""
+        events = self._settled()
+        rows = []
+        for hop in sorted({event.hop for event in events}):
+            own = [event for event in events if event.hop == hop]
+            moves = [event for event in own if not event.waiting]
+            rows.append(
+                HopReport(
+                    hop,
+                    sum(event.nbytes for event in moves),
+                    _covered([(event.begin, event.end) for event in moves]),
+                    _covered([(event.begin, event.end) for event in own if event.waiting]),
+                )
+            )
+        return rows
+
+    def table(self) -> str:
+        """The report as lines of text."""
+        lines = [f"{'hop':<22}{'bytes':>16}{'GB/s':>9}{'busy s':>10}{'waited s':>10}{'hidden':>8}"]
+        for row in self.report():
+            lines.append(
+                f"{row.hop:<22}{row.nbytes:>16}{row.bandwidth / 1e9:>9.2f}{row.busy_s:>10.3f}{row.waited_s:>10.3f}"
+                f"{row.hidden:>8.0%}"
+            )
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all events as JSON in the trace event format; drop the file on ui.perfetto.dev or chrome://tracing.
+
+        Each hop is a row of its own, with as many rows below as transfers overlap.
+        """
+        rows: list[dict[str, object]] = []
+        tracks: dict[str, int] = {}
+        for track, event in _tracks(self._settled()):
+            number = tracks.setdefault(track, len(tracks) + 1)
+            rows.append(
+                {
+                    "name": event.name,
+                    "cat": event.hop,
+                    "ph": "X",
+                    "ts": event.begin * 1e6,
+                    "dur": (event.end - event.begin) * 1e6,
+                    "pid": self._rank,
+                    "tid": number,
+                    "args": {"bytes": event.nbytes},
+                }
+            )
+        names: list[dict[str, object]] = [
+            {"name": "thread_name", "ph": "M", "pid": self._rank, "tid": number, "args": {"name": track}}
+            for track, number in tracks.items()
+        ]
+        names.append(
+            {"name": "process_name", "ph": "M", "pid": self._rank, "tid": 0, "args": {"name": f"rank {self._rank}"}}
+        )
+        Path(path).write_text(json.dumps({"traceEvents": names + rows, "displayTimeUnit": "ms"}))
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self._settled()
+        with self._lock:
+            self._events.clear()
+
+    def close(self) -> None:
+        """End the thread. What was recorded stays."""
+        self._settled()
+        with self._lock:
+            watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            self._running.put(None)
+            watcher.join()
+
+    def _add(self, event: _Event) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    def _settled(self) -> list[_Event]:
+        with self._idle:
+            self._idle.wait_for(lambda: self._open == 0)
+            return sorted(self._events, key=lambda event: event.begin)
+
+    def _watch(self) -> None:
+        while (item := self._running.get()) is not None:
+            hop, name, begin, nbytes, wait = item
+            try:
+                wait()
+            except OSError:
+                nbytes = 0  # whoever uses the data meets the error
+            with self._idle:
+                self._events.append(_Event(hop, name, begin, time.perf_counter(), nbytes, False))
+                self._open -= 1
+                self._idle.notify_all()
+
+
+def _covered(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total, end = 0.0, float("-inf")
+    for begin, stop in sorted(intervals):
+        total += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return total
+
+
+def _tracks(events: list[_Event]) -> Iterator[tuple[str, _Event]]:
+    """Each event with the row that it is drawn in: events of one row do not overlap."""
+    ends: dict[str, list[float]] = {}
+    for event in events:
+        group = f"{event.hop}, waiting" if event.waiting else event.hop
+        own = ends.setdefault(group, [])
+        free = next((number for number, end in enumerate(own) if end <= event.begin), len(own))
+        own[free : free + 1] = [event.end]
+        yield (group if free == 0 else f"{group} {free + 1}"), event

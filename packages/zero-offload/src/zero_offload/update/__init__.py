@@ -1,0 +1,10 @@
+"""The update of flat shards over tiers. Read `plans.py`, `_slices.py` and `_step.py`, then `update.py`."""
+
+from __future__ import annotations
+
+from ._states import Sealed
+from .placement import Placement
+from .plans import FragmentPlan, ShardPlan, Weights
+from .update import OffloadedUpdate
+
+__all__ = ["FragmentPlan", "OffloadedUpdate", "Placement", "Sealed", "ShardPlan", "Weights"]

@@ -1,0 +1,173 @@
+"""From plans to the parts of an update, after proof that they fit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+from .._extents import folders
+from ..budget import HostBudget
+from ..errors import BudgetError
+from ..trace import Trace
+from ._feed import Feed, staging_bytes
+from ._gradients import (
+    CallerGradients,
+    Gradients,
+    HostGradients,
+    NvmeGradients,
+    gradient_bytes,
+    gradient_ring_bytes,
+)
+from ._slices import BLOCK, Fragment, Slice, cut, split
+from ._tiers import HostTier, NvmeOptions, NvmeTier, SplitTier, Tier, host_bytes, ring_bytes
+from .placement import Placement
+from .plans import ShardPlan, Weights
+
+__all__ = ["Parts", "build", "check_room_for_seal"]
+
+Where = Literal["host", "nvme", "caller"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An update taken apart. ``in_memory``: the slices that are not in files though others are."""
+
+    slices: Sequence[Slice]
+    in_memory: Sequence[Slice]
+    tier: Tier
+    gradients: Gradients
+    feed: Feed
+    plan: Mapping[str, int]
+    paths: Sequence[str]
+
+
+def build(
+    shards: Sequence[ShardPlan],
+    fragments: Sequence[Fragment],
+    weights: Weights,
+    placement: Placement,
+    where: Where,
+    device: torch.device,
+    budget: HostBudget,
+    trace: Trace | None,
+) -> Parts:
+    """Cut, plan, check the plan against ``budget``, allocate."""
+    if where == "nvme" and placement.path is None:
+        raise ValueError("gradients='nvme': expected a path in the placement, got none")
+    in_files, in_memory = _cut(fragments, placement, budget)
+    slices = [*in_files, *in_memory]
+    pin = placement.pin and device.type != "cpu"
+    options = _options(placement)
+    staging = 0 if device.type == "cpu" else staging_bytes(slices, gradients_too=where == "caller")
+    plan = {
+        "gradients": _gradient_memory(shards, slices, where, options.buffer_count),
+        "nvme": host_bytes(in_files) + (gradient_bytes(shards) if where == "nvme" else 0),
+        "ring": ring_bytes(in_files, options.buffer_count),
+        "staging": staging,
+        "states": host_bytes(in_memory),
+    }
+    _declare(budget, plan, options.paths)
+    budget.check()
+    tier = _make_tier(in_files, in_memory, options, trace)
+    try:
+        gradients = _make_gradients(shards, slices, device, where, options, pin, trace)
+    except BaseException:
+        tier.close()
+        raise
+    feed = Feed(slices, gradients, weights, device, staging=staging, pin=pin, trace=trace)
+    return Parts(slices, in_memory if in_files else (), tier, gradients, feed, MappingProxyType(plan), options.paths)
+
+
+def check_room_for_seal(parts: Parts) -> None:
+    """BudgetError when the disk has no room for everything once more: what is sealed is never written again."""
+    budget = HostBudget()
+    nbytes = parts.tier.memory()["nvme"]
+    for path in parts.paths if nbytes else ():
+        budget.need("masters and states after this checkpoint", -(-nbytes // len(parts.paths)), "disk", path=path)
+    budget.check()
+
+
+def _cut(fragments: Sequence[Fragment], placement: Placement, budget: HostBudget) -> tuple[list[Slice], list[Slice]]:
+    """The slices that are in files, and those in host memory."""
+    grain = BLOCK if placement.state_dtype == torch.int8 else 1
+    ratio = placement.ratio if _uses_files(fragments, placement, budget) else 0.0
+    filed, resident = split(fragments, ratio, grain)
+    return cut(filed, placement.sub_group_size), cut(resident, placement.sub_group_size)
+
+
+def _uses_files(fragments: Sequence[Fragment], placement: Placement, budget: HostBudget) -> bool:
+    if placement.tier != "auto":
+        return placement.tier == "nvme"
+    trial = budget.copy()
+    trial.need("masters and optimizer states", sum(f.nbytes(f.plan.numel) for f in fragments))
+    try:
+        trial.check()
+    except BudgetError as error:
+        warnings.warn(f"masters and optimizer states go to files: {error}", stacklevel=5)
+        return True
+    return False
+
+
+def _options(placement: Placement) -> NvmeOptions:
+    return NvmeOptions(
+        paths=[] if placement.path is None else folders(placement.path),
+        buffer_count=placement.buffer_count,
+        pipeline_read=placement.pipeline_read,
+        pipeline_write=placement.pipeline_write,
+        checksums=placement.checksums,
+        verify=placement.verify,
+        prefix=placement.prefix,
+        engine=placement.engine,
+    )
+
+
+def _gradient_memory(shards: Sequence[ShardPlan], slices: Sequence[Slice], where: Where, buffer_count: int) -> int:
+    if where == "caller":
+        return 0
+    return gradient_bytes(shards) if where == "host" else gradient_ring_bytes(shards, slices, buffer_count)
+
+
+def _declare(budget: HostBudget, plan: Mapping[str, int], paths: Sequence[str]) -> None:
+    purposes = {
+        "states": "masters and optimizer states",
+        "ring": "ring buffers",
+        "gradients": "gradients",
+        "staging": "staging of gradients and weights",
+    }
+    for what, purpose in purposes.items():
+        if plan[what]:
+            budget.need(purpose, plan[what])
+    for path in paths if plan["nvme"] else ():
+        budget.need("masters, states, gradients", -(-plan["nvme"] // len(paths)), "disk", path=path)
+
+
+def _make_tier(
+    in_files: Sequence[Slice], in_memory: Sequence[Slice], options: NvmeOptions, trace: Trace | None
+) -> Tier:
+    if not in_files:
+        return HostTier(in_memory)
+    if not in_memory:
+        return NvmeTier(in_files, options, trace)
+    files = NvmeTier(in_files, options, trace)
+    return SplitTier(files, HostTier(in_memory), len(in_files))
+
+
+def _make_gradients(
+    shards: Sequence[ShardPlan],
+    slices: Sequence[Slice],
+    device: torch.device,
+    where: Where,
+    options: NvmeOptions,
+    pin: bool,
+    trace: Trace | None,
+) -> Gradients:
+    if where == "caller":
+        return CallerGradients(shards, slices)
+    if where == "host":
+        return HostGradients(shards, slices, device, pin=pin, trace=trace)
+    return NvmeGradients(shards, slices, device, options, trace)

@@ -1,0 +1,191 @@
+"""Gradients to the host and weights back, one slice at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .._lanes import Lane
+from .._memory import HostBlock, nbytes_of
+from ..errors import OffloadError
+from ..trace import Trace
+from ._gradients import Gradients
+from ._slices import Slice, Span
+from .plans import ShardPlan, Weights, checked
+
+__all__ = ["Feed", "Load", "staging_bytes"]
+
+_ALIGN = 64
+
+
+class Load(NamedTuple):
+    """A span that is updated, its gradient in host memory, where its new weights are to be written in host memory, and
+    the weights that forward read so far, wherever they are.
+    """
+
+    number: int
+    span: Span
+    grad: torch.Tensor
+    out: torch.Tensor
+    weights: torch.Tensor
+
+
+def staging_bytes(slices: Sequence[Slice], *, gradients_too: bool) -> int:
+    """Host memory for staging: the weights, and where asked the gradients, of the largest slice, twice."""
+
+    def needed(slice_: Slice) -> int:
+        return sum(
+            _room(span.length * span.fragment.shard.dtype.itemsize)
+            + gradients_too * _room(span.length * span.fragment.shard.grad_dtype.itemsize)
+            for span in slice_
+        )
+
+    return 2 * max(map(needed, slices), default=0)
+
+
+def _room(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+class Feed:
+    """`begin` a step, then for each of its slices `start` (at best while the one before computes), `loads`, `finish`;
+    at last `end`, or `abort`.
+
+    What is on an accelerator goes through two blocks of host memory that take turns (``staging_bytes`` of them), copies
+    run on a stream of their own; what is in host memory is used where it is. Shards are borrowed from the first slice
+    that needs them to the last.
+    """
+
+    def __init__(
+        self,
+        slices: Sequence[Slice],
+        gradients: Gradients,
+        weights: Weights,
+        device: torch.device,
+        *,
+        staging: int,
+        pin: bool,
+        trace: Trace | None,
+    ) -> None:
+        self._slices = slices
+        self._gradients = gradients
+        self._weights = weights
+        self._in = Lane(device, trace, "gradients, device")
+        self._out = Lane(device, trace, "weights, device")
+        self._blocks = [HostBlock(staging // 2, pin=pin) for _ in range(2)] if staging else []
+        self._order: Sequence[int] = ()
+        self._last: dict[str, int] = {}
+        self._absent: Collection[str] = ()
+        self._rewritten: Collection[str] = ()
+        self._borrowed: dict[str, torch.Tensor] = {}
+        self._started: dict[int, list[Load]] = {}
+        self._incoming: list[torch.Event | None] = [None, None]
+        self._outgoing: list[torch.Event | None] = [None, None]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Host memory held between steps."""
+        return sum(block.nbytes for block in self._blocks)
+
+    @staticmethod
+    def is_away(tensor: torch.Tensor) -> bool:
+        """Whether a tensor is not in host memory."""
+        return tensor.device.type != "cpu"
+
+    def begin(self, order: Sequence[int], *, absent: Collection[str], rewritten: Collection[str]) -> None:
+        """The slices of the step in order; fragments that are ``absent`` are left out, shards that are ``rewritten``
+        will be written whole without being read.
+        """
+        self._order = order
+        self._absent = absent
+        self._rewritten = rewritten
+        self._last = {
+            span.fragment.shard.name: position for position, index in enumerate(order) for span in self._slices[index]
+        }
+
+    def start(self, position: int) -> None:
+        """Start bringing a slice; does nothing beyond the last."""
+        if position >= len(self._order):
+            return
+        index = self._order[position]
+        if position + 1 < len(self._order):
+            self._gradients.prefetch(self._order[position + 1])
+        side = position % 2
+        _wait(self._outgoing[side])  # the block's weights of two slices ago must have left
+        self._outgoing[side] = None
+        offset = 0
+        loads: list[Load] = []
+        spans = self._slices[index]
+        for number, (span, grad) in enumerate(zip(spans, self._gradients.acquire(index), strict=True)):
+            if grad is None or span.fragment.name in self._absent:
+                continue
+            weights = span.of_shard(self._borrow(span.fragment.shard))
+            out = weights
+            if self.is_away(grad):
+                staged = self._blocks[side].view(offset, grad.numel(), grad.dtype)
+                offset += _room(nbytes_of(grad))
+                self._incoming[side] = self._in.copy(staged, grad) or self._incoming[side]
+                grad = staged
+            if self.is_away(weights):
+                if not span.fragment.keeps_master:
+                    raise OffloadError(
+                        f"'{span.fragment.shard.name}': expected weights in host memory, to be updated in place, "
+                        f"got them on {weights.device}; plan the shard with in_place=False"
+                    )
+                out = self._blocks[side].view(offset, weights.numel(), weights.dtype)
+                offset += _room(nbytes_of(weights))
+            loads.append(Load(number, span, grad, out, weights))
+        self._started[position] = loads
+
+    def loads(self, position: int) -> list[Load]:
+        """The slice; its gradients have arrived."""
+        side = position % 2
+        _wait(self._incoming[side])
+        self._incoming[side] = None
+        return self._started[position]
+
+    def finish(self, position: int) -> None:
+        """The slice was computed: start taking its new weights away, and give back what no later slice needs."""
+        side = position % 2
+        for load in self._started.pop(position):
+            if load.out is not load.weights:
+                self._outgoing[side] = self._out.copy(load.weights, load.out)
+        index = self._order[position]
+        self._gradients.release(index)
+        done = {span.fragment.shard.name for span in self._slices[index]}
+        done = {shard for shard in done & self._borrowed.keys() if self._last[shard] == position}
+        if done:
+            self._out.join(self._outgoing[side])
+        for shard in sorted(done):
+            del self._borrowed[shard]
+            self._weights.give_back(shard, dirty=True)
+
+    def end(self) -> None:
+        """Make the compute device wait for everything sent."""
+        for event in self._outgoing:
+            self._out.join(event)
+
+    def abort(self) -> None:
+        """Give everything back after a failure."""
+        for event in (*self._incoming, *self._outgoing):
+            _wait(event)
+        self._incoming, self._outgoing = [None, None], [None, None]
+        self._started.clear()
+        self._gradients.abort()
+        while self._borrowed:
+            shard, _ = self._borrowed.popitem()
+            self._weights.give_back(shard, dirty=True)
+
+    def _borrow(self, shard: ShardPlan) -> torch.Tensor:
+        if shard.name not in self._borrowed:
+            lent = self._weights.borrow(shard.name, fresh=shard.name in self._rewritten)
+            self._borrowed[shard.name] = lent
+            checked(lent, shard, shard.dtype, "weights")
+        return self._borrowed[shard.name]
+
+
+def _wait(event: torch.Event | None) -> None:
+    if event is not None:
+        event.synchronize()

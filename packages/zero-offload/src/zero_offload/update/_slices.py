@@ -1,0 +1,155 @@
+"""What is kept for each fragment, and how fragments are cut into slices: no memory, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .._memory import page_rounded
+from .plans import FragmentPlan, ShardPlan, wide_dtype
+
+__all__ = ["BLOCK", "GRAIN", "MASTER", "Fragment", "Kind", "Slice", "Span", "cut", "kinds_of", "slice_bytes", "split"]
+
+#: Elements: fragments are cut at multiples of this, which is whole pages for every element type.
+GRAIN = 4096
+#: Elements that share one scale in 8-bit state.
+BLOCK = 256
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One tensor that is kept for a fragment: an item for every ``block`` elements.
+
+    ``moment``: which moment it is a part of; None for the master. ``second``: a moment that is never negative.
+    """
+
+    name: str
+    dtype: torch.dtype
+    moment: str | None = None
+    second: bool = False
+    block: int = 1
+
+    def items(self, elements: int) -> int:
+        """How many items stand for that many elements."""
+        return -(-elements // self.block)
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes for that many elements."""
+        return self.items(elements) * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class Fragment:
+    """A fragment at run time: what is kept for it, how far it is, and what of it is on the tier."""
+
+    plan: FragmentPlan
+    shard: ShardPlan
+    kinds: tuple[Kind, ...]
+    step: int = 0
+    has_moments: bool = False
+    has_master: bool = False
+    weights_changed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self.plan.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the update."""
+        return wide_dtype(self.shard.dtype)
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether the weights cannot be updated in place."""
+        return not self.shard.in_place
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes kept for that many elements, in whole blocks."""
+        return sum(kind.nbytes(elements) for kind in self.kinds)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [begin, begin + length) of a fragment."""
+
+    fragment: Fragment
+    begin: int
+    length: int
+
+    def of_shard(self, shard: torch.Tensor) -> torch.Tensor:
+        """This part of the shard's flat tensor."""
+        start = self.fragment.plan.start + self.begin
+        return shard[start : start + self.length]
+
+    def of_kind(self, kind: Kind, whole: torch.Tensor) -> torch.Tensor:
+        """This part of a flat tensor of all the fragment's items of a kind."""
+        start = self.begin // kind.block
+        return whole[start : start + kind.items(self.length)]
+
+
+Slice = tuple[Span, ...]
+
+
+def kinds_of(
+    shard: ShardPlan, moments: Sequence[tuple[str, bool]], state_dtype: torch.dtype | None
+) -> tuple[Kind, ...]:
+    """The master, where there is one, then the moments, each given with whether it is a second moment.
+
+    ``state_dtype``: None for the dtype of the update, else bfloat16 or int8 (a code per element and a scale per block).
+    """
+    wide = wide_dtype(shard.dtype)
+    kinds = [] if shard.in_place else [Kind(MASTER, wide)]
+    for moment, second in moments:
+        if state_dtype == torch.int8:
+            kinds.append(Kind(moment, torch.uint8, moment, second))
+            kinds.append(Kind(f"{moment}_scale", torch.float32, moment, second, BLOCK))
+        else:
+            kinds.append(Kind(moment, state_dtype or wide, moment, second))
+    return tuple(kinds)
+
+
+def split(fragments: Sequence[Fragment], ratio: float, grain: int) -> tuple[list[Span], list[Span]]:
+    """The first ``ratio`` of all elements, to a multiple of ``grain`` within a fragment, and the rest."""
+    room = round(sum(fragment.plan.numel for fragment in fragments) * ratio)
+    first: list[Span] = []
+    rest: list[Span] = []
+    for fragment in fragments:
+        numel = fragment.plan.numel
+        taken = numel if numel <= room else room - room % grain
+        room -= min(numel, room)
+        if taken:
+            first.append(Span(fragment, 0, taken))
+        if numel > taken:
+            rest.append(Span(fragment, taken, numel - taken))
+    return first, rest
+
+
+def cut(spans: Iterable[Span], sub_group_size: int) -> list[Slice]:
+    """Slices of at most ``sub_group_size`` elements, in order; spans are cut at multiples of `GRAIN`."""
+    slices: list[Slice] = []
+    current: list[Span] = []
+    room = sub_group_size
+    for span in spans:
+        begin, end = span.begin, span.begin + span.length
+        while begin < end:
+            length = min(end - begin, room)
+            if begin + length < end:
+                length -= length % GRAIN
+            if length > 0:
+                current.append(Span(span.fragment, begin, length))
+                begin += length
+                room -= length
+            if begin < end or room == 0:
+                slices.append(tuple(current))
+                current, room = [], sub_group_size
+    return [*slices, tuple(current)] if current else slices
+
+
+def slice_bytes(slice_: Slice) -> int:
+    """Bytes of a slice in a ring buffer: every tensor in whole pages."""
+    return sum(page_rounded(kind.nbytes(span.length)) for span in slice_ for kind in span.fragment.kinds)

@@ -1,0 +1,155 @@
+"""Masters and moments as plain tensors: out of the tier and into it, slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from zero_optim_kernels import quantize_blocks
+
+from .._protocols import Extent, Generation
+from ._rules import Rule
+from ._slices import BLOCK, MASTER, Fragment, Kind, Slice, Span
+from ._step import Groups, Tensors, fill_moments
+from ._tiers import Tier
+
+__all__ = ["Sealed", "check_state", "forget", "read_states", "sealed_state", "write_states"]
+
+State = Mapping[str, Any]
+_STEP = "step"
+
+
+@dataclass(frozen=True, eq=False)
+class Sealed:
+    """What an update keeps in files, made to last: nothing writes to these files any more.
+
+    ``extents``: ``<fragment>/<kind>`` -> its pieces in order, each with file, offset, bytes and checksum. ``steps``:
+    how often each fragment was updated. ``resident``: fragments with elements that are in host memory instead, to be
+    read otherwise. ``files``: all files concerned, to be linked; they stay until `release`, links to them beyond it.
+    """
+
+    extents: Mapping[str, tuple[Extent, ...]]
+    steps: Mapping[str, int]
+    resident: frozenset[str]
+    files: tuple[str, ...]
+    _generations: list[Generation] = field(default_factory=list, repr=False)
+
+    def release(self) -> None:
+        """Let the files go once the update itself needs them no more."""
+        self._generations.clear()
+
+
+def sealed_state(
+    fragments: Sequence[Fragment], in_memory: Sequence[Slice], tier: Tier, generations: Sequence[Generation]
+) -> Sealed:
+    """The current state of a tier that was just sealed."""
+    begun = {f"{f.name}/{kind.name}" for f in fragments for kind in f.kinds if _is_there(f, kind)}
+    extents = {name: tuple(found) for name, found in tier.extents().items() if name in begun}
+    return Sealed(
+        extents=MappingProxyType(extents),
+        steps=MappingProxyType({f.name: f.step for f in fragments}),
+        resident=frozenset(span.fragment.name for slice_ in in_memory for span in slice_),
+        files=tuple(sorted({extent.path for found in extents.values() for extent in found})),
+        _generations=list(generations),
+    )
+
+
+def read_states(
+    fragments: Sequence[Fragment], slices: Sequence[Slice], tier: Tier
+) -> Iterator[tuple[Fragment, dict[str, torch.Tensor]]]:
+    """Each of ``fragments`` of which something is kept, with 1-D copies in host memory; ``step`` has no dimension."""
+    wanted = {f for f in fragments if any(_is_there(f, kind) for kind in f.kinds) or f.step}
+    last = {span.fragment: index for index, slice_ in enumerate(slices) for span in slice_ if span.fragment in wanted}
+    states: dict[Fragment, dict[str, torch.Tensor]] = {}
+    indices = [i for i, slice_ in enumerate(slices) if any(span.fragment in last for span in slice_)]
+    with closing(tier.visit(indices, dirty=False)) as visits:  # type: ignore[type-var]
+        for visit in visits:
+            for span, tensors in zip(slices[visit.number], visit.tensors, strict=True):
+                if span.fragment in wanted:
+                    _read(span, tensors, states.setdefault(span.fragment, {}))
+            for fragment in [f for f in states if last[f] == visit.number]:
+                yield fragment, {_STEP: torch.tensor(float(fragment.step)), **states.pop(fragment)}
+
+
+def _read(span: Span, tensors: Tensors, state: dict[str, torch.Tensor]) -> None:
+    fragment = span.fragment
+    for kind in fragment.kinds:
+        if _is_there(fragment, kind):
+            whole = state.setdefault(kind.name, torch.empty(kind.items(fragment.plan.numel), dtype=kind.dtype))
+            span.of_kind(kind, whole).copy_(tensors[kind.name])
+
+
+def _is_there(fragment: Fragment, kind: Kind) -> bool:
+    return fragment.has_master if kind.moment is None else fragment.has_moments
+
+
+def check_state(fragment: Fragment, state: State) -> None:
+    """ValueError, naming the fragment, for a state that does not fit it."""
+    kinds = {kind.name: kind for kind in fragment.kinds}
+    unknown = sorted(set(state) - {_STEP, *kinds})
+    if unknown:
+        raise ValueError(
+            f"'{fragment.name}': expected states among {sorted({_STEP, *kinds})}, got {', '.join(unknown)}"
+        )
+    for name in state.keys() & kinds.keys():
+        items = kinds[name].items(fragment.plan.numel)
+        if state[name].shape != (items,):
+            raise ValueError(
+                f"'{fragment.name}': expected '{name}' of shape ({items},), got {tuple(state[name].shape)}"
+            )
+        scale = f"{name}_scale"
+        if state[name].dtype == torch.uint8 and not (scale in kinds and scale in state):
+            raise ValueError(f"'{fragment.name}': '{name}' is 8-bit codes, and there is no '{scale}' to it here")
+
+
+def write_states(
+    rule: Rule, groups: Groups, slices: Sequence[Slice], tier: Tier, states: Mapping[Fragment, State]
+) -> None:
+    """Replace what is given; moments of a fragment that had none and are not given begin anew.
+
+    8-bit moments are taken as codes and scales, or in any floating dtype.
+    """
+    indices = [i for i, slice_ in enumerate(slices) if any(_concerned(span, states) for span in slice_)]
+    with closing(tier.visit(indices, dirty=True)) as visits:  # type: ignore[type-var]
+        for visit in visits:
+            for span, tensors in zip(slices[visit.number], visit.tensors, strict=True):
+                if _concerned(span, states):
+                    if not span.fragment.has_moments:
+                        fill_moments(rule, groups, span.fragment, tensors)
+                    _write(span, tensors, states[span.fragment])
+    for fragment, state in states.items():
+        fragment.has_moments |= bool(set(state) - {MASTER})
+        fragment.has_master |= MASTER in state
+        if _STEP in state:
+            fragment.step = int(state[_STEP])
+
+
+def _concerned(span: Span, states: Mapping[Fragment, State]) -> bool:
+    return span.fragment in states
+
+
+def _write(span: Span, tensors: Tensors, state: State) -> None:
+    for kind in span.fragment.kinds:
+        value = state.get(kind.name)
+        if value is None:
+            continue
+        part = span.of_kind(kind, value.detach())
+        if kind.dtype == torch.uint8 and value.dtype != torch.uint8:
+            wide = part.to("cpu", torch.float32).contiguous()
+            codes, scales = tensors[kind.name], tensors[f"{kind.name}_scale"]
+            code: Any = "u5e3" if kind.second else "e4m3"
+            quantize_blocks(wide.data_ptr(), codes.data_ptr(), scales.data_ptr(), span.length, code=code, block=BLOCK)
+        else:
+            tensors[kind.name].copy_(part)
+
+
+def forget(fragments: Sequence[Fragment]) -> None:
+    """Begin anew."""
+    for fragment in fragments:
+        fragment.step = 0
+        fragment.has_moments = fragment.has_master = fragment.weights_changed = False

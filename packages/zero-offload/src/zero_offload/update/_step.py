@@ -1,0 +1,147 @@
+"""One step: bring each slice together, run the fused kernel on it, send the weights back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing, nullcontext
+from typing import Any
+
+import torch
+
+from ..trace import Trace
+from ._feed import Feed, Load
+from ._rules import Batch, Rule
+from ._slices import MASTER, Fragment, Slice, Span
+from ._tiers import Tier
+from .plans import KERNEL_DTYPES
+
+__all__ = ["fill_moments", "run_step"]
+
+Groups = Sequence[Mapping[str, Any]]
+Tensors = Mapping[str, torch.Tensor]
+
+
+def run_step(
+    rule: Rule,
+    groups: Groups,
+    slices: Sequence[Slice],
+    tier: Tier,
+    feed: Feed,
+    fragments: Collection[Fragment],
+    *,
+    absent: Collection[str],
+    grad_scale: float,
+    trace: Trace | None,
+) -> None:
+    """Update ``fragments``, all that have a gradient and are not ``absent``; gradients are multiplied by ``grad_scale``
+    as they are read.
+    """
+    active = [i for i, slice_ in enumerate(slices) if any(span.fragment in fragments for span in slice_)]
+    feed.begin(active, absent=absent, rewritten=_rewritten(fragments))
+    try:
+        feed.start(0)
+        with closing(tier.visit(active, dirty=True)) as visits:  # type: ignore[type-var]
+            for position, visit in enumerate(visits):
+                feed.start(position + 1)
+                loads = feed.loads(position)
+                elements = sum(load.span.length for load in loads)
+                with nullcontext() if trace is None else trace.span("compute", f"{elements} elements"):
+                    for load in loads:
+                        _prepare(rule, groups, load, visit.tensors[load.number])
+                    _run(rule, groups, loads, visit.tensors, grad_scale)
+                feed.finish(position)
+        feed.end()
+    except BaseException:
+        feed.abort()
+        raise
+    for fragment in fragments:
+        fragment.step += 1
+        fragment.has_moments = True
+        fragment.has_master = fragment.keeps_master
+        fragment.weights_changed = False
+
+
+def _rewritten(fragments: Collection[Fragment]) -> set[str]:
+    """The shards of which all elements are written and none is read."""
+    elements: dict[str, int] = {}
+    for fragment in fragments:
+        if fragment.has_master and not fragment.weights_changed:
+            name = fragment.shard.name
+            elements[name] = elements.get(name, 0) + fragment.plan.numel
+    return {fragment.shard.name for fragment in fragments if elements.get(fragment.shard.name) == fragment.shard.numel}
+
+
+def _prepare(rule: Rule, groups: Groups, load: Load, tensors: Tensors) -> None:
+    """Give a span its first values, and take over weights that were changed from outside."""
+    fragment = load.span.fragment
+    if not fragment.has_moments:
+        fill_moments(rule, groups, fragment, tensors)
+    if not fragment.keeps_master:
+        return
+    master = tensors[MASTER]
+    if not fragment.has_master:
+        master.copy_(load.weights)
+    elif fragment.weights_changed:
+        # Where the master rounds to the weight it is the same weight with more digits; elsewhere the weight is new.
+        weights = load.weights.to(master.device)
+        same = master.to(weights.dtype) == weights
+        master.copy_(torch.where(same, master, weights.to(master.dtype)))
+
+
+def fill_moments(rule: Rule, groups: Groups, fragment: Fragment, tensors: Tensors) -> None:
+    """Give a span's moments their first values."""
+    for kind in fragment.kinds:
+        if kind.moment is not None:
+            tensors[kind.name].fill_(rule.initial(groups[fragment.plan.group]))
+
+
+def _run(rule: Rule, groups: Groups, loads: Sequence[Load], tensors: Sequence[Tensors], grad_scale: float) -> None:
+    """One kernel call for all spans of the slice that share options, step number and dtypes.
+
+    States below float32 are rounded with random numbers that depend on the position, so each span is a call of its own.
+    """
+    batches: dict[tuple[Any, ...], Batch] = {}
+    for load in loads:
+        fragment, own = load.span.fragment, tensors[load.number]
+        state = next((kind.dtype for kind in fragment.kinds if kind.moment), fragment.dtype)
+        key = (
+            fragment.plan.group,
+            fragment.step,
+            fragment.shard.dtype,
+            fragment.shard.grad_dtype,
+            fragment.keeps_master,
+            None if state == fragment.dtype else load.number,
+        )
+        batch = batches.get(key)
+        if batch is None:
+            batch = batches[key] = _batch(load.span, state, grad_scale)
+        batch.sizes.append(load.span.length)
+        batch.grads.append(load.grad.data_ptr())
+        batch.params.append((own[MASTER] if fragment.keeps_master else load.out).data_ptr())
+        if "copy_out" in batch.common:
+            batch.common["copy_out"].append(load.out.data_ptr())
+        for kind in fragment.kinds:
+            if kind.moment is not None:
+                batch.states.setdefault(kind.name, []).append(own[kind.name].data_ptr())
+    for key, batch in batches.items():
+        rule.run(batch, groups[key[0]])
+    for load in loads:
+        if load.span.fragment.keeps_master and load.out.dtype == torch.float64:  # the kernels write no second copy then
+            load.out.copy_(tensors[load.number][MASTER])
+
+
+def _batch(span: Span, state: torch.dtype, grad_scale: float) -> Batch:
+    fragment = span.fragment
+    common: dict[str, Any] = {
+        "step": fragment.step + 1,
+        "grad_scale": grad_scale,
+        "param_dtype": KERNEL_DTYPES[fragment.dtype],
+        "grad_dtype": KERNEL_DTYPES[fragment.shard.grad_dtype],
+        "state_dtype": "int8" if state == torch.uint8 else KERNEL_DTYPES[state],
+    }
+    if state != fragment.dtype:
+        common["element_offset"] = fragment.plan.element_offset + span.begin
+    if fragment.keeps_master and fragment.dtype != torch.float64:
+        common["copy_out"] = []
+        common["copy_dtype"] = KERNEL_DTYPES[fragment.shard.dtype]
+    return Batch([], [], [], {}, common, first=fragment.step == 0)

@@ -1,0 +1,269 @@
+"""Where masters and moments live. A tier hands out one slice after the other; what was changed goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .._extents import DTYPE_NAMES, open_extents
+from .._memory import HostBlock, page_rounded
+from .._protocols import Extent, Generation
+from .._ring import Pack, Ring, lay_out
+from ..trace import Trace
+from ._slices import Slice, slice_bytes
+
+__all__ = ["HostTier", "NvmeOptions", "NvmeTier", "SplitTier", "Tier", "Visit", "host_bytes", "ring_bytes"]
+
+_Tensors = dict[str, torch.Tensor]
+
+
+class Visit(NamedTuple):
+    """One slice in host memory: the tensors of each of its spans, by kind."""
+
+    number: int
+    tensors: list[_Tensors]
+
+
+class Tier(Protocol):
+    """Keeps the slices of one update. The content of a slice that was never kept is arbitrary."""
+
+    def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[Visit]:
+        """Each slice in turn, valid until the next is asked for; with ``dirty`` it was changed and is kept.
+
+        Iterate to the end, or close the iterator: then the slice at hand is lost.
+        """
+
+    def reset(self) -> None:
+        """Forget every slice, and transfers that failed."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by what holds them: ``states`` or ``ring`` in host memory, ``nvme`` in files."""
+
+    def bytes_written(self) -> int:
+        """Bytes written to drives so far."""
+
+    def flush(self) -> None:
+        """Return when everything is on the tier."""
+
+    def seal(self) -> Generation | None:
+        """Make what is in files last; None where there are no files."""
+
+    def extents(self) -> Mapping[str, Sequence[Extent]]:
+        """Where each ``<fragment>/<kind>`` lies in files."""
+
+    def close(self) -> None:
+        """Let everything go."""
+
+
+def host_bytes(slices: Sequence[Slice]) -> int:
+    """Host memory of a `HostTier`: of exactly the size of its content."""
+    return sum(kind.nbytes(span.length) for slice_ in slices for span in slice_ for kind in span.fragment.kinds)
+
+
+class HostTier:
+    """One block of host memory of exactly the size of its content."""
+
+    def __init__(self, slices: Sequence[Slice]) -> None:
+        self._block = HostBlock(host_bytes(slices), pin=False)
+        self._tensors: list[list[_Tensors]] = [[{} for _ in slice_] for slice_ in slices]
+        places = [
+            (kind, span, self._tensors[index][number])
+            for index, slice_ in enumerate(slices)
+            for number, span in enumerate(slice_)
+            for kind in span.fragment.kinds
+        ]
+        position = 0
+        # Widest first, so that every tensor is aligned without padding.
+        for kind, span, tensors in sorted(places, key=lambda place: -place[0].dtype.itemsize):
+            tensors[kind.name] = self._block.view(position, kind.items(span.length), kind.dtype)
+            position += kind.nbytes(span.length)
+
+    def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[Visit]:
+        for index in indices:
+            yield Visit(index, self._tensors[index])
+
+    def reset(self) -> None:
+        """There is nothing to forget: what is in memory is there to be written."""
+
+    def memory(self) -> dict[str, int]:
+        return {"states": self._block.nbytes, "ring": 0, "nvme": 0}
+
+    def bytes_written(self) -> int:
+        return 0
+
+    def flush(self) -> None:
+        """Nothing to wait for."""
+
+    def seal(self) -> None:
+        return None
+
+    def extents(self) -> Mapping[str, Sequence[Extent]]:
+        return {}
+
+    def close(self) -> None:
+        self._tensors.clear()
+        self._block = HostBlock(0, pin=False)
+
+
+def ring_bytes(slices: Sequence[Slice], buffer_count: int) -> int:
+    """Host memory of an `NvmeTier`: ``buffer_count`` buffers of the largest slice, every tensor in whole pages."""
+    return buffer_count * max((page_rounded(slice_bytes(slice_)) for slice_ in slices), default=0)
+
+
+class NvmeOptions(NamedTuple):
+    """How files are used; see `OffloadedUpdate`."""
+
+    paths: Sequence[str]
+    buffer_count: int
+    pipeline_read: bool
+    pipeline_write: bool
+    checksums: bool
+    verify: bool
+    prefix: str
+    engine: Any
+
+
+class NvmeTier:
+    """Extents in files, one per fragment and kind, and a ring of buffers.
+
+    While a slice is computed the next ones are read and the ones before it are written.
+    """
+
+    def __init__(self, slices: Sequence[Slice], options: NvmeOptions, trace: Trace | None) -> None:
+        self._slices = slices
+        self._packs = [_pack(index, slice_) for index, slice_ in enumerate(slices)]
+        self._ahead = max(1, options.buffer_count - 2) if options.pipeline_read else 0
+        self._write_behind = options.pipeline_write
+        self._kept: set[int] = set()
+        self._stored_bytes = host_bytes(slices)
+        self._store = open_extents(
+            options.paths,
+            prefix=options.prefix,
+            checksums=options.checksums,
+            verify=options.verify,
+            engine=options.engine,
+        )
+        try:
+            self._declare()
+            largest = max((pack.nbytes for pack in self._packs), default=0)
+            self._ring = Ring(
+                self._store, buffer_count=options.buffer_count, buffer_bytes=largest, trace=trace, hop="states"
+            )
+        except BaseException:
+            self._store.close(remove=True)
+            raise
+
+    def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[Visit]:
+        for position, index in enumerate(indices):
+            pack, kept = self._packs[index], index in self._kept
+            buffer = self._ring.acquire(pack, fresh=not kept)
+            ahead = indices[position + 1 : position + 1 + self._ahead]
+            self._ring.prefetch(self._packs[i] for i in ahead if i in self._kept)
+            finished = False
+            try:
+                yield Visit(index, self._tensors(index, buffer))
+                finished = True
+            finally:
+                if not finished or not (kept or dirty):
+                    self._ring.discard(pack)
+            if dirty:
+                self._kept.add(index)
+            if dirty or kept:
+                self._ring.release(pack, dirty=dirty)
+            if not self._write_behind:
+                self._ring.flush()
+
+    def reset(self) -> None:
+        self._ring.forget()
+        self._kept.clear()
+
+    def memory(self) -> dict[str, int]:
+        return {"states": 0, "ring": self._ring.resident_bytes, "nvme": self._stored_bytes}
+
+    def bytes_written(self) -> int:
+        return self._store.bytes_written()
+
+    def flush(self) -> None:
+        self._ring.flush()
+
+    def seal(self) -> Generation:
+        self.flush()
+        return self._store.seal()
+
+    def extents(self) -> Mapping[str, Sequence[Extent]]:
+        return self._store.extents()
+
+    def close(self) -> None:
+        self._store.close(remove=True)
+
+    def _declare(self) -> None:
+        ends: dict[tuple[str, str], tuple[int, str]] = {}
+        for slice_ in self._slices:
+            for span in slice_:
+                for kind in span.fragment.kinds:
+                    end = kind.nbytes(span.begin + span.length)
+                    ends[span.fragment.name, kind.name] = (end, DTYPE_NAMES.get(kind.dtype, "U8"))
+        for (fragment, name), (end, dtype) in ends.items():
+            self._store.declare(f"{fragment}/{name}", end, dtype)
+
+    def _tensors(self, index: int, buffer: torch.Tensor) -> list[_Tensors]:
+        parts = iter(self._packs[index].parts)
+        tensors: list[_Tensors] = []
+        for span in self._slices[index]:
+            own: _Tensors = {}
+            for kind in span.fragment.kinds:
+                part = next(parts)
+                own[kind.name] = buffer[part.buffer_offset : part.buffer_offset + part.nbytes].view(kind.dtype)
+            tensors.append(own)
+        return tensors
+
+
+def _pack(index: int, slice_: Slice) -> Pack:
+    """A slice as a pack of the extents ``<fragment>/<kind>``."""
+    pieces = [
+        (f"{span.fragment.name}/{kind.name}", kind.nbytes(span.begin), kind.nbytes(span.length))
+        for span in slice_
+        for kind in span.fragment.kinds
+    ]
+    return lay_out(f"slice {index}", pieces)
+
+
+class SplitTier:
+    """The first ``count`` slices on one tier, the rest on another."""
+
+    def __init__(self, first: Tier, rest: Tier, count: int) -> None:
+        self._first = first
+        self._rest = rest
+        self._count = count
+
+    def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[Visit]:
+        yield from self._first.visit([i for i in indices if i < self._count], dirty=dirty)
+        for visit in self._rest.visit([i - self._count for i in indices if i >= self._count], dirty=dirty):
+            yield Visit(visit.number + self._count, visit.tensors)
+
+    def reset(self) -> None:
+        self._first.reset()
+        self._rest.reset()
+
+    def memory(self) -> dict[str, int]:
+        first, rest = self._first.memory(), self._rest.memory()
+        return {what: first[what] + rest[what] for what in first}
+
+    def bytes_written(self) -> int:
+        return self._first.bytes_written() + self._rest.bytes_written()
+
+    def flush(self) -> None:
+        self._first.flush()
+        self._rest.flush()
+
+    def seal(self) -> Generation | None:
+        return self._first.seal()
+
+    def extents(self) -> Mapping[str, Sequence[Extent]]:
+        return {**self._first.extents(), **self._rest.extents()}
+
+    def close(self) -> None:
+        self._first.close()
+        self._rest.close()

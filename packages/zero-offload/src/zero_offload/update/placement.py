@@ -1,0 +1,65 @@
+"""Where masters and moments live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from .._extents import NvmePath
+from ._slices import GRAIN
+
+__all__ = ["Placement"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the masters and moments of an update live, and how they get there.
+
+    ``tier="host"``: one block of host memory of exactly their size. ``tier="nvme"``: files under ``path`` (one folder,
+    or several to stripe over) behind a ring of ``buffer_count`` buffers, so that reading, computing and writing
+    overlap; ``pipeline_read`` and ``pipeline_write`` false take the overlap away. ``tier="auto"``: the host where that
+    fits, else ``path``, with a warning that has the table of what did not fit.
+
+    ``sub_group_size``: elements that are updated at a time. ``ratio``: the share of the elements, to the element (to
+    the block of 256 with 8-bit states), that is in files; the rest stays in host memory. ``state_dtype`` of the
+    moments: None for that of the update (float32, or float64 for float64), ``torch.bfloat16``, or ``torch.int8`` (a
+    byte per element and a scale per 256). ``pin`` registers host memory with an accelerator.
+
+    ``checksums`` are recorded as files are written, ``verify`` compares them on every read; ``prefix`` begins the
+    file names: two updates in one folder need different ones. ``engine``: a ``zero_nvme_aio.Engine`` to share.
+    """
+
+    tier: Literal["host", "nvme", "auto"] = "host"
+    path: NvmePath | None = None
+    sub_group_size: int = 1 << 23
+    buffer_count: int = 4
+    pipeline_read: bool = True
+    pipeline_write: bool = True
+    ratio: float = 1.0
+    state_dtype: torch.dtype | None = None
+    pin: bool = True
+    checksums: bool = True
+    verify: bool = False
+    prefix: str = "optimizer"
+    engine: Any = None
+
+    def __post_init__(self) -> None:
+        if self.tier not in ("host", "nvme", "auto"):
+            raise ValueError(f"tier: expected 'host', 'nvme' or 'auto', got {self.tier!r}")
+        if (self.tier == "host") != (self.path is None):
+            raise ValueError(
+                f"path: names the folder of tier='nvme' or 'auto' and only of those, "
+                f"got tier={self.tier!r}, path={self.path!r}"
+            )
+        if self.sub_group_size < GRAIN:
+            raise ValueError(f"sub_group_size: expected {GRAIN} elements or more, got {self.sub_group_size}")
+        if self.buffer_count < 1:
+            raise ValueError(f"buffer_count: expected 1 or more, got {self.buffer_count}")
+        if not 0.0 <= self.ratio <= 1.0 or (self.ratio != 1.0 and self.tier == "host"):
+            raise ValueError(
+                f"ratio: expected 0 to 1, and 1 where nothing is in files, got {self.ratio} with tier={self.tier!r}"
+            )
+        if self.state_dtype not in (None, torch.bfloat16, torch.int8):
+            raise ValueError(f"state_dtype: expected None, torch.bfloat16 or torch.int8, got {self.state_dtype}")

@@ -1,0 +1,112 @@
+"""What is updated: shards of weights, and the parts of parameters in them. No memory, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..errors import ShardError
+
+__all__ = ["KERNEL_DTYPES", "FragmentPlan", "ShardPlan", "Weights", "check_plans", "checked", "wide_dtype"]
+
+KERNEL_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
+
+
+@dataclass(frozen=True)
+class FragmentPlan:
+    """Elements [start, start + numel) of a shard: the part of one parameter in it, updated with the options of one
+    parameter group.
+
+    ``name`` is unique over all shards; files have extents ``<name>/<kind>``. ``group``: the number of the parameter
+    group. ``element_offset``: global position of element 0, where random numbers and 8-bit blocks are anchored: the
+    same on every tier and for every way of cutting; a multiple of 256 where states are 8-bit.
+    """
+
+    name: str
+    start: int
+    numel: int
+    group: int
+    element_offset: int = 0
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """``numel`` contiguous weights of one dtype, and the fragments in them, in order; other elements are never written.
+
+    ``dtype``: of the weights that forward reads. ``grad_dtype``: of the gradients that are handed over. ``in_place``:
+    the weights are lent in host memory and in the dtype of the update (float32, or float64 for float64), so they are
+    updated where they are; else every fragment has a ``master`` on the tier.
+    """
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    fragments: tuple[FragmentPlan, ...]
+    in_place: bool = False
+
+
+class Weights(Protocol):
+    """Lends the shards that forward reads; a step borrows each at most once. `HostStore` and `NvmeStore` are such."""
+
+    def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
+        """The shard (1-D) in host memory or on the accelerator, writable until it is given back.
+
+        With ``fresh`` all of it will be written, and its content may be arbitrary.
+        """
+
+    def give_back(self, name: str, *, dirty: bool) -> None:
+        """The borrower is done; ``dirty`` says that it wrote the shard."""
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which weights of ``dtype`` are updated."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def checked(tensor: torch.Tensor, shard: ShardPlan, dtype: torch.dtype, what: str) -> torch.Tensor:
+    """The tensor itself; ShardError, naming the shard, when it is not flat, contiguous, of its size and ``dtype``."""
+    if tensor.shape != (shard.numel,) or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ShardError(
+            f"'{shard.name}': expected {what} of shape ({shard.numel},), {dtype}, contiguous; "
+            f"got {tuple(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}",
+            tensor=shard.name,
+        )
+    return tensor
+
+
+def check_plans(shards: Sequence[ShardPlan], groups: int) -> None:
+    """ValueError or TypeError, naming the shard or the fragment, for plans that cannot be updated."""
+    shard_names: set[str] = set()
+    names: set[str] = set()
+    for shard in shards:
+        if shard.name in shard_names:
+            raise ValueError(f"'{shard.name}': two parameters or shards have this name; give each its own")
+        shard_names.add(shard.name)
+        _check_dtypes(shard)
+        end = 0
+        for fragment in shard.fragments:
+            if fragment.name in names:
+                raise ValueError(f"'{fragment.name}': two parameters or shards have this name; give each its own")
+            names.add(fragment.name)
+            if fragment.start < end or fragment.start + fragment.numel > shard.numel or fragment.numel < 0:
+                raise ValueError(
+                    f"'{fragment.name}': expected elements between {end} and {shard.numel} of shard '{shard.name}', "
+                    f"got {fragment.start} to {fragment.start + fragment.numel}"
+                )
+            end = fragment.start + fragment.numel
+            if not 0 <= fragment.group < groups:
+                raise ValueError(f"'{fragment.name}': expected a group below {groups}, got {fragment.group}")
+
+
+def _check_dtypes(shard: ShardPlan) -> None:
+    wide = wide_dtype(shard.dtype)
+    if shard.dtype not in KERNEL_DTYPES:
+        raise TypeError(f"'{shard.name}': expected float32, bfloat16, float16 or float64, got {shard.dtype}")
+    if shard.grad_dtype not in KERNEL_DTYPES or wide_dtype(shard.grad_dtype) != wide:
+        raise TypeError(f"'{shard.name}': gradients of {shard.grad_dtype} do not fit weights of {shard.dtype}")
+    if shard.in_place and shard.dtype != wide:
+        raise TypeError(f"'{shard.name}': only float32 and float64 weights are updated in place, got {shard.dtype}")

@@ -1,0 +1,321 @@
+"""The update of a rank's shards, with masters, moments and gradients on a tier."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, cast
+
+import torch
+
+from .._lanes import compute_device
+from .._protocols import Generation
+from ..budget import HostBudget
+from ..errors import OffloadError, ShardError
+from ..trace import Trace
+from ._build import Parts, build, check_room_for_seal
+from ._gradients import CallerGradients, Collected, looked_at
+from ._rules import find_rule, has_rule
+from ._slices import BLOCK, Fragment, kinds_of
+from ._states import Sealed, check_state, forget, read_states, sealed_state, write_states
+from ._step import run_step
+from .placement import Placement
+from .plans import ShardPlan, Weights, check_plans
+
+__all__ = ["OffloadedUpdate"]
+
+
+class OffloadedUpdate:
+    """Adam, AdamW, SGD, Adagrad or Lion over shards of flat weights, for whoever owns the weights.
+
+    ``optimizer``: a name or a class (`supports` says which). ``groups`` returns the parameter groups; it is asked at
+    every step, so schedulers and loaded options work; what they have besides the optimizer's options is ignored.
+    ``weights`` lends the shards. Everything
+    kept lives where ``placement`` says. ``gradients``: collected during backward in ``"host"`` memory or in files
+    (``"nvme"``), or kept by the ``"caller"``. ``device``: where weights and gradients come from, by default the current
+    accelerator, else the CPU. ``budget`` collects and checks what is needed before anything is allocated (BudgetError).
+    ``trace`` records what moves.
+
+    A step, in order: `borrow_gradient` and `give_back_gradient` (or `add_gradient`) for each shard, any number of
+    times; `gradient` to look at them; `step`, or not; `clear_gradients`. Nothing is written before the first step:
+    masters start from the weights unless `write` gave them, moments from their first values.
+
+    A step that fails in the middle (ShardError and its kinds name tensor, file and offset) leaves weights of both
+    sides of it; further steps are refused until `reset`. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ShardPlan],
+        optimizer: str | type[torch.optim.Optimizer],
+        groups: Callable[[], Sequence[Mapping[str, Any]]],
+        weights: Weights,
+        placement: Placement | None = None,
+        *,
+        gradients: Literal["host", "nvme", "caller"] = "host",
+        device: torch.device | str | None = None,
+        budget: HostBudget | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        if gradients not in ("host", "nvme", "caller"):
+            raise ValueError(f"gradients: expected 'host', 'nvme' or 'caller', got {gradients!r}")
+        check_plans(shards, len(groups()))
+        placement = placement or Placement()
+        self._rule = find_rule(optimizer)
+        self._groups = groups
+        self._trace = trace
+        self._started = time.monotonic()
+        self._closed = False
+        self._failed = False
+        self._by_shard = {shard.name: self._make_fragments(shard, placement) for shard in shards}
+        self._fragments = {f.name: f for fragments in self._by_shard.values() for f in fragments}
+        parts = build(
+            shards,
+            list(self._fragments.values()),
+            weights,
+            placement,
+            gradients,
+            compute_device(device),
+            HostBudget() if budget is None else budget,
+            trace,
+        )
+        self._parts = parts
+        self._generations: list[Generation] = []
+        self._finalizer = weakref.finalize(self, _let_go, parts)
+
+    @staticmethod
+    def supports(optimizer: str | type) -> bool:
+        """Whether there is a kernel for an optimizer, by name or class."""
+        return has_rule(optimizer)
+
+    def _make_fragments(self, shard: ShardPlan, placement: Placement) -> list[Fragment]:
+        fragments = []
+        state_dtype = None if shard.dtype == torch.float64 else placement.state_dtype
+        for plan in shard.fragments:
+            group = self._groups()[plan.group]
+            self._rule.check_group(group)
+            if state_dtype == torch.int8 and plan.element_offset % BLOCK:
+                raise ValueError(
+                    f"'{plan.name}': 8-bit states are in blocks of {BLOCK} elements; expected an element_offset that "
+                    f"is a multiple of it, got {plan.element_offset}"
+                )
+            if state_dtype == torch.int8 and self._rule.initial(group):
+                raise ValueError(f"'{plan.name}': 8-bit states begin with 0, got a first value in group {plan.group}")
+            fragments.append(Fragment(plan, shard, kinds_of(shard, self._rule.moments(group), state_dtype)))
+        return fragments
+
+    # Gradients
+
+    def borrow_gradient(self, shard: str) -> tuple[torch.Tensor, bool]:
+        """Host memory (1-D) to reduce a shard's gradient into, and whether it holds the sum of the ones before.
+
+        Where it does not its content is arbitrary. To be given back before the next call for the same shard.
+        """
+        return self._collected().borrow(shard)
+
+    def give_back_gradient(self, shard: str) -> None:
+        """The gradient that was borrowed has been written."""
+        self._collected().give_back(shard, dirty=True)
+
+    def add_gradient(self, shard: str, gradient: torch.Tensor) -> None:
+        """Add a shard's gradient (1-D) from any device to the sum of the ones before."""
+        self._collected().add(shard, gradient)
+
+    def has_gradient(self, shard: str) -> bool:
+        """Whether there is a gradient for the next step."""
+        return self._parts.gradients.has(shard)
+
+    def gradient(self, shard: str, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
+        """A context with a shard's gradient in host memory, to be looked at or, with ``dirty``, to be changed.
+
+        ShardError when there is none.
+        """
+        return looked_at(self._collected(), shard, dirty=dirty)
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients: after a step, or instead of it."""
+        self._parts.gradients.clear()
+
+    def _collected(self) -> Collected:
+        self._usable()
+        if isinstance(self._parts.gradients, CallerGradients):
+            raise OffloadError("the caller keeps the gradients; give them to step(gradients=…)")
+        return cast(Collected, self._parts.gradients)
+
+    # The step
+
+    @torch.no_grad()
+    def step(
+        self,
+        *,
+        grad_scale: float = 1.0,
+        absent: Collection[str] = (),
+        gradients: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Update every fragment whose shard has a gradient and that is not ``absent``; write the weights lent.
+
+        ``grad_scale`` multiplies gradients as they are read: the clip factor over the loss scale. ``gradients`` (1-D,
+        by shard) are given if and only if the caller keeps them.
+        """
+        self._usable()
+        if self._failed:
+            raise OffloadError("an earlier step failed in the middle; load a saved state first")
+        caller = isinstance(self._parts.gradients, CallerGradients)
+        if (gradients is not None) != caller:
+            raise ValueError("step(gradients=…): expected them if and only if the caller keeps them")
+        for number, group in enumerate(self._groups()):
+            self._check_group(number, group)
+        if isinstance(self._parts.gradients, CallerGradients) and gradients is not None:
+            self._parts.gradients.give(gradients)
+        self._failed = True
+        run_step(
+            self._rule,
+            self._groups(),
+            self._parts.slices,
+            self._parts.tier,
+            self._parts.feed,
+            {f for f in self._fragments.values() if f.name not in absent and self.has_gradient(f.shard.name)},
+            absent=absent,
+            grad_scale=grad_scale,
+            trace=self._trace,
+        )
+        self._failed = False
+        if caller:
+            self._parts.gradients.clear()
+
+    def weights_changed(self, shard: str) -> None:
+        """Somebody else wrote the shard's weights: the next step takes those over that the masters do not round to."""
+        for fragment in self._by_shard[shard]:
+            fragment.weights_changed = True
+
+    def _check_group(self, number: int, group: Mapping[str, Any]) -> None:
+        self._rule.check_group(group)
+        moments = [name for name, _ in self._rule.moments(group)]
+        for fragment in self._fragments.values():
+            kept = list(dict.fromkeys(kind.moment for kind in fragment.kinds if kind.moment is not None))
+            if fragment.plan.group == number and kept != moments:
+                raise ValueError(
+                    f"'{fragment.name}': the options of group {number} change which states there are, from {kept} "
+                    f"to {moments}; make a new optimizer with them"
+                )
+
+    # States
+
+    def kinds(self, fragment: str) -> tuple[str, ...]:
+        """What is kept for a fragment: ``master``, unless it is updated in place, its moments, and their scales."""
+        return tuple(kind.name for kind in self._known(fragment).kinds)
+
+    def states(self, fragments: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """Each fragment (of those named, or all) of which something is kept, in one pass over the tier.
+
+        ``step`` is without dimension; the others are 1-D copies in host memory, in the dtypes that are kept: 8-bit
+        moments are codes (uint8) and, as ``<moment>_scale``, a float32 for every 256 elements.
+        """
+        self._usable()
+        if self._failed:
+            raise OffloadError("an earlier step failed in the middle; its state is not worth saving")
+        chosen = self._fragments.values() if fragments is None else [self._known(name) for name in fragments]
+        for fragment, state in read_states(list(chosen), self._parts.slices, self._parts.tier):
+            yield fragment.name, state
+
+    def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace what is kept for the fragments named: any of their kinds (1-D), and ``step``.
+
+        Kinds that are not given stay; where there are none yet a master is made from the weights in the next step, and
+        moments begin anew. Any floating dtype is converted. ValueError names what does not fit; nothing was changed
+        then.
+        """
+        self._usable()
+        found = {self._known(name): state for name, state in states.items()}
+        for fragment, state in found.items():
+            check_state(fragment, state)
+        failed, self._failed = self._failed, True
+        write_states(self._rule, self._groups(), self._parts.slices, self._parts.tier, found)
+        self._failed = failed
+
+    def reset(self) -> None:
+        """Begin anew, as if there had been no step; also after one that failed."""
+        self._usable()
+        self._parts.tier.reset()
+        forget(list(self._fragments.values()))
+        self._failed = False
+
+    def seal(self) -> Sealed | None:
+        """Make what is in files last, for a checkpoint to link to; the next step writes new files. None on the host.
+
+        Raises BudgetError when the disk has no room for the new files, and the first write that failed.
+        """
+        self._usable()
+        if self._failed:
+            raise OffloadError("an earlier step failed in the middle; its state is not worth saving")
+        check_room_for_seal(self._parts)
+        generation = self._parts.tier.seal()
+        if generation is None:
+            return None
+        self._generations.append(generation)
+        sealed = sealed_state(
+            list(self._fragments.values()), self._parts.in_memory, self._parts.tier, self._generations
+        )
+        self._generations = [g for g in self._generations if not set(g.files).isdisjoint(sealed.files)]
+        return sealed
+
+    def _known(self, fragment: str) -> Fragment:
+        if fragment not in self._fragments:
+            raise ShardError(f"no fragment '{fragment}' is updated here", tensor=fragment)
+        return self._fragments[fragment]
+
+    # Accounts
+
+    @property
+    def plan(self) -> Mapping[str, int]:
+        """Bytes that are held from construction on: ``states``, ``ring``, ``gradients`` and ``staging`` in host memory,
+        ``nvme`` in files.
+        """
+        return self._parts.plan
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held now, by the same names as `plan`."""
+        tier, gradients = self._parts.tier.memory(), self._parts.gradients.memory()
+        return {
+            "gradients": gradients["gradients"],
+            "nvme": tier["nvme"] + gradients["nvme"],
+            "ring": tier["ring"],
+            "staging": self._parts.feed.resident_bytes,
+            "states": tier["states"],
+        }
+
+    def bytes_written(self) -> int:
+        """Bytes written to drives so far: what wears them."""
+        return self._parts.tier.bytes_written() + self._parts.gradients.bytes_written()
+
+    def bytes_written_per_day(self) -> float:
+        """`bytes_written` at the pace since this was made, in bytes per day."""
+        return self.bytes_written() * 86400.0 / max(time.monotonic() - self._started, 1e-9)
+
+    def flush(self) -> None:
+        """Return when everything is on its tier; raise the first write that failed."""
+        self._usable()
+        self._parts.gradients.flush()
+        self._parts.tier.flush()
+
+    def close(self) -> None:
+        """Let memory go and remove the files. May be called twice."""
+        self._closed = True
+        self._finalizer()
+
+    def __enter__(self) -> OffloadedUpdate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise OffloadError("the optimizer is closed")
+
+
+def _let_go(parts: Parts) -> None:
+    parts.gradients.close()
+    parts.tier.close()

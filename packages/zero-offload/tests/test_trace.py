@@ -1,0 +1,88 @@
+"""What moved, how fast, how much of it nobody waited for, and a file that a viewer can open."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from pathlib import Path
+
+import torch
+from shards import Lender, one_step, plans, update_of
+
+from zero_offload import NvmeStore, Placement, Trace
+
+
+def test_busy_time_is_the_union_and_waiting_is_not_hidden() -> None:
+    trace = Trace()
+    for delay in (0.2, 0.2):
+        done = threading.Event()
+        threading.Timer(delay, done.set).start()
+        trace.follow("read", "a", 500, done.wait)
+    with trace.span("read", "a", waiting=True):
+        time.sleep(0.1)
+    (row,) = trace.report()
+    assert (row.hop, row.nbytes) == ("read", 1000)
+    assert 0.19 < row.busy_s < 0.35
+    assert 0.09 < row.waited_s < row.busy_s
+    assert row.hidden == 1 - row.waited_s / row.busy_s
+    assert row.bandwidth == 1000 / row.busy_s
+    trace.close()
+
+
+def test_a_transfer_that_fails_moves_nothing() -> None:
+    trace = Trace()
+
+    def fail() -> None:
+        raise OSError("no")
+
+    trace.follow("read", "a", 500, fail)
+    assert trace.report()[0].nbytes == 0
+    trace.close()
+
+
+def test_a_step_over_nvme_is_accounted_to_the_byte(tmp_path: Path) -> None:
+    trace = Trace(rank=3)
+    placement = Placement(tier="nvme", path=tmp_path / "swap", sub_group_size=8192, buffer_count=3)
+    with update_of(Lender(torch.bfloat16), plans(torch.bfloat16), placement, gradients="nvme", trace=trace) as update:
+        one_step(update, 0)
+        trace.clear()
+        written = update.bytes_written()
+        one_step(update, 1)
+        update.flush()
+        rows = {row.hop: row for row in trace.report()}
+        assert rows["states out"].nbytes + rows["gradients out"].nbytes == update.bytes_written() - written
+        assert rows["states out"].nbytes == 12 * (29_088 + 13_001)
+        assert rows["states in"].nbytes <= rows["states out"].nbytes  # what the ring still had is not read
+        assert rows["gradients out"].nbytes == 4 * (29_088 + 13_056)
+        assert "compute" in rows and rows["compute"].busy_s > 0
+        assert all(hop in trace.table() for hop in rows)
+    trace.save(tmp_path / "trace.json")
+    check_file(tmp_path / "trace.json", {"states in", "states out", "gradients in", "gradients out", "compute"})
+    trace.close()
+
+
+def test_shards_are_traced(tmp_path: Path) -> None:
+    trace = Trace()
+    with NvmeStore(tmp_path, device="cpu", buffer_count=1, trace=trace) as store:
+        store.put("a", torch.zeros(10_000))
+        store.put("b", torch.zeros(10_000))
+        store.acquire("a")
+        store.release("a", dirty=False)
+    moved = {row.hop: row.nbytes for row in trace.report()}
+    assert moved == {"shards in": 40_000, "shards out": 80_000}
+    trace.close()
+
+
+def check_file(path: Path, hops: set[str]) -> None:
+    """The trace event format: complete events on named rows, none of which overlap in a row."""
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    complete = [event for event in events if event["ph"] == "X"]
+    assert {event["cat"] for event in complete} >= hops
+    assert {event["pid"] for event in events} == {3}
+    for row, name in rows.items():
+        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in complete if e["tid"] == row)
+        assert own, name
+        assert all(end <= begin + 1e-3 for (_, end), (begin, _) in itertools.pairwise(own))
