@@ -44,6 +44,13 @@ def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument("--nproc", type=_count, metavar="N", help="ranks (default: one per accelerator, 2 without any)")
     parser.add_argument("--seed", type=int, default=0, help="of every rank's generators at the start (default: 0)")
     parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="T",
+        help="relative deviation from stage 0 allowed per step, for what is not bitwise equal by design, such as other "
+        "optimizer kernels on another device (default: none, bit by bit)",
+    )
+    parser.add_argument(
         "--bound",
         type=float,
         metavar="B",
@@ -78,7 +85,7 @@ def _verify(options: argparse.Namespace) -> int:
             steps=options.steps,
             seed=options.seed,
         )
-        return _Runs(plan, options.nproc or _ranks(), options.bound, options.no_float32).compare()
+        return _Runs(plan, options).compare()
 
 
 class NothingToCompare(RuntimeError):
@@ -88,39 +95,42 @@ class NothingToCompare(RuntimeError):
 class _Runs:
     """The runs of one script, made when they are needed."""
 
-    def __init__(self, plan: Plan, nproc: int, bound: float | None, skip_float32: bool) -> None:
+    def __init__(self, plan: Plan, options: argparse.Namespace) -> None:
         self._plan = plan
-        self._nproc = nproc
-        self._bound = bound
-        self._skip_float32 = skip_float32
+        self._nproc: int = options.nproc or _ranks()
+        self._tolerance: float | None = options.tolerance
+        self._bound: float | None = options.bound
+        self._skip_float32: bool = options.no_float32
         self._name = Path(plan.config).name if plan.config else "the script's configuration"
 
     def compare(self) -> int:
         """Run, compare, print; return the exit status."""
-        from zero_core.verify.comparison import Bitwise
+        from zero_core.verify.comparison import Bitwise, Within
         from zero_core.verify.variants import Variant
         from zero_launch import LaunchError
 
+        exact = self._tolerance is None
+        judge: Judge = Within(self._tolerance) if self._tolerance is not None else Bitwise()
         try:
             self._record(Variant.REFERENCE, "reference", "stage 0")
             self._record(Variant.GIVEN, "given", self._name)
-            found = self._difference("reference", "given", Bitwise())
+            found = self._difference("reference", "given", judge)
             if found is not None:
-                return self._explain(found)
-            _say(f"{self._name} is bitwise equal to stage 0 on {self._nproc} rank(s) in {self._counted()}")
+                return self._explain(found, judge)
+            how = "bitwise equal to stage 0" if exact else f"within {self._tolerance:.3g} per step of stage 0"
+            _say(f"{self._name} is {how} on {self._nproc} rank(s) in {self._counted()}")
             return self._against_float32()
         except (LaunchError, NothingToCompare) as error:
             print(f"zero-core verify: {error}", file=sys.stderr)
             return _CANNOT
 
-    def _explain(self, found: Difference) -> int:
+    def _explain(self, found: Difference, judge: Judge) -> int:
         """Print a difference, unless the script does not even repeat itself."""
-        from zero_core.verify.comparison import Bitwise
         from zero_core.verify.variants import Variant
 
-        _say(f"{self._name} is not bitwise equal to stage 0; once more at stage 0, to see whether the script repeats")
+        _say(f"{self._name} differs from stage 0; once more at stage 0, to see whether the script repeats itself")
         self._record(Variant.REFERENCE, "again", "stage 0, again")
-        own = self._difference("reference", "again", Bitwise())
+        own = self._difference("reference", "again", judge)
         if own is not None:
             print(
                 "zero-core verify: the script cannot be compared, for it does not repeat itself: two runs at stage 0 "

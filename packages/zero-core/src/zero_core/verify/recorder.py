@@ -41,7 +41,8 @@ class Recorder:
         self._variant = variant
         self._config = config
         self._threshold = 0
-        self._engines: list[EngineRecorder] = []
+        self._engines: list[Engine] = []
+        self._recorders: list[EngineRecorder] = []
 
     def config(self, given: Any) -> Any:
         """The configuration to use instead of ``given``."""
@@ -59,14 +60,20 @@ class Recorder:
         """A recorder for this engine, if it trains."""
         if self._variant is Variant.FLOAT32:
             engine.register_forward_pre_hook(_inputs_in_float32, with_kwargs=True)
+        self._engines.append(engine)
         if engine.optimizer is None:
             return Unobserved()
-        folder = engine_folder(self._folder, len(self._engines))
-        self._engines.append(EngineRecorder(engine, folder, self._end_when_done))
-        return self._engines[-1]
+        folder = engine_folder(self._folder, len(self._recorders))
+        self._recorders.append(EngineRecorder(engine, folder, self._end_when_done))
+        return self._recorders[-1]
+
+    def close(self) -> None:
+        """Have the engines leave their process groups, whose threads would outlive the interpreter. Collective."""
+        for engine in self._engines:
+            engine.destroy(whole=False)
 
     def _end_when_done(self) -> None:
-        if all(recorder.steps_taken >= self.steps for recorder in self._engines):
+        if all(recorder.steps_taken >= self.steps for recorder in self._recorders):
             raise Enough
 
 

@@ -60,7 +60,9 @@ def run_script(plan: Plan) -> None:
         with supervised(recorder):
             _run(plan)
     except Enough:
-        pass
+        recorder.close()
+    else:
+        recorder.close()
     finally:
         sys.argv, sys.path[:] = arguments, path
 
