@@ -50,27 +50,115 @@ def test_a_parameter_listed_twice_is_refused_by_its_place() -> None:
         ShardedOptimizer(optimizer, cut(model, 1))
 
 
-@pytest.mark.parametrize("make_optimizer", [torch.optim.Adafactor, torch.optim.LBFGS])
-def test_optimizers_that_fragments_would_change_are_refused_by_name(make_optimizer: Callable[[Any], Any]) -> None:
+class ModelNormDescent(torch.optim.Optimizer):
+    """Divides by the norm of all gradients together."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(float(p.grad.square().sum()) for p in trained) ** 0.5
+        for p in trained:
+            p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("make_optimizer", [ModelNormDescent, torch.optim.LBFGS])
+def test_optimizers_that_a_part_of_the_model_would_change_are_refused_by_name(
+    make_optimizer: Callable[[Any], Any],
+) -> None:
     model = make()
     optimizer = make_optimizer(model.parameters())
     with pytest.raises(PartitionError, match=type(optimizer).__name__):
         ShardedOptimizer(optimizer, cut(model, 2))
 
 
-def whole_at_stage_0() -> list[float]:
-    """Distance from one process of an optimizer that needs whole matrices, at stage 0."""
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    """Over the matrices only: the rest of the model stays as it is."""
+    return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.05)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=0.05)
+
+
+def whole_parameters(make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], stage: int) -> dict[str, Any]:
+    """What an optimizer that needs whole matrices does on this rank, beside one process."""
     reference, model = make(), make()
-    expected = torch.optim.Adafactor(reference.parameters(), lr=0.05)
-    optimizer = ShardedOptimizer(torch.optim.Adafactor(model.parameters(), lr=0.05), cut(model, 0))
-    train(reference, expected, 4)
-    train(model, optimizer, 4)
-    return [float((a - b).abs().max()) for a, b in zip(model.parameters(), reference.parameters(), strict=True)]
+    expected, inner = make_optimizer(reference), make_optimizer(model)
+    parts = cut(model, stage, trainable=[p for group in inner.param_groups for p in group["params"]])
+    optimizer = ShardedOptimizer(inner, parts, clip=0.05)
+    for step in range(4):
+        train_one(model, optimizer, step)
+        reference(tokens(step)).backward()
+        torch.nn.utils.clip_grad_norm_([p for group in expected.param_groups for p in group["params"]], 0.05)
+        expected.step()
+        reference.zero_grad()
+    names = dict(model.named_parameters())
+    result = {
+        "deviation": max(
+            float((full_parameter(parts, names[n]) - p).abs().max()) for n, p in reference.named_parameters()
+        ),
+        "updated here": [o.fragment.entry.name for o in optimizer.fragments],
+        "listed": sum(len(group["params"]) for group in expected.param_groups),
+        "resident": sum(o.tensor.untyped_storage().nbytes() for o in optimizer.fragments),
+    }
+    if make_optimizer is muon:
+        weight = names["blocks.1.0.weight"]
+        moment = full_state(parts, optimizer, weight, "momentum_buffer")
+        theirs = expected.state[reference.blocks[1][0].weight]["momentum_buffer"]
+        result["moment"] = float((moment - theirs).abs().max())
+    return result
 
 
-def test_an_optimizer_of_whole_matrices_follows_one_process_at_stage_0() -> None:
-    for deviations in run_ranks(whole_at_stage_0, 2):
-        assert max(deviations) < 1e-12
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("make_optimizer", [muon, adafactor])
+def test_optimizers_of_whole_matrices_follow_one_process_at_every_stage(
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], stage: int
+) -> None:
+    results = run_ranks(whole_parameters, 3, make_optimizer, stage)
+    for result in results:
+        assert result["deviation"] < 1e-12 and result.get("moment", 0.0) < 1e-12
+    if stage:
+        updated = [name for result in results for name in result["updated here"]]
+        assert len(updated) == len(set(updated)) == results[0]["listed"]  # each parameter has one owner
+        assert all(result["updated here"] for result in results)  # and no rank is idle
+        assert all(result["resident"] <= 8 * len(result["updated here"]) for result in results)  # placeholders
+
+
+class Normed(torch.optim.Optimizer):
+    """Descent along each parameter's gradient, divided by its norm; wants the norms from outside."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.reduce_norms: Callable[[Any], list[tuple[float, ...]]] = lambda partial: [norms for _, norms in partial]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms = self.reduce_norms([(p, (float(p.grad.square().sum()),)) for p in trained])
+        for p, (square,) in zip(trained, norms, strict=True):
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"] / square**0.5)
+
+
+def with_norms(stage: int) -> tuple[float, list[float]]:
+    reference, model = make(), make()
+    expected = Normed(reference.parameters())
+    parts = cut(model, stage)
+    optimizer = ShardedOptimizer(Normed(model.parameters()), parts)
+    for step in range(4):
+        train_one(model, optimizer, step)
+        train_one(reference, expected, step)
+    wholes = [full_parameter(parts, p) for p in model.parameters()]
+    pairs = zip(wholes, reference.parameters(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs), torch.cat([w.flatten() for w in wholes]).tolist()
+
+
+def test_norms_of_whole_parameters_are_added_up_over_ranks_alike_at_every_stage() -> None:
+    results = [run_ranks(with_norms, 3, stage) for stage in STAGES]
+    assert all(deviation < 1e-12 for ranks in results for deviation, _ in ranks)
+    assert all(values == results[0][0][1] for ranks in results for _, values in ranks)
 
 
 def live_groups(stage: int) -> dict[str, Any]:

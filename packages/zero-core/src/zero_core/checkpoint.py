@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from zero_ckpt import Checkpoint, Interval, MismatchError, SoloCoordinator, restore, save_sharded
 from zero_ckpt.torch import DistCoordinator, RngState, Stager, tensor_buffer, torch_dtype
 from zero_comm import Tag
-from zero_partition import OwnedFragment
+from zero_partition import Fragment, OwnedFragment, Unit, start_in_reduced
 
 from .schedules import load_plain_state, plain_state
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from zero_ckpt import Coordinator
 
     from .engine import Engine
+
+logger = logging.getLogger("zero_core")
 
 _WEIGHT_KINDS = frozenset(["param", "master", "buffer"])
 
@@ -45,6 +48,7 @@ def save(
         "scheduler": None if engine.lr_scheduler is None else plain_state(engine.lr_scheduler),
         "loss_scale": None if engine.sharded_optimizer is None else engine.sharded_optimizer.loss_scale.state_dict(),
         "param_groups": _hyperparameters(engine),
+        "data": None if engine.training_dataloader is None else engine.training_dataloader.state_dict(),
     }
     save_sharded(
         root,
@@ -88,6 +92,12 @@ def _intervals(engine: Engine, exclude_frozen: bool) -> Iterator[Interval]:
             entry = fragment.entry
             yield from stager.intervals(entry.name, "param", piece, shape=entry.shape, offset=fragment.param_offset)
         parts.residency.release(unit.name, dirty=False)
+        if unit.master is not None and unit.master.dtype != unit.plan.dtype:
+            for fragment, piece in _master_pieces(unit, range(parts.rank, parts.rank + 1)):
+                entry = fragment.entry
+                yield from stager.intervals(
+                    entry.name, "master", piece, shape=entry.shape, offset=fragment.param_offset
+                )
     if engine.sharded_optimizer is not None:
         for owned in engine.sharded_optimizer.fragments:
             if owned.fragment.rank == parts.rank:
@@ -102,10 +112,6 @@ def _intervals(engine: Engine, exclude_frozen: bool) -> Iterator[Interval]:
 
 def _optimizer_intervals(stager: Stager, owned: OwnedFragment, state: dict[str, Any]) -> Iterator[Interval]:
     fragment, entry = owned.fragment, owned.fragment.entry
-    if owned.unit.master is not None and owned.unit.master.dtype != owned.unit.plan.dtype:
-        yield from stager.intervals(
-            entry.name, "master", owned.tensor.detach(), shape=entry.shape, offset=fragment.param_offset
-        )
     for key, value in state.items():
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
         if tensor.dim() and tensor.numel() != fragment.length:
@@ -121,6 +127,8 @@ def _fill(engine: Engine, checkpoint: Checkpoint, wanted: Wanted) -> None:
     parts = engine.partition
     if wanted.strict:
         _check_names(engine, checkpoint)
+    if wanted.counters:
+        _load_position(engine, checkpoint)
     for unit in parts.units:
         shard = parts.residency.acquire(unit.name)
         for fragment in unit.layout.fragments(parts.rank):
@@ -128,17 +136,27 @@ def _fill(engine: Engine, checkpoint: Checkpoint, wanted: Wanted) -> None:
                 part = shard[fragment.shard_offset : fragment.shard_offset + fragment.length]
                 _read_weights(checkpoint, fragment.entry.name, fragment.param_offset, part)
         parts.residency.release(unit.name, dirty=True)
+        for fragment, piece in _master_pieces(unit, parts.owned_ranks()):
+            if (fragment.entry.name, "param") in checkpoint.tensors:
+                _read_weights(checkpoint, fragment.entry.name, fragment.param_offset, piece)
     if engine.sharded_optimizer is not None:
         if wanted.optimizer:
             _load_hyperparameters(engine, checkpoint)
         for owned in engine.sharded_optimizer.fragments:
-            if (owned.fragment.entry.name, "param") in checkpoint.tensors:
-                _read_weights(checkpoint, owned.fragment.entry.name, owned.fragment.param_offset, owned.tensor.data)
-                if wanted.optimizer:
-                    _read_state(engine, checkpoint, owned)
+            if wanted.optimizer and (owned.fragment.entry.name, "param") in checkpoint.tensors:
+                _read_state(engine, checkpoint, owned)
         if wanted.optimizer and checkpoint.client_state["loss_scale"] is not None:
             engine.sharded_optimizer.loss_scale.load_state_dict(checkpoint.client_state["loss_scale"])
     _fill_whole(engine, checkpoint)
+
+
+def _master_pieces(unit: Unit, ranks: range) -> Iterator[tuple[Fragment, torch.Tensor]]:
+    """Yield the fragments of ``ranks`` with their part of the unit's master, where this rank has one."""
+    if unit.master is not None:
+        for rank in ranks:
+            for fragment in unit.layout.fragments(rank):
+                start = start_in_reduced(unit, fragment)
+                yield fragment, unit.master[start : start + fragment.length]
 
 
 def _fill_whole(engine: Engine, checkpoint: Checkpoint) -> None:
@@ -254,6 +272,19 @@ def _load_hyperparameters(engine: Engine, checkpoint: Checkpoint) -> None:
     for group, values in zip(groups, stored, strict=True):
         for key, value in values.items():
             group[key] = tuple(value) if isinstance(value, list) and isinstance(group.get(key), tuple) else value
+
+
+def _load_position(engine: Engine, checkpoint: Checkpoint) -> None:
+    """The loader goes on with the batch that would have followed, or says that it cannot."""
+    loader, position = engine.training_dataloader, checkpoint.client_state["data"]
+    if loader is None:
+        return
+    if position is not None:
+        loader.load_state_dict(position)
+    elif engine.partition.rank == 0:
+        logger.warning(
+            "%s holds no position in the training data: the loader starts at the beginning of an epoch", checkpoint.path
+        )
 
 
 def _counters(engine: Engine) -> dict[str, int]:

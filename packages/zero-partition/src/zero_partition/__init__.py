@@ -18,13 +18,15 @@ from .access import (
 from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .initialisation import Init
 from .layout import Entry, Fragment, Layout, UnitLayout
+from .needs import NormOptimizer, PartialNorms
 from .norm import NormSquared, norm_squared
-from .optimizer import OwnedFragment, ShardedOptimizer, StepResult
+from .optimizer import ShardedOptimizer, StepResult
 from .partition import Partition, PartitionOptions, partition
 from .residency import DeviceResidency, Residency
 from .tiling import TiledLinear
 from .unit import Unit, UnitState
 from .units import UnitLimits, UnitPlan, plan_units
+from .updates import OwnedFragment, start_in_reduced
 
 __all__ = [
     "DeviceResidency",
@@ -33,8 +35,10 @@ __all__ = [
     "Init",
     "Layout",
     "NonFiniteGradientError",
+    "NormOptimizer",
     "NormSquared",
     "OwnedFragment",
+    "PartialNorms",
     "Partition",
     "PartitionError",
     "PartitionOptions",
@@ -59,4 +63,5 @@ __all__ = [
     "set_full_gradient",
     "set_full_parameter",
     "set_full_state",
+    "start_in_reduced",
 ]

@@ -15,6 +15,7 @@ from .initialisation import cut_record
 from .optimizer import ShardedOptimizer
 from .partition import Partition, owner_of
 from .unit import Unit, UnitState
+from .updates import OwnedFragment
 
 
 @contextmanager
@@ -111,12 +112,21 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
     unit, index = _find(partition, parameter)
     if unit.master is None:
         raise PartitionError(f"parameter '{unit.names[index]}' is not trained and has no optimizer state")
-    partition.runtime.agree("full state", f"{unit.names[index]}.{key}", None)
+    held = [o for o in optimizer.fragments if o.unit is unit and o.number == index]
+    pieces = [(o, state) for o in held if (state := _state_of(optimizer, o, key)) is not None]
+    entry = unit.layout.entries[index]
+    whole = any(o.fragment.length == entry.numel for o, _ in pieces)
+    answers = partition.runtime.agree("full state", f"{entry.name}.{key}", whole)
+    if any(answers):
+        full = unit.master.new_empty(entry.numel)
+        if whole:
+            full.copy_(pieces[0][1].flatten())
+        tag = Tag("broadcast", entry.name, partition.runtime.step)
+        partition.groups.gather.broadcast(full, answers.index(True), tag).wait()
+        return full.view(entry.shape)
     values = torch.zeros_like(unit.master)
-    for owned in optimizer.fragments:
-        state = optimizer.state.get(owned.tensor, {}).get(key) if owned.unit is unit else None
-        if isinstance(state, torch.Tensor) and state.numel() == owned.fragment.length:
-            values[owned.reduced_start : owned.reduced_start + owned.fragment.length].copy_(state)
+    for owned, state in pieces:
+        values[owned.reduced_start : owned.reduced_start + owned.fragment.length].copy_(state)
     return _whole(partition, unit, index, values)
 
 
@@ -159,14 +169,20 @@ def set_full_state(
     unit, index = _find(partition, parameter)
     flat = _agreed_value(partition, unit, index, f"state '{key}'", value)
     for owned in optimizer.fragments:
-        if owned.unit is unit and owned.fragment.entry is unit.layout.entries[index]:
-            state = optimizer.state.get(owned.tensor, {}).get(key)
-            if not isinstance(state, torch.Tensor) or state.numel() != owned.fragment.length:
+        if owned.unit is unit and owned.number == index:
+            state = _state_of(optimizer, owned, key)
+            if state is None:
                 raise PartitionError(
                     f"parameter '{unit.names[index]}' has no optimizer state '{key}' yet; take a step first"
                 )
             start = owned.fragment.param_offset
             state.view(-1).copy_(flat[start : start + owned.fragment.length])
+
+
+def _state_of(optimizer: ShardedOptimizer, owned: OwnedFragment, key: str) -> torch.Tensor | None:
+    """The optimizer's state ``key`` of an owned fragment where it has one value per element."""
+    state = optimizer.state.get(owned.tensor, {}).get(key)
+    return state if isinstance(state, torch.Tensor) and state.numel() == owned.fragment.length else None
 
 
 def _agreed_value(partition: Partition, unit: Unit, index: int, what: str, value: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,10 @@ class Gatherer:
     ``prefetch_numel`` bounds the elements in flight ahead of use, ``max_live_numel`` those gathered; the unit that is
     needed now is gathered whatever the bounds. ``request`` gathers a unit out of order with all ranks (see
     passes.py).
+
+    Attributes:
+        before_wait: called before this rank waits for the gather of a unit.
+        before_request: called before this rank waits for the others to take part in a request.
     """
 
     def __init__(
@@ -38,6 +42,8 @@ class Gatherer:
         self._fresh: set[int] = set()
         self._pinned: dict[int, int] = {}
         self._news: dict[str, list[int]] = {}
+        self.before_wait: Callable[[Unit], None] = lambda unit: None
+        self.before_request: Callable[[], None] = lambda: None
         self.step = 0
 
     @property
@@ -49,6 +55,25 @@ class Gatherer:
     def key(self) -> str:
         """The running pass's name."""
         return self._key
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The running pass's order, else the last one's."""
+        return self._schedules[self._key].order if self._key in self._schedules else ()
+
+    @property
+    def used(self) -> Sequence[int]:
+        """Units that this rank has needed in the running pass, in order of first use."""
+        return list(self._used)
+
+    def position(self, unit: Unit) -> int:
+        """Place of a unit in the running pass's order; -1 when it is not in it."""
+        return self._schedule.position(unit.index) if self._schedule is not None else -1
+
+    def issue_until(self, count: int) -> None:
+        """Have issued at least the first ``count`` gathers of the running pass's order."""
+        while self._schedule is not None and self._schedule.issued < min(count, len(self._schedule.order)):
+            self._issue(self._schedule.order[self._schedule.issued])
 
     def take_news(self) -> dict[str, list[int]]:
         """What this rank observed since the last agreement: pass name -> units in order of use."""
@@ -100,7 +125,7 @@ class Gatherer:
             return
         if unit.index not in self._fresh or unit.state is UnitState.RELEASED:
             self._bring(unit)
-        unit.wait_gather()
+        self._wait(unit)
         self._prefetch()
         self._evict(unit)
 
@@ -133,6 +158,8 @@ class Gatherer:
 
     def serve(self, index: int, mine: bool) -> None:
         """Take part in gathering a requested unit, for this rank or only for others; all ranks at the same point."""
+        if self._schedule is not None:
+            self.issue_until(len(self._schedule.order))  # the group's order is the same on all ranks
         unit = self._units[index]
         absent = unit.state is UnitState.RELEASED
         unit.issue_gather(self.step)
@@ -152,6 +179,7 @@ class Gatherer:
         if schedule is not None:
             for index in schedule.remaining():
                 self._issue(index)
+        self.before_request()
         self._request(unit.index)
 
     def _issue(self, index: int) -> None:
@@ -163,6 +191,11 @@ class Gatherer:
     def _gather(self, unit: Unit) -> None:
         unit.issue_gather(self.step)
         self._fresh.add(unit.index)
+
+    def _wait(self, unit: Unit) -> None:
+        if unit.state is UnitState.GATHERING:
+            self.before_wait(unit)
+            unit.wait_gather()
 
     def _release(self, unit: Unit) -> None:
         if unit.index not in self._pinned:
@@ -187,6 +220,7 @@ class Gatherer:
             return
         for index in schedule.order[: schedule.issued]:
             if index != needed.index and index not in self._used:
+                self._wait(self._units[index])
                 self._release(self._units[index])
                 if self._live() <= self._max_live_numel:
                     return

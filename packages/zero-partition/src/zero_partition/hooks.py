@@ -33,9 +33,13 @@ class ModuleHooks:
     Every module that owns parameters of a unit, or is one of a unit's members, reports entry and exit. Outputs that
     require gradients report before their module's backward; the saved-tensor hooks (`SavedViews`) catch every other
     way backward can reach a unit.
+
+    Attributes:
+        watches: by module name, what reports that module's calls.
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], listener: PassListener) -> None:
+        self.watches: dict[str, ModuleWatch] = {}
         self._handles: list[RemovableHandle] = []
         self._listener = listener
         for name, module in model.named_modules():
@@ -55,20 +59,8 @@ class ModuleHooks:
         self._handles.clear()
 
     def _hook_module(self, name: str, module: nn.Module, units: list[Unit], *, outermost: bool) -> None:
-        watch = outermost or any(u.releasable for u in units)
-        entered: list[BaseException | None] = []
-
-        def enter(_module: nn.Module, _args: Any) -> None:
-            entered.append(sys.exc_info()[1])
-            self._listener.enter_module(name, units)
-
-        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            raised = sys.exc_info()[1]
-            before = entered.pop() if entered else None
-            failure = raised if raised is not before else None
-            aliased = list(self._watch_outputs(units, output)) if watch and failure is None else []
-            self._listener.exit_module(name, units, aliased, failure)
-
+        watch = ModuleWatch(name, units, self._listener, outermost=outermost)
+        self.watches[name] = watch
         if any(u.releasable for u in units):
             hook = Hook(_released_as_meta(units))
             self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
@@ -76,34 +68,66 @@ class ModuleHooks:
             Hook(lambda *_: self._listener.values_loaded(units))
         )
         self._handles.append(loaded)
-        self._handles.append(module.register_forward_pre_hook(Hook(enter)))
-        self._handles.append(module.register_forward_hook(Hook(leave), always_call=True))
-
-    def _watch_outputs(self, units: list[Unit], output: Any) -> Iterator[Unit]:
-        """Hook the outputs' gradients; yield the units whose storage an output shares."""
-        for leaf in tree_leaves(output):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            if leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(partial(self._on_output_gradient, units))  # type: ignore[no-untyped-call]
-            owner = self._listener.unit_of_storage(_address(leaf))
-            if owner is not None and not isinstance(leaf, nn.Parameter):  # a parameter becomes a placeholder itself
-                yield owner
-
-    def _on_output_gradient(self, units: list[Unit], _gradient: torch.Tensor) -> None:
-        self._listener.before_backward(units)
+        self._handles.append(module.register_forward_pre_hook(watch.on_enter))
+        self._handles.append(module.register_forward_hook(watch.on_leave, always_call=True))
 
     def _on_gradient(self, unit: Unit, index: int, _parameter: torch.Tensor) -> None:
         self._listener.gradient_ready(unit, index)
 
 
+class ModuleWatch:
+    """Reports the calls of one module, which uses ``units``."""
+
+    def __init__(self, name: str, units: list[Unit], listener: PassListener, *, outermost: bool) -> None:
+        self.name = name
+        self.units = units
+        self.on_enter = Hook(torch.compiler.disable(self.enter))
+        self.on_leave = Hook(torch.compiler.disable(self.leave))
+        self._listener = listener
+        self._watches_outputs = outermost or any(u.releasable for u in units)
+        self._entered: list[BaseException | None] = []
+
+    def enter(self, _module: nn.Module, _args: Any) -> None:
+        """Before the module's forward."""
+        self._entered.append(sys.exc_info()[1])
+        self._listener.enter_module(self.name, self.units)
+
+    def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """After the module's forward, also when it raised."""
+        raised = sys.exc_info()[1]
+        before = self._entered.pop() if self._entered else None
+        failure = raised if raised is not before else None
+        aliased = list(self._watch_outputs(output)) if self._watches_outputs and failure is None else []
+        self._listener.exit_module(self.name, self.units, aliased, failure)
+
+    def _watch_outputs(self, output: Any) -> Iterator[Unit]:
+        """Hook the outputs' gradients; yield the units whose storage an output shares."""
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.requires_grad and leaf.grad_fn is not None:
+                leaf.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+            owner = self._listener.unit_of_storage(_address(leaf))
+            if owner is not None and not isinstance(leaf, nn.Parameter):  # a parameter becomes a placeholder itself
+                yield owner
+
+    def _on_output_gradient(self, _gradient: torch.Tensor) -> None:
+        self._listener.before_backward(self.units)
+
+
 class Hook:
-    """A module hook that belongs to one engine: copies and pickles of the module carry one that does nothing."""
+    """A module hook that belongs to one engine: copies and pickles of the module carry one that does nothing.
+
+    ``in_graph``: the module is traced as a part of a compiled region, which reports for it (see compilation.py).
+    """
 
     def __init__(self, call: Callable[..., Any]) -> None:
+        self.in_graph = False
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.in_graph and torch.compiler.is_compiling():
+            return None
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Hook:

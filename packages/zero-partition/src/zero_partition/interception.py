@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from .unit import Unit
@@ -25,7 +26,7 @@ class WatchedParameters(Parameters):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
-        if parameter is not None:
+        if parameter is not None and not (torch.compiler.is_compiling() and _is_present(parameter)):
             self._on_read(parameter)
         return parameter
 
@@ -36,12 +37,19 @@ class WatchedParameters(Parameters):
         return copy.deepcopy(dict(self), memo)
 
 
+def _is_present(parameter: nn.Parameter) -> bool:
+    """While a graph is traced, which holds for these strides only: whether the parameter is no placeholder, whose
+    strides are all zero (parameters of one element are never released)."""
+    return any(parameter.stride())
+
+
 class Interception:
     """Watches every module that owns a parameter of a releasable unit; `remove` gives the plain dicts back."""
 
     def __init__(self, model: nn.Module, units: list[Unit], on_read: Callable[[nn.Parameter], None]) -> None:
         held = {id(p) for unit in units if unit.releasable for p in unit.parameters}
         self._modules = [m for m in model.modules() if any(id(p) in held for p in m._parameters.values())]
+        on_read = torch.compiler.disable(on_read)
         for module in self._modules:
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, on_read)
 

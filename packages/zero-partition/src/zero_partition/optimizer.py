@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 
 from zero_precision import LossScale, NoLossScale
 
-from .elementwise import must_be_whole
 from .errors import NonFiniteGradientError, PartitionError
-from .layout import Entry, Fragment
+from .needs import Need, need_of
 from .norm import NormSquared, norm_squared
 from .partition import Partition
-from .unit import Unit
+from .updates import OwnedFragment, connect_norms, start_in_reduced, update_for
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
 
@@ -33,36 +32,19 @@ class StepResult:
     taken: bool
 
 
-@dataclass(frozen=True)
-class OwnedFragment:
-    """A fragment this rank updates: ``tensor`` is the optimizer's parameter, a view of the unit's master."""
-
-    unit: Unit
-    fragment: Fragment
-    tensor: nn.Parameter
-
-    @property
-    def reduced_start(self) -> int:
-        """First element in the unit's master and reduced gradient."""
-        base = self.fragment.rank * self.unit.layout.shard_numel if self.unit_is_whole else 0
-        return base + self.fragment.shard_offset
-
-    @property
-    def unit_is_whole(self) -> bool:
-        """Whether this rank updates the whole unit (stage 0)."""
-        return self.unit.master is not None and self.unit.master.numel() == self.unit.layout.numel
-
-
 class ShardedOptimizer:
-    """Wraps any elementwise ``torch.optim.Optimizer`` built over the model's parameters.
+    """Wraps any ``torch.optim.Optimizer`` built over the model's parameters.
 
     The optimizer object stays the user's: its param groups keep their dicts and hyperparameters, only their
-    ``params`` become this rank's fragments, one tensor per parameter and shard. So schedulers and ``group["lr"] = …``
-    work.
+    ``params`` become what this rank updates. So schedulers and ``group["lr"] = …`` work. An elementwise optimizer gets
+    one tensor per parameter and shard; one that needs whole parameters (Muon, Adafactor) gets those that this rank
+    owns, whole.
 
     ``clip``: maximal global norm, 0 for off. ``skip_non_finite``: skip the step instead of raising when the norm is
-    not finite and there is no loss scale. ``refuse``: reasons are raised by name: foreign or duplicate parameters, an
-    optimizer that is not elementwise.
+    not finite and there is no loss scale.
+
+    Raises `PartitionError` naming what is wrong: foreign or duplicate parameters, an optimizer that would be wrong
+    here.
     """
 
     def __init__(
@@ -75,7 +57,6 @@ class ShardedOptimizer:
         skip_non_finite: bool = False,
         norm: NormSquared = norm_squared,
     ) -> None:
-        self._whole = must_be_whole(optimizer, sharded=partition.options.stage >= 1)
         self.inner = optimizer
         self.clip = clip
         self.loss_scale: LossScale = loss_scale if loss_scale is not None else NoLossScale()
@@ -84,7 +65,9 @@ class ShardedOptimizer:
         self._norm = norm
         self.fragments: list[OwnedFragment] = []
         self._stepping = False
+        self._update = update_for(optimizer, partition, whole=_needs_whole(optimizer, partition))
         self._adopt(optimizer)
+        connect_norms(optimizer, partition, self.fragments)
         optimizer.register_step_pre_hook(self._refuse_direct_step)
 
     @property
@@ -120,7 +103,7 @@ class ShardedOptimizer:
             )
         taken = self.loss_scale.update(not finite)
         if taken:
-            self._update(touched, self._factor(norm))
+            self._update.run(touched, self._factor(norm), self._step_inner)
             self._partition.publish()
         runtime.reducer.clear()
         return StepResult(norm, taken)
@@ -186,41 +169,23 @@ class ShardedOptimizer:
         }
 
     def _first_non_finite(self) -> str:
-        for owned in self.fragments:
-            gradient = self._gradient(owned)
-            if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                return owned.fragment.entry.name
+        for gradients in self._partition.runtime.gradients.values():
+            if gradients.reduced is None:
+                continue
+            layout = gradients.unit.layout
+            for rank in self._partition.owned_ranks():
+                for fragment in layout.fragments(rank):
+                    start = start_in_reduced(gradients.unit, fragment)
+                    if not bool(torch.isfinite(gradients.reduced[start : start + fragment.length]).all()):
+                        return fragment.entry.name
         return ""
 
-    def _gradient(self, owned: OwnedFragment) -> torch.Tensor | None:
-        reduced = self._partition.runtime.gradients[owned.unit.index].reduced
-        if reduced is None:
-            return None
-        start = owned.reduced_start
-        return reduced[start : start + owned.fragment.length].view(owned.tensor.shape)
-
-    @torch.no_grad()
-    def _update(self, touched: dict[int, list[bool]], factor: float) -> None:
-        for owned in self.fragments:
-            gradient = self._gradient(owned)
-            _, number = self._numbers[id(owned.tensor)]
-            if gradient is None or not touched[owned.unit.index][number]:
-                owned.tensor.grad = None
-                continue
-            if gradient.dtype != owned.tensor.dtype:
-                gradient = gradient.to(owned.tensor.dtype)
-            owned.tensor.grad = gradient
-        if factor != 1.0:
-            grads = [o.tensor.grad for o in self.fragments if o.tensor.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, factor)
+    def _step_inner(self) -> None:
         self._stepping = True
         try:
             self.inner.step()
         finally:
             self._stepping = False
-        for owned in self.fragments:
-            owned.tensor.grad = None
 
     def _refuse_direct_step(self, *_: Any) -> None:
         if not self._stepping:
@@ -233,7 +198,6 @@ class ShardedOptimizer:
         """Exchange the model's parameters in the param groups for this rank's fragments."""
         old_state = dict(optimizer.state)
         optimizer.state.clear()
-        self._numbers: dict[int, tuple[int, int]] = {}
         seen: set[int] = set()
         for number, group in enumerate(optimizer.param_groups):
             tensors: list[nn.Parameter] = []
@@ -260,22 +224,18 @@ class ShardedOptimizer:
                 f"{where} (shape {tuple(parameter.shape)}) does not belong to the model given to initialize; "
                 "build the optimizer over that model's parameters"
             )
-        unit, number = found
-        if unit.master is None:
-            return
-        for fragment in self._fragments(unit, unit.layout.entries[number]):
-            base = fragment.rank * unit.layout.shard_numel if unit.master.numel() == unit.layout.numel else 0
-            start = base + fragment.shard_offset
-            view = unit.master[start : start + fragment.length]
-            tensor = nn.Parameter(view.view(fragment.entry.shape) if self._whole else view)
-            self._numbers[id(tensor)] = (unit.index, number)
-            yield OwnedFragment(unit, fragment, tensor)
+        yield from self._update.own(*found)
 
-    def _fragments(self, unit: Unit, entry: Entry) -> list[Fragment]:
-        """The parts of one parameter that this rank updates; one piece for an optimizer that needs whole parameters."""
-        if self._whole:
-            return [Fragment(entry, 0, 0, entry.offset, entry.numel)]
-        return [f for rank in self._partition.owned_ranks() for f in unit.layout.fragments(rank) if f.entry is entry]
+
+def _needs_whole(optimizer: Optimizer, partition: Partition) -> bool:
+    """Whether ``optimizer`` needs whole parameters; refuses one that would be wrong on a part of the model."""
+    need = need_of(optimizer)
+    if need is Need.MODEL and partition.options.stage >= 1:
+        raise PartitionError(
+            f"{type(optimizer).__name__} gives other results when each rank updates a part of the model, because it "
+            "looks at all parameters together. Use stage 0, or an optimizer that treats parameters one by one."
+        )
+    return need is not Need.ELEMENTS
 
 
 def _cut_state(state: dict[str, Any], parameter: nn.Parameter, owned: OwnedFragment) -> dict[str, Any]:
@@ -284,7 +244,7 @@ def _cut_state(state: dict[str, Any], parameter: nn.Parameter, owned: OwnedFragm
     cut: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
-            cut[key] = value.flatten()[start:end].clone()
+            cut[key] = value.flatten()[start:end].clone().view(owned.tensor.shape)
         else:
             cut[key] = copy.deepcopy(value)
     return defaultdict(dict, cut) if isinstance(state, defaultdict) else cut

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ from zero_comm import Work
 from .gradients import UnitGradients
 
 _IN_FLIGHT = 2  # reductions whose local sum is still to do: one travels while the next unit fills
+_LEARNING_PASSES = 3  # passes whose order and gates are learned at most, when they do not repeat before
 
 
 class Reducer:
@@ -20,6 +23,13 @@ class Reducer:
     A unit is due when all the gradients that it had last time have arrived, or when its modules did not run here:
     then it contributes zeros without waiting. What is not due by the end of the pass is flushed there. Gradients that
     arrive after their unit was reduced stay, are announced at the next agreement point, and are reduced then.
+
+    Attributes:
+        before_wait: called with a reduction's number in this pass and its gate (pace.py) before this rank waits for it.
+        gather_order: the gathers of this pass.
+        used: the units that this rank has needed so far in this pass.
+        started: how many reductions this pass has started.
+        settled: the order and the gates are learned.
     """
 
     def __init__(self, gradients: Sequence[UnitGradients], device: torch.device, *, bucket_numel: int) -> None:
@@ -29,11 +39,20 @@ class Reducer:
         self._order = [g.unit.index for g in reversed(gradients)]
         self._expected = {g.unit.index: len(g.unit.parameters) for g in gradients}
         self._arrived = dict.fromkeys(self._by_unit, 0)
-        self._finished: list[int] = []
+        self._finished: dict[int, int] = {}
+        self._used_then: list[int] = []
+        self._steady = True
         self._queue: deque[int] | None = None
-        self._works: deque[tuple[int, Work]] = deque()
+        self._works: deque[tuple[int, int, Work]] = deque()
         self._ran: set[int] = set()
-        self._learned = False
+        self._learned = 0
+        self._last_needed: dict[int, int | None] = {}
+        self._gates: dict[int, int] = {}
+        self.before_wait: Callable[[int, int], None] = lambda number, gate: None
+        self.gather_order: Callable[[], Sequence[int]] = lambda: ()
+        self.used: Callable[[], Sequence[int]] = lambda: ()
+        self.started = 0
+        self.settled = False
         self.step = 0
 
     @property
@@ -54,20 +73,39 @@ class Reducer:
         """Units with gradients that no reduction has taken."""
         return [index for index, g in self._by_unit.items() if g.has_unreduced]
 
-    def observed(self) -> list[int] | None:
-        """This rank's order of completion, until an order has been learned."""
-        return None if self._learned or not self._finished else self._finished
+    def observed(self) -> dict[str, Any] | None:
+        """What this rank saw in the last pass, until an order is settled: units in order of completion, with how many
+        of the ``used`` units it had needed by then."""
+        if self.settled or self.active or not self._finished:
+            return None
+        return {"finished": list(self._finished.items()), "used": self._used_then, "steady": self._steady}
 
-    def learn(self, order: Sequence[int]) -> None:
-        """Adopt the agreed order (rank 0's); units not in it go to the end."""
-        self._order = [*order, *(i for i in self._order if i not in order)]
-        self._learned = True
+    def learn(self, observed: Sequence[dict[str, Any] | None]) -> None:
+        """Adopt the order of the first rank that saw one, and gates that fit what every rank saw (rank order)."""
+        seen = [o for o in observed if o is not None]
+        first = [unit for unit, _ in seen[0]["finished"]]
+        self._order = [*first, *(i for i in self._order if i not in first)]
+        place = {unit: number for number, unit in enumerate(self.gather_order())}
+        needed: dict[int, set[int]] = {}
+        for one in seen:
+            for unit, count in one["finished"]:
+                needed.setdefault(unit, set()).update(one["used"][:count])
+        self._last_needed = {
+            unit: max((u for u in units if u in place), key=place.__getitem__, default=None)
+            for unit, units in needed.items()
+        }
+        self._learned += 1
+        self.settled = all(o["steady"] for o in seen) or self._learned >= _LEARNING_PASSES
+        self._finished = {}
 
     def begin(self, units: set[int]) -> None:
         """Start a reducing pass over ``units`` (those that any rank has to consider); the same set on every rank."""
         self._queue = deque(index for index in self._order if index in units)
         self._arrived = dict.fromkeys(self._by_unit, 0)
-        self._finished = []
+        self._finished = {}
+        self._steady = True
+        self.started = 0
+        self._gates = self._find_gates()
         self._advance()
 
     def arrived(self, index: int) -> bool:
@@ -75,20 +113,31 @@ class Reducer:
         self._arrived[index] += 1
         last = self._arrived[index] == self._expected[index]
         if last and index not in self._finished:
-            self._finished.append(index)
+            self._finished[index] = len(self.used())
             self._advance()
         return last
 
-    def finish(self) -> None:
-        """End the pass: reduce what is left, in order, and wait for every reduction."""
+    def give_way(self, position: int | None) -> None:
+        """Start the reductions whose gates are at most ``position`` in the gathers' order (None: all of them), with
+        the gradients that are there."""
+        while self._queue and (position is None or self._gates[self._queue[0]] <= position):
+            self._start(self._queue.popleft())
+
+    def start_rest(self) -> None:
+        """All gradients of the pass are there: start what is left, in order."""
         if self._queue is None:
             return
         for index, count in self._arrived.items():
             if count and self._expected[index] != count:
                 self._expected[index] = count
-                self._finished.append(index)
+                self._finished[index] = len(self.used())
+                self._steady = False
+        self._used_then = list(self.used())
         while self._queue:
             self._start(self._queue.popleft())
+
+    def finish(self) -> None:
+        """End the pass: wait for every reduction."""
         self._drain()
         self._queue = None
         self._ran.clear()
@@ -115,12 +164,28 @@ class Reducer:
             return True
         return index not in self._ran and not self._by_unit[index].has_unreduced
 
+    def _find_gates(self) -> dict[int, int]:
+        """By unit, the gathers that must have been issued before anybody waits for its reduction."""
+        order = self.gather_order()
+        after = {None: 0, **{unit: number + 1 for number, unit in enumerate(order)}}
+        unknown = len(order)
+        gates = [after.get(self._last_needed[u], unknown) if u in self._last_needed else unknown for u in self._order]
+        return dict(zip(self._order, accumulate(gates, max), strict=True))
+
     def _start(self, index: int) -> None:
         gradients = self._by_unit[index]
-        self._works.append((gradients.unit.layout.numel, gradients.start_reduce(self.step, self._device)))
-        while len(self._works) > _IN_FLIGHT or sum(numel for numel, _ in self._works) > self._bucket_numel:
-            self._works.popleft()[1].wait()
+        work = gradients.start_reduce(self.step, self._device)
+        self._works.append((index, gradients.unit.layout.numel, work))
+        self.started += 1
+        while len(self._works) > _IN_FLIGHT or sum(numel for _, numel, _ in self._works) > self._bucket_numel:
+            self._wait_first()
+
+    def _wait_first(self) -> None:
+        index, _, work = self._works.popleft()
+        if self.active:
+            self.before_wait(self.started - len(self._works) - 1, self._gates[index])
+        work.wait()
 
     def _drain(self) -> None:
         while self._works:
-            self._works.popleft()[1].wait()
+            self._wait_first()

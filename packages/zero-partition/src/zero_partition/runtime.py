@@ -10,11 +10,13 @@ from torch import nn
 
 from zero_comm import CommError, EngineGroups
 
+from .compilation import CompiledRegions
 from .errors import PartitionError
 from .gatherer import Gatherer
 from .gradients import UnitGradients
 from .hooks import ModuleHooks, SavedViews
 from .interception import Interception
+from .pace import Pace
 from .passes import Agreement
 from .reducer import Reducer
 from .residency import Residency
@@ -58,6 +60,8 @@ class Runtime:
             max_live_numel=max_live_numel,
         )
         self.reducer = Reducer(list(gradients), device, bucket_numel=bucket_numel)
+        self.reducer.used = lambda: self.gatherer.used
+        self._pace = Pace(self.gatherer, self.reducer, lambda need: self.agree("learning", "", need))
         self._sharded = any(u.releasable for u in self.units)
         self._saved = SavedViews(self)
         self._in_backward = False
@@ -75,6 +79,7 @@ class Runtime:
         self._unit_of = {id(p): u for u in self.units if u.releasable for p in u.parameters}
         self._hooks = ModuleHooks(model, self.units, self)
         self._interception = Interception(model, self.units, self.parameter_read)
+        self._compiled: CompiledRegions | None = None
 
     # -- the user's backward and the engine's ------------------------------------------------------------------------
 
@@ -87,19 +92,23 @@ class Runtime:
         if self._sharded or reduces:
             payload = {"units": self.reducer.pending() if reduces else [], "reduces": reduces}
             answers = self.agree(_BACKWARD, "", payload)
+            if self._sharded:
+                self.gatherer.step = self.step
+                self.gatherer.begin(_BACKWARD, like_reversed=self._last_forward)
+                if reduces:
+                    self._pace.begin()
             if reduces:
                 self.reducer.step = self.step
                 self.reducer.begin({unit for answer in answers for unit in answer["units"]})
-        if self._sharded:
-            self.gatherer.step = self.step
-            self.gatherer.begin(_BACKWARD, like_reversed=self._last_forward)
 
     def end_backward(self) -> None:
         """Finish the backward pass: flush reductions, release units."""
         if not self._in_backward:
             return
-        self.reducer.finish()
+        self.reducer.start_rest()
+        self._pace.end()
         self.gatherer.end()
+        self.reducer.finish()
         self._in_backward = False
         if self.reduces_now():
             self.show_gradients()
@@ -140,8 +149,8 @@ class Runtime:
         answers = self.agreement.start(kind, name, self.step, [payload, news, self.reducer.observed()])
         if any(answer[1] for answer in answers):
             self.gatherer.learn([answer[1] for answer in answers])
-        if answers[0][2] is not None:
-            self.reducer.learn(answers[0][2])
+        if any(answer[2] for answer in answers):
+            self.reducer.learn([answer[2] for answer in answers])
         return [answer[0] for answer in answers]
 
     def abort(self, failure: BaseException) -> None:
@@ -167,8 +176,17 @@ class Runtime:
         """Whether an earlier failure has ended this runtime."""
         return self._failure is not None
 
+    def compile(self, model: nn.Module, **options: Any) -> list[str]:
+        """torch.compile ``model`` region by region (see `CompiledRegions`); return the regions' names."""
+        if self._compiled is not None:
+            self._compiled.remove()
+        self._compiled = CompiledRegions(model, self.units, self._hooks, self, **options)
+        return self._compiled.names
+
     def close(self) -> None:
         """Remove the hooks; parameters stay as they are."""
+        if self._compiled is not None:
+            self._compiled.remove()
         self._hooks.remove()
         self._interception.remove()
 

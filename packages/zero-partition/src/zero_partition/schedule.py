@@ -35,6 +35,10 @@ class GatherSchedule:
         """Begin a new pass."""
         self.issued = 0
 
+    def position(self, unit: int) -> int:
+        """Place of a unit in the order; -1 when it is not in it."""
+        return self._index.get(unit, -1)
+
     def pending_until(self, unit: int) -> list[int] | None:
         """Units to issue, in order, so that ``unit`` is among the issued; None when the pass cannot issue it (any
         more)."""

@@ -1,4 +1,4 @@
-"""Which optimizers may run on fragments of parameters."""
+"""What an optimizer has to see of the parameters to be right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_partition import PartitionError
-from zero_partition.elementwise import must_be_whole
+from zero_partition.needs import Need, need_of
 
 
 class SignDescent(Optimizer):
@@ -52,6 +52,27 @@ class RowDescent(SignDescent):
                 p.sub_(p.grad / rows, alpha=group["lr"])
 
 
+class ModelNormDescent(SignDescent):
+    """Divides by the norm of all gradients together."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(float(p.grad.square().sum()) for p in trained) ** 0.5
+        for p in trained:
+            p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
+
+
+class SometimesRows(SignDescent):
+    """Elementwise in groups without the flag ``rows``."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / (p.shape[1] if group["rows"] else 1), alpha=group["lr"])
+
+
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(6, 4))]
 
@@ -60,31 +81,41 @@ def parameters() -> list[nn.Parameter]:
     "kind", ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 )
 def test_torchs_elementwise_optimizers_run_on_fragments(kind: str) -> None:
-    assert must_be_whole(getattr(torch.optim, kind)(parameters(), lr=1e-3), sharded=True) is False
+    assert need_of(getattr(torch.optim, kind)(parameters(), lr=1e-3)) is Need.ELEMENTS
 
 
 def test_the_probe_accepts_an_unknown_elementwise_optimizer_and_leaves_no_trace() -> None:
     given = parameters()
     before = given[0].detach().clone()
     optimizer = SignDescent(given)
-    assert must_be_whole(optimizer, sharded=True) is False
+    assert need_of(optimizer) is Need.ELEMENTS
     assert torch.equal(given[0], before) and not optimizer.state and optimizer.param_groups[0]["params"] == given
 
 
 @pytest.mark.parametrize("make", [NormedDescent, RowDescent, torch.optim.Adafactor, torch.optim.Muon])
-def test_what_looks_at_whole_matrices_is_refused_by_name_on_shards_and_runs_whole_at_stage_0(
-    make: Callable[[Any], Optimizer],
-) -> None:
-    optimizer = make(parameters())
-    with pytest.raises(PartitionError, match=f"{type(optimizer).__name__} "):
-        must_be_whole(optimizer, sharded=True)
-    assert must_be_whole(optimizer, sharded=False) is True
+def test_what_looks_at_whole_matrices_needs_whole_parameters(make: Callable[[Any], Optimizer]) -> None:
+    assert need_of(make(parameters())) is Need.PARAMETERS
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+def test_what_looks_at_the_whole_model_needs_it() -> None:
+    assert need_of(ModelNormDescent(parameters())) is Need.MODEL
+
+
+def test_every_group_is_probed() -> None:
+    optimizer = SometimesRows(parameters())
+    optimizer.param_groups[0]["rows"] = False
+    assert need_of(optimizer) is Need.ELEMENTS
+    optimizer.add_param_group({"params": parameters(), "rows": True})
+    assert need_of(optimizer) is Need.PARAMETERS
+
+
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_what_no_engine_can_run_is_refused_by_name_at_every_stage(
-    make: Callable[[Any], Optimizer], sharded: bool
-) -> None:
+def test_what_no_engine_can_run_is_refused_by_name(make: Callable[[Any], Optimizer]) -> None:
     with pytest.raises(PartitionError, match=f"{make.__name__} cannot run in an engine"):  # type: ignore[attr-defined]
-        must_be_whole(make(parameters()), sharded=sharded)
+        need_of(make(parameters()))
+
+
+def test_a_failing_probe_says_so() -> None:
+    optimizer = SometimesRows(parameters())
+    with pytest.raises(PartitionError, match="SometimesRows failed on a small probe, matrices of 6 x 4: 'rows'"):
+        need_of(optimizer)

@@ -1,0 +1,103 @@
+"""What an optimizer has to see of the parameters to be right."""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .errors import PartitionError
+
+_ELEMENTWISE = frozenset(
+    ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+)
+_IMPOSSIBLE = {"LBFGS": "it needs a closure and the whole model's gradient", "SparseAdam": "it needs sparse gradients"}
+
+PartialNorms = Sequence[tuple[torch.Tensor, tuple[float, ...]]]
+"""For each of the optimizer's tensors, squared norms over its elements."""
+
+
+class Need(enum.Enum):
+    """The smallest thing that an optimizer is right on: any elements, whole parameters, or all of the model."""
+
+    ELEMENTS = enum.auto()
+    PARAMETERS = enum.auto()
+    MODEL = enum.auto()
+
+
+@runtime_checkable
+class NormOptimizer(Protocol):
+    """An elementwise optimizer but for norms of whole parameters (LAMB): `step` calls ``reduce_norms`` once, on every
+    rank, with what it has of each tensor, and gets the norms of the parameters that those are parts of, in the same
+    order."""
+
+    reduce_norms: ReduceNorms
+
+
+class ReduceNorms(Protocol):
+    """Adds up partial norms over all parts of each parameter."""
+
+    def __call__(self, partial: PartialNorms, /) -> list[tuple[float, ...]]:
+        """Norms in the order of ``partial``. Collective."""
+
+
+def need_of(optimizer: Optimizer) -> Need:
+    """Find out what ``optimizer`` needs.
+
+    torch's own elementwise optimizers are known, and so is what says so itself (`NormOptimizer`); any other is run on
+    small matrices, whole and split, together and apart, once with the hyperparameters of each group. Raises
+    `PartitionError` for what no engine can run.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE:
+        return Need.ELEMENTS
+    if kind.__name__ in _IMPOSSIBLE:
+        raise PartitionError(
+            f"{kind.__name__} cannot run in an engine: {_IMPOSSIBLE[kind.__name__]}. Use AdamW, for example."
+        )
+    if isinstance(optimizer, NormOptimizer):
+        return Need.ELEMENTS
+    found = [_probe(optimizer, group) for group in optimizer.param_groups]
+    return next((need for need in (Need.MODEL, Need.PARAMETERS) if need in found), Need.ELEMENTS)
+
+
+def _probe(optimizer: Optimizer, group: dict[str, Any]) -> Need:
+    first, second = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+    try:
+        whole = _two_steps(optimizer, group, [first])
+        together = _two_steps(optimizer, group, [first, second])
+        apart = [*whole, *_two_steps(optimizer, group, [second])]
+    except Exception as error:
+        kind = type(optimizer).__name__
+        raise PartitionError(f"{kind} failed on a small probe, matrices of 6 x 4: {error}") from error
+    if not _equal(together, apart):
+        return Need.MODEL
+    try:
+        split = _two_steps(optimizer, group, list(torch.split(first.flatten(), [9, 15])))
+    except Exception:
+        return Need.PARAMETERS  # it cannot even run on fragments
+    return Need.ELEMENTS if _equal(split, whole) else Need.PARAMETERS
+
+
+def _two_steps(optimizer: Optimizer, group: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The flat values after two steps with a group's hyperparameters; a value's gradients depend on it only."""
+    probe = copy.copy(optimizer)
+    probe.state = defaultdict(dict)
+    hyperparameters = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+    pieces = [nn.Parameter(value.clone()) for value in values]
+    probe.param_groups = [{**hyperparameters, "params": pieces}]
+    for turn in range(2):
+        for piece, value in zip(pieces, values, strict=True):
+            piece.grad = (value * (3.0 + turn)).sin()
+        probe.step()
+    return [piece.detach().flatten() for piece in pieces]
+
+
+def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return bool(torch.allclose(torch.cat(left), torch.cat(right), rtol=1e-6, atol=1e-7))

@@ -1,0 +1,232 @@
+"""How the optimizer's arithmetic runs over what a rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_comm import Tag
+
+from .layout import Entry, Fragment
+from .needs import NormOptimizer, PartialNorms
+from .partition import Partition
+from .unit import Unit
+
+Touched = Mapping[int, Sequence[bool]]
+"""By unit, for each of its parameters, whether any rank had a gradient."""
+
+
+@dataclass(frozen=True)
+class OwnedFragment:
+    """What this rank updates of one parameter: ``tensor`` is the optimizer's parameter, ``number`` the parameter's
+    position in its unit."""
+
+    unit: Unit
+    number: int
+    fragment: Fragment
+    tensor: nn.Parameter
+
+    @property
+    def reduced_start(self) -> int:
+        """First element in the unit's master and reduced gradient."""
+        return start_in_reduced(self.unit, self.fragment)
+
+
+class Update(Protocol):
+    """The step of a transaction, after all ranks agreed that it is taken."""
+
+    def own(self, unit: Unit, number: int) -> Iterator[OwnedFragment]:
+        """Yield what this rank updates of the unit's parameter ``number``."""
+
+    def run(self, touched: Touched, factor: float, step: Callable[[], None]) -> None:
+        """Give the owned tensors their gradients times ``factor``, none where no rank had one; call ``step``; have
+        the units' masters hold the new weights. Collective."""
+
+
+def start_in_reduced(unit: Unit, fragment: Fragment) -> int:
+    """First element of a fragment in the unit's master and reduced gradient, which are whole at stage 0."""
+    whole = unit.master is not None and unit.master.numel() == unit.layout.numel
+    return (fragment.rank * unit.layout.shard_numel if whole else 0) + fragment.shard_offset
+
+
+class FragmentUpdate:
+    """The optimizer's parameters are views of the masters, one per fragment; with ``whole`` (stage 0), one per
+    parameter."""
+
+    def __init__(self, partition: Partition, *, whole: bool) -> None:
+        self._partition = partition
+        self._whole = whole
+        self.fragments: list[OwnedFragment] = []
+
+    def own(self, unit: Unit, number: int) -> Iterator[OwnedFragment]:
+        """Yield what this rank updates of the unit's parameter ``number``."""
+        if unit.master is None:
+            return
+        for fragment in self._parts(unit, unit.layout.entries[number]):
+            start = start_in_reduced(unit, fragment)
+            view = unit.master[start : start + fragment.length]
+            tensor = nn.Parameter(view.view(fragment.entry.shape) if self._whole else view)
+            owned = OwnedFragment(unit, number, fragment, tensor)
+            self.fragments.append(owned)
+            yield owned
+
+    @torch.no_grad()
+    def run(self, touched: Touched, factor: float, step: Callable[[], None]) -> None:
+        """Step in place: the masters are what the optimizer updates."""
+        gradients = self._partition.runtime.gradients
+        for owned in self.fragments:
+            reduced = gradients[owned.unit.index].reduced
+            if reduced is not None and touched[owned.unit.index][owned.number]:
+                start = owned.reduced_start
+                gradient = reduced[start : start + owned.fragment.length].view(owned.tensor.shape)
+                owned.tensor.grad = gradient.to(owned.tensor.dtype)
+        step_with(self.fragments, factor, step)
+
+    def _parts(self, unit: Unit, entry: Entry) -> list[Fragment]:
+        if self._whole:
+            return [Fragment(entry, 0, 0, entry.offset, entry.numel)]
+        return [f for rank in self._partition.owned_ranks() for f in unit.layout.fragments(rank) if f.entry is entry]
+
+
+class ParameterUpdate:
+    """For optimizers that need whole parameters while masters are sharded: every parameter has one rank that updates
+    it and keeps its state.
+
+    A step gathers a unit's gradients and masters, updates each parameter at its owner, and sends it to all; that is
+    three times the bytes of an all-gather of the unit. Between steps the optimizer's parameters are placeholders.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+        self._owner = _balanced_owners(partition)
+        self._listed: dict[int, set[int]] = {}
+        self.fragments: list[OwnedFragment] = []
+
+    def own(self, unit: Unit, number: int) -> Iterator[OwnedFragment]:
+        """Yield the whole parameter at its owner, nothing on other ranks."""
+        if unit.master is None:
+            return
+        self._listed.setdefault(unit.index, set()).add(number)
+        entry = unit.layout.entries[number]
+        if self._owner[entry.name] == self._partition.rank:
+            placeholder = torch.zeros((), dtype=unit.master.dtype, device=unit.master.device).expand(entry.shape)
+            fragment = Fragment(entry, self._partition.rank, 0, 0, entry.numel)
+            owned = OwnedFragment(unit, number, fragment, nn.Parameter(placeholder))
+            self.fragments.append(owned)
+            yield owned
+
+    @torch.no_grad()
+    def run(self, touched: Touched, factor: float, step: Callable[[], None]) -> None:
+        """Bring the owned parameters and gradients, step, send the results."""
+        units = [self._partition.units[index] for index in sorted(self._listed) if index in touched]
+        placeholders = [(owned.tensor, owned.tensor.data) for owned in self.fragments]
+        for unit in units:
+            self._bring(unit, touched[unit.index])
+        step_with(self.fragments, factor, step)
+        for unit in units:
+            self._send(unit, touched[unit.index])
+        for tensor, placeholder in placeholders:
+            tensor.data = placeholder
+
+    def _bring(self, unit: Unit, touched: Sequence[bool]) -> None:
+        group, tag = self._partition.groups.gather, Tag("whole parameters", unit.name, self._partition.runtime.step)
+        reduced, master = self._partition.runtime.gradients[unit.index].reduced, unit.master
+        if reduced is None or master is None:
+            return
+        gradients, weights = reduced.new_empty(unit.layout.numel), master.new_empty(unit.layout.numel)
+        works = [group.all_gather(gradients, reduced, tag), group.all_gather(weights, master, tag)]
+        for work in works:
+            work.wait()
+        for owned in self.fragments:
+            if owned.unit is unit and touched[owned.number]:
+                entry = owned.fragment.entry
+                owned.tensor.data = weights[entry.offset : entry.end].view(entry.shape).clone()
+                gradient = gradients[entry.offset : entry.end].view(entry.shape)
+                owned.tensor.grad = gradient.to(owned.tensor.dtype, copy=True)
+
+    def _send(self, unit: Unit, touched: Sequence[bool]) -> None:
+        group, rank = self._partition.groups.gather, self._partition.rank
+        mine = {owned.number: owned.tensor.data for owned in self.fragments if owned.unit is unit}
+        shard = unit.master
+        if shard is None:
+            return
+        for number in sorted(self._listed[unit.index]):
+            if not touched[number]:
+                continue
+            entry = unit.layout.entries[number]
+            whole = mine[number].flatten() if number in mine else shard.new_empty(entry.numel)
+            tag = Tag("whole parameters", entry.name, self._partition.runtime.step)
+            group.broadcast(whole, self._owner[entry.name], tag).wait()
+            for fragment in unit.layout.fragments(rank):
+                if fragment.entry is entry:
+                    part = whole[fragment.param_offset : fragment.param_offset + fragment.length]
+                    shard[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(part)
+
+
+class NormReduction:
+    """Adds up an optimizer's partial norms: over this rank's fragments of a parameter, then over ranks in rank order,
+    so that the sums are the same at every stage."""
+
+    def __init__(self, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
+        self._partition = partition
+        self._key = {id(o.tensor): f"{o.unit.index}.{o.number}" for o in fragments}
+        self._rank = {id(o.tensor): o.fragment.rank for o in fragments}
+
+    def __call__(self, partial: PartialNorms) -> list[tuple[float, ...]]:
+        """Norms of whole parameters, in the order of ``partial``. Collective."""
+        mine: dict[str, dict[str, list[float]]] = {}
+        for tensor, norms in partial:
+            mine.setdefault(str(self._rank[id(tensor)]), {})[self._key[id(tensor)]] = list(norms)
+        if self._partition.options.stage == 0:
+            answers = [mine]
+        else:
+            answers = self._partition.runtime.agree("norms", "", mine)
+        totals: dict[str, tuple[float, ...]] = {}
+        for rank in range(self._partition.world_size):
+            for answer in answers:
+                for key, norms in answer.get(str(rank), {}).items():
+                    before = totals.get(key, (0.0,) * len(norms))
+                    totals[key] = tuple(a + b for a, b in zip(before, norms, strict=True))
+        return [totals[self._key[id(tensor)]] for tensor, _ in partial]
+
+
+def step_with(fragments: Sequence[OwnedFragment], factor: float, step: Callable[[], None]) -> None:
+    """Scale the gradients of the owned tensors, step, take the gradients away."""
+    gradients = [owned.tensor.grad for owned in fragments if owned.tensor.grad is not None]
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
+    try:
+        step()
+    finally:
+        for owned in fragments:
+            owned.tensor.grad = None
+
+
+def update_for(optimizer: Optimizer, partition: Partition, *, whole: bool) -> Update:
+    """Choose how ``optimizer`` runs; ``whole``: it needs whole parameters."""
+    if whole and partition.options.stage >= 1:
+        return ParameterUpdate(partition)
+    return FragmentUpdate(partition, whole=whole)
+
+
+def connect_norms(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
+    """Have an optimizer that needs norms of whole parameters get them from all ranks."""
+    if isinstance(optimizer, NormOptimizer):
+        optimizer.reduce_norms = NormReduction(partition, fragments)
+
+
+def _balanced_owners(partition: Partition) -> dict[str, int]:
+    """Parameter name -> the rank that updates it: the largest first, each to the rank with the fewest elements."""
+    load = [0] * partition.world_size
+    owners = {}
+    trained = [entry for unit in partition.units if unit.plan.trainable for entry in unit.layout.entries]
+    for entry in sorted(trained, key=lambda entry: (-entry.numel, entry.name)):
+        rank = load.index(min(load))
+        owners[entry.name] = rank
+        load[rank] += entry.numel
+    return owners
