@@ -5,7 +5,9 @@
 * Host tier: bfloat16 weights and gradients, clipping, float32 master and states, against the same work as separate
   passes with torch's fused AdamW, and with DeepSpeedCPUAdam where DeepSpeed is installed.
 * NVMe tier, in slices too many for the ring to hold: against the larger of the host tier's step, and of reading and
-  writing the same bytes at once without computing.
+  writing the same bytes at once without computing. Its overlap report is printed.
+* A whole training step (forward, backward, clipping, update) with the host tier, against FSDP2 with CPUOffloadPolicy:
+  the same model, bfloat16 compute, float32 master and states, one rank.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from zero_nvme_aio import AlignedBuffer, Engine
-from zero_offload import OffloadedOptimizer
+from zero_offload import OffloadedOptimizer, Trace
 
 TENSOR = 1 << 20
 MAX_NORM = 1.0
@@ -94,6 +99,44 @@ def read_and_write_at_once(folder: Path, nbytes: int) -> Callable[[], None]:
     return step
 
 
+def blocks(width: int, depth: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth))
+    )
+
+
+def training_offloaded(width: int, depth: int, batch: torch.Tensor) -> Callable[[], None]:
+    model = blocks(width, depth).to(torch.bfloat16)
+    optimizer = OffloadedOptimizer(model, "AdamW", lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).float().square().mean().backward()
+        optimizer.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+
+    return step
+
+
+def training_fsdp(width: int, depth: int, batch: torch.Tensor) -> Callable[[], None]:
+    mesh = init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = blocks(width, depth)
+    for block in model:
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).float().square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+
+    return step
+
+
 def measured(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each, interleaved; the first round warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -123,14 +166,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--elements", type=int, default=32 << 20)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slices", type=int, default=16)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     arguments = parser.parse_args()
     elements = max(TENSOR, arguments.elements // TENSOR * TENSOR)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         host, host_step = offloaded(weights(elements))
-        slice_elements = max(TENSOR, elements // 16)
-        nvme, nvme_step = offloaded(weights(elements), tier="nvme", path=folder / "swap", sub_group_size=slice_elements)
+        trace = Trace()
+        slice_elements = max(TENSOR, elements // arguments.slices)
+        nvme, nvme_step = offloaded(
+            weights(elements), tier="nvme", path=folder / "swap", sub_group_size=slice_elements, trace=trace
+        )
         steps = {
             "host tier": host_step,
             "torch fused AdamW, separate passes": separate_passes(weights(elements), "torch"),
@@ -141,16 +191,25 @@ def main() -> None:
             steps["DeepSpeedCPUAdam, separate passes"] = separate_passes(weights(elements), "deepspeed")
         except ImportError as error:
             print(f"DeepSpeed is not here, so its ratio is missing: {error}")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        batch = torch.randn(arguments.tokens, arguments.width).to(torch.bfloat16)
+        steps["training, host tier"] = training_offloaded(arguments.width, arguments.depth, batch)
+        steps["training, FSDP2 CPUOffloadPolicy"] = training_fsdp(arguments.width, arguments.depth, batch)
         seconds = measured(steps, arguments.rounds)
+        dist.destroy_process_group()
+        numels = {kind: 8 * arguments.width**2 * arguments.depth if "training" in kind else elements for kind in steps}
         for kind, found in seconds.items():
-            print(line(kind, found, elements))
+            print(line(kind, found, numels[kind]))
         for peer in (kind for kind in seconds if "separate" in kind):
             print(f"host tier / {peer}: {ratio(seconds['host tier'], seconds[peer])}")
         bound = [max(pair) for pair in zip(seconds["read and write at once"], seconds["host tier"], strict=True)]
         print(f"NVMe tier / max(read and write at once, compute): {ratio(seconds['NVMe tier'], bound)}")
         gigabytes = 2 * 12 * elements / 1e9
         print(f"NVMe tier: {gigabytes / statistics.median(seconds['NVMe tier']):.2f} GB/s read and written together")
-        print(f"{nvme.bytes_written()} bytes written, {nvme.memory()['host']} bytes of host memory")
+        print(f"{nvme.bytes_written()} bytes written, {nvme.memory()['ring']} bytes of host memory")
+        fsdp = seconds["training, FSDP2 CPUOffloadPolicy"]
+        print(f"training, host tier / FSDP2 CPUOffloadPolicy: {ratio(seconds['training, host tier'], fsdp)}")
+        print(f"NVMe tier, all {arguments.rounds + 1} rounds:\n{trace.table()}")
         nvme.close()
         host.close()
 

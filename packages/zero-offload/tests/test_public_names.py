@@ -9,6 +9,7 @@ import zero_offload
 
 NAMES = [
     "BudgetError",
+    "DelayedUpdate",
     "FragmentPlan",
     "HostBudget",
     "HostStore",

@@ -9,10 +9,11 @@ from .host import HostStore
 from .nvme import NvmeStore
 from .optimizer import OffloadedOptimizer
 from .trace import Trace
-from .update import FragmentPlan, OffloadedUpdate, Placement, Sealed, ShardPlan
+from .update import DelayedUpdate, FragmentPlan, OffloadedUpdate, Placement, Sealed, ShardPlan
 
 __all__ = [
     "BudgetError",
+    "DelayedUpdate",
     "FragmentPlan",
     "HostBudget",
     "HostStore",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from ._params import GradientHooks, Member, ParameterWeights, check_gradient, ch
 from .budget import HostBudget
 from .errors import OffloadError
 from .trace import Trace
-from .update import OffloadedUpdate, Placement, Sealed
+from .update import DelayedUpdate, OffloadedUpdate, Placement, Sealed
 from .update._rules import find_rule
 from .update._slices import MASTER
 from .update.plans import wide_dtype
@@ -42,6 +42,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     ``gradients``: ``"keep"`` leaves them in ``p.grad``; ``"host"`` and ``"nvme"`` take each one there as soon as
     backward has finished it, so that ``p.grad`` is None; clip with `clip_grad_norm_`, which works either way.
+    ``delayed`` runs each step beside the next forward and backward, so that weights arrive one step late (see
+    `DelayedUpdate` for what that means); it needs ``gradients="host"``. Call `finish` before reading the weights.
+
     ``budget`` collects and checks what is needed before anything is allocated (BudgetError); by default one made from
     the limits of this process. ``trace`` records what moves.
 
@@ -55,12 +58,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         optimizer: str | type[torch.optim.Optimizer] = "AdamW",
         *,
         gradients: Literal["keep", "host", "nvme"] = "keep",
+        delayed: bool = False,
         budget: HostBudget | None = None,
         trace: Trace | None = None,
         **options: Any,
     ) -> None:
         if gradients not in ("keep", "host", "nvme"):
             raise ValueError(f"gradients: expected 'keep', 'host' or 'nvme', got {gradients!r}")
+        if delayed and gradients != "host":
+            raise ValueError(f"delayed: expected gradients='host' with it, got {gradients!r}")
         placement = Placement(**{name: value for name, value in options.items() if name in _PLACEMENT})
         self._closed = False
         self._clip = 1.0
@@ -73,17 +79,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(params, self._rule.defaults(own))
         self._sealed_groups = True
         self._members = self._make_members()
-        self._update = OffloadedUpdate(
-            plans(self._members),
-            optimizer,
-            partial(_groups_of, weakref.ref(self)),
-            ParameterWeights(self._members),
-            placement,
-            gradients="caller" if gradients == "keep" else gradients,
-            device=self._one_device(),
-            budget=budget,
-            trace=trace,
-        )
+        weights, device = ParameterWeights(self._members), self._one_device()
+        shards, groups = plans(self._members), partial(_groups_of, weakref.ref(self))
+        self._update: DelayedUpdate | OffloadedUpdate
+        if delayed:
+            self._update = DelayedUpdate(
+                shards, optimizer, groups, weights, placement, device=device, budget=budget, trace=trace
+            )
+        else:
+            self._update = OffloadedUpdate(
+                shards,
+                optimizer,
+                groups,
+                weights,
+                placement,
+                gradients="caller" if gradients == "keep" else gradients,
+                device=device,
+                budget=budget,
+                trace=trace,
+            )
         self._hooks = None if gradients == "keep" else GradientHooks(self._members, self._update.add_gradient)
         self._finalizer = weakref.finalize(self, _let_go, self._update, self._hooks)
 
@@ -151,13 +165,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for member in updated:
             if member.version != member.param._version:
                 self._update.weights_changed(member.name)
-        self._update.step(grad_scale=grad_scale * self._clip, gradients=gradients)
-        for member in updated:
-            torch.autograd.graph.increment_version(member.param)
-        for member in updated:  # parameters may share one counter
-            member.version = member.param._version
+        if gradients is None:
+            self._update.step(grad_scale=grad_scale * self._clip)
+        else:
+            cast(OffloadedUpdate, self._update).step(grad_scale=grad_scale * self._clip, gradients=gradients)
+        self._note_written(updated)
         self._clip = 1.0
         return loss
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """With ``delayed``: wait for the step that runs, and write its weights."""
+        self._usable()
+        if isinstance(self._update, DelayedUpdate):
+            known = [member for member in self._members if member.version == member.param._version]
+            self._update.finish()
+            self._note_written(known)
+
+    def _note_written(self, members: Sequence[Member]) -> None:
+        """The weights are those of the masters now; graphs made with the ones before notice."""
+        for member in members:
+            torch.autograd.graph.increment_version(member.param)
+        for member in members:  # parameters may share one counter
+            member.version = member.param._version
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, those that were taken away included, and the factor of `clip_grad_norm_`."""
@@ -201,7 +231,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         float32 states are what torch's optimizer of the same name loads; 16-bit parameters have a ``master`` besides.
         """
-        self._usable()
+        self.finish()
         result = super().state_dict()
         by_name = {member.name: member for member in self._members}
         numbers = self._numbers()
@@ -266,7 +296,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def seal(self) -> Sealed | None:
         """Make what is in files last, for a checkpoint to link to; see `OffloadedUpdate.seal`."""
-        self._usable()
+        self.finish()
         return self._update.seal()
 
     # Accounts
@@ -292,7 +322,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def flush(self) -> None:
         """Return when everything is on the tier; raise the first write that failed."""
-        self._usable()
+        self.finish()
         self._update.flush()
 
     def close(self) -> None:
@@ -322,7 +352,7 @@ def _groups_of(optimizer: weakref.ref[OffloadedOptimizer]) -> list[dict[str, Any
     return [] if alive is None else alive.param_groups
 
 
-def _let_go(update: OffloadedUpdate, hooks: GradientHooks | None) -> None:
+def _let_go(update: DelayedUpdate | OffloadedUpdate, hooks: GradientHooks | None) -> None:
     if hooks is not None:
         hooks.close()
     update.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ._states import Sealed
+from .delayed import DelayedUpdate
 from .placement import Placement
 from .plans import FragmentPlan, ShardPlan, Weights
 from .update import OffloadedUpdate
 
-__all__ = ["FragmentPlan", "OffloadedUpdate", "Placement", "Sealed", "ShardPlan", "Weights"]
+__all__ = ["DelayedUpdate", "FragmentPlan", "OffloadedUpdate", "Placement", "Sealed", "ShardPlan", "Weights"]

@@ -1,0 +1,246 @@
+"""An update that runs beside the next forward and backward, one step late."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .._lanes import compute_device
+from .._memory import HostBlock
+from ..budget import HostBudget
+from ..trace import Trace
+from ._gradients import HostGradients, gradient_bytes, looked_at
+from ._states import Sealed
+from .placement import Placement
+from .plans import ShardPlan, Weights, checked
+from .update import OffloadedUpdate
+
+__all__ = ["DelayedUpdate"]
+
+
+class DelayedUpdate:
+    """An `OffloadedUpdate` whose step runs in a thread of its own while the next gradients are computed (the one-step
+    delayed parameter update of ZeRO-Offload, arXiv 2101.06840, section 5.3).
+
+    With m the masters, u the optimizer's rule and g(w) the gradient at weights w, step t computes
+    m[t+1] = u(m[t], g(w[t])), and the weights that forward reads next are w[t+1] = m[t] rounded: every gradient is
+    taken one update earlier than it is applied. It is not the trajectory of the optimizer without delay; it is to the
+    bit that of the same kernels fed with those gradients.
+
+    Arguments and methods are those of `OffloadedUpdate` with gradients in host memory, of which there are two sets, and
+    there is a copy of all weights in host memory. `step` waits for the step before, writes its weights, and returns
+    while its own runs; `finish` waits for that too, and so does everything that reads or writes states. A step that
+    failed is raised by whatever waits for it.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ShardPlan],
+        optimizer: str | type[torch.optim.Optimizer],
+        groups: Callable[[], Sequence[Mapping[str, Any]]],
+        weights: Weights,
+        placement: Placement | None = None,
+        *,
+        device: torch.device | str | None = None,
+        budget: HostBudget | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        device = compute_device(device)
+        budget = HostBudget() if budget is None else budget
+        budget.need("two sets of gradients", 2 * gradient_bytes(shards))
+        budget.need("weights that wait for their step", _Mirror.bytes_of(shards))
+        pin = (placement or Placement()).pin and device.type != "cpu"
+        self._groups = groups
+        self._options: Sequence[Mapping[str, Any]] = _copied(groups())
+        self._weights = weights
+        self._plans = {shard.name: shard for shard in shards}
+        self._mirror = _Mirror()
+        self._inner = OffloadedUpdate(
+            shards,
+            optimizer,
+            lambda: self._options,
+            self._mirror,
+            placement,
+            gradients="caller",
+            device="cpu",
+            budget=budget,
+            trace=trace,
+        )
+        self._mirror.allocate(shards, pin=pin)
+        self._changed = set(self._plans)
+        self._sets = [HostGradients(shards, (), device, pin=pin, trace=trace) for _ in range(2)]
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload delayed update")
+        self._running: Future[None] | None = None
+        self._late: set[str] = set()
+        self._finalizer = weakref.finalize(self, _let_go, self._thread, self._inner)
+
+    # Gradients
+
+    def borrow_gradient(self, shard: str) -> tuple[torch.Tensor, bool]:
+        """See `OffloadedUpdate.borrow_gradient`."""
+        return self._sets[0].borrow(shard)
+
+    def give_back_gradient(self, shard: str) -> None:
+        """See `OffloadedUpdate.give_back_gradient`."""
+        self._sets[0].give_back(shard, dirty=True)
+
+    def add_gradient(self, shard: str, gradient: torch.Tensor) -> None:
+        """See `OffloadedUpdate.add_gradient`."""
+        self._sets[0].add(shard, gradient)
+
+    def has_gradient(self, shard: str) -> bool:
+        """See `OffloadedUpdate.has_gradient`."""
+        return self._sets[0].has(shard)
+
+    def gradient(self, shard: str, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
+        """See `OffloadedUpdate.gradient`."""
+        return looked_at(self._sets[0], shard, dirty=dirty)
+
+    def clear_gradients(self) -> None:
+        """See `OffloadedUpdate.clear_gradients`."""
+        self._sets[0].clear()
+
+    # The step
+
+    def step(self, *, grad_scale: float = 1.0, absent: Collection[str] = ()) -> None:
+        """Write the weights of the step before, and start this one with the gradients there are."""
+        self.finish()
+        self._options = _copied(self._groups())
+        given = self._sets[0]
+        given.flush()
+        gradients = {name: given.borrow(name)[0] for name in self._plans if given.has(name)}
+        for shard in sorted(self._changed & gradients.keys()):
+            self._mirror.borrow(shard).copy_(self._lent(shard, fresh=False))
+            self._weights.give_back(shard, dirty=False)
+            self._inner.weights_changed(shard)
+        self._changed -= gradients.keys()
+        self._late = set(gradients)
+        self._sets.reverse()
+        self._sets[0].clear()
+        self._running = self._thread.submit(
+            self._inner.step, grad_scale=grad_scale, absent=frozenset(absent), gradients=gradients
+        )
+
+    def finish(self) -> None:
+        """Wait for the step that runs, and write its weights to where forward reads them."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        running.result()
+        for shard in sorted(self._late - self._changed):
+            self._lent(shard, fresh=True).copy_(self._mirror.borrow(shard))
+            self._weights.give_back(shard, dirty=True)
+
+    def _lent(self, shard: str, *, fresh: bool) -> torch.Tensor:
+        plan = self._plans[shard]
+        return checked(self._weights.borrow(shard, fresh=fresh), plan, plan.dtype, "weights")
+
+    def weights_changed(self, shard: str) -> None:
+        """Somebody else wrote the shard's weights: they are taken over, and the weights of the step that runs are not
+        written over them.
+        """
+        self._changed.add(shard)
+
+    # States
+
+    def kinds(self, fragment: str) -> tuple[str, ...]:
+        """See `OffloadedUpdate.kinds`."""
+        return self._inner.kinds(fragment)
+
+    def states(self, fragments: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """See `OffloadedUpdate.states`."""
+        self.finish()
+        return self._inner.states(fragments)
+
+    def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """See `OffloadedUpdate.write`."""
+        self.finish()
+        self._inner.write(states)
+
+    def reset(self) -> None:
+        """See `OffloadedUpdate.reset`; a step that runs is waited for, and its weights and its failure are dropped."""
+        if self._running is not None:
+            self._running.exception()
+            self._running = None
+        self._changed = set(self._plans)
+        self._inner.reset()
+
+    def seal(self) -> Sealed | None:
+        """See `OffloadedUpdate.seal`."""
+        self.finish()
+        return self._inner.seal()
+
+    # Accounts
+
+    @property
+    def plan(self) -> Mapping[str, int]:
+        """See `OffloadedUpdate.plan`; the copy of the weights counts as ``staging``."""
+        return self._with_own(self._inner.plan)
+
+    def memory(self) -> dict[str, int]:
+        """See `OffloadedUpdate.memory`."""
+        return self._with_own(self._inner.memory())
+
+    def _with_own(self, inner: Mapping[str, int]) -> dict[str, int]:
+        gradients = sum(own.memory()["gradients"] for own in self._sets)
+        return {**inner, "gradients": gradients, "staging": inner["staging"] + self._mirror.nbytes}
+
+    def bytes_written(self) -> int:
+        """See `OffloadedUpdate.bytes_written`."""
+        return self._inner.bytes_written()
+
+    def bytes_written_per_day(self) -> float:
+        """See `OffloadedUpdate.bytes_written_per_day`."""
+        return self._inner.bytes_written_per_day()
+
+    def flush(self) -> None:
+        """`finish`, then see `OffloadedUpdate.flush`."""
+        self.finish()
+        self._inner.flush()
+
+    def close(self) -> None:
+        """Wait for the step that runs, drop its weights, let memory go and remove the files. May be called twice."""
+        self._running = None
+        self._finalizer()
+
+
+class _Mirror:
+    """The weights after the last step, in host memory."""
+
+    def __init__(self) -> None:
+        self._views: dict[str, torch.Tensor] = {}
+        self.nbytes = 0
+
+    @staticmethod
+    def bytes_of(shards: Sequence[ShardPlan]) -> int:
+        return sum(shard.numel * shard.dtype.itemsize for shard in shards)
+
+    def allocate(self, shards: Sequence[ShardPlan], *, pin: bool) -> None:
+        self.nbytes = self.bytes_of(shards)
+        block = HostBlock(self.nbytes, pin=pin)
+        position = 0
+        for shard in sorted(shards, key=lambda shard: -shard.dtype.itemsize):
+            self._views[shard.name] = block.view(position, shard.numel, shard.dtype)
+            position += shard.numel * shard.dtype.itemsize
+
+    def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
+        return self._views[name]
+
+    def give_back(self, name: str, *, dirty: bool) -> None:
+        """It stays where it is."""
+
+
+def _copied(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The options as they are now: schedulers go on while the step runs."""
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in options]
+
+
+def _let_go(thread: ThreadPoolExecutor, inner: OffloadedUpdate) -> None:
+    thread.shutdown(wait=True)
+    inner.close()
