@@ -1,0 +1,28 @@
+"""What a run says about itself: times, floating-point operations, bytes sent, bytes held, numbers for monitors.
+
+Read `instruments.py` first; every other file is one instrument.
+"""
+
+from __future__ import annotations
+
+from .communication import SpokenLedger, communication_table, ledger_for
+from .instruments import Instruments, Silent, instruments_for
+from .memory import MEMORY_KINDS, MemoryRow, memory_rows, memory_table
+from .text import say
+from .timers import NoTimers, Timers
+
+__all__ = [
+    "MEMORY_KINDS",
+    "Instruments",
+    "MemoryRow",
+    "NoTimers",
+    "Silent",
+    "SpokenLedger",
+    "Timers",
+    "communication_table",
+    "instruments_for",
+    "ledger_for",
+    "memory_rows",
+    "memory_table",
+    "say",
+]

@@ -1,0 +1,179 @@
+"""The instruments that a configuration switches on, as the engine holds them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ..monitors import Event, Monitor
+from .communication import chosen_phases, communication_table
+from .flops import FlopsProfile
+from .memory import mebibytes, memory_rows, memory_table, present_memory
+from .text import say, table
+from .timers import NoTimers, Timers
+
+if TYPE_CHECKING:
+    from zero_core.config import Config
+    from zero_core.engine import Engine
+
+PARTS = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
+"""Parts of a step; backward holds backward_inner (autograd) and backward_allreduce (what is left to reduce then)."""
+
+_NOTHING = nullcontext()
+
+
+class Instruments(Protocol):
+    """What the engine tells.
+
+    Call order per micro-batch: `during` around each part, and `loss`; at the boundary of accumulation `after_step`.
+    """
+
+    def during(self, part: str) -> AbstractContextManager[None]:
+        """Surround one of `PARTS`."""
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """A micro-batch's loss, divided by the accumulation steps."""
+
+    def after_step(self) -> None:
+        """A step is over, taken or skipped."""
+
+
+class Silent:
+    """The instruments of a run that asked for none, and of the ranks that have nothing to say."""
+
+    def during(self, part: str) -> AbstractContextManager[None]:
+        """Nothing to do."""
+        return _NOTHING
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def after_step(self) -> None:
+        """Nothing to do."""
+
+
+class Speaking:
+    """The instruments of rank 0. Tables come every ``steps_per_print`` steps, or every step without it."""
+
+    def __init__(self, engine: Engine, monitor: Monitor) -> None:
+        config = engine.resolved_config
+        self._engine = engine
+        self._monitor = monitor
+        self._breakdown = config.wall_clock_breakdown
+        self._memory = config.memory_breakdown
+        self._timers: Timers | NoTimers = Timers(engine.device) if self._breakdown else NoTimers()
+        profiler = config.flops_profiler
+        self._flops = FlopsProfile(profiler, engine.module, engine.device) if profiler.enabled else None
+        self._communication = config.comms_logger.enabled
+        self._phases = chosen_phases(config)
+        self._losses: list[torch.Tensor] = []
+        self._times: dict[str, float] = {}
+        self._after: dict[str, dict[str, int]] = {}
+        self._micro_batches = 0
+        self._progress = prints_progress(config)
+        self._throughput = config.timers.throughput.enabled
+        self._since = (time.perf_counter(), engine.global_samples)
+        self._every = config.steps_per_print if self._progress and config.steps_per_print else 1
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Surround one of `PARTS`."""
+        if part == "forward" and not torch.is_grad_enabled():
+            yield
+            return
+        with ExitStack() as stack:
+            stack.enter_context(self._timers.during(part))
+            if self._flops is not None and part in ("forward", "backward", "step"):
+                stack.enter_context(self._flops.during(part, self._engine.global_steps))
+            yield
+        if self._memory and part in ("forward", "backward", "step"):
+            self._after[part] = present_memory(self._engine.device)
+        self._micro_batches += part == "forward"
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """Keep a loss for the monitors."""
+        if self._monitor.enabled:
+            self._losses.append(loss)
+
+    def after_step(self) -> None:
+        """Write the events of a step, and say what is due."""
+        engine = self._engine
+        if self._monitor.enabled or self._due():
+            times = self._timers.take()
+            for part, milliseconds in times.items():
+                self._times[part] = self._times.get(part, 0.0) + milliseconds
+            if self._monitor.enabled:
+                self._monitor.write_events(list(self._events(times)))
+                self._losses.clear()
+        if self._flops is not None:
+            self._flops.after_step(engine.global_steps - 1, engine.train_micro_batch_size_per_gpu())
+        if self._due():
+            for text in self._said():
+                say(text)
+            self._times.clear()
+            self._micro_batches = 0
+
+    def _due(self) -> bool:
+        return self._engine.global_steps % self._every == 0
+
+    def _events(self, times: dict[str, float]) -> Iterator[Event]:
+        engine, samples = self._engine, self._engine.global_samples
+        if self._losses:
+            yield "Train/Samples/train_loss", float(torch.stack(self._losses).sum()), samples
+        yield "Train/Samples/lr", float(engine.get_lr()[0]), samples
+        if engine.resolved_config.fp16.enabled:
+            yield "Train/Samples/loss_scale", engine.loss_scale(), samples
+        for part in PARTS:
+            if part in times:
+                yield f"Train/Samples/elapsed_time_ms_{part}", times[part], samples
+
+    def _said(self) -> Iterator[str]:
+        engine = self._engine
+        if self._progress:
+            yield self._progress_line()
+        if self._breakdown:
+            parts = ", ".join(f"{part} {self._times[part]:.2f}" for part in PARTS if part in self._times)
+            yield f"step {engine.global_steps}, ms of {self._micro_batches} micro-batches: {parts}"
+        if self._memory:
+            names = sorted({name for found in self._after.values() for name in found})
+            yield table(
+                ("MiB after", *names),
+                [(part, *(mebibytes(found.get(n, 0)) for n in names)) for part, found in self._after.items()],
+            )
+            yield memory_table(memory_rows(engine.partition, engine.sharded_optimizer))
+        if self._communication:
+            yield communication_table(engine.ledger, self._phases, engine.global_steps)
+
+    def _progress_line(self) -> str:
+        engine = self._engine
+        rates = ", ".join(f"{rate:.3g}" for rate in engine.get_lr())
+        line = f"step {engine.global_steps}: gradient norm {engine.get_global_grad_norm():.4g}, lr {rates}"
+        (before, samples), self._since = self._since, (time.perf_counter(), engine.global_samples)
+        if self._throughput:
+            line += f", {(engine.global_samples - samples) / (self._since[0] - before):.4g} samples per second"
+        return f"{line}, skipped {engine.skipped_steps}"
+
+
+def prints_progress(config: Config) -> bool:
+    """Whether lines of progress are asked for."""
+    return config.steps_per_print is not None and 0 < config.steps_per_print < math.inf
+
+
+def instruments_for(engine: Engine, monitor: Monitor) -> Instruments:
+    """The instruments that the engine's configuration asks for, on this rank."""
+    config = engine.resolved_config
+    chosen_phases(config)
+    asked = (
+        prints_progress(config),
+        monitor.enabled,
+        config.wall_clock_breakdown,
+        config.memory_breakdown,
+        config.flops_profiler.enabled,
+        config.comms_logger.enabled,
+    )
+    return Speaking(engine, monitor) if engine.partition.rank == 0 and any(asked) else Silent()

@@ -1,0 +1,140 @@
+"""Where the bytes of a run are: model state by unit, kind and tier, and what the device and the process hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+import psutil
+import torch
+
+from .text import mebibytes, table
+
+if TYPE_CHECKING:
+    from zero_partition import Partition, ShardedOptimizer, Unit
+
+MEMORY_KINDS = ("gathered parameters", "parameter shards", "masters", "gradients", "placeholders", "optimizer states")
+TIERS = ("device", "host", "nvme")
+
+
+class MemoryRow(NamedTuple):
+    """Bytes of one kind of model state that this rank holds for one unit on one tier."""
+
+    unit: str
+    kind: str
+    tier: str
+    nbytes: int
+
+
+@runtime_checkable
+class InHost(Protocol):
+    """A store that says how many bytes of host memory it takes."""
+
+    @property
+    def resident_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class OnDisk(InHost, Protocol):
+    """A store that keeps its shards in files, with so many bytes in host memory beside them."""
+
+    @property
+    def stored_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class Tiered(Protocol):
+    """An optimizer that keeps its states elsewhere: bytes by tier, other names left out."""
+
+    def memory(self) -> dict[str, int]: ...
+
+
+def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[MemoryRow]:
+    """Model state that this rank holds now; every storage counts once, under the first kind that it serves."""
+    count = _Count(partition.device)
+    rows: list[MemoryRow] = []
+    for unit in partition.units:
+        gradients = partition.runtime.gradients.get(unit.index)
+        rows += count.rows(unit.name, "gathered parameters", [unit.flat])
+        rows += _shard_rows(partition, unit, count)
+        rows += count.rows(unit.name, "masters", [] if unit.master is None else [unit.master])
+        rows += count.rows(unit.name, "gradients", [] if gradients is None else gradients.tensors())
+        rows += count.rows(unit.name, "placeholders", unit.placeholder_tensors())
+    if isinstance(partition.residency, OnDisk):
+        rows.append(MemoryRow("(the store)", "parameter shards", "host", partition.residency.resident_bytes))
+    return rows + list(_state_rows(sharded, count))
+
+
+def memory_table(rows: Iterable[MemoryRow]) -> str:
+    """MiB by unit and kind, one line per unit and tier."""
+    cells: dict[tuple[str, str], dict[str, int]] = {}
+    for unit, kind, tier, nbytes in rows:
+        for key in ((unit, tier), ("all units", tier)):
+            line = cells.setdefault(key, {})
+            line[kind] = line.get(kind, 0) + nbytes
+    whole = {key: cells.pop(key) for key in list(cells) if key[0] == "all units"}
+    cells.update(whole)
+    return table(
+        ("MiB by unit", "tier", *MEMORY_KINDS),
+        [
+            (unit, tier, *(mebibytes(line.get(kind, 0)) for kind in MEMORY_KINDS))
+            for (unit, tier), line in cells.items()
+        ],
+    )
+
+
+def present_memory(device: torch.device) -> dict[str, int]:
+    """Bytes that this process holds now: of the device (present and peak) where it counts them, and of the host."""
+    found = {}
+    if device.type != "cpu":
+        found["device"] = torch.accelerator.memory_allocated(device)
+        found["device peak"] = torch.accelerator.max_memory_allocated(device)
+    found["process"] = psutil.Process().memory_info().rss
+    return found
+
+
+class _Count:
+    """Rows of tensors whose storage was not counted before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen: set[int] = set()
+
+    def rows(self, unit: str, kind: str, tensors: Iterable[torch.Tensor]) -> Iterator[MemoryRow]:
+        by_tier: dict[str, int] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                tier = "device" if tensor.device.type == self._device.type else "host"
+                by_tier[tier] = by_tier.get(tier, 0) + storage.nbytes()
+        for tier, nbytes in by_tier.items():
+            yield MemoryRow(unit, kind, tier, nbytes)
+
+
+def _shard_rows(partition: Partition, unit: Unit, count: _Count) -> Iterator[MemoryRow]:
+    """A store's shards are not brought for counting: their size is known."""
+    store = partition.residency
+    if isinstance(store, InHost):
+        tier = "nvme" if isinstance(store, OnDisk) else "host"
+        yield MemoryRow(unit.name, "parameter shards", tier, unit.layout.shard_numel * unit.plan.dtype.itemsize)
+        return
+    shard = store.acquire(unit.name)
+    yield from count.rows(unit.name, "parameter shards", [shard])
+    store.release(unit.name, dirty=False)
+
+
+def _state_rows(sharded: ShardedOptimizer | None, count: _Count) -> Iterator[MemoryRow]:
+    if sharded is None:
+        return
+    if isinstance(sharded.inner, Tiered):
+        held = sharded.inner.memory()
+        for tier in TIERS:
+            yield MemoryRow("(the optimizer)", "optimizer states", tier, held.get(tier, 0))
+        return
+    tensors: dict[str, list[torch.Tensor]] = {}
+    for owned in sharded.fragments:
+        values = sharded.state.get(owned.tensor, {}).values()
+        tensors.setdefault(owned.unit.name, []).extend(v for v in values if isinstance(v, torch.Tensor))
+    for unit, states in tensors.items():
+        yield from count.rows(unit, "optimizer states", states)

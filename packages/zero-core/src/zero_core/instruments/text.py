@@ -1,0 +1,48 @@
+"""How the instruments speak: on the logger where the program set up logging, else on standard output."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+logger = logging.getLogger("zero_core")
+
+_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_WIDTH = 240  # columns; wider than any table, so that nothing wraps
+
+
+def say(text: str) -> None:
+    """Print what the user asked for: to the logger ``zero_core`` when logging has handlers, else to standard output."""
+    if logger.hasHandlers():
+        logger.info("%s", text)
+    else:
+        print(text, flush=True)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Aligned columns; the first is text, the others are numbers."""
+    made = Table(box=None, pad_edge=False)
+    for number, title in enumerate(head):
+        made.add_column(title, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    out = io.StringIO()
+    Console(file=out, width=_WIDTH, color_system=None, markup=False, highlight=False).print(made)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def scaled(number: float, unit: str) -> str:
+    """``number`` with a decimal prefix: ``scaled(2.5e9, "FLOP")`` is ``2.5 GFLOP``."""
+    for factor, prefix in _UNITS:
+        if abs(number) >= factor:
+            return f"{number / factor:.4g} {prefix}{unit}"
+    return f"{number:.4g} {unit}"
+
+
+def mebibytes(nbytes: float) -> str:
+    """Bytes as MiB with two decimals."""
+    return f"{nbytes / 2**20:,.2f}"

@@ -1,0 +1,206 @@
+"""The data loader that `initialize` makes: each rank its own samples, and a position that checkpoints hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import cycle, islice
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from .errors import UsageError
+
+_Batch = TypeVar("_Batch")
+
+
+class RankSampler(Sampler[int]):
+    """The samples of one rank, in the order of torch's DistributedSampler, from any position of an epoch.
+
+    ``size``: samples of the whole data set. ``shuffle``: by ``seed + epoch``, the same on every rank. All ranks get
+    the same number; where the samples do not suffice the last ranks get the order's first ones again.
+
+    The position counts samples over all ranks, so it means the same at any number of ranks.
+    """
+
+    def __init__(self, size: int, rank: int, ranks: int, *, shuffle: bool = True, seed: int = 0) -> None:
+        self.size, self.rank, self.ranks = size, rank, ranks
+        self.shuffle, self.seed = shuffle, seed
+        self.epoch = 0
+        self._position = 0
+        self._begun = False
+
+    def __len__(self) -> int:
+        """Samples of this rank in a whole epoch."""
+        return math.ceil(self.size / self.ranks)
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._order()
+        rest = order[self._position :]
+        rest += islice(cycle(order), -len(rest) % self.ranks)
+        return iter(rest[self.rank :: self.ranks])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch`` with the next pass; a position that was loaded in that same epoch is kept."""
+        if epoch != self.epoch or self._begun:
+            self.epoch, self._position = epoch, 0
+        self._begun = False
+
+    def begin(self) -> None:
+        """A pass begins: after a pass that was left early, the next epoch's."""
+        if self._begun:
+            self.set_epoch(self.epoch + 1)
+        self._begun = True
+
+    def advance(self, per_rank: int, least: int) -> None:
+        """Every rank was given ``per_rank`` samples more; an epoch with fewer than ``least`` per rank left is over."""
+        self._position += per_rank * self.ranks
+        if math.ceil((self.size - self._position) / self.ranks) < least:
+            self.set_epoch(self.epoch + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next sample is, as plain numbers."""
+        return {"epoch": self.epoch, "position": self._position, "seed": self.seed, "size": self.size}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where `state_dict` was taken, at any number of ranks. Raises `UsageError` for other data."""
+        if state["size"] != self.size:
+            raise UsageError(
+                f"training_data has {self.size} samples, but the checkpoint's position is sample {state['position']} "
+                f"of {state['size']}: load it with the same data, or with engine.training_dataloader set to None"
+            )
+        self.epoch, self._position, self.seed = state["epoch"], state["position"], state["seed"]
+        self._begun = False
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.size))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order: list[int] = torch.randperm(self.size, generator=generator).tolist()
+        return order
+
+
+class RankLoader(Generic[_Batch]):
+    """Batches of this rank's samples; iterating again begins the next epoch, shuffled anew.
+
+    Attributes:
+        dataset, batch_size (samples per batch and rank), collate_fn: as given.
+        data_sampler: a `RankSampler`, or the sampler that was given; `set_epoch` of it chooses the epoch.
+
+    The position follows the batches that were handed out, not those that workers prepared ahead. A sampler of the
+    user's own keeps its position itself: its ``state_dict`` and ``load_state_dict`` are called where it has them.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        sampler: Any,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        workers: int = 0,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.collate_fn = collate_fn
+        self.data_sampler = sampler
+        self._least = batch_size if drop_last else 1
+        self._workers_seed = torch.Generator()
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            num_workers=workers,
+            generator=self._workers_seed,
+        )
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[_Batch]:
+        sampler = self.data_sampler
+        if not isinstance(sampler, RankSampler):
+            yield from self._loader
+            return
+        sampler.begin()
+        self._workers_seed.manual_seed(sampler.seed + sampler.epoch)  # torch's own generator is left to the model
+        for batch in self._loader:
+            sampler.advance(self.batch_size, self._least)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Where the next batch is, as plain data; None when the sampler cannot say."""
+        taken = getattr(self.data_sampler, "state_dict", None)
+        return None if taken is None else {"sampler": taken()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the batch that would have followed when `state_dict` was taken."""
+        load = getattr(self.data_sampler, "load_state_dict", None)
+        if load is None:
+            raise UsageError(
+                f"the checkpoint holds a position in the data, but {type(self.data_sampler).__name__} has no "
+                "load_state_dict to take it"
+            )
+        load(state["sampler"])
+
+
+class RepeatingLoader(Generic[_Batch]):
+    """Iterates over ``loader`` for ever, from its start whenever it ends. Raises StopIteration for an empty one."""
+
+    def __init__(self, loader: Iterable[_Batch]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[_Batch]:
+        return self
+
+    def __next__(self) -> _Batch:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)
+
+
+def rank_loader(
+    dataset: Any,
+    batch_size: int,
+    *,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    shuffle: bool = True,
+    sampler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    drop_last: bool = False,
+    pin_memory: bool = True,
+    workers: int = 0,
+) -> RankLoader[Any]:
+    """A loader of ``batch_size`` samples per batch for ``rank`` of ``ranks``; pinned memory only for accelerators.
+
+    Raises `UsageError` for data without a length or without items by number.
+    """
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not sized:
+        raise UsageError(
+            f"training_data: expected samples by number (__len__ and __getitem__), got {type(dataset).__name__}; "
+            "cut it over the ranks yourself and pass its batches to the engine"
+        )
+    if sampler is None:
+        sampler = RankSampler(len(dataset), rank, ranks, shuffle=shuffle)
+    return RankLoader(
+        dataset,
+        batch_size,
+        sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        pin_memory=pin_memory and device.type != "cpu",
+        workers=workers,
+    )
