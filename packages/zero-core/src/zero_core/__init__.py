@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .construction import Init, gathered
     from .engine import Engine
     from .errors import UsageError
+    from .loading import RepeatingLoader
 
 __version__ = "0.1.0"
 
@@ -22,12 +23,13 @@ _LAZY = {
     "ConfigError": "config",
     "Engine": "engine",
     "Init": "construction",
+    "RepeatingLoader": "loading",
     "UsageError": "errors",
     "gathered": "construction",
     "initialize": "assembly",
 }
 
-__all__ = ["Config", "ConfigError", "Engine", "Init", "UsageError", "gathered", "initialize"]
+__all__ = ["Config", "ConfigError", "Engine", "Init", "RepeatingLoader", "UsageError", "gathered", "initialize"]
 
 
 def __getattr__(name: str) -> Any:

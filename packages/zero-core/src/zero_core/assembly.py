@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_comm import Ledger, Mesh, init
+from zero_comm import Mesh, init
 from zero_partition import PartitionOptions, ShardedOptimizer, UnitLimits, partition
 from zero_precision import autocast_dtypes, parse_dtype
 
@@ -19,6 +19,8 @@ from . import kernels
 from .config import Config, autocast_modules, loss_scale, precision_policy
 from .engine import Engine
 from .errors import UsageError
+from .instruments import ledger_for
+from .monitors import check_clients
 from .observing import supervisor
 from .optimizers import Parameters, build_optimizer
 from .schedules import Scheduler, build_scheduler
@@ -35,6 +37,7 @@ def initialize(
     training_data: Any = None,
     lr_scheduler: Scheduler | Callable[[Optimizer], Scheduler] | None = None,
     *,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Any = None,
     config_params: Any = None,
     device: torch.device | str | None = None,
@@ -44,7 +47,8 @@ def initialize(
     ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, the path of a JSON file, or a `Config`.
     ``optimizer``: a torch optimizer over the model's parameters, or a function of parameters that makes one; without
     it the configuration's. ``model_parameters``: what to train. ``lr_scheduler``: an object or a function of the
-    optimizer. ``device``: by default this rank's accelerator, else the CPU.
+    optimizer. ``training_data``: samples by number, of which each rank gets its own in micro-batches, shuffled, made by
+    ``collate_fn`` (default: torch's). ``device``: by default this rank's accelerator, else the CPU.
 
     Initialises torch.distributed when nobody has. ``engine.module`` is ``model``; its parameters keep their identity,
     and get rank 0's values. Raises `ConfigError`, `UsageError` or `zero_partition.PartitionError`, each naming what
@@ -52,10 +56,6 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=…): expected a torch.nn.Module, got {type(model).__name__}")
-    if training_data is not None:
-        raise UsageError(
-            "initialize(training_data=…) is not available yet; pass your own DataLoader's batches to the engine"
-        )
     where = torch.device(device) if device is not None else None
     init(where)
     source = supervisor().config(_source(args, config, config_params))
@@ -63,15 +63,18 @@ def initialize(
     mesh = Mesh(device=where)
     if mesh.device.type != "cpu":
         torch.accelerator.set_device_index(mesh.device)
-    ledger = Ledger()
+    check_clients(resolved)
+    ledger = ledger_for(resolved, dist.get_rank())
     groups = mesh.open_groups(ledger=ledger, slice_sum=kernels.slice_sum(), deterministic=resolved.deterministic)
     torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters)
     parts = partition(model, groups, _options(resolved, model), device=mesh.device, trainable=_trained(torch_optimizer))
     sharded = _shard(torch_optimizer, parts, resolved)
     scheduler = build_scheduler(lr_scheduler, resolved, torch_optimizer)
-    engine = Engine(model, parts, sharded, scheduler, resolved, ledger)
+    engine = Engine(model, parts, sharded, scheduler, resolved, ledger, collate_fn)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
     engine.observer = supervisor().observer(engine)
-    return engine, torch_optimizer, None, scheduler
+    return engine, torch_optimizer, engine.training_dataloader, scheduler
 
 
 def _source(args: argparse.Namespace | None, config: Any, config_params: Any) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,11 +27,15 @@ from zero_partition import (
     set_full_parameter,
     set_full_state,
 )
-from zero_precision import DynamicLossScale, LossScaleError, cast_floating, parse_dtype
+from zero_precision import LossScaleError, cast_floating, parse_dtype
 
 from . import checkpoint
 from .config import Config
 from .errors import UsageError
+from .facts import Facts
+from .instruments import instruments_for, say
+from .loading import RankLoader, rank_loader
+from .monitors import build_monitor
 from .observing import Observer, Unobserved
 from .report import startup_report
 from .schedules import Scheduler
@@ -39,7 +43,7 @@ from .schedules import Scheduler
 logger = logging.getLogger("zero_core")
 
 
-class Engine(nn.Module):
+class Engine(Facts):
     """Trains ``module`` with its states cut over the ranks; made by `zero_core.initialize`.
 
     Call order of a micro-batch: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``. `step` acts
@@ -54,6 +58,10 @@ class Engine(nn.Module):
         device: where the model computes.
         global_steps, micro_steps, skipped_steps, global_samples: counters since the start of training.
         ledger: bytes sent, by phase and unit.
+        training_dataloader: the loader of `initialize`'s ``training_data``; may be assigned (see `deepspeed_io`). Its
+            position is part of a checkpoint.
+        monitor: where numbers are written; ``monitor.write_events([("name", value, samples)])`` adds your own.
+        instruments: what is timed, counted and printed.
         observer: told of losses and steps.
     """
 
@@ -65,6 +73,7 @@ class Engine(nn.Module):
         scheduler: Scheduler | None,
         config: Config,
         ledger: Ledger,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -78,11 +87,24 @@ class Engine(nn.Module):
         self._synchronises = True
         self._last: StepResult | None = None
         self._destroyed = False
+        self._batch = (
+            config.train_batch_size,
+            config.train_micro_batch_size_per_gpu,
+            config.gradient_accumulation_steps,
+        )
+        self._accumulated = 0
+        self._collate_fn = collate_fn
+        self.training_dataloader: RankLoader[Any] | None = None
         self.observer: Observer = Unobserved()
         partition.runtime.reduces_now = self._reduces_now
         partition.runtime.allows_plain_backward = self._refuse_plain_backward
         if partition.rank == 0:
             logger.info("%s", startup_report(config, partition))
+        with self._told_to_all():
+            self.monitor = build_monitor(config, partition.rank)
+        self.instruments = instruments_for(self, self.monitor)
+        if config.dump_state and partition.rank == 0:
+            say("\n".join([startup_report(config, partition), self.config_report(), self.memory_table()]))
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -91,7 +113,7 @@ class Engine(nn.Module):
         self._check_open("forward")
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast_floating((args, kwargs), torch.float16)
-        with self._told_to_all(), self._autocast():
+        with self._told_to_all(), self._autocast(), self.instruments.during("forward"):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -103,48 +125,55 @@ class Engine(nn.Module):
         self._check_trainable("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(f"engine.backward: expected a scalar loss that requires gradients, got {_describe(loss)}")
-        scaled = loss / self._config.gradient_accumulation_steps if scale_wrt_gas else loss
+        scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         with self._told_to_all():
             self.observer.loss(loss)
-            self._partition.runtime.begin_backward()
-            whole = scaled * self.loss_scale() if self.loss_scale() != 1.0 else scaled
-            torch.autograd.backward(whole, retain_graph=retain_graph)
-            self._partition.runtime.end_backward()
-        return scaled.detach()
+            with self.instruments.during("backward"):
+                self._partition.runtime.begin_backward()
+                with self.instruments.during("backward_inner"):
+                    whole = scaled * self.loss_scale() if self.loss_scale() != 1.0 else scaled
+                    torch.autograd.backward(whole, retain_graph=retain_graph)
+                with self.instruments.during("backward_allreduce"):
+                    self._partition.runtime.end_backward()
+        returned = scaled.detach()
+        self.instruments.loss(returned)
+        return returned
 
-    def step(self) -> None:
-        """At the accumulation boundary: agree, clip, update, publish, step the scheduler. Otherwise only count the
-        micro-batch.
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At the accumulation boundary: agree, clip, update, publish, step the scheduler (with ``lr_kwargs``).
+        Otherwise only count the micro-batch.
 
         Raises `NonFiniteGradientError` on every rank when a gradient is not finite and no loss scale is in use; the
         weights are unchanged.
         """
         sharded = self._check_trainable("step")
         boundary = self.is_gradient_accumulation_boundary()
+        self._accumulated = 0 if boundary else self._accumulated + 1
         self.micro_steps += 1
         self.global_samples += self.train_micro_batch_size_per_gpu() * self._partition.world_size
         if not boundary:
             return
         with self._told_to_all():
             self.observer.before_step()
-            self._last = sharded.step()
+            with self.instruments.during("step"):
+                self._last = sharded.step()
         if self._last.taken:
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+                self.lr_scheduler.step(**(lr_kwargs or {}))
         else:
             self.skipped_steps += 1
             if self._partition.rank == 0:
                 logger.warning("step %d skipped: a gradient is not finite", self.global_steps)
         self.global_steps += 1
         self._partition.runtime.step = self.global_steps
-        self._print_progress()
+        self.instruments.after_step()
         self.observer.after_step(self._last)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch ends an accumulation."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self._config.gradient_accumulation_steps == 0
+        return self._accumulated + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide yourself whether the current micro-batch ends an accumulation; holds until set again."""
@@ -185,13 +214,38 @@ class Engine(nn.Module):
         """Whether the last `step` at a boundary updated the weights."""
         return self._last is not None and self._last.taken
 
-    def loss_scale(self) -> float:
-        """The factor that the loss is multiplied with before backward."""
-        return 1.0 if self._sharded is None else self._sharded.loss_scale.scale
+    # -- data --------------------------------------------------------------------------------------------------------
 
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts itself."""
-        return self._sharded is not None and isinstance(self._sharded.loss_scale, DynamicLossScale)
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: Literal["train", "eval", "predict"] = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> RankLoader[Any]:
+        """A loader of this rank's samples of ``dataset``, shuffled for ``route="train"`` (see `RankLoader`).
+
+        ``batch_size``: samples per batch and rank, by default the micro-batch. ``num_local_io_workers``: processes that
+        prepare batches ahead. Raises `UsageError` for data without samples by number.
+        """
+        if route not in ("train", "eval", "predict"):
+            raise UsageError(f"engine.deepspeed_io(route=…): expected 'train', 'eval' or 'predict', got {route!r}")
+        return rank_loader(
+            dataset,
+            batch_size if batch_size is not None else self.train_micro_batch_size_per_gpu(),
+            rank=self._partition.rank,
+            ranks=self._partition.world_size,
+            device=self.device,
+            shuffle=route == "train",
+            sampler=data_sampler,
+            collate_fn=collate_fn if collate_fn is not None else self._collate_fn,
+            drop_last=self._config.dataloader_drop_last,
+            pin_memory=pin_memory,
+            workers=num_local_io_workers,
+        )
 
     # -- whole values ------------------------------------------------------------------------------------------------
 
@@ -306,42 +360,6 @@ class Engine(nn.Module):
         """Where the model computes."""
         return self._partition.device
 
-    def config_report(self) -> str:
-        """Every configuration value with its origin, as a table."""
-        rows = [(r.path, repr(r.value), r.provenance, r.note) for r in self._config.report()]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join(
-            "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows
-        )
-
-    def memory_report(self) -> dict[str, int]:
-        """Bytes of model state that this rank holds now, by kind."""
-        states = 0
-        if self._sharded is not None:
-            values = (v for o in self._sharded.fragments for v in self._sharded.state.get(o.tensor, {}).values())
-            states = sum(v.untyped_storage().nbytes() for v in values if isinstance(v, torch.Tensor))
-        return {**self._partition.memory(), "optimizer states": states}
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
-        return [group["lr"] for group in self._check_trainable("get_lr").param_groups]
-
-    def train_batch_size(self) -> int:
-        """Samples per optimizer step over all ranks."""
-        return self._config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per micro-batch and rank."""
-        return self._config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self._config.gradient_accumulation_steps
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return self._partition.options.stage
-
     def destroy(self, whole: bool = True) -> None:
         """Bring the parameters back in one piece, remove all hooks and leave the process groups. Collective.
 
@@ -352,6 +370,7 @@ class Engine(nn.Module):
         self._destroyed = True
         self._partition.close(whole=whole)
         self._partition.groups.close()
+        self.monitor.close()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -375,19 +394,6 @@ class Engine(nn.Module):
             return "loss.backward() does not scale the loss, but fp16 needs it: call engine.backward(loss)"
         return None
 
-    def _check_open(self, call: str) -> None:
-        if self._destroyed:
-            raise UsageError(f"engine.{call}: this engine was destroyed; the plain model goes on, or initialize again")
-
-    def _check_trainable(self, call: str) -> ShardedOptimizer:
-        self._check_open(call)
-        if self._sharded is None:
-            raise UsageError(
-                f"engine.{call}: this engine has no optimizer; pass optimizer=… to initialize or add an 'optimizer' "
-                "section to the config"
-            )
-        return self._sharded
-
     def _autocast(self) -> Any:
         section = self._config.torch_autocast
         if not section.enabled:
@@ -405,19 +411,6 @@ class Engine(nn.Module):
         except BaseException as failure:
             self._partition.runtime.abort(failure)
             raise
-
-    def _print_progress(self) -> None:
-        every = self._config.steps_per_print
-        if every is None or self._partition.rank or not self._last or self.global_steps % every:
-            return
-        rates = ", ".join(f"{rate:.3g}" for rate in self.get_lr())
-        logger.info(
-            "step %d: gradient norm %.4g, lr %s, skipped %d",
-            self.global_steps,
-            self._last.norm,
-            rates,
-            self.skipped_steps,
-        )
 
 
 def _describe(value: object) -> str:
