@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,28 @@ def test_an_optimizer_that_does_not_fit_allocates_nothing_and_says_so(tmp_path: 
     with pytest.raises(BudgetError, match="disk of"):
         OffloadedOptimizer([weight], tier="nvme", path=tmp_path / "swap", budget=small(disk=7999))
     assert not (tmp_path / "swap").exists()
+
+
+def test_what_does_not_fit_the_host_goes_to_files_with_a_warning(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(100_000))
+    options = {"tier": "auto", "path": tmp_path / "swap", "sub_group_size": 4096, "buffer_count": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with OffloadedOptimizer([weight], budget=small(memory=800_000), **options) as optimizer:
+            assert (optimizer.memory()["states"], optimizer.memory()["nvme"]) == (800_000, 0)
+    with pytest.warns(UserWarning, match=r"(?s)go to files: this does not fit here:.*short of 1 bytes"):
+        optimizer = OffloadedOptimizer([weight], budget=small(memory=799_999), **options)
+    with optimizer:
+        assert (optimizer.memory()["states"], optimizer.memory()["nvme"]) == (0, 800_000)
+    with pytest.warns(UserWarning, match="go to files"), pytest.raises(BudgetError, match="ring buffers"):
+        OffloadedOptimizer([weight], budget=small(memory=65_535), **options)
+
+
+def test_a_copy_of_a_budget_leaves_the_first_as_it_was() -> None:
+    budget = small(memory=100)
+    budget.need("one", 60)
+    other = budget.copy()
+    other.need("two", 60)
+    with pytest.raises(BudgetError):
+        other.check()
+    budget.check()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from shards import NUMELS, Lender, plans, update_of
+from shards import one_step as shard_step
 from torch import nn
 
 from zero_nvme_aio.testing import Fail, FaultyEngine, faulty_engine
@@ -19,6 +21,7 @@ from zero_offload import (
     NvmeStore,
     OffloadedOptimizer,
     OffloadError,
+    Placement,
     ShardCorruptError,
     ShardError,
     StoreFullError,
@@ -203,3 +206,59 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert data_file(tmp_path).stat().st_size == 0
         store.put("a", torch.ones(10))
         assert store.acquire("a")[0] == 1
+
+
+def gradients_of(shard: str) -> torch.Tensor:
+    return torch.ones(NUMELS[shard])
+
+
+def test_a_damaged_gradient_is_found_before_it_is_used(tmp_path: Path) -> None:
+    lender = Lender(torch.bfloat16)
+    placement = Placement(tier="nvme", path=tmp_path, sub_group_size=4096, buffer_count=1, verify=True)
+    with update_of(lender, plans(torch.bfloat16), placement, gradients="nvme") as update:
+        for shard in NUMELS:
+            update.add_gradient(shard, gradients_of(shard))
+        update.flush()
+        path = next(path for path in tmp_path.iterdir() if "gradients" in path.name and path.stat().st_size)
+        flip(path, 60_000)
+        with pytest.raises(ShardCorruptError, match="cannot read 'first/gradient'") as caught:
+            update.step()
+        assert (caught.value.tensor, caught.value.path) == ("first/gradient", str(path))
+        assert not lender.held
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+@pytest.mark.parametrize("first", [0, 1, 5, 20])
+def test_whenever_the_device_fails_the_step_says_so_and_a_saved_state_goes_on(
+    tmp_path: Path, kind: str, first: int
+) -> None:
+    """Weights, gradients and states in files: the first failure comes up typed, nothing hangs or stays borrowed."""
+    with faulty_engine(Fail(on=(kind,), first=first, limit=1)) as engine:
+        store = NvmeStore(tmp_path / "weights", device="cpu", buffer_count=3, engine=engine)
+        placement = Placement(tier="nvme", path=tmp_path / "states", sub_group_size=4096, buffer_count=2, engine=engine)
+        start = Lender(torch.bfloat16)
+        with update_of(store, plans(torch.bfloat16), placement, gradients="nvme") as update:
+            with pytest.raises(ShardError) as caught:
+                for name, tensor in start.tensors.items():
+                    store.put(name, tensor)
+                for step in range(10):
+                    shard_step(update, step)
+                    update.flush()
+                    store.flush()
+            assert caught.value.tensor is not None
+            assert caught.value.path is not None and caught.value.path.startswith(str(tmp_path))
+            assert caught.value.offset_bytes is not None
+            update.reset()
+            update.clear_gradients()
+            for name, tensor in start.tensors.items():
+                store.put(name, tensor)
+            for step in range(3):
+                shard_step(update, step)
+            update.flush()
+        got = torch.cat([store.acquire(name) for name in NUMELS])
+        store.close()
+    lender = Lender(torch.bfloat16)
+    with update_of(lender, plans(torch.bfloat16)) as update:
+        for step in range(3):
+            shard_step(update, step)
+    assert torch.equal(got, lender.flat())

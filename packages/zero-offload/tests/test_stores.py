@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_offload import HostStore, NvmeStore, ShardError, StoreFullError
+from zero_offload import HostStore, NvmeStore, ShardError, StoreFullError, Trace
 from zero_offload._lanes import DeviceCopies
 
 Store = HostStore | NvmeStore
@@ -196,3 +196,84 @@ def test_two_stores_in_one_folder_need_different_prefixes(tmp_path: Path) -> Non
     with NvmeStore(tmp_path, device="cpu"), NvmeStore(tmp_path, device="cpu", prefix="others"):
         with pytest.raises(RuntimeError, match="in use"):
             NvmeStore(tmp_path, device="cpu")
+
+
+def test_the_host_copy_can_be_borrowed_and_what_was_written_is_kept(store: Store) -> None:
+    for name, shard in shards([4096, 100_003]).items():
+        store.put(name, shard)
+    before = store.acquire("layer.1").clone()
+    if store._copies is not None:
+        with pytest.raises(ShardError, match="'layer.1' is acquired; release it before borrowing"):
+            store.borrow("layer.1")
+    store.release("layer.1", dirty=False)
+    store.borrow("layer.1").add_(1)
+    store.give_back("layer.1", dirty=True)
+    lent = store.borrow("layer.0", fresh=True)
+    lent.fill_(3.0)
+    store.give_back("layer.0", dirty=True)
+    store.flush()
+    for name, want in (("layer.1", before + 1), ("layer.0", torch.full((4096,), 3.0))):
+        assert torch.equal(store.acquire(name), want)
+        store.release(name, dirty=False)
+    with pytest.raises(ShardError, match="no shard 'layer.9'"):
+        store.borrow("layer.9")
+
+
+def test_what_is_borrowed_fresh_is_not_read(tmp_path: Path) -> None:
+    trace = Trace()
+    with NvmeStore(tmp_path, device="cpu", buffer_count=1, trace=trace) as store:
+        for name, shard in shards([5000] * 2).items():
+            store.put(name, shard)
+        for _ in range(2):
+            for name in ("layer.0", "layer.1"):
+                store.borrow(name, fresh=True).fill_(1.0)
+                store.give_back(name, dirty=True)
+    assert [(row.hop, row.nbytes) for row in trace.report()] == [("shards out", 6 * 20_000)]
+    trace.close()
+
+
+def test_buffers_of_a_given_size_refuse_a_larger_shard_by_name(tmp_path: Path) -> None:
+    with NvmeStore(tmp_path, device="cpu", buffer_count=3, buffer_bytes=40_000) as store:
+        assert store.resident_bytes == 3 * 40_960
+        store.put("fits", torch.zeros(10_000))
+        with pytest.raises(StoreFullError, match="'too large' needs a buffer of 45056 bytes, those of this store have"):
+            store.put("too large", torch.zeros(11_000))
+        assert store.resident_bytes == 3 * 40_960
+        store.acquire("fits")
+
+
+def test_buffers_that_copies_read_are_waited_for(tmp_path: Path) -> None:
+    """Many shards pass through two buffers though every copy to the device still holds its own when the next begins."""
+    store = NvmeStore(tmp_path, device="cpu", buffer_count=2)
+    store._copies = _SlowCopies(torch.device("cpu"))
+    given = shards([3000] * 6)
+    for name, shard in given.items():
+        store.put(name, shard.clone())
+    held = {name: store.acquire(name) for name in given}  # more than there are buffers: they are on the device
+    assert all(torch.equal(held[name], shard) for name, shard in given.items())
+    for name in given:
+        store.release(name, dirty=False)
+    store.prefetch(list(given))
+    assert all(torch.equal(store.acquire(name), shard) for name, shard in given.items())
+    store.close()
+
+
+class _SlowEvent:
+    """Happens when it is waited for."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+    def synchronize(self) -> None:
+        self.happened = True
+
+
+class _SlowCopies(DeviceCopies):
+    """Copies that look unfinished until somebody waits."""
+
+    def fetch(self, name: str, host: torch.Tensor) -> torch.Event | None:
+        super().fetch(name, host)
+        return _SlowEvent()  # type: ignore[return-value]
