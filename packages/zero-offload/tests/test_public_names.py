@@ -26,6 +26,8 @@ NAMES = [
     "StoreFullError",
     "Trace",
     "offload_activations",
+    "park",
+    "unpark",
 ]
 
 

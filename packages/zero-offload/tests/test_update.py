@@ -20,6 +20,7 @@ from zero_offload import (
     Placement,
     ShardError,
     ShardPlan,
+    Trace,
 )
 from zero_offload.update._feed import Feed, staging_bytes
 from zero_optim_kernels.torch import CPUAdamW
@@ -321,3 +322,36 @@ def test_wrong_placements_and_calls_are_named(tmp_path: Path) -> None:
     update.close()
     with pytest.raises(OffloadError, match="closed"):
         update.step()
+
+
+def test_a_step_begins_with_what_the_one_before_left_in_the_buffers(tmp_path: Path) -> None:
+    trace = Trace()
+    slices, buffers, size = 12, 4, 8192
+    shard = ShardPlan("s", slices * size, torch.bfloat16, torch.float32, (FragmentPlan("a", 0, slices * size, 0),))
+    weights = {"s": torch.zeros(slices * size, dtype=torch.bfloat16)}
+    placement = Placement(tier="nvme", path=tmp_path, sub_group_size=size, buffer_count=buffers)
+    with OffloadedUpdate(
+        [shard], "AdamW", lambda: GROUPS, OneLender(weights), placement, device="cpu", trace=trace
+    ) as update:
+        reads = []
+        for _ in range(5):
+            update.add_gradient("s", torch.ones(slices * size))
+            update.step()
+            update.flush()
+            reads.append(sum(row.nbytes for row in trace.report() if row.hop == "states in"))
+            trace.clear()
+    assert reads == [0] + 4 * [(slices - buffers) * size * 12]
+    trace.close()
+
+
+class OneLender:
+    """Weights in a dict."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
+        return self._tensors[name]
+
+    def give_back(self, name: str, *, dirty: bool) -> None:
+        """They stay."""

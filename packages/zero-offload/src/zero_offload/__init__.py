@@ -8,6 +8,7 @@ from .errors import BudgetError, MissingExtraError, OffloadError, ShardCorruptEr
 from .host import HostStore
 from .nvme import NvmeStore
 from .optimizer import OffloadedOptimizer
+from .parking import park, unpark
 from .trace import Trace
 from .update import DelayedUpdate, FragmentPlan, OffloadedUpdate, Placement, Sealed, ShardPlan
 
@@ -30,4 +31,6 @@ __all__ = [
     "StoreFullError",
     "Trace",
     "offload_activations",
+    "park",
+    "unpark",
 ]

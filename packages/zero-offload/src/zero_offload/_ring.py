@@ -100,9 +100,11 @@ class Ring:
         return sum(page_rounded(slot.memory.numel()) for slot in self._slots)
 
     def prefetch(self, packs: Iterable[Pack]) -> None:
-        """Start reading packs into buffers that are free now; stop where none is."""
+        """Start reading packs into buffers that are free now, and keep those that are here; stop where none is free."""
         for pack in packs:
-            if self._find(pack) is not None:
+            known = self._find(pack)
+            if known is not None:
+                known.used = known.used if known.holders else 0
                 continue
             slot = self._free_now()
             if slot is None:
@@ -146,6 +148,10 @@ class Ring:
     def drop(self, pack: Pack) -> None:
         """Give a pack back that nobody wrote, and forget it: its extents will change."""
         self.release(pack, dirty=False)
+        self.remove(pack)
+
+    def remove(self, pack: Pack) -> None:
+        """Forget what a buffer has of a pack that nobody holds; nothing of it may be under way."""
         slot = self._find(pack)
         if slot is not None and not slot.holders:
             slot.pack = None

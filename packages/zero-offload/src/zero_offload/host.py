@@ -103,6 +103,18 @@ class HostStore:
         if self._copies is not None:
             self._copies.flush()
 
+    def discard(self, name: str) -> None:
+        """Forget a shard that nobody holds, and free its memory."""
+        self._known(name)
+        if self._holders.get(name):
+            raise ShardError(f"'{name}' is acquired; release it before discarding it", tensor=name)
+        if self._copies is not None:
+            self._copies.forget(name)
+        del self._shards[name], self._blocks[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shards
+
     def _known(self, name: str) -> torch.Tensor:
         if name not in self._shards:
             raise ShardError(f"no shard '{name}' was put into this store", tensor=name)

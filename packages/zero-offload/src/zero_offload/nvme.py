@@ -192,6 +192,25 @@ class NvmeStore:
             wanted = [name for name in wanted if name not in self._copies]
         self._ring.prefetch(self._known(name)[0] for name in wanted)
 
+    def discard(self, name: str) -> None:
+        """Forget a shard that nobody holds. A shard of the same name and size uses its place in the files again."""
+        if name in self._in_host:
+            self._host.discard(name)
+            self._in_host.discard(name)
+            return
+        pack, _ = self._known(name)
+        if self._holders.get(name):
+            raise ShardError(f"'{name}' is acquired; release it before discarding it", tensor=name)
+        if self._copies is not None:
+            self._copies.forget(name)
+        self._arrived()
+        self._ring.flush()
+        self._ring.remove(pack)
+        del self._packs[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._in_host or name in self._packs
+
     def flush(self) -> None:
         """Return when everything released has reached its tier; raise the first write that failed."""
         self._host.flush()

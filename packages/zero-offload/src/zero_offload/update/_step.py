@@ -36,7 +36,7 @@ def run_step(
     """Update ``fragments``, all that have a gradient and are not ``absent``; gradients are multiplied by ``grad_scale``
     as they are read.
     """
-    active = [i for i, slice_ in enumerate(slices) if any(span.fragment in fragments for span in slice_)]
+    active = tier.order([i for i, slice_ in enumerate(slices) if any(span.fragment in fragments for span in slice_)])
     feed.begin(active, absent=absent, rewritten=_rewritten(fragments))
     try:
         feed.start(0)

@@ -29,6 +29,9 @@ class Visit(NamedTuple):
 class Tier(Protocol):
     """Keeps the slices of one update. The content of a slice that was never kept is arbitrary."""
 
+    def order(self, indices: Sequence[int]) -> list[int]:
+        """Slices, given in ascending order, in the order in which visiting them costs least."""
+
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[Visit]:
         """Each slice in turn, valid until the next is asked for; with ``dirty`` it was changed and is kept.
 
@@ -80,6 +83,9 @@ class HostTier:
             tensors[kind.name] = self._block.view(position, kind.items(span.length), kind.dtype)
             position += kind.nbytes(span.length)
 
+    def order(self, indices: Sequence[int]) -> list[int]:
+        return list(indices)
+
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[Visit]:
         for index in indices:
             yield Visit(index, self._tensors[index])
@@ -128,7 +134,8 @@ class NvmeOptions(NamedTuple):
 class NvmeTier:
     """Extents in files, one per fragment and kind, and a ring of buffers.
 
-    While a slice is computed the next ones are read and the ones before it are written.
+    While a slice is computed the next ones are read and the ones before it are written. The order turns round from pass
+    to pass, so that a pass begins with the slices that the one before left in the buffers.
     """
 
     def __init__(self, slices: Sequence[Slice], options: NvmeOptions, trace: Trace | None) -> None:
@@ -137,6 +144,7 @@ class NvmeTier:
         self._ahead = max(1, options.buffer_count - 2) if options.pipeline_read else 0
         self._write_behind = options.pipeline_write
         self._kept: set[int] = set()
+        self._last = -1
         self._stored_bytes = host_bytes(slices)
         self._store = open_extents(
             options.paths,
@@ -155,8 +163,13 @@ class NvmeTier:
             self._store.close(remove=True)
             raise
 
+    def order(self, indices: Sequence[int]) -> list[int]:
+        ordered = list(indices)
+        return ordered[::-1] if ordered and self._last >= ordered[-1] else ordered
+
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[Visit]:
         for position, index in enumerate(indices):
+            self._last = index
             pack, kept = self._packs[index], index in self._kept
             buffer = self._ring.acquire(pack, fresh=not kept)
             ahead = indices[position + 1 : position + 1 + self._ahead]
@@ -237,6 +250,10 @@ class SplitTier:
         self._first = first
         self._rest = rest
         self._count = count
+
+    def order(self, indices: Sequence[int]) -> list[int]:
+        first = self._first.order([i for i in indices if i < self._count])
+        return first + [i for i in indices if i >= self._count]
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[Visit]:
         yield from self._first.visit([i for i in indices if i < self._count], dirty=dirty)

@@ -1,0 +1,68 @@
+"""Tensors that are not needed for a while give their memory back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .errors import ShardError
+from .host import HostStore
+from .nvme import NvmeStore
+
+__all__ = ["park", "unpark"]
+
+
+def park(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> int:
+    """Take the content of tensors to a store and free their memory; returns the bytes freed.
+
+    The tensors stay the same objects, with their shapes; until `unpark` their content must not be touched (on an
+    accelerator that is an illegal access, on the CPU a crash). Tensors that share memory are parked together: name all
+    that are used again, or one of them. Those that are parked already are left alone. ``tensors``: a model's
+    ``state_dict()``, an optimizer's states by name, gradients.
+
+    ValueError names a tensor whose memory torch cannot resize (made from NumPy, a file or shared memory).
+    """
+    storages = _storages(tensors)
+    for name, storage in storages.items():
+        if storage.nbytes() and not storage.resizable():
+            raise ValueError(f"'{name}': its memory belongs to somebody else and cannot be freed; clone() it first")
+    freed = 0
+    for name, storage in storages.items():
+        nbytes = storage.nbytes()
+        if nbytes:
+            store.put(name, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # type: ignore[call-overload]
+            freed += nbytes
+    store.flush()
+    for storage in storages.values():
+        storage.resize_(0)
+    return freed
+
+
+def unpark(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> None:
+    """Bring back what `park` took, given the same names, and forget it in the store.
+
+    ShardError names what is not there.
+    """
+    storages = {name: storage for name, storage in _storages(tensors).items() if not storage.nbytes()}
+    store.prefetch([name for name in storages if name in store])
+    for name, storage in storages.items():
+        tensor = tensors[name]
+        if name not in store:
+            if tensor.numel():
+                raise ShardError(f"'{name}' is not parked in this store", tensor=name)
+            continue
+        content = store.acquire(name)
+        storage.resize_(content.numel())
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(content)  # type: ignore[call-overload]
+        store.release(name, dirty=False)
+        store.discard(name)
+
+
+def _storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.UntypedStorage]:
+    """Each storage once, by the first name that stands on it."""
+    found: dict[int, tuple[str, torch.UntypedStorage]] = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        found.setdefault(storage._cdata, (name, storage))
+    return dict(found.values())
