@@ -204,8 +204,11 @@ def main() -> None:
             print(f"host tier / {peer}: {ratio(seconds['host tier'], seconds[peer])}")
         bound = [max(pair) for pair in zip(seconds["read and write at once"], seconds["host tier"], strict=True)]
         print(f"NVMe tier / max(read and write at once, compute): {ratio(seconds['NVMe tier'], bound)}")
-        gigabytes = 2 * 12 * elements / 1e9
-        print(f"NVMe tier: {gigabytes / statistics.median(seconds['NVMe tier']):.2f} GB/s read and written together")
+        moved = sum(row.nbytes for row in trace.report()) / (arguments.rounds + 1) / 1e9
+        print(
+            f"NVMe tier: {moved:.2f} GB read and written in a step, "
+            f"{moved / statistics.median(seconds['NVMe tier']):.2f} GB/s; what the ring still has is not read again"
+        )
         print(f"{nvme.bytes_written()} bytes written, {nvme.memory()['ring']} bytes of host memory")
         fsdp = seconds["training, FSDP2 CPUOffloadPolicy"]
         print(f"training, host tier / FSDP2 CPUOffloadPolicy: {ratio(seconds['training, host tier'], fsdp)}")

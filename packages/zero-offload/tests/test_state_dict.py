@@ -107,6 +107,35 @@ def test_the_state_is_plain_tensors_in_the_shape_of_torch() -> None:
     assert set(reference.state_dict()["param_groups"][0]) <= set(saved["param_groups"][0])
 
 
+def test_eight_bit_states_are_saved_as_they_are_and_made_from_torchs(tmp_path: Path) -> None:
+    model = fresh_model()
+    with OffloadedOptimizer(model, lr=1e-2, state_dtype=torch.int8) as optimizer:
+        go_on(model, optimizer, range(3))
+        saved = optimizer.state_dict()
+        kept = {name: weight.clone() for name, weight in model.state_dict().items()}
+        go_on(model, optimizer, range(3, 5))
+    state = saved["state"][0]
+    assert (state["exp_avg"].dtype, state["exp_avg"].shape) == (torch.uint8, (130, 40))
+    assert state["exp_avg_scale"].shape == (21,)
+    resumed = fresh_model()
+    options = {**tier_options("nvme", tmp_path), "state_dtype": torch.int8}
+    with OffloadedOptimizer(resumed, lr=1e-2, **options) as optimizer:
+        resumed.load_state_dict(kept)
+        optimizer.load_state_dict(saved)
+        go_on(resumed, optimizer, range(3, 5))
+        assert torch.equal(weights(resumed), weights(model))
+        reference = fresh_model()
+        theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        go_on(reference, theirs, range(2))
+        resumed.load_state_dict(reference.state_dict())
+        optimizer.load_state_dict(theirs.state_dict())
+        before = weights(reference).clone()
+        go_on(reference, theirs, range(2, 3))
+        go_on(resumed, optimizer, range(2, 3))
+    # Three bits of mantissa are a sixteenth; a step from fresh states differs by more than its own length.
+    assert float((weights(resumed) - weights(reference)).norm() / (weights(reference) - before).norm()) < 1 / 16
+
+
 def test_the_state_can_be_kept_in_safetensors(tmp_path: Path) -> None:
     model = fresh_model(torch.bfloat16)
     with OffloadedOptimizer(model, lr=1e-2) as optimizer:

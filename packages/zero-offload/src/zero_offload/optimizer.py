@@ -242,7 +242,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if member.param.dtype == wide_dtype(member.param.dtype):
                 state.pop(MASTER, None)
             result["state"][numbers[id(member.param)]] = {
-                kind: value.view(member.param.shape) if value.dim() else value for kind, value in state.items()
+                kind: value.view(member.param.shape) if kind in self._shaped(name) else value
+                for kind, value in state.items()
             }
         return result
 
@@ -272,22 +273,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             member.version = None  # the next step compares the masters with the weights that are there then
         self._clip = 1.0
 
+    def _shaped(self, name: str) -> set[str]:
+        """What has the shape of the parameter: all that is kept but the scales of 8-bit moments."""
+        kinds = self._update.kinds(name)
+        return {kind for kind in kinds if not (kind.endswith("_scale") and kind.removesuffix("_scale") in kinds)}
+
     def _flat_state(self, member: Member, state: dict[str, Any]) -> dict[str, Any]:
         """The part of a saved state that is kept here, flat. SGD's state in torch has no step number; with a momentum
         buffer it is past the first.
         """
         flat: dict[str, Any] = {"step": int(state.get("step", 1))}
+        shaped = self._shaped(member.name)
         for kind in self._update.kinds(member.name):
             value = state.get(kind)
-            if value is None and kind != MASTER:
+            if value is None and kind in shaped - {MASTER}:
                 raise ValueError(f"'{member.name}': the saved state has no '{kind}', only {', '.join(sorted(state))}")
-            if value is not None:
-                if value.shape != member.param.shape:
-                    raise ValueError(
-                        f"'{member.name}': saved '{kind}' has shape {tuple(value.shape)}, "
-                        f"the parameter has {tuple(member.param.shape)}"
-                    )
-                flat[kind] = value.detach().contiguous().view(-1)
+            if value is None:
+                continue
+            if kind in shaped and value.shape != member.param.shape:
+                raise ValueError(
+                    f"'{member.name}': saved '{kind}' has shape {tuple(value.shape)}, "
+                    f"the parameter has {tuple(member.param.shape)}"
+                )
+            flat[kind] = value.detach().contiguous().view(-1)
         return flat
 
     def _numbers(self) -> dict[int, int]:

@@ -31,7 +31,7 @@ def park(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> i
     for name, storage in storages.items():
         nbytes = storage.nbytes()
         if nbytes:
-            store.put(name, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # type: ignore[call-overload]
+            store.put(name, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
             freed += nbytes
     store.flush()
     for storage in storages.values():
@@ -54,7 +54,7 @@ def unpark(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) ->
             continue
         content = store.acquire(name)
         storage.resize_(content.numel())
-        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(content)  # type: ignore[call-overload]
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(content)
         store.release(name, dirty=False)
         store.discard(name)
 

@@ -15,13 +15,12 @@ from ..budget import HostBudget
 from ..errors import BudgetError
 from ..trace import Trace
 from ._feed import Feed, staging_bytes
+from ._filed_gradients import NvmeGradients, gradient_ring_bytes
 from ._gradients import (
     CallerGradients,
     Gradients,
     HostGradients,
-    NvmeGradients,
     gradient_bytes,
-    gradient_ring_bytes,
 )
 from ._slices import BLOCK, Fragment, Slice, cut, split
 from ._tiers import HostTier, NvmeOptions, NvmeTier, SplitTier, Tier, host_bytes, ring_bytes

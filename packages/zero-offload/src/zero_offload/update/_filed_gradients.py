@@ -1,0 +1,168 @@
+"""Gradients between backward and the step: in files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .._extents import DTYPE_NAMES, open_extents
+from .._lanes import Lane
+from .._memory import page_rounded
+from .._ring import Pack, Ring, lay_out
+from ..trace import Trace
+from ._gradients import HOP, gradient_bytes, known_shard
+from ._slices import Slice
+from ._tiers import NvmeOptions
+from .plans import ShardPlan
+
+__all__ = ["NvmeGradients", "gradient_ring_bytes"]
+
+
+def gradient_ring_bytes(shards: Sequence[ShardPlan], slices: Sequence[Slice], buffer_count: int) -> int:
+    """Host memory of `NvmeGradients`: ``buffer_count`` buffers for the largest shard or slice, in whole pages."""
+    packs = [*(_shard_pack(shard) for shard in shards), *(_slice_pack(i, s)[0] for i, s in enumerate(slices))]
+    return buffer_count * max((page_rounded(pack.nbytes) for pack in packs), default=0)
+
+
+class NvmeGradients:
+    """Extents ``<shard>/gradient`` in files, and a ring of buffers that they are collected in and read through."""
+
+    def __init__(
+        self,
+        shards: Sequence[ShardPlan],
+        slices: Sequence[Slice],
+        device: torch.device,
+        options: NvmeOptions,
+        trace: Trace | None,
+    ) -> None:
+        self._slices = slices
+        self._lane = Lane(device, trace, HOP)
+        self._shards = {shard.name: (_shard_pack(shard), shard.grad_dtype) for shard in shards}
+        self._packs = [_slice_pack(index, slice_) for index, slice_ in enumerate(slices)]
+        self._present: set[str] = set()
+        self._acquired: dict[int, Pack] = {}
+        self._stored_bytes = gradient_bytes(shards)
+        self._store = open_extents(
+            options.paths,
+            prefix=f"{options.prefix}-gradients",
+            checksums=options.checksums,
+            verify=options.verify,
+            engine=options.engine,
+        )
+        try:
+            for shard in shards:
+                nbytes = shard.numel * shard.grad_dtype.itemsize
+                self._store.declare(_extent(shard), nbytes, DTYPE_NAMES[shard.grad_dtype])
+            largest = gradient_ring_bytes(shards, slices, 1)
+            self._ring = Ring(
+                self._store, buffer_count=options.buffer_count, buffer_bytes=largest, trace=trace, hop=HOP
+            )
+        except BaseException:
+            self._store.close(remove=True)
+            raise
+
+    def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
+        pack, dtype = known_shard(self._shards, shard)
+        again = shard in self._present
+        return self._ring.acquire(pack, fresh=not again)[: pack.parts[0].nbytes].view(dtype), again
+
+    def give_back(self, shard: str, *, dirty: bool) -> None:
+        pack, _ = self._shards[shard]
+        if dirty:
+            self._present.add(shard)
+            self._ring.release(pack, dirty=True)
+        elif shard in self._present:
+            self._ring.release(pack, dirty=False)
+        else:
+            self._ring.drop(pack)
+
+    def add(self, shard: str, gradient: torch.Tensor) -> None:
+        own, again = self.borrow(shard)
+        if again:
+            own.add_(gradient.to(own.device))
+        else:
+            event = self._lane.copy(own, gradient)
+            if event is not None:
+                event.synchronize()
+        self.give_back(shard, dirty=True)
+
+    def has(self, shard: str) -> bool:
+        return shard in self._present
+
+    def prefetch(self, index: int) -> None:
+        pack, _ = self._packs[index]
+        if all(map(self.has, self._shards_of(index))):
+            self._ring.prefetch([pack])
+
+    def acquire(self, index: int) -> list[torch.Tensor | None]:
+        present = {shard for shard in self._shards_of(index) if self.has(shard)}
+        pack, places = self._packs[index]
+        if len(present) < len(self._shards_of(index)):
+            pack, places = _slice_pack(index, self._slices[index], only=present)
+        buffer = self._ring.acquire(pack)
+        self._acquired[index] = pack
+        found: list[torch.Tensor | None] = []
+        for span in self._slices[index]:
+            shard = span.fragment.shard
+            if shard.name not in present:
+                found.append(None)
+                continue
+            begin = places[shard.name] + (span.fragment.plan.start + span.begin) * shard.grad_dtype.itemsize
+            nbytes = span.length * shard.grad_dtype.itemsize
+            found.append(buffer[begin : begin + nbytes].view(shard.grad_dtype))
+        return found
+
+    def release(self, index: int) -> None:
+        self._ring.drop(self._acquired.pop(index))
+
+    def abort(self) -> None:
+        self._ring.forget()
+        self._acquired.clear()
+
+    def clear(self) -> None:
+        self._ring.forget()
+        self._present.clear()
+
+    def memory(self) -> dict[str, int]:
+        return {"gradients": self._ring.resident_bytes, "nvme": self._stored_bytes}
+
+    def bytes_written(self) -> int:
+        return self._store.bytes_written()
+
+    def flush(self) -> None:
+        self._ring.flush()
+
+    def close(self) -> None:
+        self._store.close(remove=True)
+
+    def _shards_of(self, index: int) -> dict[str, None]:
+        return {span.fragment.shard.name: None for span in self._slices[index]}
+
+
+def _extent(shard: ShardPlan) -> str:
+    return f"{shard.name}/gradient"
+
+
+def _shard_pack(shard: ShardPlan) -> Pack:
+    return lay_out(_extent(shard), [(_extent(shard), 0, shard.numel * shard.grad_dtype.itemsize)])
+
+
+def _slice_pack(index: int, slice_: Slice, only: set[str] | None = None) -> tuple[Pack, dict[str, int]]:
+    """One piece for each shard (of ``only``) in a slice, and where in the buffer its element 0 would be."""
+    ranges: dict[str, tuple[ShardPlan, int, int]] = {}
+    for span in slice_:
+        shard, begin = span.fragment.shard, span.fragment.plan.start + span.begin
+        if only is None or shard.name in only:
+            _, first, _ = ranges.get(shard.name, (shard, begin, 0))
+            ranges[shard.name] = (shard, first, begin + span.length)
+    pieces = [
+        (_extent(shard), begin * shard.grad_dtype.itemsize, (end - begin) * shard.grad_dtype.itemsize)
+        for shard, begin, end in ranges.values()
+    ]
+    pack = lay_out(f"gradients of slice {index}", pieces)
+    places = {
+        shard.name: part.buffer_offset - part.extent_offset
+        for (shard, _, _), part in zip(ranges.values(), pack.parts, strict=True)
+    }
+    return pack, places
