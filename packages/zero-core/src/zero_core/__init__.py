@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import checkpointing
     from .assembly import initialize
     from .config import Config, ConfigError
     from .construction import Init, gathered
@@ -25,18 +26,32 @@ _LAZY = {
     "Init": "construction",
     "RepeatingLoader": "loading",
     "UsageError": "errors",
+    "checkpointing": "",
     "gathered": "construction",
     "initialize": "assembly",
 }
 
-__all__ = ["Config", "ConfigError", "Engine", "Init", "RepeatingLoader", "UsageError", "gathered", "initialize"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Engine",
+    "Init",
+    "RepeatingLoader",
+    "UsageError",
+    "checkpointing",
+    "gathered",
+    "initialize",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_LAZY[name]}")
-    value = getattr(module, name)
+    value: Any
+    if _LAZY[name]:
+        value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    else:
+        value = import_module(f"{__name__}.{name}")
     globals()[name] = value
     return value
 

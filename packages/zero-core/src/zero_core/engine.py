@@ -30,6 +30,8 @@ from zero_partition import (
 from zero_precision import LossScaleError, cast_floating, parse_dtype
 
 from . import checkpoint
+from .checkpointing import Checkpointing
+from .compiling import compile_model
 from .config import Config
 from .errors import UsageError
 from .facts import Facts
@@ -62,6 +64,7 @@ class Engine(Facts):
             position is part of a checkpoint.
         monitor: where numbers are written; ``monitor.write_events([("name", value, samples)])`` adds your own.
         instruments: what is timed, counted and printed.
+        checkpointing: where `zero_core.checkpointing.checkpoint` keeps activations inside this engine's forward.
         observer: told of losses and steps.
     """
 
@@ -96,6 +99,8 @@ class Engine(Facts):
         self._collate_fn = collate_fn
         self.training_dataloader: RankLoader[Any] | None = None
         self.observer: Observer = Unobserved()
+        self.checkpointing = Checkpointing(config.activation_checkpointing)
+        self._compiled: list[str] = []
         partition.runtime.reduces_now = self._reduces_now
         partition.runtime.allows_plain_backward = self._refuse_plain_backward
         if partition.rank == 0:
@@ -113,7 +118,7 @@ class Engine(Facts):
         self._check_open("forward")
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast_floating((args, kwargs), torch.float16)
-        with self._told_to_all(), self._autocast(), self.instruments.during("forward"):
+        with self._told_to_all(), self._autocast(), self.checkpointing.running(), self.instruments.during("forward"):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -167,6 +172,7 @@ class Engine(Facts):
         self.global_steps += 1
         self._partition.runtime.step = self.global_steps
         self.instruments.after_step()
+        self.checkpointing.after_step(self._partition.rank)
         self.observer.after_step(self._last)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -246,6 +252,35 @@ class Engine(Facts):
             pin_memory=pin_memory,
             workers=num_local_io_workers,
         )
+
+    # -- compilation -------------------------------------------------------------------------------------------------
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """torch.compile the module, from its next call on: whole at stages 0 to 2, unit by unit at stage 3.
+
+        ``compile_kwargs``: for `torch.compile`. Raises `UsageError` for DeepCompile's ``schedule``, for compiled
+        autograd, and at stage 3 for modes that use CUDA graphs.
+        """
+        self._check_open("compile")
+        self._compiled = compile_model(
+            self.module, self._partition, backend, compile_kwargs, schedule, compiled_autograd_enabled
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return bool(self._compiled)
+
+    @property
+    def compiled_modules(self) -> list[str]:
+        """Names of the modules that are compiled, each as one graph unless its own code breaks it."""
+        return list(self._compiled)
 
     # -- whole values ------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from zero_core.config._base import Section
-from zero_core.config.features import NO_EFFECT, REFUSED, REFUSED_AT_STAGE_3, leaves, no_effect
+from zero_core.config.features import NO_EFFECT, REFUSED, leaves, no_effect
 from zero_core.config.keys import ConfigFile
 from zero_core.config.precision import precision_policy
 
@@ -20,8 +20,6 @@ ASKED = {
     "tensor_parallel.tp.tp_size": 2,
     "weight_quantization": {"num_bits": 4},
     "zero_optimization.load_from_fp32_weights": False,
-    "zero_optimization.offload_optimizer.device": "cpu",
-    "zero_optimization.offload_param.device": "cpu",
     "zero_optimization.zenflow": {"topk_ratio": 0.2},
     "zero_optimization.zero_hpz_partition_size": 2,
 }
@@ -50,20 +48,13 @@ def test_the_default_of_every_refusable_key_is_inert(row):
     assert field.is_required() or not row.when(field.get_default(call_default_factory=True))
 
 
-def test_a_refusal_under_an_old_name_says_where_it_came_from(refused):
-    error = refused({"zero_optimization": {"stage": 2, "cpu_offload": True}})
-    assert "zero_optimization.offload_optimizer.device: optimizer offload" in str(error)
-    assert "from the deprecated zero_optimization.cpu_offload" in str(error)
-
-
-def test_parameter_offload_is_refused_at_stage_3_and_without_effect_below(refused, loaded):
-    (row,) = REFUSED_AT_STAGE_3
+def test_parameter_offload_is_without_effect_below_stage_3(loaded):
     for device in ("cpu", "nvme"):
         offload = {"device": device, "nvme_path": "/local_nvme"}
-        assert refused({"zero_optimization": {"stage": 3, "offload_param": offload}}).path == row.path
-        config = loaded({"zero_optimization": {"stage": 2, "offload_param": offload}})
-        notes = {line.path: line.note for line in config.report()}
-        assert "no effect" in notes[row.path]
+        for stage, silent in ((3, True), (2, False)):
+            config = loaded({"zero_optimization": {"stage": stage, "offload_param": offload}})
+            notes = {line.path: line.note for line in config.report()}
+            assert ("no effect" not in notes["zero_optimization.offload_param.device"]) is silent
 
 
 @pytest.mark.parametrize("path", NO_EFFECT)
@@ -99,14 +90,34 @@ def test_hints_without_meaning_here_are_accepted_and_listed_as_such(config, path
     assert row.provenance == "user" and row.note.startswith("accepted, no effect: ")
 
 
+TOOLS = ("comet", "comms_logger", "csv_monitor", "flops_profiler", "tensorboard", "wandb")
+MODES = (None, "fp16", "bf16", "torch_autocast", *TOOLS)
+
 HAS_EFFECT = """
+activation_checkpointing.contiguous_memory_optimization activation_checkpointing.cpu_checkpointing
+activation_checkpointing.number_checkpoints activation_checkpointing.partition_activations
+activation_checkpointing.profile activation_checkpointing.synchronize_checkpoint_boundary
 bf16.check_grad_overflow bf16.enabled bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
-communication_data_type data_types.buffer_dtype data_types.grad_accum_dtype
+comet.api_key comet.enabled comet.experiment_key comet.experiment_name comet.mode comet.online comet.project
+comet.samples_log_interval comet.workspace comms_logger.enabled comms_logger.prof_all comms_logger.prof_ops
+comms_logger.verbose csv_monitor.enabled csv_monitor.job_name csv_monitor.output_path dataloader_drop_last dump_state
+flops_profiler.detailed flops_profiler.enabled flops_profiler.module_depth flops_profiler.output_file
+flops_profiler.profile_step flops_profiler.top_modules memory_breakdown tensorboard.enabled tensorboard.job_name
+tensorboard.output_path timers.throughput.enabled wall_clock_breakdown wandb.enabled wandb.group wandb.project
+wandb.team communication_data_type data_types.buffer_dtype data_types.grad_accum_dtype
 data_types.keep_in_fp32_modules data_types.param_dtype deterministic fp16.auto_cast
 fp16.consecutive_hysteresis fp16.enabled fp16.fp16_master_weights_and_grads fp16.hysteresis fp16.initial_scale_power
 fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale gradient_accumulation_steps gradient_clipping optimizer
 reduce_each_micro_batch scheduler steps_per_print train_batch_size train_micro_batch_size_per_gpu
 torch_autocast.dtype torch_autocast.enabled torch_autocast.lower_precision_safe_modules
+aio.block_size aio.intra_op_parallelism aio.overlap_events aio.queue_depth aio.single_submit aio.use_gds
+zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.device
+zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.pin_memory
+zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write
+zero_optimization.offload_optimizer.ratio zero_optimization.offload_param.buffer_count
+zero_optimization.offload_param.buffer_size zero_optimization.offload_param.device
+zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.nvme_path
+zero_optimization.offload_param.pin_memory zero_optimization.sub_group_size
 zero_optimization.reduce_bucket_size zero_optimization.stage zero_optimization.stage3_max_live_parameters
 zero_optimization.unit_max_numel zero_optimization.unit_min_numel
 zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_prefetch_bucket_size
@@ -114,8 +125,10 @@ zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_pr
 
 
 def test_every_key_has_an_effect_is_refused_or_says_that_it_has_none(loaded):
-    refusable = {row.path for row in (*REFUSED, *REFUSED_AT_STAGE_3)}
-    configs = [loaded({mode: {"enabled": True}} if mode else {}) for mode in (None, "fp16", "bf16", "torch_autocast")]
+    refusable = {row.path for row in REFUSED}
+    configs = [loaded({mode: {"enabled": True}} if mode else {}) for mode in MODES]
+    nvme = {"device": "nvme", "nvme_path": "/local_nvme"}
+    configs.append(loaded({"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}))
     silent = {path for config in configs for path, _ in leaves(config) if not no_effect(config, path)}
     assert silent - refusable == set(HAS_EFFECT)
 
@@ -144,6 +157,8 @@ def test_keys_that_nobody_wrote_carry_no_note(loaded):
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types", "accumulate_dtype"),
         ({"bf16": {"enabled": True}, "communication_data_type": "fp16"}, "data_types", "wire_dtype"),
         ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "fp16", "below min_loss_scale"),
+        ({"activation_checkpointing": {"contiguous_memory_optimization": True}},
+         "activation_checkpointing.number_checkpoints", "segments that wait for backward"),
     ],
 )  # fmt: skip
 def test_keys_that_contradict_each_other_are_refused(config, path, said, refused):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from zero_comm import run_ranks
+from zero_core.cli import main
 from zero_core.verify import Bitwise, Difference, Plan, Recording, Variant, Within, compare, run_script
 
 SCRIPT = Path(__file__).with_name("training_script.py")
@@ -113,37 +114,39 @@ def test_sixteen_bits_stay_within_a_bound_of_float32_that_wrong_gradients_leave(
     assert difference is not None and difference.name == "blocks.1.weight" and "root mean square" in difference.detail
 
 
-def verify(tmp_path: Path, *arguments: str, **changes: Any) -> subprocess.CompletedProcess[str]:
+def verify(tmp_path: Path, fault: str, *options: str) -> list[str]:
     config = tmp_path / "ds.json"
-    config.write_text(json.dumps({**SETTINGS, **changes}))
-    command = [sys.executable, "-m", "zero_core.cli", "verify", str(SCRIPT), "--config", str(config), "--steps", "2"]
-    return subprocess.run([*command, "--", *arguments], capture_output=True, text=True, timeout=120)
+    config.write_text(json.dumps(SETTINGS))
+    return ["verify", str(SCRIPT), "--config", str(config), "--steps", "2", *options, "--", fault]
 
 
-def test_the_command_passes_a_clean_script(tmp_path: Path) -> None:
-    done = verify(tmp_path, "none")
-    assert done.returncode == 0, done.stderr
-    assert "ds.json is bitwise equal to stage 0 on 2 rank(s) in 2 step(s)" in done.stdout
+def test_the_command_passes_a_clean_script(tmp_path: Path, capsys: Any) -> None:
+    assert main(verify(tmp_path, "none", "--nproc", "1", "--keep", str(tmp_path / "kept"))) == 0
+    assert "ds.json is bitwise equal to stage 0 on 1 rank(s) in 2 step(s)" in capsys.readouterr().out
+    assert Recording(tmp_path / "kept" / "given").count(0) == 2
 
 
 def test_the_command_names_the_tensor_and_fails_for_a_faulty_one(tmp_path: Path) -> None:
-    done = verify(tmp_path, "dropped reduction")
+    command = [sys.executable, "-m", "zero_core.cli", *verify(tmp_path, "dropped reduction")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert "step 0: the gradient of 'blocks.1.weight' differs" in done.stdout
 
 
 @pytest.mark.soak
-def test_the_command_tells_a_script_that_does_not_repeat_from_a_faulty_one(tmp_path: Path) -> None:
-    done = verify(tmp_path, "does not repeat")
-    assert done.returncode == 2 and "does not repeat itself" in done.stderr
+def test_the_command_tells_a_script_that_does_not_repeat_from_a_faulty_one(tmp_path: Path, capsys: Any) -> None:
+    assert main(verify(tmp_path, "does not repeat")) == 2
+    assert "does not repeat itself" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_the_command_says_that_a_script_fails_by_itself(tmp_path: Path, capsys: Any) -> None:
+    assert main(verify(tmp_path, "fails")) == 2
+    assert "failed first" in capsys.readouterr().err
 
 
 def test_the_command_refuses_what_it_cannot_run(tmp_path: Path, capsys: Any) -> None:
-    from zero_core.cli import main
-
     assert main(["verify", str(tmp_path / "absent.py")]) == 2
     assert "absent.py" in capsys.readouterr().err
     assert main(["verify", str(SCRIPT), "--config", str(tmp_path / "absent.json")]) == 2
     assert "absent.json" in capsys.readouterr().err
-
-

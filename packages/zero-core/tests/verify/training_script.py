@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zero_core
-from zero_comm import Group, SliceSum, Tag, Work
+from zero_comm import Group, Tag, Work
 
 FAULT = sys.argv[1]
 VICTIM = "blocks.1"
@@ -34,19 +34,30 @@ class Net(nn.Module):
         return F.mse_loss(self.head(h).float(), y)
 
 
-class Wrapped(Group):
-    """A group that is another one, for subclasses to spoil."""
+class Wrapped:
+    """A working group, for subclasses to spoil one of its calls."""
 
     def __init__(self, group: Group) -> None:
-        self.__dict__.update(group.__dict__)
+        self.group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
 
 
 class DropsReduction(Wrapped):
     """Keeps what this rank has instead of averaging."""
 
     def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        own = flat.view(self.world_size, -1)[self.rank]
+        own = flat.view(self.group.world_size, -1)[self.group.rank]
         return Work(tag, finish=lambda: out.add_(own) if accumulate else out.copy_(own))
+
+
+class DividesByOneMore(Wrapped):
+    """Divides the sum over N ranks by N + 1."""
+
+    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
+        ranks = self.group.world_size
+        return self.group.reduce(flat * (ranks / (ranks + 1)), out, tag, accumulate=accumulate)
 
 
 class GathersOnce(Wrapped):
@@ -55,20 +66,12 @@ class GathersOnce(Wrapped):
     first: torch.Tensor | None = None
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
-        work = super().all_gather(out, shard, tag)
+        work = self.group.all_gather(out, shard, tag)
         work.wait()
         if self.first is None:
             self.first = out.clone()
         out.copy_(self.first)
         return work
-
-
-class DividesByOneMore:
-    def __init__(self, inner: SliceSum) -> None:
-        self._inner = inner
-
-    def __call__(self, slices: Any, out: torch.Tensor, *, divisor: int, accumulate: bool) -> None:
-        self._inner(slices, out, divisor=divisor + 1, accumulate=accumulate)
 
 
 def plant(engine: zero_core.Engine) -> None:
@@ -78,16 +81,17 @@ def plant(engine: zero_core.Engine) -> None:
     if FAULT == "dropped reduction":
         gradients._group = DropsReduction(gradients._group)
     elif FAULT == "wrong divisor":
-        gradients._group = Wrapped(gradients._group)
-        gradients._group._slice_sum = DividesByOneMore(gradients._group._slice_sum)
+        gradients._group = DividesByOneMore(gradients._group)
     elif FAULT == "unclipped shard" and dist.get_rank() == 1:
         engine.sharded_optimizer.clip = 0.0  # type: ignore[union-attr]
     elif FAULT == "stale gather" and dist.get_rank() == 1:
-        unit._group = GathersOnce(unit._group)
+        unit._group = GathersOnce(unit._group)  # type: ignore[assignment]
 
 
 def main() -> None:
     engine = zero_core.initialize(model=Net(), config="given by the test")[0]
+    if FAULT == "fails":
+        raise SystemExit(3)
     if FAULT == "does not repeat":
         torch.seed()
     elif engine.zero_optimization_stage() == 3:

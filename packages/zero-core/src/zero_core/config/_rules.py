@@ -13,7 +13,7 @@ from zero_precision import PrecisionError
 
 def contradictions(config: ConfigFile) -> list[Problem]:
     """Return one problem for every pair of keys that cannot hold together."""
-    return [*_precision(config), *_stages(config), *_dtypes(config), *_loss_scale(config)]
+    return [*_precision(config), *_stages(config), *_dtypes(config), *_loss_scale(config), *_recomputation(config)]
 
 
 def _precision(config: ConfigFile) -> list[Problem]:
@@ -66,6 +66,14 @@ def _dtypes(config: ConfigFile) -> list[Problem]:
         action = "see data_types.grad_accum_dtype, data_types.buffer_dtype and communication_data_type"
         return [Problem("data_types", str(error), "", None, action)]
     return []
+
+
+def _recomputation(config: ConfigFile) -> list[Problem]:
+    section = config.activation_checkpointing
+    if not section.contiguous_memory_optimization or section.number_checkpoints is not None:
+        return []
+    expected = "expected the number of segments that wait for backward at once, with contiguous_memory_optimization"
+    return [Problem("activation_checkpointing.number_checkpoints", expected, "null")]
 
 
 def _loss_scale(config: ConfigFile) -> list[Problem]:

@@ -18,14 +18,16 @@ def _upper(value: Any) -> Any:
 
 
 class ActivationCheckpointing(Section):
-    """Activation recomputation through `zero_core.checkpointing`."""
+    """Where segments of `zero_core.checkpointing.checkpoint` keep their inputs until backward."""
 
-    partition_activations: Flag = False
-    number_checkpoints: PositiveInt | None = None
-    contiguous_memory_optimization: Flag = False
-    synchronize_checkpoint_boundary: Flag = False
-    profile: Flag = False
-    cpu_checkpointing: Flag = False
+    partition_activations: Flag = Field(default=False, description="Each model-parallel rank keeps a part.")
+    number_checkpoints: PositiveInt | None = Field(
+        default=None, description="Segments that wait for backward at once, for contiguous_memory_optimization."
+    )
+    contiguous_memory_optimization: Flag = Field(default=False, description="Inputs of one shape share one buffer.")
+    synchronize_checkpoint_boundary: Flag = Field(default=False, description="Wait for the accelerator at both ends.")
+    profile: Flag = Field(default=False, description="Log the time that segments take, after each step.")
+    cpu_checkpointing: Flag = Field(default=False, description="Inputs wait in host memory.")
 
 
 class CheckpointWriter(Section):
@@ -54,39 +56,43 @@ class Checkpoint(Section):
 
 
 class CommsLogger(Section):
+    """What was sent, as a table every `steps_per_print` steps."""
+
     auto_keys = ALL_KEYS
 
-    enabled: Flag = False
+    enabled: Flag = Field(default=False, description="Print what was sent, by phase and unit.")
     prof_all: Flag = True
-    prof_ops: tuple[Text, ...] = ()
-    verbose: Flag = False
+    prof_ops: tuple[Text, ...] = Field(default=(), description="Only these operations or phases, unless prof_all.")
+    verbose: Flag = Field(default=False, description="Print every collective when it starts.")
     debug: Flag = False
 
 
 class FlopsProfiler(Section):
-    enabled: Flag = False
+    """Floating-point operations of one micro-batch."""
+
+    enabled: Flag = Field(default=False, description="Count by torch.utils.flop_counter.")
     recompute_fwd_factor: NaturalFloat = 0.0
-    profile_step: PositiveInt = 1
-    module_depth: Int = -1
-    top_modules: PositiveInt = 1
-    detailed: Flag = True
-    output_file: Text | None = None
+    profile_step: PositiveInt = Field(default=1, description="The step that is counted; the first is 0.")
+    module_depth: Int = Field(default=-1, description="Depth down to which the top modules are listed; -1: all.")
+    top_modules: PositiveInt = Field(default=1, description="Modules listed at each depth.")
+    detailed: Flag = Field(default=True, description="Print every module.")
+    output_file: Text | None = Field(default=None, description="Written instead of printed.")
 
 
 class Tensorboard(Section):
     auto_keys = ALL_KEYS
 
-    enabled: Flag = False
-    output_path: Text = ""
+    enabled: Flag = Field(default=False, description="Needs zero-core[tensorboard].")
+    output_path: Text = Field(default="", description="Event files go to output_path/job_name.")
     job_name: Text = "DeepSpeedJobName"
 
 
 class Wandb(Section):
     auto_keys = ALL_KEYS
 
-    enabled: Flag = False
+    enabled: Flag = Field(default=False, description="Needs zero-core[wandb].")
     group: Text | None = None
-    team: Text | None = None
+    team: Text | None = Field(default=None, description="The client's entity.")
     project: Text = "deepspeed"
 
 
@@ -94,15 +100,15 @@ class CsvMonitor(Section):
     auto_keys = ALL_KEYS
 
     enabled: Flag = False
-    output_path: Text = ""
+    output_path: Text = Field(default="", description="One file per name goes to output_path/job_name.")
     job_name: Text = "DeepSpeedJobName"
 
 
 class Comet(Section):
     auto_keys = ALL_KEYS
 
-    enabled: Flag = False
-    samples_log_interval: PositiveInt = 100
+    enabled: Flag = Field(default=False, description="Needs zero-core[comet].")
+    samples_log_interval: PositiveInt = Field(default=100, description="Samples between two values of one name.")
     project: Text | None = None
     workspace: Text | None = None
     api_key: Text | None = None
@@ -115,7 +121,7 @@ class Comet(Section):
 class ThroughputTimer(Section):
     auto_keys = ALL_KEYS
 
-    enabled: Flag = True
+    enabled: Flag = Field(default=True, description="Lines of progress say samples per second.")
     synchronized: Flag = True
 
 

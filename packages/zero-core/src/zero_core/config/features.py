@@ -43,16 +43,10 @@ class Refusal(NamedTuple):
     instead: str
 
 
-_OFFLOAD = 'set the device to "none"'
 _ZEROPP = "train with the default, which sends whole weights and gradients"
 _OFF = "set it to false"
 
 REFUSED: tuple[Refusal, ...] = (
-    Refusal("activation_checkpointing.contiguous_memory_optimization", is_on, "activation checkpointing", _OFF),
-    Refusal("activation_checkpointing.cpu_checkpointing", is_on, "activation checkpointing", _OFF),
-    Refusal("activation_checkpointing.partition_activations", is_on, "activation checkpointing", _OFF),
-    Refusal("activation_checkpointing.profile", is_on, "activation checkpointing", _OFF),
-    Refusal("activation_checkpointing.synchronize_checkpoint_boundary", is_on, "activation checkpointing", _OFF),
     Refusal("autotuning.enabled", is_on, "autotuning", _OFF),
     Refusal("checkpoint.use_node_local_storage", is_on, "checkpoints on node-local disks", _OFF),
     Refusal("compile.autoep_non_moe", is_on, "DeepCompile", _OFF),
@@ -74,7 +68,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("weight_quantization", is_given, "quantised inference weights", "remove it"),
     Refusal("zero_optimization.legacy_stage1", is_on, "the old stage 1", "set it to false: results are the same"),
     Refusal("zero_optimization.load_from_fp32_weights", is_not(True), "masters from 16-bit weights", "set it to true"),
-    Refusal("zero_optimization.offload_optimizer.device", is_not("none"), "optimizer offload", _OFFLOAD),
+    Refusal("zero_optimization.offload_optimizer.super_offload", is_on, "SuperOffload", _OFF),
     Refusal("zero_optimization.zenflow", is_given, "ZenFlow", "remove it"),
     Refusal("zero_optimization.zero_hpz_partition_size", is_above(1), "hierarchical partitioning", "set it to 1"),
     Refusal("zero_optimization.zero_quantized_gradients", is_on, "quantised gradients", _ZEROPP),
@@ -82,19 +76,12 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("zero_optimization.zero_quantized_weights", is_on, "quantised weights", _ZEROPP),
 )
 
-REFUSED_AT_STAGE_3: tuple[Refusal, ...] = (
-    Refusal("zero_optimization.offload_param.device", is_not("none"), "parameter offload", _OFFLOAD),
-)
-"""Below stage 3 these have no effect, as in DeepSpeed."""
-
 _UNITS = "units are chosen from the module tree"
 _ALWAYS = "always on"
 _MEAN = "the mean is the same: gradients are summed in the accumulate dtype and divided once"
 _LAYOUT = "gradients and parameters are flat buffers always"
 
 NO_EFFECT: dict[str, str] = {
-    "activation_checkpointing": "recomputation is chosen in the model",
-    "aio": "read by the NVMe tier, which is not available yet",
     "bf16.immediate_grad_update": "gradients are always reduced as soon as they are complete",
     "checkpoint.checkpoint_serialization": "checkpoints hold tensors and plain data, never pickles",
     "checkpoint.load_universal": "every checkpoint loads at any world size and stage",
@@ -108,7 +95,6 @@ NO_EFFECT: dict[str, str] = {
     "flops_profiler.recompute_fwd_factor": "backward is counted as it runs, recomputation included",
     "gradient_predivide_factor": _MEAN,
     "log_level": 'set the level of the logger "zero_core"',
-    "optimizer.params.fp32_optimizer_states": "the dtype table says in which dtype states are",
     "pipeline": "one stage",
     "prescale_gradients": _MEAN,
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
@@ -127,8 +113,8 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.leaf_module": _UNITS,
     "zero_optimization.log_trace_cache_warnings": "there is no trace cache: ranks agree on an order",
     "zero_optimization.memory_efficient_linear": "a gathered weight is never saved by autograd as a copy",
-    "zero_optimization.offload_optimizer": "switched off",
-    "zero_optimization.offload_param": "switched off, or below stage 3",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "the kernels use torch's number of threads",
+    "zero_optimization.offload_optimizer.fast_init": "nothing is ever written at the start",
     "zero_optimization.overlap_comm": "communication always overlaps with computation",
     "zero_optimization.override_module_apply": "nothing in torch is replaced",
     "zero_optimization.parameter_alignment": _LAYOUT,
@@ -142,7 +128,6 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.stage3_model_persistence_threshold": "stage3_param_persistence_threshold alone decides",
     "zero_optimization.stage3_module_granularity_threshold": _UNITS,
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _UNITS,
-    "zero_optimization.sub_group_size": "read by optimizer offload, which is not available yet",
     "zero_optimization.use_multi_rank_bucket_allreduce": _UNITS,
 }
 """Keys, or whole sections, that change no result here: accepted, and listed in the report with the reason."""
@@ -167,21 +152,30 @@ def lookup(section: Section, path: str) -> Any:
 
 def refusals(config: Section) -> list[Problem]:
     """Return one problem for every key that asks for what is not available."""
-    rows = REFUSED + (REFUSED_AT_STAGE_3 if lookup(config, "zero_optimization.stage") == 3 else ())
     return [
         Problem(row.path, f"{row.feature}: not available in this version", show(value), action=row.instead)
-        for row in rows
+        for row in REFUSED
         if row.when(value := lookup(config, row.path))
     ]
 
 
 def no_effect(config: Section, path: str) -> str:
     """Return why a value at `path` changes nothing, or an empty text when it does something."""
+    if path.startswith("zero_optimization.offload_param.") and lookup(config, "zero_optimization.stage") != 3:
+        return "accepted, no effect: below stage 3 parameters stay on the device"
+    if path.startswith("aio.") and "nvme" not in _devices(config):
+        return "accepted, no effect: nothing is offloaded to NVMe"
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])
         if path != f"{prefix}.enabled" and lookup(config, f"{prefix}.enabled") is False:
             return f"accepted, no effect: {prefix}.enabled is false"
+        if path != f"{prefix}.device" and lookup(config, f"{prefix}.device") == "none":
+            return f"accepted, no effect: {prefix}.device is none"
         if prefix in NO_EFFECT:
             return f"accepted, no effect: {NO_EFFECT[prefix]}"
     return ""
+
+
+def _devices(config: Section) -> set[Any]:
+    return {lookup(config, f"zero_optimization.{name}.device") for name in ("offload_param", "offload_optimizer")}

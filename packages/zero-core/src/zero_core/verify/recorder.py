@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ckpt import Interval, SoloCoordinator, save_sharded
-from zero_ckpt.torch import DistCoordinator, Stager
+from zero_ckpt.torch import DistCoordinator, Stager, tensor_buffer
 from zero_core.config import Config
 from zero_core.engine import Engine
 from zero_core.observing import Observer, Unobserved
@@ -150,7 +150,7 @@ class EngineRecorder:
 
 def _digest(value: torch.Tensor, dtype: torch.dtype | None) -> str:
     flat = value.to(device="cpu", dtype=dtype or value.dtype, copy=True).reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
+    return hashlib.blake2b(tensor_buffer(flat), digest_size=8).hexdigest()
 
 
 def _inputs_in_float32(_engine: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,85 @@
+"""The functions that DeepSpeed's users and their frameworks call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch.distributed as dist
+
+from zero_core.config import Config
+from zero_core.config._source import read
+from zero_core.errors import UsageError
+
+from .segments import Checkpointing, running
+
+_CONFIGURED: ContextVar[Checkpointing | None] = ContextVar("zero_core_checkpointing_configured", default=None)
+_PLAIN = Checkpointing()
+_GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Decide how `checkpoint` keeps inputs, from now on in this context (see the package's docstring).
+
+    ``mpu_``: an object with ``get_model_parallel_group()`` (or ``get_tensor_model_parallel_group()``), for
+    ``partition_activations``. ``deepspeed_config``: a dict or a JSON file whose section `activation_checkpointing` is
+    taken; the other arguments replace its keys. Raises `ConfigError` or `UsageError`.
+    """
+    section = dict(read(deepspeed_config).get("activation_checkpointing", {})) if deepspeed_config is not None else {}
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    section.update({key: value for key, value in given.items() if value is not None})
+    source = {"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": section}
+    resolved = Config.load(source, world_size=1).activation_checkpointing
+    _CONFIGURED.set(Checkpointing(resolved, model_parallel_group(mpu_)))
+
+
+def is_configured() -> bool:
+    """Whether `configure` has been called in this context."""
+    return _CONFIGURED.get() is not None
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+    """Return ``function(*args, **kwargs)`` and run it again in backward; see `Checkpointing.checkpoint`."""
+    return _current().checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`checkpoint` of torch's newer kind, whatever the default."""
+    return _current().checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def reset() -> None:
+    """Give back the contiguous buffers, as is of use after forward passes without backward; `configure` holds."""
+    _current().reset()
+
+
+def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
+    """The group of ranks that compute one layer together, by either of an mpu's names for it; None without an mpu."""
+    if mpu is None:
+        return None
+    for name in _GROUPS:
+        if hasattr(mpu, name):
+            group: dist.ProcessGroup | None = getattr(mpu, name)()
+            return group
+    raise UsageError(f"mpu: expected an object with {' or '.join(_GROUPS)}, got {type(mpu).__name__}")
+
+
+def _current() -> Checkpointing:
+    return _CONFIGURED.get() or running() or _PLAIN

@@ -1,0 +1,200 @@
+"""The explicit object: runs segments through torch's own recomputation."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zero_core.config._tool_keys import ActivationCheckpointing
+from zero_offload import offload_activations
+
+from .keepers import ContiguousKeeper, Keeper, PartitionedKeeper, PlainKeeper
+
+logger = logging.getLogger("zero_core")
+
+_RUNNING: ContextVar[Checkpointing | None] = ContextVar("zero_core_checkpointing", default=None)
+
+
+@dataclass
+class Profile:
+    """What segments took since the last step: how many ran, and seconds in forward and in recomputation."""
+
+    segments: int = 0
+    forward: float = 0.0
+    recomputed: int = 0
+    recomputation: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.segments} segments in {self.forward:.3f} s forward, "
+            f"{self.recomputed} recomputed in {self.recomputation:.3f} s"
+        )
+
+
+class Checkpointing:
+    """Recomputes segments in backward and keeps their inputs as ``section`` says.
+
+    - ``partition_activations``: every rank of ``group`` keeps one part of each input and gathers the others in
+      backward. The inputs must be equal on all of them, as in tensor parallelism; without a group nothing is cut.
+    - ``cpu_checkpointing``: inputs wait in host memory (`zero_offload.offload_activations`); where the model computes
+      on the CPU they are there already.
+    - ``contiguous_memory_optimization``: inputs of one shape go into one buffer with room for ``number_checkpoints``
+      segments. Host memory is used again by size as it is, so with ``cpu_checkpointing`` this adds nothing.
+    - ``synchronize_checkpoint_boundary``: wait for the accelerator at both ends of every segment.
+    - ``profile``: measure segments in `profile`; waits for the accelerator as well.
+    """
+
+    def __init__(self, section: ActivationCheckpointing | None = None, group: dist.ProcessGroup | None = None) -> None:
+        self.section = section if section is not None else ActivationCheckpointing()
+        self.profile = Profile()
+        self._offload = offload_activations(_keep_nothing) if self.section.cpu_checkpointing else None
+        self._keeper: Keeper = PlainKeeper()
+        if self.section.contiguous_memory_optimization and self._offload is None:
+            self._keeper = ContiguousKeeper(self.section.number_checkpoints or 0)
+        if self.section.partition_activations and group is not None:
+            self._keeper = PartitionedKeeper(group, self._keeper)
+        elif self.section.partition_activations:
+            logger.warning(
+                "activation_checkpointing.partition_activations is on, but there is no model-parallel group (mpu): "
+                "every rank keeps its activations whole"
+            )
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+        """Return ``function(*args, **kwargs)``; in backward it runs again instead of having kept what it computed.
+
+        ``use_reentrant``: torch's older kind, which needs an input that requires gradients and takes no keywords.
+        """
+        segment = _Segment(self, function)
+        with self._keeping():
+            return torch_checkpoint(segment, *args, use_reentrant=use_reentrant, **kwargs)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Have the functions of this module use this object inside, unless `configure` has said otherwise."""
+        token = _RUNNING.set(self)
+        try:
+            yield
+        finally:
+            _RUNNING.reset(token)
+
+    def after_step(self, rank: int) -> None:
+        """With ``profile``, rank 0 logs what the segments since the last step took."""
+        if self.section.profile and self.profile.segments:
+            if rank == 0:
+                logger.info("activation checkpointing: %s", self.profile)
+            self.profile = Profile()
+
+    def reset(self) -> None:
+        """Give back the contiguous buffers; inputs that still wait for backward keep theirs."""
+        self._keeper.reset()
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """While a segment runs forward, what autograd saves are the segment's inputs: keep them."""
+        if isinstance(self._keeper, PlainKeeper) and self._offload is None:
+            yield
+            return
+        outer = _saved_tensors_hooks()
+        with ExitStack() as stack:
+            if self._offload is not None:
+                stack.enter_context(self._offload)
+            inputs = _Inputs(self._keeper, outer, _saved_tensors_hooks() if self._offload is not None else None)
+            stack.enter_context(saved_tensors_hooks(inputs.pack, _unpack))
+            yield
+
+    def _waits(self) -> bool:
+        return self.section.synchronize_checkpoint_boundary or self.section.profile
+
+
+def running() -> Checkpointing | None:
+    """The object of the engine whose forward, or recomputation, runs in this context."""
+    return _RUNNING.get()
+
+
+class _Segment:
+    """A user's function, which torch calls once in forward and again in backward."""
+
+    def __init__(self, owner: Checkpointing, function: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._function = function
+        self._ran = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        again, self._ran = self._ran, True
+        with self._owner.running():  # backward may come on a thread of autograd's, whose context is empty
+            if not self._owner._waits():
+                return self._function(*args, **kwargs)
+            _synchronize()
+            start = time.perf_counter()
+            try:
+                return self._function(*args, **kwargs)
+            finally:  # torch ends a recomputation by an exception when it has what it needs
+                _synchronize()
+                self._count(time.perf_counter() - start, again)
+
+    def _count(self, seconds: float, again: bool) -> None:
+        profile = self._owner.profile
+        if again:
+            profile.recomputed, profile.recomputation = profile.recomputed + 1, profile.recomputation + seconds
+        else:
+            profile.segments, profile.forward = profile.segments + 1, profile.forward + seconds
+
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class _Inputs:
+    """The saved-tensor hook of one segment's inputs.
+
+    The hooks outside are asked first: what they take (views of sharded parameters, or everything under save_on_cpu) is
+    theirs. The rest goes through the keeper, and what that leaves to ``offload``.
+    """
+
+    def __init__(self, keeper: Keeper, outer: Hooks | None, offload: Hooks | None) -> None:
+        self._keeper = keeper
+        self._outer = outer
+        self._offload = offload
+        self._position = 0
+
+    def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Keep one input; returns what brings it back."""
+        if self._outer is not None:
+            pack, unpack = self._outer
+            packed = pack(tensor)
+            if packed is not tensor:
+                return lambda: unpack(packed)
+        self._position += 1
+        part, restore = self._keeper.keep(tensor.detach(), self._position)
+        if self._offload is None:
+            return lambda: restore(part)
+        move, bring = self._offload
+        moved = move(part)
+        return lambda: restore(bring(moved))
+
+
+def _unpack(packed: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return packed()
+
+
+def _saved_tensors_hooks() -> Hooks | None:
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def _keep_nothing(_tensor: torch.Tensor) -> bool:
+    return False
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,0 +1,206 @@
+"""Segments run again in backward, and their inputs wait where the options say; the weights are those without."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from engine_cases import RANKS, STAGES, Net, adamw, batch, build, config, distance, outcome, plain, weights
+from torch import nn
+
+import zero_core
+from zero_comm import run_ranks
+from zero_core import checkpointing
+from zero_core.checkpointing.keepers import ContiguousKeeper, PartitionedKeeper, PlainKeeper
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "partitioned": {"partition_activations": True},
+    "contiguous": {"contiguous_checkpointing": True, "num_checkpoints": 3, "profile": True, "synchronize": True},
+    "partitioned and contiguous": {
+        "partition_activations": True,
+        "contiguous_checkpointing": True,
+        "num_checkpoints": 3,
+    },
+    "all on the host": {
+        "partition_activations": True,
+        "checkpoint_in_cpu": True,
+        "contiguous_checkpointing": True,
+        "num_checkpoints": 3,
+    },
+}
+
+
+class Recomputed(Net):
+    """Every block is a segment; the last one gets its weights as arguments."""
+
+    reentrant = False
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.enter(x) + self.shift)
+        for block in self.blocks:
+            h = checkpointing.checkpoint(self._layer, block, h, use_reentrant=self.reentrant)
+        last = self.blocks[-1]
+        return self.head(checkpointing.checkpoint(self._functional, h, last.weight, last.bias))
+
+    def _layer(self, block: nn.Module, h: torch.Tensor) -> torch.Tensor:
+        return h + torch.tanh(block(h)) / 8
+
+    def _functional(self, h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return h + torch.tanh(F.linear(h, weight, bias)) / 8
+
+
+class Stored(Recomputed):
+    """The same without recomputation."""
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.enter(x) + self.shift)
+        for block in [*self.blocks, self.blocks[-1]]:
+            h = self._layer(block, h)
+        return self.head(h)
+
+
+def made(kind: type[Net]) -> Net:
+    model = kind().double()
+    model.load_state_dict(build().state_dict())
+    return model
+
+
+class WorldIsOneLayer:
+    """An mpu whose model-parallel group is all ranks, which get the same samples in these tests."""
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD
+
+
+def trained(stage: int) -> dict[tuple[str, bool], Any]:
+    """By option and kind: the weights after three steps."""
+    found = {}
+    for name, options in OPTIONS.items():
+        for reentrant in (False, True):
+            model = made(Recomputed)
+            model.reentrant = reentrant
+
+            def steps(model: Net = model, options: dict[str, Any] = options) -> Any:
+                checkpointing.configure(WorldIsOneLayer(), **options)
+                engine = zero_core.initialize(model=model, config=config(stage))[0]
+                for number in range(3):
+                    engine.backward(engine(*batch(number, whole=True)))
+                    engine.step()
+                result = weights(engine)
+                engine.destroy(whole=False)
+                return result
+
+            found[name, reentrant] = contextvars.copy_context().run(steps)
+    assert not checkpointing.is_configured()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_recomputation_changes_no_weight_wherever_inputs_wait(stage: int) -> None:
+    reference = made(Stored)
+    plain(reference, adamw(reference), 0, 3)
+    for found in run_ranks(trained, RANKS, stage):
+        for case, result in found.items():
+            assert distance(result, weights(reference)) <= 1e-12, case
+
+
+def kept() -> dict[str, Any]:
+    """What the keepers hold of an input, and what they make of it again."""
+    x = torch.arange(15.0).view(3, 5)
+    seen: dict[str, Any] = {}
+    for name, inner in (("plain", PlainKeeper()), ("contiguous", ContiguousKeeper(2))):
+        keeper = PartitionedKeeper(dist.group.WORLD, inner)
+        part, restore = keeper.keep(x, 1)
+        again = keeper.keep(x, 1)[0]
+        seen[name] = part.tolist(), torch.equal(restore(part), x), part.untyped_storage().nbytes() // 4, again.sum()
+    small = torch.tensor(3.0)
+    assert keeper.keep(small, 1)[0].equal(small)
+    return seen
+
+
+def test_partitioned_inputs_are_held_in_parts() -> None:
+    first, second = run_ranks(kept, RANKS)
+    for name, numel in (("plain", 8), ("contiguous", 16)):
+        assert first[name][:3] == ([0.0, 1, 2, 3, 4, 5, 6, 7], True, numel)
+        assert second[name][:3] == ([8.0, 9, 10, 11, 12, 13, 14, 0], True, numel)
+
+
+def test_contiguous_inputs_share_a_buffer_whose_places_are_used_again() -> None:
+    keeper = ContiguousKeeper(2)
+    first, second = (keeper.keep(torch.full((2, 3), float(n)), 1)[0] for n in (1, 2))
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert (first == 1).all() and (second == 2).all() and first.shape == (2, 3)
+    refusal = outcome(lambda: keeper.keep(torch.zeros(2, 3), 1))
+    assert refusal.startswith("UsageError") and "shape (2, 3)" in refusal and "number_checkpoints" in refusal
+    address = first.data_ptr()
+    del first
+    assert keeper.keep(torch.zeros(2, 3), 1)[0].data_ptr() == address
+
+
+def test_what_waits_elsewhere_comes_back_through_hooks_inside_and_outside() -> None:
+    """Any saved-tensor hooks can stand where host offload does on an accelerator, and where the caller has some."""
+    moved: list[torch.Size] = []
+
+    class Counting(torch.autograd.graph.save_on_cpu):
+        def __init__(self) -> None:
+            super().__init__()
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: (moved.append(tensor.shape), pack(tensor))[1]
+
+    weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(torch.tanh(x @ weight).sum(), (x, weight))
+    owner: Any = checkpointing.Checkpointing()
+    owner._offload = Counting()
+    loss = owner.checkpoint(lambda h, w: torch.tanh(h @ w).sum(), x, weight)
+    assert moved == [(2, 4), (4, 4)]
+    assert all(map(torch.equal, torch.autograd.grad(loss, (x, weight)), expected))
+    with Counting():
+        loss = owner.checkpoint(lambda h, w: torch.tanh(h @ w).sum(), x, weight)
+    assert moved == [(2, 4), (4, 4)] * 2
+    assert all(map(torch.equal, torch.autograd.grad(loss, (x, weight)), expected))
+
+
+def test_the_engine_s_section_holds_inside_its_forward(alone: None, caplog: Any) -> None:
+    section = {"contiguous_memory_optimization": True, "number_checkpoints": 1, "profile": True}
+    engine = zero_core.initialize(model=made(Recomputed), config=config(0, activation_checkpointing=section))[0]
+    refusal = outcome(lambda: engine(*batch(0)))
+    assert "1 segments with an input of shape (4, 512) wait for backward already" in refusal
+    section["number_checkpoints"] = 3
+    engine = zero_core.initialize(model=made(Recomputed), config=config(0, activation_checkpointing=section))[0]
+    with caplog.at_level(logging.INFO, "zero_core"):
+        engine.backward(engine(*batch(0)))
+        engine.step()
+    (line,) = (r.getMessage() for r in caplog.records if "activation checkpointing:" in r.getMessage())
+    assert "3 segments in" in line and "3 recomputed in" in line
+    with torch.no_grad():
+        for _ in range(4):  # nothing is kept without gradients
+            engine(*batch(0))
+
+
+def test_configure_reads_a_configuration_and_says_what_is_wrong(caplog: Any) -> None:
+    def configured(*arguments: Any, **options: Any) -> str:
+        return contextvars.copy_context().run(lambda: outcome(lambda: checkpointing.configure(*arguments, **options)))
+
+    asked = {"activation_checkpointing": {"contiguous_memory_optimization": True}}
+    assert "activation_checkpointing.number_checkpoints" in configured(None, asked)
+    assert configured(None, asked, num_checkpoints=2) == "no error"
+    assert "get_model_parallel_group" in configured(object())
+    assert "partition_activationss" in configured(None, {"activation_checkpointing": {"partition_activationss": 1}})
+    assert configured(partition_activations=True) == "no error"
+    assert "no model-parallel group" in caplog.text
+
+
+def test_the_names_that_frameworks_call_are_there() -> None:
+    assert zero_core.checkpointing is checkpointing
+    x = torch.ones(3, requires_grad=True)
+    for call in (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint):
+        (gradient,) = torch.autograd.grad(call(torch.sin, x).sum(), x)
+        assert torch.equal(gradient, torch.cos(x))
+    checkpointing.reset()
