@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from .hooks import ModuleHooks, ModuleWatch, PassListener
@@ -19,7 +20,7 @@ class CompiledRegions:
     inside before and after the compiled code, so that gathers and releases stand between graphs and never in one. What
     lies between regions is not compiled.
 
-    ``options``: for `torch.nn.Module.compile`.
+    ``options``: for `torch.compile`.
 
     Attributes:
         names: of the compiled modules.
@@ -42,8 +43,8 @@ class CompiledRegions:
                 watch.on_enter.in_graph = watch.on_leave.in_graph = True
             self._watches += inside
             outer = ModuleWatch(name, used, listener, outermost=module is model)
-            module.compile(**options)  # type: ignore[no-untyped-call]
-            module._compiled_call_impl = _Region(module, outer, inside, module._compiled_call_impl)
+            compiled = torch.compile(module._call_impl, **options)
+            module._compiled_call_impl = _Region(module, outer, inside, compiled)
 
     def remove(self) -> None:
         """Run the modules as they are again."""

@@ -81,8 +81,8 @@ class ModuleWatch:
     def __init__(self, name: str, units: list[Unit], listener: PassListener, *, outermost: bool) -> None:
         self.name = name
         self.units = units
-        self.on_enter = Hook(torch.compiler.disable(self.enter))
-        self.on_leave = Hook(torch.compiler.disable(self.leave))
+        self.on_enter = Hook(eager(self.enter))
+        self.on_leave = Hook(eager(self.leave))
         self._listener = listener
         self._watches_outputs = outermost or any(u.releasable for u in units)
         self._entered: list[BaseException | None] = []
@@ -113,6 +113,12 @@ class ModuleWatch:
 
     def _on_output_gradient(self, _gradient: torch.Tensor) -> None:
         self._listener.before_backward(self.units)
+
+
+def eager(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, which torch.compile does not trace: graphs break there."""
+    disabled: Callable[..., Any] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 class Hook:

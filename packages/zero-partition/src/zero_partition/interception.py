@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .hooks import eager
 from .unit import Unit
 
 Parameters = dict[str, nn.Parameter | None]
@@ -49,7 +50,7 @@ class Interception:
     def __init__(self, model: nn.Module, units: list[Unit], on_read: Callable[[nn.Parameter], None]) -> None:
         held = {id(p) for unit in units if unit.releasable for p in unit.parameters}
         self._modules = [m for m in model.modules() if any(id(p) in held for p in m._parameters.values())]
-        on_read = torch.compiler.disable(on_read)
+        on_read = eager(on_read)
         for module in self._modules:
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, on_read)
 
