@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,9 @@ def test_wandb_stores_the_run_offline(alone: None, tmp_path: Path, monkeypatch: 
         monkeypatch.setenv(f"WANDB_{name}", value)
     tiny({"wandb": {"enabled": True, "project": "a project", "group": "a group"}})
     (stored,) = tmp_path.rglob("run-*.wandb")
+    deadline = time.monotonic() + 20  # the client's own process writes the end of the file after `finish`
+    while b"Train/Samples/train_loss" not in stored.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.05)
     content = stored.read_bytes()
     for text in ("a project", "a group", "Train/Samples/train_loss", "Train/Samples/lr", "AdamW"):
         assert text.encode() in content, text

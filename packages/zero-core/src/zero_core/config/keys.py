@@ -79,12 +79,12 @@ class ConfigFile(Section):
     steps_per_print: FloatOrInf | None = Field(
         default=None, description="Steps between progress lines; null or inf: never."
     )
-    dump_state: Flag = False
-    wall_clock_breakdown: Flag = False
-    memory_breakdown: Flag = False
+    dump_state: Flag = Field(default=False, description="Print every value and the units' memory at the start.")
+    wall_clock_breakdown: Flag = Field(default=False, description="Print the times of forward, backward and step.")
+    memory_breakdown: Flag = Field(default=False, description="Print the memory held after each of them.")
     log_level: Text | None = None
     disable_python_gc: Flag = False
-    dataloader_drop_last: Flag = False
+    dataloader_drop_last: Flag = Field(default=False, description="Leave out an epoch's incomplete last batches.")
     vocabulary_size: PositiveInt | None = None
     use_data_before_expert_parallelism: Flag = False
 

@@ -6,7 +6,7 @@ Read `instruments.py` first; every other file is one instrument.
 from __future__ import annotations
 
 from .communication import SpokenLedger, communication_table, ledger_for
-from .instruments import Instruments, Silent, instruments_for
+from .instruments import PARTS, Instruments, Silent, instruments_for
 from .memory import MEMORY_KINDS, MemoryRow, memory_rows, memory_table
 from .text import say
 from .timers import NoTimers, Timers
@@ -16,6 +16,7 @@ __all__ = [
     "Instruments",
     "MemoryRow",
     "NoTimers",
+    "PARTS",
     "Silent",
     "SpokenLedger",
     "Timers",

@@ -162,8 +162,8 @@ class FlopsProfile:
         for name, module in self._named():
             yield (name.count(".") + 1 if name else 0), name, flops(name, module)
 
-    def _named(self) -> Iterator[tuple[str, nn.Module]]:
-        return self._module.named_modules()
+    def _named(self) -> list[tuple[str, nn.Module]]:
+        return list(self._module.named_modules())
 
     def _cell(self, row: tuple[int, str, int]) -> str:
         _, name, flops = row

@@ -13,8 +13,8 @@ import torch
 from ..monitors import Event, Monitor
 from .communication import chosen_phases, communication_table
 from .flops import FlopsProfile
-from .memory import mebibytes, memory_rows, memory_table, present_memory
-from .text import say, table
+from .memory import memory_rows, memory_table, present_memory
+from .text import mebibytes, say, table
 from .timers import NoTimers, Timers
 
 if TYPE_CHECKING:

@@ -1,0 +1,284 @@
+"""What a run says about itself when asked: times, operations, bytes sent and held; and the small facts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import (
+    BATCH,
+    INPUTS,
+    LR,
+    OUTPUTS,
+    RANKS,
+    STAGES,
+    WIDTH,
+    batch,
+    build,
+    config,
+    outcome,
+    start,
+    train,
+    weights,
+    without,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_core
+from zero_comm import Ledger, Mesh, Tag, run_ranks
+from zero_core.instruments import NoTimers, Silent, Timers, communication_table, memory_rows, memory_table
+from zero_offload import HostStore
+from zero_partition import PartitionOptions, partition
+from zero_precision import PrecisionPolicy
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """What goes to standard output where the program has not set up logging, as pytest has."""
+    monkeypatch.setattr(logging.getLogger("zero_core"), "hasHandlers", lambda: False)
+    return lambda: capsys.readouterr().out
+
+
+def test_timers_add_up_parts_and_start_anew_when_taken() -> None:
+    timers = Timers(torch.device("cpu"))
+    for _ in range(2):
+        with timers.during("outer"):
+            with timers.during("inner"):
+                time.sleep(0.01)
+            time.sleep(0.005)
+    with pytest.raises(KeyError), timers.during("failing"):
+        raise KeyError
+    taken = timers.take()
+    assert taken["inner"] >= 20 and taken["outer"] >= taken["inner"] + 10 and taken["failing"] >= 0
+    assert timers.take() == NoTimers().take() == {}
+
+
+@pytest.mark.gpu
+def test_timers_of_a_device_measure_what_it_computes_not_what_is_queued() -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    timers, x = Timers(device), torch.randn(4096, 4096, device=device)
+    with timers.during("products"):
+        for _ in range(50):
+            x = x @ x / 64
+    queued = time.perf_counter()
+    torch.accelerator.synchronize()
+    waited = (time.perf_counter() - queued) * 1e3
+    assert timers.take()["products"] >= waited / 2
+
+
+def test_times_memory_and_progress_are_printed_every_few_steps(alone: None, printed: Any) -> None:
+    engine = start(2, steps_per_print=2, wall_clock_breakdown=True, memory_breakdown=True)
+    with torch.no_grad():
+        engine(*batch(9))  # not a part of training
+    train(engine, 0, 4)
+    lines = printed().splitlines()
+    assert [line.split(":")[0] for line in lines if "gradient norm" in line] == ["step 2", "step 4"]
+    assert all("samples per second" in line for line in lines if "gradient norm" in line)
+    times = [line for line in lines if "ms of 2 micro-batches" in line]
+    assert len(times) == 2
+    for line in times:
+        parts = {part: float(ms) for part, ms in (cell.split() for cell in line.split(": ")[1].split(", "))}
+        assert parts["backward"] >= parts["backward_inner"] > 0 and min(parts.values()) >= 0
+        assert list(parts) == ["forward", "backward", "backward_inner", "backward_allreduce", "step"]
+    assert sum(line.startswith("all units") for line in lines) == 2
+    assert sum(line.startswith("MiB after") and "process" in line for line in lines) == 2
+
+
+def test_with_logging_set_up_the_same_goes_to_the_logger(
+    alone: None, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    throughput = {"throughput": {"enabled": False}}
+    with caplog.at_level(logging.INFO, logger="zero_core"):
+        train(start(0, steps_per_print=1, timers=throughput), 0, 1)
+    assert capsys.readouterr().out == "" and "step 1: gradient norm" in caplog.text
+    assert "samples per second" not in caplog.text
+
+
+def test_dump_state_prints_every_value_and_the_units(alone: None, printed: Any) -> None:
+    engine = start(2, dump_state=True)
+    out = printed()
+    assert all(row.path in out for row in engine.resolved_config.report())
+    assert "parameter from" not in out and "ZeRO stage 2" in out and "blocks.1" in out
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+FORWARD = 2 * BATCH * (INPUTS * WIDTH + 2 * WIDTH * WIDTH + WIDTH * OUTPUTS)
+BACKWARD = 2 * FORWARD - 2 * BATCH * INPUTS * WIDTH  # nobody asks for the gradient of the input
+
+
+class Recomputing(nn.Module):
+    """Its blocks run again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.net, x, y, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "again"), [(build, 0), (Recomputing, FORWARD - 2 * BATCH * WIDTH * OUTPUTS)], ids=("plain", "recomputed")
+)
+@pytest.mark.parametrize("stage", (0, 3))
+def test_operations_are_those_of_the_formula_recomputation_included(
+    stage: int, model: Any, again: int, alone: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "new" / "profile.txt"
+    profiler = {"enabled": True, "profile_step": 2, "output_file": str(path), "top_modules": 2, "module_depth": 2}
+    engine = start(stage, model(), flops_profiler=profiler)
+    train(engine, 0, 2)
+    assert not path.exists()
+    train(engine, 2, 4)
+    text = path.read_text()
+    parts = {words[0]: (float(words[1]), words[2]) for words in map(str.split, text.splitlines()[2:6])}
+    assert parts["forward"] == (float(f"{FORWARD / 1e6:.4g}"), "MFLOP")
+    assert parts["backward"][0] in [
+        float(f"{n / 1e6:.4g}") for n in (BACKWARD + again, BACKWARD + FORWARD * bool(again))
+    ]
+    assert "step 2" in text and "samples per second" in text
+    if not again:
+        half = f"{2 * BATCH * WIDTH * WIDTH / 1e6:.4g} MFLOP"
+        assert f"depth 2: blocks.0 {half}, blocks.1 {half}" in text
+        blocks = next(line for line in text.splitlines() if line.split()[:2] == ["blocks", "ModuleList"])
+        assert f"{2 * (WIDTH * WIDTH + WIDTH):,}" in blocks and f"{4 * BATCH * WIDTH * WIDTH / 1e6:.4g} MFLOP" in blocks
+
+
+def everything_on(stage: int, folder: str) -> tuple[bool, str]:
+    plain, watched = start(stage), None
+    losses = train(plain, 0, 4)
+    watched = start(
+        stage,
+        wall_clock_breakdown=True,
+        memory_breakdown=True,
+        flops_profiler={"enabled": True},
+        comms_logger={"enabled": True, "verbose": True},
+        csv_monitor={"enabled": True, "output_path": folder},
+    )
+    same = train(watched, 0, 4) == losses
+    ends = [{n: v.numpy().tobytes() for n, v in weights(engine).items()} for engine in (plain, watched)]
+    return same and ends[0] == ends[1], type(watched.instruments).__name__
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_instruments_change_no_bit_and_only_rank_0_has_them(stage: int, tmp_path: Path) -> None:
+    first, second = run_ranks(everything_on, RANKS, stage, str(tmp_path))
+    assert first == (True, "Speaking") and second == (True, Silent.__name__)
+
+
+# -- communication -----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_what_was_sent_adds_up_by_phase_and_may_be_limited() -> None:
+    ledger = Ledger()
+    for tag, sent in ((Tag("gather", "a"), 2**20), (Tag("gather", "b"), 2**21), (Tag("reduce", "a"), 2**22)):
+        ledger.count(tag, sent)
+    rows = {line[:20].strip(): line.split()[-3:] for line in communication_table(ledger, steps=2).splitlines()[1:]}
+    assert rows["gather"] == ["2", "3.00", "1.50"] and rows["reduce"] == ["1", "4.00", "2.00"]
+    assert "gather" not in communication_table(ledger, frozenset(["reduce"]))
+
+
+def test_chosen_operations_are_printed_as_they_start_and_unknown_ones_refused(alone: None, printed: Any) -> None:
+    section = {"enabled": True, "verbose": True, "prof_all": False, "prof_ops": ["all_reduce", "broadcast"]}
+    engine = start(2, comms_logger=section, steps_per_print=2)
+    train(engine, 0, 2)
+    out = printed()
+    assert "reduce of 'blocks.0" in out and "broadcast of 'blocks.0" in out and "control" not in out
+    assert out.count("sent by this rank") == 1 and "reduce" in engine.communication_table()
+    message = outcome(lambda: start(0, comms_logger={**section, "prof_ops": ["all_to_nobody"]}))
+    assert message.startswith("UsageError: comms_logger.prof_ops") and "all_to_nobody" in message
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def held(stage: int) -> dict[str, Any]:
+    engine = start(stage)
+    train(engine, 0, 1)
+    engine.backward(engine(*batch(1)))
+    states = sum(
+        value.untyped_storage().nbytes()
+        for owned in engine.sharded_optimizer.fragments  # type: ignore[union-attr]
+        for value in engine.sharded_optimizer.state[owned.tensor].values()  # type: ignore[union-attr]
+    )
+    return {
+        "expected": {**engine.partition.memory(), "optimizer states": states},
+        **{by: engine.memory_report(by) for by in ("kind", "unit", "tier")},  # type: ignore[arg-type]
+        "table": engine.memory_table(),
+        "wrong": outcome(lambda: engine.memory_report("size")),  # type: ignore[arg-type]
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_memory_by_kind_unit_and_tier_is_the_same_memory(stage: int) -> None:
+    for seen in run_ranks(held, RANKS, stage):
+        assert seen["kind"] == seen["expected"]
+        whole = sum(seen["kind"].values())
+        assert sum(seen["unit"].values()) == whole and seen["tier"] == {"device": whole}
+        assert len(seen["unit"]) == 4 and "blocks.0 [float64]" in seen["unit"]
+        last = seen["table"].splitlines()[-1].split()
+        assert last[:3] == ["all", "units", "device"]
+        assert sum(map(float, last[3:])) == pytest.approx(whole / 2**20, abs=0.05)
+        assert seen["wrong"].startswith("UsageError")
+
+
+def test_shards_in_a_store_count_for_its_tier(alone: None) -> None:
+    zero_core.initialize(model=nn.Linear(2, 1), config=without(config(0), "optimizer"))[0].destroy()
+    policy = PrecisionPolicy.full(torch.float64)
+    options = PartitionOptions(stage=3, policy=policy)
+    parts = partition(build(), Mesh().open_groups(), options, residency=HostStore(device="cpu"))
+    rows = [row for row in memory_rows(parts, None) if row.kind == "parameter shards"]
+    assert {row.tier for row in rows} == {"host"}
+    assert sum(row.nbytes for row in rows) == 8 * parts.layout.numel
+    assert any(line.split()[:3] == ["all", "units", "host"] for line in memory_table(rows).splitlines())
+
+
+# -- facts -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_batch_can_be_changed_between_steps(alone: None) -> None:
+    engine = start(1)
+    train(engine, 0, 1)
+    engine.set_train_batch_size(3 * BATCH)
+    assert engine.get_batch_info() == (3 * BATCH, BATCH, 3)
+    train(engine, 0, 2)
+    assert engine.global_steps == 1
+    train(engine, 2, 3)
+    assert engine.global_steps == 2 and engine.global_samples == 4 * BATCH
+    engine.set_train_micro_batch_size(2)
+    assert engine.get_batch_info() == (6, 2, 3)
+    for call, wrong in ((engine.set_train_batch_size, 5), (engine.set_train_micro_batch_size, 0)):
+        message = outcome(lambda call=call, wrong=wrong: call(wrong))  # type: ignore[misc]
+        assert message.startswith("UsageError") and f"got {wrong}" in message
+    assert engine.get_batch_info() == (6, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "momentum"),
+    [
+        ({"type": "adamw", "params": {"lr": LR, "betas": [0.8, 0.9]}}, (0.8, 0.9)),
+        ({"type": "SGD", "params": {"lr": LR, "momentum": 0.7}}, 0.7),
+        ({"type": "adagrad", "params": {"lr": LR}}, 0.0),
+    ],
+)
+def test_the_engine_answers_for_its_groups(optimizer: dict[str, Any], momentum: Any, alone: None) -> None:
+    engine = start(2, optimizer=optimizer, gradient_clipping=0.5)
+    assert engine.get_mom() == [momentum] and engine.get_type() == [0.0] and engine.get_lr() == [LR]
+    assert engine.optimizer_name() == optimizer["type"] and engine.scheduler_name() is None
+    assert engine.gradient_clipping() == 0.5 and engine.get_data_types() == (torch.float64, torch.float64)
+    shards = (engine.zero_optimization_partition_gradients(), engine.zero_optimization_partition_weights())
+    assert engine.zero_optimization() and shards == (True, False)
+    assert not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.wall_clock_breakdown())
+
+
+def test_without_an_optimizer_its_facts_are_refused_by_name(alone: None) -> None:
+    engine = zero_core.initialize(model=build(), config=without(config(0), "optimizer"))[0]
+    for call in ("get_lr", "get_mom", "get_type"):
+        assert outcome(getattr(engine, call)).startswith(f"UsageError: engine.{call}")
