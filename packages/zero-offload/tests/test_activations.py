@@ -56,7 +56,7 @@ def reference(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 def across(offload: offload_activations) -> offload_activations:
     """Have the host tier treat the CPU as a device of its own."""
-    offload._mover = HostMover(torch.device("cpu"))
+    offload._mover = HostMover(torch.device("cpu"), None)
     offload._moves = True
     return offload
 

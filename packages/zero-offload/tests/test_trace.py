@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from shards import Lender, one_step, plans, update_of
 
-from zero_offload import NvmeStore, Placement, Trace
+from zero_offload import NvmeStore, Placement, Trace, offload_activations
 
 
 def test_busy_time_is_the_union_and_waiting_is_not_hidden() -> None:
@@ -72,6 +72,19 @@ def test_shards_are_traced(tmp_path: Path) -> None:
         store.release("a", dirty=False)
     moved = {row.hop: row.nbytes for row in trace.report()}
     assert moved == {"shards in": 40_000, "shards out": 80_000}
+    trace.close()
+
+
+def test_activations_are_traced(tmp_path: Path) -> None:
+    trace = Trace()
+    layer = torch.nn.Linear(100, 100)
+    with offload_activations(layer, tier="nvme", path=tmp_path, min_bytes=1, trace=trace) as offload:
+        loss = layer(torch.randn(50, 100)).square().sum()
+    loss.backward()
+    offload.flush()
+    moved = {row.hop: row.nbytes for row in trace.report()}
+    assert moved["activations in"] == moved["activations out"] == 2 * 50 * 100 * 4
+    offload.close()
     trace.close()
 
 

@@ -219,6 +219,37 @@ def test_the_stores_lend_weights(tmp_path: Path, kind: str, in_place: bool) -> N
     assert torch.equal(torch.cat(found), by_the_kernels(dtype, STEPS))
 
 
+@pytest.mark.parametrize("padding", [0, 96])
+def test_weights_that_are_written_whole_are_not_read_and_others_are_read_ahead(tmp_path: Path, padding: int) -> None:
+    trace = Trace()
+    numel, units = 4096, 6
+    names = [f"unit {number}" for number in range(units)]
+    store = NvmeStore(tmp_path / "weights", device="cpu", buffer_count=3, trace=trace)
+    for name in names:
+        store.put(name, torch.ones(numel, dtype=torch.bfloat16))
+    used = numel - 96
+    shards = [
+        ShardPlan(n, numel, torch.bfloat16, torch.float32, (FragmentPlan(n, 0, used, 0),), padding=padding)
+        for n in names
+    ]
+    with update_of(store, shards, Placement(sub_group_size=4096), gradients="caller") as update:
+        gradients = {name: torch.ones(numel) for name in names}
+        update.step(gradients=gradients)
+        store.flush()
+        trace.clear()
+        for _ in range(2):
+            update.step(gradients=gradients)
+    read = sum(row.nbytes for row in trace.report() if row.hop == "shards in")
+    assert read == 0 if padding else read > 0
+    for name in names:
+        shard = store.acquire(name)
+        assert len(set(shard[:used].tolist())) == 1 and float(shard[0]) < 1
+        assert set(shard[used:].tolist()) == ({0.0} if padding else {1.0})
+        store.release(name, dirty=False)
+    store.close()
+    trace.close()
+
+
 def test_weights_that_somebody_else_wrote_are_taken_over() -> None:
     lender = Lender(torch.bfloat16)
     with update_of(lender, plans(torch.bfloat16)) as update:
@@ -285,6 +316,11 @@ WRONG: dict[str, tuple[list[ShardPlan], type[Exception], str]] = {
         [ShardPlan("s", 9, torch.float32, torch.float32, (FragmentPlan("a", 0, 4, 2),))],
         ValueError,
         "'a': expected a group below 2, got 2",
+    ),
+    "padding": (
+        [ShardPlan("s", 9, torch.float32, torch.float32, (FragmentPlan("a", 0, 4, 0),), padding=6)],
+        ValueError,
+        "'s': expected at most 5 elements of padding, got 6",
     ),
     "dtype": ([ShardPlan("s", 9, torch.int32, torch.float32, ())], TypeError, "'s': expected float32.*got torch.int32"),
     "gradient": ([ShardPlan("s", 9, torch.float64, torch.float32, ())], TypeError, "gradients of torch.float32 do not"),

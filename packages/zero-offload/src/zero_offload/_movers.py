@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from ._extents import aligned_buffer, naming, open_extents
 from ._lanes import Lane
 from ._memory import HostBlock, page_rounded
 from ._protocols import Request
+from .trace import Trace
 
 __all__ = ["Form", "HostMover", "Mover", "NvmeMover"]
 
@@ -71,8 +73,8 @@ class Mover(Protocol):
 class HostMover:
     """To host memory and back on a stream beside compute. Blocks of equal size are used again."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._lane = Lane(device)
+    def __init__(self, device: torch.device, trace: Trace | None) -> None:
+        self._lane = Lane(device, trace, "activations, device")
         self._pin = device.type != "cpu"
         self._free: dict[int, list[HostBlock]] = {}
         self._kept_bytes = 0
@@ -122,8 +124,10 @@ class NvmeMover:
         verify: bool,
         prefix: str,
         engine: Any,
+        trace: Trace | None,
     ) -> None:
-        self._lane = Lane(device)
+        self._lane = Lane(device, trace, "activations, device")
+        self._trace = trace
         self._on_cpu = device.type == "cpu"
         self._limit = in_flight_bytes
         self._store = open_extents(paths, prefix=prefix, checksums=checksums, verify=verify, engine=engine)
@@ -144,6 +148,7 @@ class NvmeMover:
             event.synchronize()
         with naming(name, "write"):
             request = self._store.write(name, buffer[: form.nbytes])
+        self._follow("activations out", name, form, request)
         self._writing.append((name, request, buffer))
         self._writing_bytes += buffer.numel()
         while self._writing and self._writing[0][1].done():
@@ -153,11 +158,13 @@ class NvmeMover:
     def start(self, place: str, form: Form) -> tuple[str, Request, torch.Tensor, Form]:
         flat = torch.empty(form.nbytes, dtype=torch.uint8)
         with naming(place, "read"):
-            return place, self._store.read(place, flat), flat, form
+            request = self._store.read(place, flat)
+        self._follow("activations in", place, form, request)
+        return place, request, flat, form
 
     def finish(self, started: tuple[str, Request, torch.Tensor, Form]) -> torch.Tensor:
         place, request, flat, form = started
-        with naming(place, "read"):
+        with naming(place, "read"), self._waiting("activations in", place, request):
             request.wait()
         if self._on_cpu:
             return form.over(flat)
@@ -187,5 +194,14 @@ class NvmeMover:
     def _oldest(self) -> None:
         name, request, buffer = self._writing.popleft()
         self._writing_bytes -= buffer.numel()
-        with naming(name, "write"):
+        with naming(name, "write"), self._waiting("activations out", name, request):
             request.wait()
+
+    def _follow(self, hop: str, name: str, form: Form, request: Request) -> None:
+        if self._trace is not None:
+            self._trace.follow(hop, name, form.nbytes, request.wait)
+
+    def _waiting(self, hop: str, name: str, request: Request) -> AbstractContextManager[None]:
+        if self._trace is None or request.done():
+            return nullcontext()
+        return self._trace.span(hop, name, waiting=True)

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ._extents import NvmePath, folders
 from ._lanes import compute_device
 from ._movers import Form, HostMover, Mover, NvmeMover
+from .trace import Trace
 
 __all__ = ["offload_activations"]
 
@@ -35,7 +36,8 @@ class offload_activations:
     ``tier="host"`` needs an accelerator to be of use: on the CPU everything is on the host already and nothing moves.
     ``tier="nvme"`` writes files under ``path`` (one folder, or several to stripe over); at most ``in_flight_bytes`` of
     host memory are on their way to them. Tensors below ``min_bytes`` stay. In backward the next ``prefetch`` saved
-    tensors are started when one is used. ``checksums``, ``verify``, ``prefix`` and ``engine`` are those of `NvmeStore`.
+    tensors are started when one is used. ``checksums``, ``verify``, ``prefix``, ``engine`` and ``trace`` are those of
+    `NvmeStore`.
 
     Enter it anew for every forward pass; backward runs outside or inside of it. `close` sweeps the files, as does
     garbage collection. Works with torch.utils.checkpoint (the inputs of its segments are moved). ShardError and its
@@ -56,6 +58,7 @@ class offload_activations:
         verify: bool = False,
         prefix: str = "activations",
         engine: Any = None,
+        trace: Trace | None = None,
     ) -> None:
         if tier not in ("host", "nvme"):
             raise ValueError(f"tier: expected 'host' or 'nvme', got {tier!r}")
@@ -68,7 +71,7 @@ class offload_activations:
         self._device = compute_device(device)
         self._mover: Mover
         if path is None:
-            self._mover = HostMover(self._device)
+            self._mover = HostMover(self._device, trace)
         else:
             self._mover = NvmeMover(
                 self._device,
@@ -78,6 +81,7 @@ class offload_activations:
                 verify=verify,
                 prefix=prefix,
                 engine=engine,
+                trace=trace,
             )
         self._moves = path is not None or self._device.type != "cpu"
         self._keep = keep

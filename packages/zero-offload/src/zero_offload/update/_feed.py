@@ -13,7 +13,7 @@ from ..errors import OffloadError
 from ..trace import Trace
 from ._gradients import Gradients
 from ._slices import Slice, Span
-from .plans import ShardPlan, Weights, checked
+from .plans import ExpectingWeights, ShardPlan, Weights, checked
 
 __all__ = ["Feed", "Load", "staging_bytes"]
 
@@ -112,6 +112,7 @@ class Feed:
         index = self._order[position]
         if position + 1 < len(self._order):
             self._gradients.prefetch(self._order[position + 1])
+            self._expect(self._order[position + 1])
         side = position % 2
         _wait(self._outgoing[side])  # the block's weights of two slices ago must have left
         self._outgoing[side] = None
@@ -178,11 +179,20 @@ class Feed:
             shard, _ = self._borrowed.popitem()
             self._weights.give_back(shard, dirty=True)
 
+    def _expect(self, index: int) -> None:
+        """Have the weights of a slice brought that are neither here nor written without being read."""
+        if isinstance(self._weights, ExpectingWeights):
+            shards = dict.fromkeys(span.fragment.shard.name for span in self._slices[index])
+            self._weights.expect([s for s in shards if s not in self._borrowed and s not in self._rewritten])
+
     def _borrow(self, shard: ShardPlan) -> torch.Tensor:
         if shard.name not in self._borrowed:
-            lent = self._weights.borrow(shard.name, fresh=shard.name in self._rewritten)
+            fresh = shard.name in self._rewritten
+            lent = self._weights.borrow(shard.name, fresh=fresh)
             self._borrowed[shard.name] = lent
             checked(lent, shard, shard.dtype, "weights")
+            if fresh and shard.padding:
+                lent[shard.numel - shard.padding :].zero_()
         return self._borrowed[shard.name]
 
 

@@ -67,7 +67,7 @@ def _rewritten(fragments: Collection[Fragment]) -> set[str]:
     for fragment in fragments:
         if fragment.has_master and not fragment.weights_changed:
             name = fragment.shard.name
-            elements[name] = elements.get(name, 0) + fragment.plan.numel
+            elements[name] = elements.get(name, fragment.shard.padding) + fragment.plan.numel
     return {fragment.shard.name for fragment in fragments if elements.get(fragment.shard.name) == fragment.shard.numel}
 
 

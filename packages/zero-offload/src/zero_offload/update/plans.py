@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from ..errors import ShardError
 
-__all__ = ["KERNEL_DTYPES", "FragmentPlan", "ShardPlan", "Weights", "check_plans", "checked", "wide_dtype"]
+__all__ = [
+    "KERNEL_DTYPES",
+    "ExpectingWeights",
+    "FragmentPlan",
+    "ShardPlan",
+    "Weights",
+    "check_plans",
+    "checked",
+    "wide_dtype",
+]
 
 KERNEL_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
 
@@ -36,6 +45,8 @@ class FragmentPlan:
 class ShardPlan:
     """``numel`` contiguous weights of one dtype, and the fragments in them, in order; other elements are never written.
 
+    The last ``padding`` elements hold nothing, so that they may become zeros.
+
     ``dtype``: of the weights that forward reads. ``grad_dtype``: of the gradients that are handed over. ``in_place``:
     the weights are lent in host memory and in the dtype of the update (float32, or float64 for float64), so they are
     updated where they are; else every fragment has a ``master`` on the tier.
@@ -47,6 +58,7 @@ class ShardPlan:
     grad_dtype: torch.dtype
     fragments: tuple[FragmentPlan, ...]
     in_place: bool = False
+    padding: int = 0
 
 
 class Weights(Protocol):
@@ -60,6 +72,14 @@ class Weights(Protocol):
 
     def give_back(self, name: str, *, dirty: bool) -> None:
         """The borrower is done; ``dirty`` says that it wrote the shard."""
+
+
+@runtime_checkable
+class ExpectingWeights(Weights, Protocol):
+    """Weights that can be brought ahead, as `NvmeStore` does."""
+
+    def expect(self, names: Sequence[str]) -> None:
+        """These shards will be borrowed soon, in this order. A hint that never blocks."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -100,6 +120,10 @@ def check_plans(shards: Sequence[ShardPlan], groups: int) -> None:
             end = fragment.start + fragment.numel
             if not 0 <= fragment.group < groups:
                 raise ValueError(f"'{fragment.name}': expected a group below {groups}, got {fragment.group}")
+        if not 0 <= shard.padding <= shard.numel - end:
+            raise ValueError(
+                f"'{shard.name}': expected at most {shard.numel - end} elements of padding, got {shard.padding}"
+            )
 
 
 def _check_dtypes(shard: ShardPlan) -> None:
