@@ -12,7 +12,7 @@ from .._memory import HostBlock, nbytes_of
 from ..errors import OffloadError
 from ..trace import Trace
 from ._gradients import Gradients
-from ._slices import Slice, Span
+from ._slices import Piece, Slice, Span
 from .plans import ExpectingWeights, ShardPlan, Weights, checked
 
 __all__ = ["Feed", "Load", "staging_bytes"]
@@ -21,15 +21,15 @@ _ALIGN = 64
 
 
 class Load(NamedTuple):
-    """A span that is updated, its gradient in host memory, where its new weights are to be written in host memory, and
-    the weights that forward read so far, wherever they are.
+    """A span that is updated, the number it has in its slice, its gradient in host memory, where its new weights are to
+    be written in host memory, and the weights that forward read so far, wherever they are.
     """
 
     number: int
     span: Span
-    grad: torch.Tensor
-    out: torch.Tensor
-    weights: torch.Tensor
+    grad: Piece
+    out: Piece
+    weights: Piece
 
 
 def staging_bytes(slices: Sequence[Slice], *, gradients_too: bool) -> int:
@@ -122,21 +122,20 @@ class Feed:
         for number, (span, grad) in enumerate(zip(spans, self._gradients.acquire(index), strict=True)):
             if grad is None or span.fragment.name in self._absent:
                 continue
-            weights = span.of_shard(self._borrow(span.fragment.shard))
-            out = weights
-            if self.is_away(grad):
-                staged = self._blocks[side].view(offset, grad.numel(), grad.dtype)
-                offset += _room(nbytes_of(grad))
-                self._incoming[side] = self._in.copy(staged, grad) or self._incoming[side]
+            weights = out = span.of_shard(self._borrow(span.fragment.shard))
+            if self.is_away(grad.base):
+                staged = self._stage(side, offset, grad)
+                offset += _room(nbytes_of(staged.base))
+                self._incoming[side] = self._in.copy(staged.base, grad.view()) or self._incoming[side]
                 grad = staged
-            if self.is_away(weights):
+            if self.is_away(weights.base):
                 if not span.fragment.keeps_master:
                     raise OffloadError(
                         f"'{span.fragment.shard.name}': expected weights in host memory, to be updated in place, "
-                        f"got them on {weights.device}; plan the shard with in_place=False"
+                        f"got them on {weights.base.device}; plan the shard with in_place=False"
                     )
-                out = self._blocks[side].view(offset, weights.numel(), weights.dtype)
-                offset += _room(nbytes_of(weights))
+                out = self._stage(side, offset, weights)
+                offset += _room(nbytes_of(out.base))
             loads.append(Load(number, span, grad, out, weights))
         self._started[position] = loads
 
@@ -152,7 +151,7 @@ class Feed:
         side = position % 2
         for load in self._started.pop(position):
             if load.out is not load.weights:
-                self._outgoing[side] = self._out.copy(load.weights, load.out)
+                self._outgoing[side] = self._out.copy(load.weights.view(), load.out.view())
         index = self._order[position]
         self._gradients.release(index)
         done = {span.fragment.shard.name for span in self._slices[index]}
@@ -178,6 +177,10 @@ class Feed:
         while self._borrowed:
             shard, _ = self._borrowed.popitem()
             self._weights.give_back(shard, dirty=True)
+
+    def _stage(self, side: int, offset: int, piece: Piece) -> Piece:
+        """Room for a piece in the block whose turn it is."""
+        return Piece(self._blocks[side].view(offset, piece.length, piece.base.dtype), 0, piece.length)
 
     def _expect(self, index: int) -> None:
         """Have the weights of a slice brought that are neither here nor written without being read."""

@@ -12,7 +12,7 @@ from .._memory import page_rounded
 from .._ring import Pack, Ring, lay_out
 from ..trace import Trace
 from ._gradients import HOP, gradient_bytes, known_shard
-from ._slices import Slice
+from ._slices import Piece, Slice
 from ._tiers import NvmeOptions
 from .plans import ShardPlan
 
@@ -95,14 +95,14 @@ class NvmeGradients:
         if all(map(self.has, self._shards_of(index))):
             self._ring.prefetch([pack])
 
-    def acquire(self, index: int) -> list[torch.Tensor | None]:
+    def acquire(self, index: int) -> list[Piece | None]:
         present = {shard for shard in self._shards_of(index) if self.has(shard)}
         pack, places = self._packs[index]
         if len(present) < len(self._shards_of(index)):
             pack, places = _slice_pack(index, self._slices[index], only=present)
         buffer = self._ring.acquire(pack)
         self._acquired[index] = pack
-        found: list[torch.Tensor | None] = []
+        found: list[Piece | None] = []
         for span in self._slices[index]:
             shard = span.fragment.shard
             if shard.name not in present:
@@ -110,7 +110,7 @@ class NvmeGradients:
                 continue
             begin = places[shard.name] + (span.fragment.plan.start + span.begin) * shard.grad_dtype.itemsize
             nbytes = span.length * shard.grad_dtype.itemsize
-            found.append(buffer[begin : begin + nbytes].view(shard.grad_dtype))
+            found.append(Piece(buffer[begin : begin + nbytes].view(shard.grad_dtype), 0, span.length))
         return found
 
     def release(self, index: int) -> None:

@@ -12,7 +12,7 @@ from .._lanes import Lane
 from .._memory import HostBlock, nbytes_of
 from ..errors import ShardError
 from ..trace import Trace
-from ._slices import Slice
+from ._slices import Piece, Slice
 from .plans import ShardPlan, checked
 
 __all__ = [
@@ -39,8 +39,8 @@ class Gradients(Protocol):
     def prefetch(self, index: int) -> None:
         """A slice will be acquired soon."""
 
-    def acquire(self, index: int) -> list[torch.Tensor | None]:
-        """The gradient of each span of a slice, 1-D, wherever it is; None for shards without one."""
+    def acquire(self, index: int) -> list[Piece | None]:
+        """The gradient of each span of a slice, wherever it is; None for shards without one."""
 
     def release(self, index: int) -> None:
         """The slice was used."""
@@ -98,11 +98,9 @@ class CallerGradients:
     def prefetch(self, index: int) -> None:
         """Nothing to do."""
 
-    def acquire(self, index: int) -> list[torch.Tensor | None]:
-        return [
-            span.of_shard(self._given[span.fragment.shard.name]) if self.has(span.fragment.shard.name) else None
-            for span in self._slices[index]
-        ]
+    def acquire(self, index: int) -> list[Piece | None]:
+        given = [self._given.get(span.fragment.shard.name) for span in self._slices[index]]
+        return [None if g is None else s.of_shard(g) for s, g in zip(self._slices[index], given, strict=True)]
 
     def release(self, index: int) -> None:
         """Nothing to do."""
@@ -178,8 +176,8 @@ class HostGradients:
     def prefetch(self, index: int) -> None:
         """They are here."""
 
-    def acquire(self, index: int) -> list[torch.Tensor | None]:
-        found: list[torch.Tensor | None] = []
+    def acquire(self, index: int) -> list[Piece | None]:
+        found: list[Piece | None] = []
         for span in self._slices[index]:
             shard = span.fragment.shard.name
             self._settle(shard)

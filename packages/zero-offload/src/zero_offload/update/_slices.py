@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from .._memory import page_rounded
 from .plans import FragmentPlan, ShardPlan, wide_dtype
 
-__all__ = ["BLOCK", "GRAIN", "MASTER", "Fragment", "Kind", "Slice", "Span", "cut", "kinds_of", "slice_bytes", "split"]
+__all__ = [
+    "BLOCK",
+    "GRAIN",
+    "MASTER",
+    "Fragment",
+    "Kind",
+    "Piece",
+    "Slice",
+    "Span",
+    "cut",
+    "kinds_of",
+    "slice_bytes",
+    "split",
+]
 
 #: Elements: fragments are cut at multiples of this, which is whole pages for every element type.
 GRAIN = 4096
@@ -52,25 +66,41 @@ class Fragment:
     has_moments: bool = False
     has_master: bool = False
     weights_changed: bool = False
+    name: str = field(init=False)
+    dtype: torch.dtype = field(init=False)  # of the update
+    keeps_master: bool = field(init=False)  # the weights cannot be updated in place
+    moments: tuple[Kind, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.plan.name
+        self.dtype = wide_dtype(self.shard.dtype)
+        self.keeps_master = not self.shard.in_place
+        self.moments = tuple(kind for kind in self.kinds if kind.moment is not None)
 
     @property
-    def name(self) -> str:
-        """The parameter's name."""
-        return self.plan.name
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the update."""
-        return wide_dtype(self.shard.dtype)
-
-    @property
-    def keeps_master(self) -> bool:
-        """Whether the weights cannot be updated in place."""
-        return not self.shard.in_place
+    def is_settled(self) -> bool:
+        """Whether all that is kept is on the tier, and stands for the weights that forward reads."""
+        return self.has_moments and (self.has_master or not self.keeps_master) and not self.weights_changed
 
     def nbytes(self, elements: int) -> int:
         """Bytes kept for that many elements, in whole blocks."""
         return sum(kind.nbytes(elements) for kind in self.kinds)
+
+
+class Piece(NamedTuple):
+    """Elements [start, start + length) of a flat tensor: kernels take addresses, which cost less than a view."""
+
+    base: torch.Tensor
+    start: int
+    length: int
+
+    def address(self) -> int:
+        """Of the first element."""
+        return self.base.data_ptr() + self.start * self.base.element_size()
+
+    def view(self) -> torch.Tensor:
+        """As a tensor."""
+        return self.base[self.start : self.start + self.length]
 
 
 @dataclass(frozen=True)
@@ -81,10 +111,9 @@ class Span:
     begin: int
     length: int
 
-    def of_shard(self, shard: torch.Tensor) -> torch.Tensor:
+    def of_shard(self, shard: torch.Tensor) -> Piece:
         """This part of the shard's flat tensor."""
-        start = self.fragment.plan.start + self.begin
-        return shard[start : start + self.length]
+        return Piece(shard, self.fragment.plan.start + self.begin, self.length)
 
     def of_kind(self, kind: Kind, whole: torch.Tensor) -> torch.Tensor:
         """This part of a flat tensor of all the fragment's items of a kind."""

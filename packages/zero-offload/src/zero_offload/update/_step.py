@@ -47,7 +47,8 @@ def run_step(
                 elements = sum(load.span.length for load in loads)
                 with nullcontext() if trace is None else trace.span("compute", f"{elements} elements"):
                     for load in loads:
-                        _prepare(rule, groups, load, visit.tensors[load.number])
+                        if not load.span.fragment.is_settled:
+                            _prepare(rule, groups, load, visit.tensors[load.number])
                     _run(rule, groups, loads, visit.tensors, grad_scale)
                 feed.finish(position)
         feed.end()
@@ -80,19 +81,18 @@ def _prepare(rule: Rule, groups: Groups, load: Load, tensors: Tensors) -> None:
         return
     master = tensors[MASTER]
     if not fragment.has_master:
-        master.copy_(load.weights)
+        master.copy_(load.weights.view())
     elif fragment.weights_changed:
         # Where the master rounds to the weight it is the same weight with more digits; elsewhere the weight is new.
-        weights = load.weights.to(master.device)
+        weights = load.weights.view().to(master.device)
         same = master.to(weights.dtype) == weights
         master.copy_(torch.where(same, master, weights.to(master.dtype)))
 
 
 def fill_moments(rule: Rule, groups: Groups, fragment: Fragment, tensors: Tensors) -> None:
     """Give a span's moments their first values."""
-    for kind in fragment.kinds:
-        if kind.moment is not None:
-            tensors[kind.name].fill_(rule.initial(groups[fragment.plan.group]))
+    for kind in fragment.moments:
+        tensors[kind.name].fill_(rule.initial(groups[fragment.plan.group]))
 
 
 def _run(rule: Rule, groups: Groups, loads: Sequence[Load], tensors: Sequence[Tensors], grad_scale: float) -> None:
@@ -103,35 +103,38 @@ def _run(rule: Rule, groups: Groups, loads: Sequence[Load], tensors: Sequence[Te
     batches: dict[tuple[Any, ...], Batch] = {}
     for load in loads:
         fragment, own = load.span.fragment, tensors[load.number]
-        state = next((kind.dtype for kind in fragment.kinds if kind.moment), fragment.dtype)
+        plan, shard = fragment.plan, fragment.shard
+        low = bool(fragment.moments) and fragment.moments[0].dtype != fragment.dtype
         key = (
-            fragment.plan.group,
+            plan.group,
             fragment.step,
-            fragment.shard.dtype,
-            fragment.shard.grad_dtype,
+            shard.dtype,
+            shard.grad_dtype,
             fragment.keeps_master,
-            None if state == fragment.dtype else load.number,
+            load.number if low else None,
         )
         batch = batches.get(key)
         if batch is None:
-            batch = batches[key] = _batch(load.span, state, grad_scale)
+            batch = batches[key] = _batch(load.span, grad_scale)
         batch.sizes.append(load.span.length)
-        batch.grads.append(load.grad.data_ptr())
-        batch.params.append((own[MASTER] if fragment.keeps_master else load.out).data_ptr())
+        batch.grads.append(load.grad.address())
+        out = load.out.address()
+        batch.params.append(own[MASTER].data_ptr() if fragment.keeps_master else out)
         if "copy_out" in batch.common:
-            batch.common["copy_out"].append(load.out.data_ptr())
-        for kind in fragment.kinds:
-            if kind.moment is not None:
-                batch.states.setdefault(kind.name, []).append(own[kind.name].data_ptr())
+            batch.common["copy_out"].append(out)
+        for kind in fragment.moments:
+            batch.states[kind.name].append(own[kind.name].data_ptr())
     for key, batch in batches.items():
         rule.run(batch, groups[key[0]])
     for load in loads:
-        if load.span.fragment.keeps_master and load.out.dtype == torch.float64:  # the kernels write no second copy then
-            load.out.copy_(tensors[load.number][MASTER])
+        fragment = load.span.fragment
+        if fragment.keeps_master and fragment.dtype == torch.float64:  # of which the kernels write no second copy
+            load.out.view().copy_(tensors[load.number][MASTER])
 
 
-def _batch(span: Span, state: torch.dtype, grad_scale: float) -> Batch:
+def _batch(span: Span, grad_scale: float) -> Batch:
     fragment = span.fragment
+    state = fragment.moments[0].dtype if fragment.moments else fragment.dtype
     common: dict[str, Any] = {
         "step": fragment.step + 1,
         "grad_scale": grad_scale,
@@ -144,4 +147,5 @@ def _batch(span: Span, state: torch.dtype, grad_scale: float) -> Batch:
     if fragment.keeps_master and fragment.dtype != torch.float64:
         common["copy_out"] = []
         common["copy_dtype"] = KERNEL_DTYPES[fragment.shard.dtype]
-    return Batch([], [], [], {}, common, first=fragment.step == 0)
+    states: dict[str, list[int]] = {kind.name: [] for kind in fragment.moments}
+    return Batch([], [], [], states, common, first=fragment.step == 0)

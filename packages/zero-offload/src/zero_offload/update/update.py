@@ -71,7 +71,8 @@ class OffloadedUpdate:
         self._failed = False
         self._by_shard = {shard.name: self._make_fragments(shard, placement) for shard in shards}
         self._fragments = {f.name: f for fragments in self._by_shard.values() for f in fragments}
-        parts = build(
+        self._first_of_group = {f.plan.group: f for f in reversed(self._fragments.values())}
+        self._parts = build(
             shards,
             list(self._fragments.values()),
             weights,
@@ -81,9 +82,8 @@ class OffloadedUpdate:
             HostBudget() if budget is None else budget,
             trace,
         )
-        self._parts = parts
         self._generations: list[Generation] = []
-        self._finalizer = weakref.finalize(self, _let_go, parts)
+        self._finalizer = weakref.finalize(self, _let_go, self._parts)
 
     @staticmethod
     def supports(optimizer: str | type) -> bool:
@@ -192,14 +192,16 @@ class OffloadedUpdate:
 
     def _check_group(self, number: int, group: Mapping[str, Any]) -> None:
         self._rule.check_group(group)
+        fragment = self._first_of_group.get(number)
+        if fragment is None:
+            return
+        kept = list(dict.fromkeys(kind.moment for kind in fragment.moments))
         moments = [name for name, _ in self._rule.moments(group)]
-        for fragment in self._fragments.values():
-            kept = list(dict.fromkeys(kind.moment for kind in fragment.kinds if kind.moment is not None))
-            if fragment.plan.group == number and kept != moments:
-                raise ValueError(
-                    f"'{fragment.name}': the options of group {number} change which states there are, from {kept} "
-                    f"to {moments}; make a new optimizer with them"
-                )
+        if kept != moments:
+            raise ValueError(
+                f"'{fragment.name}': the options of group {number} change which states there are, from {kept} "
+                f"to {moments}; make a new optimizer with them"
+            )
 
     # States
 
