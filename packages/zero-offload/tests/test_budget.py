@@ -100,3 +100,29 @@ def test_a_copy_of_a_budget_leaves_the_first_as_it_was() -> None:
     with pytest.raises(BudgetError):
         other.check()
     budget.check()
+
+
+def test_processes_with_the_same_needs_share_what_they_have_in_common() -> None:
+    read: list[str] = []
+    limits = {"memory": [Limit("the host", 1000), Limit("RLIMIT_DATA", 400, own=True)], "disk": [Limit("disk", 90)]}
+    budget = HostBudget(
+        reserve_bytes=100,
+        limits=limits,  # type: ignore[arg-type]
+        processes=3,
+        barrier=lambda: read.append("all have read"),
+    )
+    budget.need("masters", 300)
+    budget.check()
+    assert read == ["all have read"]
+    assert budget.free("disk", path="/").free == 30
+    budget.need("one more byte", 1)
+    with pytest.raises(
+        BudgetError, match="the host less 100 bytes kept free, shared by 3 processes .*short of 1 bytes"
+    ):
+        budget.check()
+    assert len(read) == 2
+    budget = HostBudget(reserve_bytes=100, limits=limits, processes=2)  # type: ignore[arg-type]
+    assert budget.free("memory").source == "RLIMIT_DATA less 100 bytes kept free"
+    assert budget.free("memory").free == 300
+    with pytest.raises(ValueError, match="processes: expected 1 or more, got 0"):
+        HostBudget(processes=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -163,10 +163,10 @@ class Ring:
             self._abandon(slot)
 
     def forget(self) -> None:
-        """Drop everything, whatever became of its transfers: all of it will be written anew."""
+        """Drop everything, whatever became of its transfers, which are waited for: all of it will be written anew."""
         for slot in self._slots:
-            if slot.pending:
-                self._abandon(slot)
+            with suppress(ShardError):
+                self._settle(slot)
             slot.pack, slot.holders, slot.dirty = None, 0, False
 
     def flush(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,12 +42,24 @@ class HostBudget:
     Limits are those of cgroups v1 and v2 (all groups above the process), MemAvailable, RLIMIT_DATA and RLIMIT_AS for
     ``memory``; RLIMIT_MEMLOCK for ``locked``; /dev/shm for ``shared``; the free space of each file system for
     ``disk``. ``reserve_bytes`` of memory stay untouched. ``limits`` replaces what is read from the system.
+
+    ``processes`` on this host have the same needs at the same time: each may take its share of what they have in
+    common. ``barrier`` is called in `check` once the limits are read, so that nobody allocates before all have read.
     """
 
     def __init__(
-        self, *, reserve_bytes: int = 256 << 20, limits: Mapping[Resource, Sequence[Limit]] | None = None
+        self,
+        *,
+        reserve_bytes: int = 256 << 20,
+        limits: Mapping[Resource, Sequence[Limit]] | None = None,
+        processes: int = 1,
+        barrier: Callable[[], None] | None = None,
     ) -> None:
+        if processes < 1:
+            raise ValueError(f"processes: expected 1 or more, got {processes}")
         self.reserve_bytes = reserve_bytes
+        self.processes = processes
+        self._barrier = barrier
         self._given = limits
         self._needs: list[Need] = []
 
@@ -68,22 +80,28 @@ class HostBudget:
 
     def copy(self) -> HostBudget:
         """Another budget with the same limits and needs, to try out what would fit."""
-        made = HostBudget(reserve_bytes=self.reserve_bytes, limits=self._given)
+        made = HostBudget(reserve_bytes=self.reserve_bytes, limits=self._given, processes=self.processes)
         made._needs = list(self._needs)
         return made
 
     def check(self) -> None:
         """Raise BudgetError, with the table, when any resource does not suffice."""
-        short = [(title, advice) for title, advice, needed, limit in self._totals() if needed > limit.free]
+        totals = self._totals()
+        short = [(title, advice) for title, advice, needed, limit in totals if needed > limit.free]
+        if self._barrier is not None:
+            self._barrier()
         if short:
-            table = self.table()
+            table = self._table(totals)
             told = "; ".join(f"{title}: {advice}" for title, advice in short)
             raise BudgetError(f"this does not fit here:\n{table}\n{told}", table)
 
     def table(self) -> str:
         """What needs what, and what there is, one line each."""
+        return self._table(self._totals())
+
+    def _table(self, totals: Sequence[tuple[str, str, int, Limit]]) -> str:
         rows: list[tuple[str, str, str]] = []
-        for title, _, needed, limit in self._totals():
+        for title, _, needed, limit in totals:
             for need in self._needs:
                 if self._title(need) == title:
                     rows.append((title, need.purpose, _bytes(need.nbytes)))
@@ -105,13 +123,17 @@ class HostBudget:
             found = locked_limits() if resource == "locked" else shared_limits()
         if not found:
             return Limit("no limit", 1 << 62)
-        tightest = min(found, key=lambda limit: limit.free)
-        if resource != "memory":
-            return tightest
-        return Limit(
-            f"{tightest.source} less {_bytes(self.reserve_bytes)} kept free",
-            max(0, tightest.free - self.reserve_bytes),
-        )
+        reserve = self.reserve_bytes if resource == "memory" else 0
+        return min((self._share(limit, reserve) for limit in found), key=lambda limit: limit.free)
+
+    def _share(self, limit: Limit, reserve: int) -> Limit:
+        """What this process may take under one limit."""
+        source, free = limit.source, limit.free
+        if reserve:
+            source, free = f"{source} less {_bytes(reserve)} kept free", max(0, free - reserve)
+        if self.processes > 1 and not limit.own:
+            source, free = f"{source}, shared by {self.processes} processes", free // self.processes
+        return Limit(source, free, limit.own)
 
     def _totals(self) -> list[tuple[str, str, int, Limit]]:
         """(title, advice, bytes needed, tightest limit) of each resource that something needs."""

@@ -19,10 +19,11 @@ _CAP_IPC_LOCK = 14
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes that are ``free`` under one rule, and the rule's name."""
+    """Bytes that are ``free`` under one rule, and the rule's name. ``own``: it binds this process alone."""
 
     source: str
     free: int
+    own: bool = False
 
 
 def memory_limits(root: Path = Path("/")) -> list[Limit]:
@@ -37,7 +38,7 @@ def memory_limits(root: Path = Path("/")) -> list[Limit]:
     for name, used in (("RLIMIT_DATA", status.data), ("RLIMIT_AS", status.vms)):
         soft, _ = resource.getrlimit(getattr(resource, name))
         if soft != resource.RLIM_INFINITY:
-            found.append(Limit(name, max(0, soft - used)))
+            found.append(Limit(name, max(0, soft - used), own=True))
     return found
 
 
@@ -48,7 +49,7 @@ def locked_limits(root: Path = Path("/")) -> list[Limit]:
     if soft == resource.RLIM_INFINITY or int(fields.get("CapEff", "0"), 16) >> _CAP_IPC_LOCK & 1:
         return []
     locked = int(fields.get("VmLck", "0 kB").split()[0]) * 1024
-    return [Limit("RLIMIT_MEMLOCK", max(0, soft - locked))]
+    return [Limit("RLIMIT_MEMLOCK", max(0, soft - locked), own=True)]
 
 
 def shared_limits(path: str = "/dev/shm") -> list[Limit]:

@@ -18,11 +18,20 @@ from .plans import ShardPlan
 
 __all__ = ["NvmeGradients", "gradient_ring_bytes"]
 
+_LEAST = 4
+
 
 def gradient_ring_bytes(shards: Sequence[ShardPlan], slices: Sequence[Slice], buffer_count: int) -> int:
-    """Host memory of `NvmeGradients`: ``buffer_count`` buffers for the largest shard or slice, in whole pages."""
+    """Host memory of `NvmeGradients`: ``buffer_count`` buffers, at least 4, for the largest shard or slice, in whole
+    pages.
+    """
     packs = [*(_shard_pack(shard) for shard in shards), *(_slice_pack(i, s)[0] for i, s in enumerate(slices))]
-    return buffer_count * max((page_rounded(pack.nbytes) for pack in packs), default=0)
+    return _buffers(buffer_count) * max((page_rounded(pack.nbytes) for pack in packs), default=0)
+
+
+def _buffers(buffer_count: int) -> int:
+    """As many as reductions may hold at a time, and one that is written."""
+    return max(buffer_count, _LEAST)
 
 
 class NvmeGradients:
@@ -54,9 +63,13 @@ class NvmeGradients:
             for shard in shards:
                 nbytes = shard.numel * shard.grad_dtype.itemsize
                 self._store.declare(_extent(shard), nbytes, DTYPE_NAMES[shard.grad_dtype])
-            largest = gradient_ring_bytes(shards, slices, 1)
+            count = _buffers(options.buffer_count)
             self._ring = Ring(
-                self._store, buffer_count=options.buffer_count, buffer_bytes=largest, trace=trace, hop=HOP
+                self._store,
+                buffer_count=count,
+                buffer_bytes=gradient_ring_bytes(shards, slices, count) // count,
+                trace=trace,
+                hop=HOP,
             )
         except BaseException:
             self._store.close(remove=True)
@@ -121,8 +134,9 @@ class NvmeGradients:
         self._acquired.clear()
 
     def clear(self) -> None:
-        self._ring.forget()
-        self._present.clear()
+        if self._present:
+            self._ring.forget()
+            self._present.clear()
 
     def memory(self) -> dict[str, int]:
         return {"gradients": self._ring.resident_bytes, "nvme": self._stored_bytes}
