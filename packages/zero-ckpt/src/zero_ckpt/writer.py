@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -42,10 +44,15 @@ OpenSink = Callable[[Path, int], FileSink]
 """Make a sink for a new file at a path; the second argument is the file's final size in bytes."""
 
 
+_UNCACHED = 0x80
+"""RWF_DONTCACHE: the kernel writes pages back as they come and does not keep them. Known to Linux from 6.14 on."""
+
+
 class BufferedSink:
     """An ordinary file, written by a thread so that hashing overlaps with the copy into the page cache."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
+        self._flags = _UNCACHED if sys.platform == "linux" else 0
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._queue: queue.Queue[memoryview | None] = queue.Queue(maxsize=4)
         self._error: BaseException | None = None
@@ -97,7 +104,13 @@ class BufferedSink:
 
     def _write(self, data: memoryview, position: int) -> int:
         while data:
-            written = os.pwrite(self._fd, data, position)
+            try:
+                written = os.pwritev(self._fd, [data], position, self._flags)
+            except OSError as error:
+                if not self._flags or error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                self._flags = 0  # this kernel or file system keeps what is written
+                continue
             data, position = data[written:], position + written
         return position
 
