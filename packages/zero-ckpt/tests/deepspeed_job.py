@@ -4,9 +4,14 @@
 
 writes ROOT/ds, ROOT/expected.pt (fp32, by DeepSpeed's own function) and ROOT/next.pt (parameters after one more step).
 
+    deepspeed_job.py plain ROOT STAGE DTYPE STEPS
+
+trains on one rank without DeepSpeed, saves ROOT/ours with zero_ckpt, and writes ROOT/expected.pt and ROOT/next.pt.
+
     deepspeed_job.py resume ROOT STAGE DTYPE DIR
 
-loads the universal checkpoint DIR, takes one more step (number $STEPS), and writes ROOT/resumed.pt.
+loads the universal checkpoint DIR, takes one more step (number $STEPS), and writes ROOT/resumed.pt. The optimizer has
+$PARAM_GROUPS param groups, 1 or 2.
 """
 
 from __future__ import annotations
@@ -18,9 +23,14 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.lr_schedules import WarmupLR
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
+
+import zero_ckpt
+
+SCHEDULE = {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 10}
 
 
 class Model(nn.Module):
@@ -43,12 +53,22 @@ class Model(nn.Module):
         return self.head(self.out(torch.relu(self.mid(hidden))) * self.scale[0])
 
 
+def param_groups(model: Model) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [
+        {"params": [model.embed.weight, *model.frozen.parameters()], "weight_decay": 0.0},
+        {"params": [*model.mid.parameters(), model.out.weight]},
+    ]
+    whole = {"params": [parameter for group in groups for parameter in group["params"]]}
+    return groups if os.environ["PARAM_GROUPS"] == "2" else [whole]
+
+
 def make_engine(stage: int, dtype: str, universal: bool) -> Any:
     torch.manual_seed(0)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True, "weight_decay": 0.1}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "scheduler": {"type": "WarmupLR", "params": SCHEDULE},
         "gradient_clipping": 1.0,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -57,20 +77,37 @@ def make_engine(stage: int, dtype: str, universal: bool) -> Any:
     if universal:
         config["checkpoint"] = {"load_universal": True}
     model = Model()
-    groups = [
-        {"params": [model.embed.weight, *model.frozen.parameters()], "weight_decay": 0.0},
-        {"params": [*model.mid.parameters(), model.out.weight]},
-    ]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=config)
     return engine
 
 
-def step(engine: Any, seed: int) -> None:
+def loss_of(model: Any, seed: int) -> torch.Tensor:
     torch.manual_seed(seed * 100 + int(os.environ["RANK"]))
     x = torch.randint(0, 13, (2, 6))
-    loss = nn.functional.cross_entropy(engine(x).float().view(-1, 13), x.view(-1))
-    engine.backward(loss)
+    return nn.functional.cross_entropy(model(x).float().view(-1, 13), x.view(-1))
+
+
+def step(engine: Any, seed: int) -> None:
+    engine.backward(loss_of(engine, seed))
     engine.step()
+
+
+def train_plain(root: str, steps: int) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(param_groups(model), lr=0.01, weight_decay=0.1)
+    schedule = WarmupLR(optimizer, **SCHEDULE)
+    for number in range(steps + 1):
+        if number == steps:
+            state = {"model": model, "optimizer": optimizer, "scheduler": schedule}
+            zero_ckpt.save(f"{root}/ours", state, step=steps)
+            torch.save(model.state_dict(), f"{root}/expected.pt")
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    torch.save(model.state_dict(), f"{root}/next.pt")
 
 
 def full_parameters(engine: Any) -> dict[str, torch.Tensor]:
@@ -84,6 +121,9 @@ def full_parameters(engine: Any) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     task, root, stage, dtype, argument = sys.argv[1:6]
+    if task == "plain":
+        train_plain(root, int(argument))
+        return
     engine = make_engine(int(stage), dtype, task == "resume")
     first = os.environ["RANK"] == "0"
     if task == "save":
@@ -109,5 +149,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    torch.distributed.barrier()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     os._exit(0)  # the process group's teardown aborts now and then

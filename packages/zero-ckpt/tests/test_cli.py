@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -53,9 +54,11 @@ def test_verify_finds_a_flipped_byte_and_names_tensor_and_file(
 def test_every_flipped_byte_is_found_by_verify(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     for file in sorted(path.iterdir()):
-        for position in range(0, file.stat().st_size, 41):
+        for position in range(0, file.stat().st_size, 17):
             flip(file, position)
-            assert not verify(path).ok, (file, position)
+            (problem, *_) = verify(path).problems
+            assert str(file) in str(problem), (file, position)
+            assert bool(problem.tensor) == (file.suffix == ".safetensors" and position >= 4096)
             flip(file, position)
     assert verify(path).ok
 
@@ -100,6 +103,28 @@ def test_what_cannot_be_done_is_an_error_with_status_two(tmp_path: Path, capsys:
     save(tmp_path, 1)
     assert main(["inspect", f"{tmp_path}@7"]) == 2
     assert "no checkpoint with tag or step '7'; its tags: global_step1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["verify", "ckpt"], ["repair", "ckpt"], ["convert", "ckpt", "out.safetensors"]])
+def test_a_terminal_shows_progress(tmp_path: Path, arguments: list[str]) -> None:
+    save(tmp_path / "ckpt", 1)
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "zero_ckpt", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, stderr=theirs, stdout=subprocess.DEVNULL)
+    os.close(theirs)
+    assert done.returncode == 0 and arguments[0].encode() in os.read(ours, 4096)
+    os.close(ours)
+
+
+def test_a_reader_that_closes_early_is_no_error(tmp_path: Path) -> None:
+    for step in range(3):
+        save(tmp_path, step)
+    command = [sys.executable, "-m", "zero_ckpt", "verify", str(tmp_path)]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert job.stdout is not None and job.stderr is not None
+    job.stdout.close()
+    assert job.wait(20) == 141 and job.stderr.read() == b""
+    job.stderr.close()
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 
 import zero_ckpt  # noqa: E402
-from zero_ckpt import CheckpointError, Interval, convert, open_checkpoint, save_sharded  # noqa: E402
-from zero_ckpt.conversion import open_source  # noqa: E402
+from zero_ckpt import CheckpointError, DamagedError, Interval, convert, open_checkpoint, save_sharded  # noqa: E402
+from zero_ckpt.conversion import open_source, output_nbytes  # noqa: E402
 from zero_ckpt.conversion.dtypes import convert_dtype  # noqa: E402
 from zero_ckpt.conversion.model import parse_size  # noqa: E402
 from zero_ckpt.torch import dtype_name, tensor_buffer, torch_dtype  # noqa: E402
@@ -102,6 +103,88 @@ def test_an_interrupted_conversion_goes_on_where_it_stopped(tmp_path: Path) -> N
     assert second[0].stat().st_ino == kept and second[1].exists()
     checkpoint(tmp_path / "ckpt")  # another checkpoint with the same shapes is not mistaken for it
     assert convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500")[0].stat().st_ino not in (kept, redone)
+
+
+class Counting:
+    """A source that counts its reads and raises `error` at one of them."""
+
+    def __init__(self, source: Any, stop: int = -1, error: BaseException | None = None) -> None:
+        self._source, self._stop, self._error = source, stop, error or KeyboardInterrupt()
+        self.reads = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read_into(self, *place: Any) -> None:
+        self.reads += 1
+        if self.reads == self._stop:
+            raise self._error
+        self._source.read_into(*place)
+
+
+def test_an_interrupted_file_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_ckpt.conversion.sources.PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr("zero_ckpt.conversion.safetensors_sink.RECORD_BYTES", 1 << 15)
+    target, partial = tmp_path / "out.safetensors", tmp_path / "out.safetensors.partial"
+    model = torch.nn.Linear(1024, 256)
+    zero_ckpt.save(tmp_path / "ckpt", {"model": model})
+    with pytest.raises(KeyboardInterrupt):
+        convert(Counting(open_source(tmp_path / "ckpt"), stop=50), target, workers=2)
+    assert partial.exists() and not target.exists()
+    with partial.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match="is being written by another process"):
+            convert(tmp_path / "ckpt", target)
+    again = Counting(open_source(tmp_path / "ckpt"))
+    convert(again, target, workers=2)
+    assert 0 < again.reads < 65 and not partial.exists()
+    assert torch.equal(safetensors.load_file(target)["weight"], model.weight)
+
+
+def test_what_another_source_left_is_not_gone_on_with_and_a_failure_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero_ckpt.conversion.sources.PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr("zero_ckpt.conversion.safetensors_sink.RECORD_BYTES", 1 << 15)
+    target = tmp_path / "out.safetensors"
+    zero_ckpt.save(tmp_path / "old", {"model": torch.nn.Linear(1024, 256)})
+    with pytest.raises(KeyboardInterrupt):
+        convert(Counting(open_source(tmp_path / "old"), stop=50), target, workers=2)
+    model = torch.nn.Linear(1024, 256)
+    zero_ckpt.save(tmp_path / "new", {"model": model})
+    convert(tmp_path / "new", target)
+    assert torch.equal(safetensors.load_file(target)["weight"], model.weight)
+    with pytest.raises(CheckpointError):
+        broken = Counting(open_source(tmp_path / "new"), stop=50, error=CheckpointError("no"))
+        convert(broken, tmp_path / "b.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old", "out.safetensors"]
+
+
+@pytest.mark.parametrize("target", ["o.safetensors", "o.bin", "run"])
+def test_progress_ends_where_it_is_announced_to_end(tmp_path: Path, target: str) -> None:
+    checkpoint(tmp_path / "ckpt")
+    to = "zero-ckpt" if target == "run" else None
+    seen: list[int] = []
+    convert(tmp_path / "ckpt", tmp_path / target, to=to, progress=seen.append)
+    assert sum(seen) == output_nbytes(open_source(tmp_path / "ckpt"), target, to=to) > 0
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/escaped", "..", "a/b"])
+def test_names_that_lead_outside_are_not_followed(tmp_path: Path, name: str) -> None:
+    parts = [Interval(n, kind, (2,), "F32", 0, bytes(8)) for n in ("good", name) for kind in ("param", "exp_avg")]
+    save_sharded(tmp_path / "ckpt", "t", parts, step=1)
+    with pytest.raises(CheckpointError, match="cannot be a directory of a universal checkpoint"):
+        convert(tmp_path / "ckpt", tmp_path / "a" / "b", to="deepspeed-universal")
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.name != "zero_to_fp32.py") == sorted(
+        ["a", "b", "ckpt", "latest", "manifest.msgpack", "rank-00000.safetensors", "t"]
+    )
+
+
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
+    for text in ('{"weight_map": {"w": "../x.safetensors"}}', "[]", "{", '{"weight_map": {"w": 1}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(DamagedError, match="model.safetensors.index.json"):
+            open_source(tmp_path)
 
 
 def test_pytorch_files_keep_ties(tmp_path: Path) -> None:

@@ -114,6 +114,15 @@ def test_without_any_checkpoint_it_says_so(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, "u")
 
 
+@pytest.mark.parametrize("latest", ["../elsewhere", "/", "", ".", "a/b"])
+def test_latest_leads_nowhere_but_to_a_tag(tmp_path: Path, latest: str) -> None:
+    save(tmp_path / "elsewhere", "s9", 9)
+    save(tmp_path / "run", "s1", 1)
+    (tmp_path / "run" / "latest").write_text(latest)
+    checkpoint = open_checkpoint(tmp_path / "run")
+    assert checkpoint.tag == "s1" and checkpoint.report.skipped == ((latest, "`latest` does not hold a tag"),)
+
+
 @pytest.mark.parametrize("harm", ["manifest byte", "manifest gone", "file cut", "file gone", "latest wrong"])
 def test_the_last_good_checkpoint_is_opened_and_it_is_said(
     tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture

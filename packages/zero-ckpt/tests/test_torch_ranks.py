@@ -14,7 +14,7 @@ from processes import run_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 import zero_ckpt  # noqa: E402
-from zero_ckpt.torch import DistCoordinator  # noqa: E402
+from zero_ckpt.torch import DistCoordinator, tensor_buffer  # noqa: E402
 
 WIDTHS = (7, 5, 3)
 
@@ -92,6 +92,27 @@ def test_fsdp2_saves_in_the_background(tmp_path: Path) -> None:
     checkpoint = zero_ckpt.open_checkpoint(tmp_path / "run")
     assert checkpoint.step == 3 and checkpoint.world_size == 2
     assert zero_ckpt.verify(checkpoint.path).ok
+
+
+def save_dcp(rank: int, root: str) -> dict[tuple[str, str], bytes]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = build("fsdp2", seed=1)
+    train(model, optimizer)
+    module_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": module_state, "optim": optimizer_state}, checkpoint_id=f"{root}/dcp")
+    held = {(name, "param"): parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        held.update({(name, kind): optimizer.state[parameter][kind] for kind in ("exp_avg", "exp_avg_sq", "step")})
+    return {key: bytes(tensor_buffer(whole(tensor).contiguous())) for key, tensor in held.items()}
+
+
+def test_a_sharded_torch_checkpoint_converts_with_its_optimizer(tmp_path: Path) -> None:
+    expected = run_ranks(save_dcp, 2, tmp_path, str(tmp_path))[0]
+    zero_ckpt.convert(tmp_path / "dcp", tmp_path / "ours", to="zero-ckpt")
+    checkpoint = zero_ckpt.open_checkpoint(tmp_path / "ours")
+    assert {key: bytes(checkpoint.read(*key)) for key in checkpoint.tensors} == expected
 
 
 CASES = [("ddp", 2, "plain", 1), ("fsdp2", 2, "plain", 1), ("plain", 1, "fsdp2", 2), ("fsdp2", 3, "fsdp2", 2),

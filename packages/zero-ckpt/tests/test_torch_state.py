@@ -86,6 +86,27 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     assert model.head.weight is model.embed.weight
 
 
+def test_a_tied_parameter_is_found_under_its_other_name(tmp_path: Path) -> None:
+    class HeadFirst(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self._modules["embed"] = self._modules.pop("embed")
+
+    def build(kind: type[Tied]) -> tuple[Tied, torch.optim.Optimizer]:
+        model = kind()
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = build(Tied)
+    model(torch.arange(4)).sum().backward()
+    optimizer.step()
+    zero_ckpt.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other, loaded = build(HeadFirst)
+    assert next(name for name, _ in other.named_parameters()) != "embed.weight"
+    zero_ckpt.load(tmp_path, {"model": other, "optimizer": loaded})
+    assert torch.equal(other.head.weight, model.head.weight)
+    assert torch.equal(loaded.state[other.head.weight]["exp_avg"], optimizer.state[model.head.weight]["exp_avg"])
+
+
 def test_strict_names_what_is_missing_on_either_side_and_a_report_says_what_fits(tmp_path: Path) -> None:
     zero_ckpt.save(tmp_path, {"model": nn.ModuleDict({"a": nn.Linear(2, 2), "old": nn.Linear(2, 2)})})
     target = nn.ModuleDict({"a": nn.Linear(2, 2), "new": nn.Linear(2, 2)})
@@ -102,13 +123,45 @@ def test_strict_names_what_is_missing_on_either_side_and_a_report_says_what_fits
     assert len(report.loaded) == 4 and "4 loaded" in str(report)
 
 
-def test_module_only_and_optimizer_only(tmp_path: Path) -> None:
+def test_module_only(tmp_path: Path) -> None:
     one, other = Run(1), Run(2)
     one.step()
     zero_ckpt.save(tmp_path, one.state, step=1)
     report = zero_ckpt.load(tmp_path, {"model": other.model})
     assert report.not_requested == ["exp_avg", "exp_avg_sq", "step"]
     assert torch.equal(other.model.embed.weight, one.model.embed.weight) and not other.optimizer.state
+
+
+def test_optimizer_only(tmp_path: Path) -> None:
+    one, other = Run(1), Run(2)
+    one.step()
+    zero_ckpt.save(tmp_path, one.state, step=1)
+    before = other.model.embed.weight.detach().clone()
+    report = zero_ckpt.load(tmp_path, {"optimizer": other.optimizer})
+    assert report.not_requested == ["buffer", "param"] and not report.ignored and not report.defaulted
+    assert torch.equal(other.model.embed.weight, before)
+    assert other.optimizer.state_dict()["param_groups"] == one.optimizer.state_dict()["param_groups"]
+    states = [run.optimizer.state_dict()["state"] for run in (one, other)]
+    assert states[0].keys() == states[1].keys() == {0, 1, 2}
+    for index, mine in states[0].items():
+        assert all(torch.equal(states[1][index][key], value) for key, value in mine.items())
+
+
+def test_an_optimizer_saved_alone_is_loaded_alone(tmp_path: Path) -> None:
+    one, other = Run(1), Run(2)
+    one.step()
+    zero_ckpt.save(tmp_path, {"optimizer": one.optimizer})
+    zero_ckpt.load(tmp_path, {"optimizer": other.optimizer})
+    weights = one.model.norm.weight, other.model.norm.weight
+    assert torch.equal(one.optimizer.state[weights[0]]["exp_avg"], other.optimizer.state[weights[1]]["exp_avg"])
+    smaller = torch.optim.AdamW([{"params": [other.model.embed.weight]}, {"params": [other.model.norm.weight]}])
+    with pytest.raises(MismatchError, match=r"only in the checkpoint \(3\): optimizer.1.1 \(step\)"):
+        zero_ckpt.load(tmp_path, {"optimizer": smaller})
+
+
+def test_configuration_and_node_are_kept(tmp_path: Path) -> None:
+    zero_ckpt.save(tmp_path, {"model": nn.Linear(2, 2)}, config={"lr": 0.5}, node="here")
+    assert open_checkpoint(tmp_path).config == {"lr": 0.5}
 
 
 def test_shapes_that_differ_are_refused_by_name(tmp_path: Path) -> None:

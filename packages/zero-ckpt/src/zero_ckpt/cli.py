@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as the shell reports a program that a closed pipe ended
     except (CheckpointError, OSError) as error:
         print(f"zero-ckpt {options.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return 0
     return status
 
 
@@ -122,8 +125,11 @@ def _nbytes(path: Path) -> int:
 
 def _repair(options: argparse.Namespace) -> int:
     from .repairing import repair
+    from .verifying import checkpoints_in
 
-    done = repair(options.root)
+    total = sum(_nbytes(path) for path in checkpoints_in(Path(options.root)))
+    with _progress("repair", total) as advance:
+        done = repair(options.root, progress=advance)
     for line in done:
         print(line)
     print(f"{options.root}: {'repaired' if done else 'nothing to repair'}")
@@ -159,10 +165,10 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from .conversion import convert, open_source
+    from .conversion import convert, open_source, output_nbytes
 
     source = open_source(options.source)
-    with _progress("convert", None) as advance:
+    with _progress("convert", output_nbytes(source, options.target, to=options.to, dtype=options.dtype)) as advance:
         written = convert(
             source,
             options.target,
@@ -178,7 +184,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _progress(title: str, total: int | None) -> Iterator[Callable[[int], None] | None]:
+def _progress(title: str, total: int) -> Iterator[Callable[[int], None] | None]:
     """A progress bar of bytes on a terminal, nothing elsewhere (and then rich is not imported)."""
     if not sys.stderr.isatty():
         yield None

@@ -32,9 +32,16 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOSY
 logger = logging.getLogger("zero_ckpt")
 
 
+def is_tag(text: str) -> bool:
+    """Whether `text` can name a checkpoint directory."""
+    if not text or text.startswith(".") or "/" in text or "\0" in text:
+        return False
+    return text != LATEST_NAME and len(text.encode(errors="replace")) <= 200
+
+
 def check_tag(tag: str) -> str:
     """`tag` itself when it can name a checkpoint directory; raises CheckpointError when it cannot."""
-    if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag == LATEST_NAME or len(tag.encode()) > 200:
+    if not is_tag(tag):
         raise CheckpointError(
             f"{tag!r} cannot be a tag: expected one path component of at most 200 bytes that does not start with a "
             f"period and is not {LATEST_NAME!r}"

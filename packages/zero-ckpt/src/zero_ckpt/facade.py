@@ -22,6 +22,8 @@ def save(
     tag: str | None = None,
     exclude_frozen: bool = False,
     keep_last: int | None = None,
+    config: Any = None,
+    node: str | None = None,
     coordinator: Coordinator | None = None,
     saver: AsyncSaver | None = None,
 ) -> Path:
@@ -33,6 +35,8 @@ def save(
         tag=tag,
         exclude_frozen=exclude_frozen,
         keep_last=keep_last,
+        config=config,
+        node=node,
         coordinator=coordinator,
         saver=saver,
     )

@@ -16,7 +16,7 @@ import xxhash
 from .checksum import is_checksum
 from .errors import CheckpointError, DamagedError
 from .plain import pack, unpack
-from .types import ITEMSIZE, numel
+from .types import ITEMSIZE, is_kind, numel
 
 MANIFEST_NAME = "manifest.msgpack"
 MAGIC = b"ZCKPT\x00\x00\x01"
@@ -181,6 +181,8 @@ class _Decoder:
         table = _typed(value, dict, at)
         name, kind = _get(table, "name", str, at), _get(table, "kind", str, at)
         at = f"{at} ({name!r}, {kind!r})"
+        if not is_kind(kind):
+            raise DamagedError(f"{at}: {kind!r} is not a kind")
         shape = _get(table, "shape", list, at)
         if len(shape) > 64 or not all(type(size) is int and 0 <= size < _MAX_INT for size in shape):
             raise DamagedError(f"{at}: shape {shape!r} is not a list of sizes")

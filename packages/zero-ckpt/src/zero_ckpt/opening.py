@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .catalog import Candidate, examine, find_candidates
-from .commit import check_tag, has_manifest, read_latest, replaced_directories, replaced_tag
+from .commit import check_tag, has_manifest, is_tag, read_latest, replaced_directories, replaced_tag
 from .coordination import together
 from .errors import DamagedError, NotFoundError
 from .reader import Checkpoint, OpenReport
@@ -78,6 +78,8 @@ def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[
         return []
     if latest in skip:
         return [Candidate(latest, root / latest, None, skip[latest])]
+    if not is_tag(latest):
+        return [Candidate(latest, root, None, "`latest` does not hold a tag")]
     for path in (root / latest, *(path for path in replaced_directories(root) if replaced_tag(path) == latest)):
         if path.is_dir():
             return [examine(latest, path)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ from .plain import to_plain
 from .plan import Holding, Plan, make_plan
 from .retention import prune
 from .scripts import leave_script
-from .types import Coordinator, Interval, SoloCoordinator
+from .types import Coordinator, Interval, SoloCoordinator, is_kind
 from .writer import OpenSink, interval_length, write_rank_file
-
-_KIND = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
 
 
 def save_sharded(
@@ -167,7 +164,7 @@ def _head(interval: Interval) -> list[Any]:
     where = f"{interval.name!r} ({interval.kind!r})"
     if not isinstance(interval.name, str) or not interval.name:
         raise CheckpointError(f"{where}: a tensor's name must be a string that is not empty")
-    if not _KIND.fullmatch(interval.kind):
+    if not is_kind(interval.kind):
         raise CheckpointError(f"{where}: a kind is 1 to 100 of the characters A-Z a-z 0-9 _ . -")
     shape = [int(size) for size in interval.shape]
     return [interval.name, interval.kind, shape, interval.dtype, int(interval.offset), interval_length(interval)]

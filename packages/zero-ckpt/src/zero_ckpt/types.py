@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +15,12 @@ ITEMSIZE: dict[str, int] = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Bytes per element of every dtype a checkpoint can hold, by its safetensors name."""
+
+MODEL_KINDS = frozenset({"param", "buffer", "master"})
+"""Kinds of tensors that belong to a model."""
+STATE_KIND = "state"
+"""The kind of tensors inside the state dicts of stateful objects, and of bare tensors."""
+_KIND = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,16 @@ def numel(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
+
+
+def is_kind(text: str) -> bool:
+    """Whether `text` can be a kind: 1 to 100 of the characters A-Z a-z 0-9 _ . -, so it is safe in a file name."""
+    return _KIND.fullmatch(text) is not None
+
+
+def is_optimizer_kind(kind: str) -> bool:
+    """Whether tensors of this kind are optimizer state."""
+    return kind not in MODEL_KINDS and kind != STATE_KIND
 
 
 def state_key(kind: str) -> str:

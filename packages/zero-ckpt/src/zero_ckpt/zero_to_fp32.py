@@ -10,36 +10,64 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .conversion.model import model_aliases, model_tensors, parse_size
+from .conversion.model import ModelTensor, model_aliases, model_tensors, parse_size
 from .conversion.sources import Source, open_source
+from .errors import CheckpointError
 from .scripts import SCRIPT_NAME
+from .types import is_optimizer_kind
 
 if TYPE_CHECKING:
     import torch
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | os.PathLike[str], tag: str | None = None, exclude_frozen_parameters: bool = False
-) -> dict[str, torch.Tensor]:
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Any]:
     """The whole fp32 state dict, in CPU memory, of the checkpoint `tag` (by default the one `latest` names).
 
-    Tied names share one tensor. With `exclude_frozen_parameters`, parameters without optimizer state are left out.
+    Tied names share one tensor. With `exclude_frozen_parameters`, parameters without optimizer state are left out. With
+    `lazy_mode` the values are `LazyTensor`s, and nothing is read until their `contiguous()` is called.
     """
-    from .conversion.pytorch_sink import read_model_tensor
-
     source = _open(checkpoint_dir, tag)
-    tensors = [
-        tensor
-        for tensor in model_tensors(source, "F32")
-        if not exclude_frozen_parameters or tensor.kind == "buffer" or _is_trained(source, tensor.name)
-    ]
-    state: dict[str, torch.Tensor] = {
-        tensor.name: read_model_tensor(source, tensor, lambda nbytes: None) for tensor in tensors
-    }
+    tensors = _chosen(source, exclude_frozen_parameters)
+    state: dict[str, Any] = {tensor.name: LazyTensor(source, tensor) for tensor in tensors}
+    if not lazy_mode:
+        state = {name: value.contiguous() for name, value in state.items()}
     state.update({alias: state[name] for alias, name in model_aliases(source, tensors).items()})
     return state
+
+
+class LazyTensor:
+    """A tensor of a checkpoint that is read when it is needed."""
+
+    def __init__(self, source: Source, tensor: ModelTensor) -> None:
+        self._source, self._tensor = source, tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        import torch
+
+        return torch.Size(self._tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it is read."""
+        from .torch import torch_dtype
+
+        return torch_dtype(self._tensor.dtype)
+
+    def contiguous(self) -> torch.Tensor:
+        """Its values, read into new CPU memory."""
+        from .conversion.pytorch_sink import read_model_tensor
+
+        value: torch.Tensor = read_model_tensor(self._source, self._tensor, lambda nbytes: None)
+        return value
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -55,11 +83,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     from .conversion.safetensors_sink import write_safetensors
 
     source = _open(checkpoint_dir, tag)
-    tensors = [
-        tensor
-        for tensor in model_tensors(source, "F32")
-        if not exclude_frozen_parameters or tensor.kind == "buffer" or _is_trained(source, tensor.name)
-    ]
+    tensors = _chosen(source, exclude_frozen_parameters)
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     target = Path(output_dir)
     if safe_serialization:
@@ -82,9 +106,15 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Source:
     return open_source(spec if tag is None else f"{spec}@{tag}")
 
 
-def _is_trained(source: Source, name: str) -> bool:
-    model_kinds = ("param", "buffer", "master", "state")
-    return any(owner == name and kind not in model_kinds for owner, kind in source.tensors)
+def _chosen(source: Source, exclude_frozen: bool) -> list[ModelTensor]:
+    """The tensors to write; a parameter without a master or optimizer state is frozen."""
+    found = model_tensors(source, "F32")
+    if not exclude_frozen:
+        return found
+    trained = {name for name, kind in source.tensors if kind == "master" or is_optimizer_kind(kind)}
+    if not trained:
+        raise CheckpointError("the checkpoint holds no optimizer state, which tells frozen parameters from the others")
+    return [item for item in found if item.kind == "buffer" or item.name in trained]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

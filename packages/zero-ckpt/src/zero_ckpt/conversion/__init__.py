@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..types import ITEMSIZE, numel
 from .dtypes import NAMES
-from .model import model_tensors, parse_size
+from .model import ModelTensor, model_tensors, parse_size
 from .sources import Source, open_source
 
 TARGETS = ("safetensors", "pytorch", "deepspeed-universal", "zero-ckpt")
 
-__all__ = ["TARGETS", "Source", "convert", "open_source"]
+__all__ = ["TARGETS", "Source", "convert", "open_source", "output_nbytes"]
 
 
 def convert(
@@ -29,15 +30,17 @@ def convert(
     """Convert a checkpoint; returns the files (or the directory) that were written.
 
     `source` is anything `open_source` knows. `to` is one of `TARGETS`, by default `pytorch` when `target` ends in
-    `.bin` and `safetensors` otherwise: a file when `target` ends in `.safetensors`, else a directory as Hugging Face
-    lays models out, cut at `max_shard_size` (such as `5GB`). `dtype` (`fp32`, `bf16`, `fp16` or `keep`) applies to
-    floating-point tensors of a model; `deepspeed-universal` and `zero-ckpt` keep everything as it is, optimizer state
-    included. `progress` is called with bytes written since its last call. Raises CheckpointError.
+    `.bin`, `.pt` or `.pth` and `safetensors` otherwise: a file when `target` ends in `.safetensors`, else a directory
+    as Hugging Face lays models out, cut at `max_shard_size` (such as `5GB`). `dtype` (`fp32`, `bf16`, `fp16` or `keep`)
+    applies to floating-point tensors of a model; `deepspeed-universal` and `zero-ckpt` keep everything as it is,
+    optimizer state included.
+
+    `safetensors` and `zero-ckpt` hold a few pieces of 8 MiB in memory, `deepspeed-universal` one tensor and finally the
+    frozen ones, `pytorch` one file. An interrupted conversion to `safetensors` goes on where it was when it is started
+    again. `progress` is called with bytes written since its last call. Raises CheckpointError.
     """
     opened = open_source(source) if isinstance(source, (str, os.PathLike)) else source
-    path = Path(target)
-    kind = to or ("pytorch" if path.suffix in (".bin", ".pt", ".pth") else "safetensors")
-    report = progress or _ignore
+    path, kind, report = Path(target), _kind(target, to), progress or _ignore
     if kind == "deepspeed-universal":
         from .universal_sink import write_universal
 
@@ -45,12 +48,8 @@ def convert(
     if kind == "zero-ckpt":
         from .checkpoint_sink import write_checkpoint
 
-        return [write_checkpoint(opened, path)]
-    if kind not in TARGETS:
-        raise CheckpointError(f"{kind!r} is no target; expected one of {', '.join(TARGETS)}")
-    if dtype != "keep" and dtype not in NAMES:
-        raise CheckpointError(f"{dtype!r} is no output dtype; expected keep, {', '.join(NAMES)}")
-    tensors = model_tensors(opened, None if dtype == "keep" else NAMES[dtype])
+        return [write_checkpoint(opened, path, progress=report)]
+    tensors = _model(opened, dtype)
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     if kind == "pytorch":
         from .pytorch_sink import write_pytorch
@@ -59,6 +58,28 @@ def convert(
     from .safetensors_sink import write_safetensors
 
     return write_safetensors(opened, tensors, path, limit=limit, workers=workers, progress=report)
+
+
+def output_nbytes(
+    source: Source, target: str | os.PathLike[str], *, to: str | None = None, dtype: str = "fp32"
+) -> int:
+    """About how many bytes `convert` writes with the same arguments: the end of its progress."""
+    if _kind(target, to) in ("safetensors", "pytorch"):
+        return sum(tensor.nbytes for tensor in _model(source, dtype))
+    return sum(numel(tuple(tensor.shape)) * ITEMSIZE[tensor.dtype] for tensor in source.tensors.values())
+
+
+def _kind(target: str | os.PathLike[str], to: str | None) -> str:
+    kind = to or ("pytorch" if Path(target).suffix in (".bin", ".pt", ".pth") else "safetensors")
+    if kind not in TARGETS:
+        raise CheckpointError(f"{kind!r} is no target; expected one of {', '.join(TARGETS)}")
+    return kind
+
+
+def _model(source: Source, dtype: str) -> list[ModelTensor]:
+    if dtype != "keep" and dtype not in NAMES:
+        raise CheckpointError(f"{dtype!r} is no output dtype; expected keep, {', '.join(NAMES)}")
+    return model_tensors(source, None if dtype == "keep" else NAMES[dtype])
 
 
 def _ignore(nbytes: int) -> None:

@@ -9,26 +9,26 @@ from typing import Any
 from ..commit import check_tag
 from ..saving import save_sharded
 from ..types import ITEMSIZE, Interval, numel
-from .sources import Source, pieces
+from .sources import Progress, Source, pieces
 
 
-def write_checkpoint(source: Source, root: Path) -> Path:
+def write_checkpoint(source: Source, root: Path, *, progress: Progress) -> Path:
     """Save as `<root>/step<step>` and return that path. Memory stays bounded: one piece is read at a time."""
     return save_sharded(
         root,
         check_tag(f"step{source.step}"),
-        _intervals(source),
+        _intervals(source, progress),
         step=source.step,
         aliases=dict(source.aliases),
         client_state=source.client_state,
     )
 
 
-def _intervals(source: Source) -> Iterator[Interval]:
+def _intervals(source: Source, progress: Progress) -> Iterator[Interval]:
     for (name, kind), tensor in source.tensors.items():
         shape, itemsize = tuple(tensor.shape), ITEMSIZE[tensor.dtype]
         for offset, length in pieces(source, name, kind, numel(shape), itemsize):
-            reader = _Reader(source, name, kind, offset, length * itemsize)
+            reader = _Reader(source, progress, name, kind, offset, length * itemsize)
             yield Interval(name, kind, shape, tensor.dtype, offset, reader, length)
         if numel(shape) == 0:
             yield Interval(name, kind, shape, tensor.dtype, 0, b"")
@@ -37,11 +37,12 @@ def _intervals(source: Source) -> Iterator[Interval]:
 class _Reader:
     """A function that reads one piece."""
 
-    def __init__(self, source: Source, *place: Any) -> None:
-        self._source, self._place = source, place
+    def __init__(self, source: Source, progress: Progress, *place: Any) -> None:
+        self._source, self._progress, self._place = source, progress, place
 
     def __call__(self) -> bytearray:
         name, kind, offset, nbytes = self._place
         out = bytearray(nbytes)
         self._source.read_into(name, kind, offset, out)
+        self._progress(nbytes)
         return out

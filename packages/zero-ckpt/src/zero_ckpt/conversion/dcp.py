@@ -11,7 +11,7 @@ import pickle
 import zipfile
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -59,12 +59,15 @@ def open_dcp(directory: Path) -> SegmentSource:
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
         sizes = dict(metadata.state_dict_metadata)
-        storage = dict(metadata.storage_data)
+        stored = [(index.fqn, tuple(index.offset or ()), info) for index, info in metadata.storage_data.items()]
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError) as error:
         raise DamagedError(f"{path}: {error}") from error
     found = {key: value for key, value in sizes.items() if hasattr(value, "chunks")}
     names = _names(list(found))
-    tensors = {names[key]: _tensor(directory, key, value, storage) for key, value in found.items()}
+    places: dict[str, dict[tuple[int, ...], Any]] = {}
+    for key, offset, info in stored:
+        places.setdefault(key, {})[offset] = info
+    tensors = {names[key]: _tensor(directory, key, value, places.get(key, {})) for key, value in found.items()}
     return SegmentSource(tensors, {}, 0, None)
 
 
@@ -81,16 +84,16 @@ def _names(keys: list[str]) -> dict[str, tuple[str, str]]:
     return names
 
 
-def _tensor(directory: Path, key: str, value: Any, storage: dict[Any, Any]) -> SegmentedTensor:
+def _tensor(directory: Path, key: str, value: Any, places: dict[tuple[int, ...], Any]) -> SegmentedTensor:
+    """`places` says by offset where the chunks of the tensor lie; a tensor in one piece may be without an offset."""
     shape, dtype = tuple(value.size), dtype_name(value.properties.dtype)
     segments: list[Segment] = []
     for chunk in value.chunks:
-        own = [(tuple(index.offset or ()), info) for index, info in storage.items() if index.fqn == key]
-        places = [info for offset, info in own if offset == tuple(chunk.offsets) or len(own) == 1]
-        if not places:
+        place = places.get(tuple(chunk.offsets), places.get(()))
+        if place is None:
             raise DamagedError(f"{directory}: no file is recorded for {key!r} at {tuple(chunk.offsets)}")
-        file = _inside(directory, places[0].relative_path)
-        begin = _data_begin(file, places[0], numel(tuple(chunk.sizes)) * ITEMSIZE[dtype])
+        file = _inside(directory, place.relative_path)
+        begin = _data_begin(file, place, numel(tuple(chunk.sizes)) * ITEMSIZE[dtype])
         segments += _rows(shape, tuple(chunk.offsets), tuple(chunk.sizes), file, begin, ITEMSIZE[dtype])
     return SegmentedTensor(shape, dtype, tuple(sorted(segments, key=lambda segment: segment.offset)))
 
@@ -104,18 +107,49 @@ def _inside(directory: Path, relative: str) -> Path:
 def _data_begin(file: Path, place: Any, nbytes: int) -> int:
     """The byte of `file` at which the one tensor of the `torch.save` archive at `place` begins."""
     with file.open("rb") as handle:
-        handle.seek(place.offset)
-        raw = handle.read(place.length)
-    try:
-        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-            records = [item for item in archive.infolist() if "/data/" in item.filename and item.file_size == nbytes]
-    except (zipfile.BadZipFile, ValueError) as error:
-        raise CheckpointError(f"{file}: the tensor at byte {place.offset} is not in torch's zip format") from error
-    if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
-        raise CheckpointError(f"{file}: the archive at byte {place.offset} does not hold one tensor of {nbytes} bytes")
-    at = records[0].header_offset
-    name_length, extra_length = (int.from_bytes(raw[at + skip : at + skip + 2], "little") for skip in (26, 28))
-    return int(place.offset) + at + 30 + name_length + extra_length
+        try:
+            with zipfile.ZipFile(_Window(handle, place.offset, place.length)) as archive:
+                records = [item for item in archive.infolist() if "/data/" in item.filename]
+        except (zipfile.BadZipFile, ValueError) as error:
+            raise CheckpointError(f"{file}: the tensor at byte {place.offset} is not in torch's zip format") from error
+        fitting = [item for item in records if item.file_size == nbytes and item.compress_type == zipfile.ZIP_STORED]
+        if len(fitting) != 1:
+            raise CheckpointError(
+                f"{file}: the archive at byte {place.offset} does not hold one tensor of {nbytes} bytes"
+            )
+        begin = int(place.offset) + fitting[0].header_offset
+        handle.seek(begin + 26)
+        lengths = handle.read(4)
+    return begin + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+
+
+class _Window(io.RawIOBase):
+    """Bytes `begin` to `begin + length` of a file, as a file of their own."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+        self._file, self._begin, self._length = file, begin, length
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._length - self._position)
+        self._file.seek(self._begin + self._position)
+        data = self._file.read(left if size is None or size < 0 else min(size, left))
+        self._position += len(data)
+        return data
 
 
 def _rows(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from ..errors import CheckpointError, DamagedError, NotPlainDataError
 from ..plain import to_plain
-from ..types import numel
+from ..types import MODEL_KINDS, numel
 from .segments import Segment, SegmentedTensor, SegmentSource
 from .torch_file import StandIn, Stored, load_structure, scalar, stored
 
@@ -85,20 +86,57 @@ def open_deepspeed(directory: Path) -> SegmentSource:
     optimizer state follows for stages 1 to 3 (stage 0 does not record which state belongs to which parameter). Raises
     CheckpointError for tensor, pipeline and expert parallel checkpoints.
     """
-    models = [ModelFile(path) for path in _ranked(directory, "*_model_states.pt", _MODEL)]
-    first = models[0]
-    aliases = first.aliases()
-    tensors: Tensors = {}
-    for name, tensor in first.module.items():
-        if name not in aliases and (tensor.numel() or name in first.buffers):
-            kind = "buffer" if name in first.buffers else "param"
-            tensors[name, kind] = stored(tensor, first.path).whole()
+    models = open_models(directory)
+    tensors = model_tensors(models[0])
+    client = models[0].client_state()
     optimizers = _ranked(directory, "*_optim_states.pt", _RANKED, required=False)
     if optimizers:
-        _add_optimizers(tensors, first, models, optimizers)
-    known = {name for name, _ in tensors}
+        states = [load_structure(path)["optimizer_state_dict"] for path in optimizers]
+        _add_optimizers(tensors, models, states, optimizers)
+        client.update(param_groups(states[0].get("base_optimizer_state", states[0].get("optimizer_state_dict"))))
+    return assemble(tensors, models[0], client)
+
+
+def open_models(directory: Path) -> list[ModelFile]:
+    """The model files of a tag directory, by data-parallel rank."""
+    return [ModelFile(path) for path in _ranked(directory, "*_model_states.pt", _MODEL)]
+
+
+def model_tensors(model: ModelFile) -> Tensors:
+    """The parameters and buffers that a model file holds whole, each once."""
+    aliases = model.aliases()
+    tensors: Tensors = {}
+    for name, tensor in model.module.items():
+        if name not in aliases and (tensor.numel() or name in model.buffers):
+            kind = "buffer" if name in model.buffers else "param"
+            tensors[name, kind] = stored(tensor, model.path).whole()
+    return tensors
+
+
+def assemble(tensors: Tensors, model: ModelFile, client: dict[str, Any]) -> SegmentSource:
+    """The source that these tensors make up; raises DamagedError when one that the model file lists is missing."""
+    known = {name for name, kind in tensors if kind in MODEL_KINDS}
+    aliases = model.aliases()
+    listed = [name for group in model.shapes() for name in group] + list(model.data.get("frozen_param_shapes") or {})
+    missing = [name for name in listed if name not in known and name not in aliases]
+    if missing:
+        raise DamagedError(f"{model.path.parent}: {', '.join(missing)} is listed, but not there")
     kept = {alias: name for alias, name in aliases.items() if name in known}
-    return SegmentSource(tensors, kept, first.step(), first.client_state())
+    return SegmentSource(tensors, kept, model.step(), client)
+
+
+def param_groups(optimizer: Any) -> dict[str, Any]:
+    """Client state with the hyperparameters of an optimizer's state dict, as far as they are plain data."""
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return {}
+    found: list[dict[str, Any]] = [{} for _ in groups]
+    for plain, group in zip(found, groups, strict=True):
+        for key, value in group.items():
+            if key != "params":
+                with suppress(NotPlainDataError):
+                    plain[key] = to_plain(value, str(key))
+    return {"param_groups": found}
 
 
 def _ranked(directory: Path, pattern: str, name: re.Pattern[str], *, required: bool = True) -> list[Path]:
@@ -113,8 +151,10 @@ def _ranked(directory: Path, pattern: str, name: re.Pattern[str], *, required: b
     return [found[rank] for rank in sorted(found)]
 
 
-def _add_optimizers(tensors: Tensors, model: ModelFile, models: Sequence[ModelFile], paths: Sequence[Path]) -> None:
-    states = [load_structure(path)["optimizer_state_dict"] for path in paths]
+def _add_optimizers(
+    tensors: Tensors, models: Sequence[ModelFile], states: Sequence[Mapping[str, Any]], paths: Sequence[Path]
+) -> None:
+    model = models[0]
     stage = _number(states[0].get("zero_stage", 1))
     counts = states[0].get("partition_count", len(paths))
     expected = max(counts) if isinstance(counts, list) else counts
@@ -122,7 +162,7 @@ def _add_optimizers(tensors: Tensors, model: ModelFile, models: Sequence[ModelFi
         raise DamagedError(f"{paths[0].parent}: {len(paths)} optimizer files, {expected} ranks wrote it")
     if stage >= 3:
         flats = _stage3(model, states, paths)
-        _add_frozen(tensors, models)
+        add_frozen(tensors, models)
     else:
         flats = _stage12(model, states, paths)
     for (name, kind), tensor in flats.items():
@@ -226,8 +266,11 @@ def _stage3(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequen
     return tensors
 
 
-def _add_frozen(tensors: Tensors, models: Sequence[ModelFile]) -> None:
+def add_frozen(tensors: Tensors, models: Sequence[ModelFile]) -> None:
+    """Put together the frozen parameters of which each rank's model file holds a piece."""
     for name, shape in (models[0].data.get("frozen_param_shapes") or {}).items():
+        if (name, "param") in tensors:
+            continue
         parts = [stored(model.data["frozen_param_fragments"][name], model.path) for model in models]
         segments = tuple(_window(parts, [part.numel for part in parts], 0, numel(tuple(shape))))
         tensors[name, "param"] = SegmentedTensor(tuple(shape), parts[0].dtype, segments)

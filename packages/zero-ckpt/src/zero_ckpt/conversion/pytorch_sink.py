@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..commit import fsync_directory, write_durably
+from ..commit import fsync_directory
 from ..types import ITEMSIZE
 from .dtypes import convert_dtype
 from .model import ModelTensor, model_aliases, split_files
-from .safetensors_sink import Progress
-from .sources import Source, pieces
+from .safetensors_sink import write_index
+from .sources import Progress, Source, pieces
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +34,7 @@ def write_pytorch(
     for name, members in files.items():
         _write(source, members, aliases, target / name, progress)
     if len(files) > 1:
-        weight_map = {member.name: name for name, members in files.items() for member in members}
-        weight_map.update({alias: weight_map[kept] for alias, kept in aliases.items()})
-        total = sum(tensor.nbytes for tensor in tensors)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_durably(target / "pytorch_model.bin.index.json", text.encode())
+        write_index(target / "pytorch_model.bin.index.json", files, aliases)
     return [target / name for name in files]
 
 

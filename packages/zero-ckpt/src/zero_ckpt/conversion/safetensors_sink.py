@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..commit import fsync_directory, write_durably
+from ..commit import write_durably
 from ..safetensors_file import encode_header, read_header
 from ..types import ITEMSIZE
 from .dtypes import convert_dtype
 from .model import ModelTensor, model_aliases, split_files
-from .sources import Source, pieces
+from .partial_file import PartialFile
+from .sources import Progress, Source, pieces
 
-Progress = Callable[[int], None]
+RECORD_BYTES = 256 << 20
+"""After so many bytes a conversion notes how far it is."""
+_SOURCE = "zero_ckpt_source"
 
 
 def write_safetensors(
@@ -29,8 +33,8 @@ def write_safetensors(
 ) -> list[Path]:
     """Write `target` (a `.safetensors` file), or into directory `target` as Hugging Face lays models out.
 
-    Memory is bounded by `workers` times 16 MiB, whatever the size. Files that an interrupted run of the same conversion
-    completed are kept. Returns the files.
+    Memory is bounded by `workers` times 64 MiB, whatever the size. A run that was interrupted is gone on with: shards
+    that are complete are kept, and a file goes on where it was (see [Note: resumable files]). Returns the files.
     """
     aliases = model_aliases(source, tensors)
     if target.suffix == ".safetensors":
@@ -42,20 +46,19 @@ def write_safetensors(
     for name, members in files.items():
         own = {alias: kept for alias, kept in aliases.items() if any(member.name == kept for member in members)}
         # a shard that is complete is recognised by what it was made from
-        made_from = {"zero_ckpt_source": source.fingerprint} if len(files) > 1 else {}
+        made_from = {_SOURCE: source.fingerprint} if len(files) > 1 else {}
         _write_file(source, members, target / name, {**own, **made_from}, workers, progress)
     if len(files) > 1:
-        write_index(target / "model.safetensors.index.json", files)
+        write_index(target / "model.safetensors.index.json", files, {})
     return [target / name for name in files]
 
 
-def write_index(path: Path, files: object) -> None:
-    """The index that tells loaders in which shard each tensor is."""
-    table: dict[str, list[ModelTensor]] = dict(files)  # type: ignore[call-overload]
-    index = {
-        "metadata": {"total_size": sum(member.nbytes for members in table.values() for member in members)},
-        "weight_map": {member.name: name for name, members in table.items() for member in members},
-    }
+def write_index(path: Path, files: Mapping[str, list[ModelTensor]], aliases: Mapping[str, str]) -> None:
+    """The index that tells loaders in which file each tensor is; tied names are where `aliases` says."""
+    weight_map = {member.name: name for name, members in files.items() for member in members}
+    weight_map.update({alias: weight_map[kept] for alias, kept in aliases.items()})
+    total = sum(member.nbytes for members in files.values() for member in members)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_durably(path, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
 
@@ -70,63 +73,85 @@ def _write_file(
     metadata = {"format": "pt", **notes}
     ordered = sorted(tensors, key=lambda tensor: -ITEMSIZE[tensor.dtype])
     header, nbytes = encode_header(((item.name, item.dtype, item.shape) for item in ordered), metadata)
-    if "zero_ckpt_source" in notes and path.is_file() and read_header(path) == (header, nbytes):
+    if _SOURCE in notes and path.is_file() and read_header(path) == (header, nbytes):
         progress(sum(tensor.nbytes for tensor in tensors))
         return
-    partial = path.with_name(path.name + ".partial")
-    fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    file = PartialFile(path, nbytes, source.fingerprint.encode() + header)
     try:
-        os.truncate(fd, nbytes)
-        _write_at(fd, header, 0)
-        _copy_all(source, ordered, fd, len(header), workers, progress)
-        os.fsync(fd)
-    except BaseException:
-        partial.unlink(missing_ok=True)
+        file.write(header, 0)
+        _copy_all(source, _chunks(source, ordered, len(header)), file, workers, progress)
+        file.finish()
+    except BaseException as error:
+        file.abort(keep=not isinstance(error, Exception))  # an interrupted run may be gone on with
         raise
-    finally:
-        os.close(fd)
-    partial.replace(path)
-    fsync_directory(path.parent)
 
 
-def _copy_all(
-    source: Source, tensors: list[ModelTensor], fd: int, begin: int, workers: int, progress: Progress
-) -> None:
-    pending: set[Future[int]] = set()
-    with ThreadPoolExecutor(workers, thread_name_prefix="zero-ckpt-convert") as pool:
+def _copy_all(source: Source, chunks: Iterator[_Chunk], file: PartialFile, workers: int, progress: Progress) -> None:
+    """Copy what `file` does not hold yet; chunks finish in order, so that what is done is one number."""
+    pending: deque[tuple[_Chunk, Future[None]]] = deque()
+    recorded, recording = file.done, Future[None]()
+    recording.set_result(None)
+    with (
+        ThreadPoolExecutor(workers, thread_name_prefix="zero-ckpt-convert") as pool,
+        ThreadPoolExecutor(1, thread_name_prefix="zero-ckpt-record") as recorder,
+    ):
         try:
-            for tensor, offset, length, position in _chunks(source, tensors, begin):
-                pending.add(pool.submit(_copy, source, tensor, offset, length, fd, position))
-                if len(pending) >= 4 * workers:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for job in done:
-                        progress(job.result())
-            for job in pending:
-                progress(job.result())
+            for chunk in chunks:
+                if chunk.end <= file.done:
+                    progress(chunk.nbytes)
+                    continue
+                pending.append((chunk, pool.submit(_copy, source, chunk, file)))
+                if len(pending) < 4 * workers:
+                    continue
+                done = _finish_first(pending, progress)
+                if done - recorded >= RECORD_BYTES and recording.done():
+                    recording.result()
+                    recording, recorded = recorder.submit(file.record, done), done
+            while pending:
+                _finish_first(pending, progress)
+            recording.result()
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
 
 
-def _chunks(source: Source, tensors: list[ModelTensor], position: int) -> Iterator[tuple[ModelTensor, int, int, int]]:
-    """(tensor, first element, elements, byte position in the file) of every piece to copy."""
+def _finish_first(pending: deque[tuple[_Chunk, Future[None]]], progress: Progress) -> int:
+    """Wait for the oldest chunk; returns the byte position in the file at which it ends."""
+    chunk, job = pending.popleft()
+    job.result()
+    progress(chunk.nbytes)
+    return chunk.end
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """`length` elements of a tensor from `offset` on, to be written at byte `position` of the file."""
+
+    tensor: ModelTensor
+    offset: int
+    length: int
+    position: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * ITEMSIZE[self.tensor.dtype]
+
+    @property
+    def end(self) -> int:
+        return self.position + self.nbytes
+
+
+def _chunks(source: Source, tensors: list[ModelTensor], position: int) -> Iterator[_Chunk]:
+    """Every piece to copy, in the order of the file, whose data begins at byte `position`."""
     for tensor in tensors:
         size = ITEMSIZE[tensor.dtype]
         for offset, length in pieces(source, tensor.name, tensor.kind, tensor.numel, ITEMSIZE[tensor.stored]):
-            yield tensor, offset, length, position + offset * size
+            yield _Chunk(tensor, offset, length, position + offset * size)
         position += tensor.nbytes
 
 
-def _copy(source: Source, tensor: ModelTensor, offset: int, length: int, fd: int, position: int) -> int:
-    raw = bytearray(length * ITEMSIZE[tensor.stored])
-    source.read_into(tensor.name, tensor.kind, offset, raw)
-    data = convert_dtype(raw, tensor.stored, tensor.dtype)
-    _write_at(fd, data, position)
-    return data.nbytes
-
-
-def _write_at(fd: int, data: bytes | memoryview, position: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, position)
-        view, position = view[written:], position + written
+def _copy(source: Source, chunk: _Chunk, file: PartialFile) -> None:
+    tensor = chunk.tensor
+    raw = bytearray(chunk.length * ITEMSIZE[tensor.stored])
+    source.read_into(tensor.name, tensor.kind, chunk.offset, raw)
+    file.write(convert_dtype(raw, tensor.stored, tensor.dtype), chunk.position)

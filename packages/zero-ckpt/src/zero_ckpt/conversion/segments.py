@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +85,11 @@ class SegmentSource:
         end = offset + view.nbytes // size
         if end > numel(tensor.shape):
             raise MismatchError(f"{name!r} ({kind}): elements {offset} to {end} of {numel(tensor.shape)}")
-        first = bisect_right([segment.offset for segment in tensor.segments], offset) - 1
-        for segment in tensor.segments[max(first, 0) :]:
+        first = max(bisect_right(tensor.segments, offset, key=lambda segment: segment.offset) - 1, 0)
+        for segment in islice(tensor.segments, first, None):
             low, high = max(offset, segment.offset), min(end, segment.offset + segment.length)
             if low >= high:
-                continue
+                break
             target = view[(low - offset) * size : (high - offset) * size]
             skip = (low - segment.offset) * size
             if segment.data is not None:

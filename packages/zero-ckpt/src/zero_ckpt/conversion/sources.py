@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..commit import has_manifest, list_tags, read_latest
-from ..errors import CheckpointError, NotFoundError
+from ..commit import has_manifest, is_tag, list_tags, read_latest
+from ..errors import CheckpointError, DamagedError, NotFoundError
 from ..locating import open_spec, split_spec
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES = 8 << 20
+Progress = Callable[[int], None]
+"""Called with the number of bytes written since the last call."""
 
 
 class SourceTensor(Protocol):
@@ -90,7 +92,7 @@ def _tagged(path: Path, which: str | None) -> Path:
     """The directory inside a DeepSpeed root that `which`, `latest` or `latest_universal` names, or the path itself."""
     tags: Sequence[str | None] = (which,) if which else (read_latest(path), _text(path / "latest_universal"))
     for tag in tags:
-        if tag and (path / tag).is_dir():
+        if tag and is_tag(tag) and (path / tag).is_dir():
             return path / tag
     if which:
         raise NotFoundError(f"{path} has no checkpoint {which!r}")
@@ -117,8 +119,7 @@ def _foreign(path: Path) -> Source:
     index = path / "model.safetensors.index.json"
     files = sorted(path.glob("*.safetensors"))
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [path / name for name in names]
+        files = _indexed(index)
     if files:
         from .safetensors_source import SafetensorsSource
 
@@ -127,3 +128,14 @@ def _foreign(path: Path) -> Source:
         f"{path} is not a checkpoint that is known here: expected a zero-ckpt root, *.safetensors, DeepSpeed's "
         "*model_states.pt, or the .metadata of a torch distributed checkpoint"
     )
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that a `model.safetensors.index.json` names, which lie beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{index} holds no weight_map of file names: {error!r}") from error
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DamagedError(f"{index} names files that are not beside it")
+    return [index.parent / name for name in names]

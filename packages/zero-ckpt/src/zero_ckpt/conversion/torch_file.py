@@ -7,7 +7,6 @@ DeepSpeed's files mention are replaced by inert stand-ins.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,14 +78,14 @@ class Stored:
         return SegmentedTensor(self.shape if shape is None else shape, self.dtype, segments)
 
 
-def stored(tensor: torch.Tensor, file: Path, base: int = 0) -> Stored:
-    """Where the bytes of a tensor of `load_structure(file)` lie; `base` is where that file begins inside `file`."""
+def stored(tensor: torch.Tensor, file: Path) -> Stored:
+    """Where the bytes of a tensor of `load_structure(file)` lie."""
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if start is None and tensor.numel():
         raise CheckpointError(f"{file}: this version of torch {torch.__version__} does not say where tensors lie")
     if not tensor.is_contiguous():
         raise CheckpointError(f"{file}: a tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}")
-    begin = base + (start or 0) + int(tensor.storage_offset()) * tensor.element_size()
+    begin = (start or 0) + int(tensor.storage_offset()) * tensor.element_size()
     return Stored(file, begin, tuple(tensor.shape), dtype_name(tensor.dtype), tensor.numel())
 
 
@@ -96,10 +95,3 @@ def scalar(value: Any, file: Path) -> SegmentedTensor:
         return stored(value, file).whole(())
     data = torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else torch.int64)
     return SegmentedTensor((), dtype_name(data.dtype), (Segment(0, 1, data=bytes(data.numpy().tobytes())),))
-
-
-def tensors_in(values: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The items of a map that are tensors."""
-    for key, value in values.items():
-        if isinstance(value, torch.Tensor):
-            yield key, value

@@ -9,38 +9,34 @@ from typing import Any
 import torch
 
 from ..errors import DamagedError
-from .deepspeed import ModelFile, Tensors
+from .deepspeed import Tensors, add_frozen, assemble, model_tensors, open_models, param_groups
 from .segments import SegmentSource
 from .torch_file import load_structure, scalar, stored
 
 
 def open_universal(directory: Path) -> SegmentSource:
     """Open one tag directory of a universal checkpoint: `zero/<name>/fp32.pt`, `exp_avg.pt`, … and a model file."""
-    paths = sorted(directory.glob("*mp_rank_00_model_states.pt"))
-    if not paths:
-        raise DamagedError(f"{directory} has no mp_rank_00_model_states.pt")
-    model = ModelFile(paths[0])
-    aliases = model.aliases()
-    shapes = {name: shape for group in model.shapes() for name, shape in group.items()}
-    shapes.update({name: tuple(shape) for name, shape in (model.data.get("frozen_param_shapes") or {}).items()})
-    tensors: Tensors = {}
-    for name, tensor in model.module.items():
-        if name not in aliases and (tensor.numel() or name in model.buffers):
-            shapes.setdefault(name, tuple(tensor.shape))
-            tensors[name, "buffer" if name in model.buffers else "param"] = stored(tensor, model.path).whole()
+    models = open_models(directory)
+    model = models[0]
+    tensors = model_tensors(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.module.items()}
+    shapes.update({name: shape for group in model.shapes() for name, shape in group.items()})
+    elsewhere = {*model.buffers, *model.aliases(), *(model.data.get("frozen_param_shapes") or {})}
     for folder in sorted(path for path in (directory / "zero").iterdir() if path.is_dir()):
-        if folder.name not in model.buffers and folder.name not in aliases:
+        if folder.name not in elsewhere:
             _add(tensors, folder, shapes.get(folder.name), model.module.get(folder.name))
-    _add_common_step(tensors, directory / "zero" / "optimizer_state.pt")
-    known = {name for name, _ in tensors}
-    kept = {alias: name for alias, name in aliases.items() if name in known}
-    return SegmentSource(tensors, kept, model.step(), model.client_state())
-
-
-def _add_common_step(tensors: Tensors, file: Path) -> None:
-    """Stage 3 keeps one step for all, in the common file."""
+    add_frozen(tensors, models)
+    file = directory / "zero" / "optimizer_state.pt"
     common = load_structure(file) if file.is_file() else {}
-    state = common.get("optimizer_state_dict", {}).get("state", {}).get(0, {}) if isinstance(common, Mapping) else {}
+    if not isinstance(common, Mapping):
+        raise DamagedError(f"{file} holds no map")
+    _add_common_step(tensors, common, file)
+    return assemble(tensors, model, {**model.client_state(), **param_groups(common)})
+
+
+def _add_common_step(tensors: Tensors, common: Mapping[str, Any], file: Path) -> None:
+    """Stage 3 keeps one step for all, in the common file."""
+    state = common.get("optimizer_state_dict", {}).get("state", {}).get(0, {})
     for name, kind in list(tensors):
         if kind == "exp_avg" and "step" in state and (name, "step") not in tensors:
             tensors[name, "step"] = scalar(state["step"], file)

@@ -1,4 +1,4 @@
-"""Write a DeepSpeed universal checkpoint, one tensor in memory at a time.
+"""Write a DeepSpeed universal checkpoint, one trained tensor in memory at a time; frozen ones are one file.
 
 `zero/<name>/` holds `fp32.pt` and one file per optimizer state; `zero/optimizer_state.pt` and the model state file hold
 what DeepSpeed keeps once. The same directory loads at stages 1, 2 and 3.
@@ -16,17 +16,15 @@ import torch
 
 from ..commit import fsync_directory, remove_directory, staging_path, write_durably
 from ..errors import CheckpointError
-from ..types import numel, state_key
+from ..types import is_optimizer_kind, numel, state_key
 from .dtypes import output_dtype
 from .model import ModelTensor
 from .pytorch_sink import read_model_tensor
-from .safetensors_sink import Progress
-from .sources import Source
+from .sources import Progress, Source
 
 _WRITTEN_FOR = "0.19.8"
 # how an optimizer computes, which is the target run's own business
 _IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"})
-_MODEL_KINDS = frozenset({"param", "buffer", "master", "state"})
 
 
 def write_universal(source: Source, root: Path, *, progress: Progress) -> Path:
@@ -41,7 +39,7 @@ def write_universal(source: Source, root: Path, *, progress: Progress) -> Path:
     names = _trainable(source)
     try:
         for name in names:
-            _write_parameter(source, name, staging / "zero" / name, progress)
+            _write_parameter(source, name, staging / "zero" / _folder(name), progress)
         _save(_optimizer_state(source, names), staging / "zero" / "optimizer_state.pt")
         model = _model_state(source, names, progress)
         for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
@@ -60,12 +58,19 @@ def write_universal(source: Source, root: Path, *, progress: Progress) -> Path:
 
 def _trainable(source: Source) -> list[str]:
     """Parameters with optimizer state, in the source's order."""
-    stateful = {name for name, kind in source.tensors if kind not in _MODEL_KINDS}
+    stateful = {name for name, kind in source.tensors if is_optimizer_kind(kind)}
     names = list(dict.fromkeys(name for name, kind in source.tensors if kind in ("param", "master")))
     found = [name for name in names if name in stateful]
     if not found:
         raise CheckpointError("the source holds no optimizer state, which a universal checkpoint is made of")
     return found
+
+
+def _folder(name: str) -> str:
+    """The directory of a parameter is its name, so that must be one path component."""
+    if "/" in name or "\0" in name or name in ("", ".", ".."):
+        raise CheckpointError(f"{name!r} cannot be a directory of a universal checkpoint")
+    return name
 
 
 def _write_parameter(source: Source, name: str, folder: Path, progress: Progress) -> None:
@@ -87,7 +92,7 @@ def _write_parameter(source: Source, name: str, folder: Path, progress: Progress
 
 
 def _state_kinds(source: Source, name: str) -> Iterator[str]:
-    return (kind for owner, kind in source.tensors if owner == name and kind not in _MODEL_KINDS)
+    return (kind for owner, kind in source.tensors if owner == name and is_optimizer_kind(kind))
 
 
 def _read(source: Source, name: str, kind: str, dtype: str | None, progress: Progress) -> torch.Tensor:
@@ -164,8 +169,8 @@ def _model_state(source: Source, names: list[str], progress: Progress) -> dict[s
                 frozen[name] = torch.Size(tensor.shape)
     shapes = OrderedDict((name, torch.Size(_shape(source, name))) for name in names)
     return {
-        "lr_scheduler": {},
         **{str(key): value for key, value in client.items() if not _is_ours(value)},
+        "lr_scheduler": _schedule(source, client),
         "module": module,
         "buffer_names": [name for name, kind in source.tensors if kind == "buffer"],
         "param_shapes": [shapes],
@@ -181,6 +186,18 @@ def _model_state(source: Source, names: list[str], progress: Progress) -> dict[s
         "ds_version": _WRITTEN_FOR,
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
     }
+
+
+def _schedule(source: Source, client: dict[str, Any]) -> dict[str, Any]:
+    """The state of a learning rate schedule; without one, where a schedule that began with training stands.
+
+    DeepSpeed's schedules read `last_batch_iteration`, counted from 0, and torch's `last_epoch`, counted from 1.
+    """
+    for key in ("lr_scheduler", "scheduler"):
+        state = client.get(key)
+        if isinstance(state, dict) and state and not _is_ours(state):
+            return state
+    return {"last_batch_iteration": source.step - 1, "last_epoch": source.step}
 
 
 def _is_ours(value: Any) -> bool:

@@ -52,12 +52,18 @@ class Filler:
         flat = local.view(-1) if local.is_contiguous() else torch.empty(local.shape, dtype=local.dtype).view(-1)
         dtype = torch_dtype(entry.dtype)
         step = _STAGING_BYTES // dtype.itemsize
-        for run in runs:
-            for begin in range(0, run.length, step):
-                staging = torch.empty(min(step, run.length - begin), dtype=dtype)
-                request = ReadRequest(entry.name, entry.kind, run.whole + begin, tensor_buffer(staging))
-                self._checkpoint.read_many([request])
-                flat[run.local + begin : run.local + begin + staging.numel()].copy_(staging)
+        for begin in range(0, sum(run.length for run in runs), step):
+            part = flat[begin : begin + step]
+            staging = torch.empty(part.numel(), dtype=dtype)
+            view = tensor_buffer(staging)
+            requests = []
+            for run in runs:
+                low, high = max(run.local, begin), min(run.local + run.length, begin + part.numel())
+                if low < high:
+                    out = view[(low - begin) * dtype.itemsize : (high - begin) * dtype.itemsize]
+                    requests.append(ReadRequest(entry.name, entry.kind, run.whole + low - run.local, out))
+            self._checkpoint.read_many(requests)
+            part.copy_(staging)
         if not local.is_contiguous():
             local.copy_(flat.view(local.shape))
 

@@ -11,14 +11,14 @@ import torch
 from ..reader import Checkpoint
 from ..report import LoadReport
 from ..restoring import restore
-from ..types import Coordinator
+from ..types import MODEL_KINDS, STATE_KIND, Coordinator, is_optimizer_kind
 from .buffers import dtype_name
 from .coordinator import default_coordinator
 from .fill import Filler, read_tensor
 from .modules import ModuleState
-from .optimizers import MODEL_KINDS, OptimizerLoader
+from .optimizers import OptimizerLoader
 from .rng import RngState
-from .saving import STATE_KIND, Parts, Stateful
+from .saving import Parts, Stateful
 from .tree import decode
 
 
@@ -35,8 +35,9 @@ def load(
 
     Without a tag the newest good checkpoint is loaded (see `restore`). Modules, optimizers and stateful objects are
     filled, tensors are written into, and plain data is replaced in the mapping. What is not in `state` is not
-    requested: pass only the module to load only the module. `rename` maps a model's name to the checkpoint's name, or
-    None to leave it as it is. A parameter is read from its `master` when that has the parameter's dtype.
+    requested: pass only the module to load only the module, or only the optimizer, whose parameters then have the
+    names that were saved at their places. `rename` maps a model's name to the checkpoint's name, or None to leave it as
+    it is. A parameter is read from its `master` when the stored parameter has another dtype than is asked for.
 
     Raises MismatchError on every rank when shapes differ, or, unless `strict=False`, when anything was defaulted or
     ignored.
@@ -58,6 +59,7 @@ class _Load:
         self._checkpoint, self._state, self._rename, self._rank = checkpoint, state, rename, rank
         self._parts = Parts(state)
         self._filler = Filler(checkpoint)
+        self._stored = {name for name, _ in checkpoint.tensors}
         self._wanted: set[tuple[str, str]] = set()
         self._report = LoadReport(checkpoint.path, checkpoint.step, checkpoint.report)
         client = checkpoint.client_state
@@ -81,7 +83,7 @@ class _Load:
 
     def _module(self, module: ModuleState) -> None:
         for name, tensor in module.tensors.items():
-            stored = self._rename(name) or name
+            stored = self._stored_name(name)
             kind = self._choose(stored, module.kind(name), tensor)
             if kind is None:
                 self._report.defaulted.append(f"{name} ({module.kind(name)})")
@@ -90,15 +92,19 @@ class _Load:
             self._ask(entry.name, kind, tensor, name)
             self._wanted.update((entry.name, other) for other in ("param", "master"))
 
+    def _stored_name(self, name: str) -> str:
+        """The name in the checkpoint of a model's name: renamed, and followed when it is a tied one."""
+        renamed = self._rename(name) or name
+        return renamed if renamed in self._stored else self._checkpoint.aliases.get(renamed, renamed)
+
     def _choose(self, name: str, kind: str, tensor: torch.Tensor) -> str | None:
         """The kind to read a module's tensor from: `master` where the stored parameter has another dtype than asked."""
         known = self._checkpoint.tensors
-        stored = name if (name, kind) in known else self._checkpoint.aliases.get(name, name)
-        if kind == "param" and (stored, "master") in known:
-            plain = known.get((stored, "param"))
+        if kind == "param" and (name, "master") in known:
+            plain = known.get((name, "param"))
             if plain is None or plain.dtype != dtype_name(tensor.dtype):
                 return "master"
-        return kind if (stored, kind) in known else None
+        return kind if (name, kind) in known else None
 
     def _ask(self, stored: str, kind: str, tensor: torch.Tensor, name: str) -> None:
         entry = self._checkpoint.entry(stored, kind)
@@ -110,9 +116,9 @@ class _Load:
     def _optimizer(self, key: str, optimizer: torch.optim.Optimizer) -> None:
         by_name: dict[str, list[str]] = {}
         for name, kind in self._checkpoint.tensors:
-            if kind not in MODEL_KINDS and kind != STATE_KIND:
+            if is_optimizer_kind(kind):
                 by_name.setdefault(name, []).append(kind)
-        names = {identity: self._rename(name) or name for identity, name in self._parts.names.items()}
+        names = {identity: self._stored_name(name) for identity, name in self._parts.names.items()}
         loader = OptimizerLoader(optimizer, names, key, self._client.get(key), self._checkpoint)
         found: list[tuple[str, str]] = []
         unknown = loader.load(self._filler, by_name, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,21 +10,29 @@ import torch
 from ..errors import MismatchError
 from ..plain import to_plain
 from ..reader import Checkpoint
-from ..types import state_key
+from ..types import MODEL_KINDS, state_key
 from .buffers import torch_dtype
 from .fill import Filler
 from .tree import decode, encode
 
 _IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"})
-MODEL_KINDS = frozenset({"param", "buffer", "master"})
 
 
-def parameters_of(optimizer: torch.optim.Optimizer, names: dict[int, str], key: str) -> list[list[tuple[str, Any]]]:
-    """(name, parameter) per group; a parameter of no saved module is named by its place in the optimizer."""
-    return [
-        [(names.get(id(p), f"{key}.{group}.{index}"), p) for index, p in enumerate(params["params"])]
-        for group, params in enumerate(optimizer.param_groups)
-    ]
+def parameters_of(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], key: str, stored: Sequence[Sequence[str]] = ()
+) -> list[list[tuple[str, Any]]]:
+    """(name, parameter) per group.
+
+    A parameter of no module at hand is named by its place: as `stored`, the names per group in a checkpoint, says when
+    the group has as many members there, and otherwise after the optimizer's `key`.
+    """
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        members = group["params"]
+        known = stored[number] if number < len(stored) and len(stored[number]) == len(members) else None
+        places = known or [f"{key}.{number}.{index}" for index in range(len(members))]
+        found.append([(names.get(id(p), place), p) for p, place in zip(members, places, strict=True)])
+    return found
 
 
 def describe_optimizer(
@@ -65,8 +73,9 @@ class OptimizerLoader:
         self, optimizer: torch.optim.Optimizer, names: dict[int, str], key: str, described: Any, checkpoint: Checkpoint
     ) -> None:
         self._optimizer, self._key, self._checkpoint = optimizer, key, checkpoint
-        self._members = parameters_of(optimizer, names, key)
         self._described = described["$optimizer"] if isinstance(described, dict) else None
+        stored = [group["params"] for group in self._described["groups"]] if self._described else []
+        self._members = parameters_of(optimizer, names, key, stored)
         client = checkpoint.client_state
         self._plain_groups = client.get("param_groups") if isinstance(client, dict) else None
 
@@ -93,8 +102,7 @@ class OptimizerLoader:
             for name, parameter in members:
                 values = {} if self._described is None else self._described["state"].get(name, {}).get("values", {})
                 kinds = list(self.kinds_of(name, by_name))
-                known = bool(kinds or values) if self._described is None else name in self._described["state"]
-                if not known:
+                if not (kinds or self._knows(name, by_name)):
                     unknown.append(name)
                     continue
                 state: dict[str, Any] = dict(values)
@@ -107,6 +115,12 @@ class OptimizerLoader:
                 if state or parameter in self._optimizer.state:
                     self._optimizer.state[parameter] = state
         return unknown
+
+    def _knows(self, name: str, by_name: dict[str, list[str]]) -> bool:
+        """Whether a parameter without state tensors was the saved optimizer's: then it had no gradient yet."""
+        if self._described is not None:
+            return name in self._described["state"]
+        return bool(by_name) and any((name, kind) in self._checkpoint.tensors for kind in MODEL_KINDS)
 
     def _load_groups(self) -> None:
         if not self.has_groups:

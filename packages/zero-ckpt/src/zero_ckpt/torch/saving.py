@@ -11,7 +11,7 @@ import torch
 
 from ..async_saver import AsyncSaver
 from ..saving import save_sharded
-from ..types import Coordinator, Interval
+from ..types import STATE_KIND, Coordinator, Interval
 from .buffers import Stager, tensor_buffer
 from .coordinator import default_coordinator
 from .dtensors import local_part
@@ -19,9 +19,6 @@ from .modules import module_state, parameter_names
 from .optimizers import describe_optimizer
 from .rng import RngState
 from .tree import encode
-
-STATE_KIND = "state"
-"""The kind of tensors inside the state dicts of stateful objects, and of bare tensors."""
 
 
 @runtime_checkable
@@ -41,6 +38,8 @@ def save(
     tag: str | None = None,
     exclude_frozen: bool = False,
     keep_last: int | None = None,
+    config: Any = None,
+    node: str | None = None,
     coordinator: Coordinator | None = None,
     saver: AsyncSaver | None = None,
 ) -> Path:
@@ -49,9 +48,9 @@ def save(
     Values of `state` are modules (plain, DDP, FSDP2), optimizers, objects with `state_dict` and `load_state_dict`,
     tensors, and plain data. The only module is stored under its own parameter names, one of several under
     `<key>.<name>`. `RngState` objects and generators are stored per rank, everything else once; sharded tensors are
-    written by the ranks that hold them. `exclude_frozen` leaves out parameters that need no gradient. With an
-    AsyncSaver the state is copied and written in the background (its coordinator is used). Raises CheckpointError as
-    `save_sharded` does.
+    written by the ranks that hold them. `exclude_frozen` leaves out parameters that need no gradient; `config`, plain
+    data, is stored with the rest; `keep_last` and `node` are those of `save_sharded`. With an AsyncSaver the state is
+    copied and written in the background (its coordinator is used). Raises CheckpointError as `save_sharded` does.
     """
     parts = Parts(state)
     tensors, client, own = parts.describe(exclude_frozen)
@@ -63,6 +62,8 @@ def save(
         "client_state": client,
         "rank_state": own or None,
         "keep_last": keep_last,
+        "config": config,
+        "node": node,
     }
     if saver is not None:
         saver.save(root, name, _intervals(tensors), **options)

@@ -1,0 +1,84 @@
+"""A file that is filled piece by piece and may be gone on with after an interruption.
+
+[Note: resumable files]
+`<path>.partial` is the file at its final size, followed by a trailer: magic, a digest of what the file is made from,
+and how many of its first bytes are on disk. A run that makes the same file from the same source goes on behind those
+bytes. The trailer is cut off before the file takes its name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+import xxhash
+
+from ..commit import fsync_directory
+from ..errors import CheckpointError
+
+_MAGIC = b"ZPARTIAL"
+_TRAILER = struct.Struct("<8s8sQ")
+
+
+class PartialFile:
+    """The file `path` of `nbytes` bytes while it is being written; `made_from` identifies every byte of it.
+
+    `done` is the number of first bytes that an earlier run left on disk. Raises CheckpointError when another process is
+    writing the same file.
+    """
+
+    def __init__(self, path: Path, nbytes: int, made_from: bytes) -> None:
+        self._path, self._partial = path, path.with_name(path.name + ".partial")
+        self._nbytes, self._digest = nbytes, xxhash.xxh3_64_digest(made_from)
+        self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock()
+            self.done = self._recorded()
+            if not self.done:
+                os.ftruncate(self._fd, 0)
+                os.ftruncate(self._fd, nbytes + _TRAILER.size)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, data: bytes | memoryview, position: int) -> None:
+        """Write bytes at a position; safe to call from several threads."""
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._fd, view, position)
+            view, position = view[written:], position + written
+
+    def record(self, done: int) -> None:
+        """Wait until the first `done` bytes are on disk and note it."""
+        os.fdatasync(self._fd)
+        self.write(_TRAILER.pack(_MAGIC, self._digest, done), self._nbytes)
+
+    def finish(self) -> None:
+        """Wait until all is on disk and give the file its name."""
+        os.ftruncate(self._fd, self._nbytes)
+        os.fsync(self._fd)
+        self._partial.replace(self._path)
+        os.close(self._fd)
+        fsync_directory(self._path.parent)
+
+    def abort(self, *, keep: bool) -> None:
+        """Close; `keep` what was written for another run, or remove it."""
+        if not keep:
+            self._partial.unlink(missing_ok=True)
+        os.close(self._fd)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"{self._partial} is being written by another process") from error
+        except OSError:  # a file system without locks
+            return
+
+    def _recorded(self) -> int:
+        if os.fstat(self._fd).st_size != self._nbytes + _TRAILER.size:
+            return 0
+        magic, digest, done = _TRAILER.unpack(os.pread(self._fd, _TRAILER.size, self._nbytes))
+        return int(done) if (magic, digest) == (_MAGIC, self._digest) and done <= self._nbytes else 0
