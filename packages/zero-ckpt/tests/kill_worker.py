@@ -1,6 +1,8 @@
 """Run as a script: fork ranks that save one checkpoint after another until they are killed.
 
-Prints `ready` and the ranks' process ids once the first checkpoint is complete.
+    kill_worker.py ROOT WORLD_SIZE NBYTES
+
+Writes the ranks' process ids to ROOT/pids, and ROOT/ready once the first checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ from typing import Any
 
 from zero_ckpt import CheckpointError, Interval, save_sharded
 from zero_ckpt.plain import pack, unpack
-
-ELEMENTS = 1 << 20
 
 
 class PipeCoordinator:
@@ -36,16 +36,16 @@ class PipeCoordinator:
         self.all_gather_object(None)
 
 
-def content(step: int) -> bytes:
+def content(step: int, nbytes: int) -> bytes:
     """What tensor `w` holds at a step."""
-    return bytes([step % 251]) * ELEMENTS
+    return bytes([step % 251]) * nbytes
 
 
-def train(group: PipeCoordinator, root: str) -> None:
-    begin = ELEMENTS * group.rank // group.world_size
-    end = ELEMENTS * (group.rank + 1) // group.world_size
+def train(group: PipeCoordinator, root: str, nbytes: int) -> None:
+    begin = nbytes * group.rank // group.world_size
+    end = nbytes * (group.rank + 1) // group.world_size
     for step in range(1, 10_000):
-        mine = Interval("w", "param", (ELEMENTS,), "U8", begin, content(step)[begin:end])
+        mine = Interval("w", "param", (nbytes,), "U8", begin, content(step, nbytes)[begin:end])
         tag = "same" if step % 3 == 0 else f"step{step}"
         save_sharded(root, tag, [mine], step=step, coordinator=group, keep_last=3, client_state={"step": step})
         if step == 1 and group.rank == 0:
@@ -53,7 +53,7 @@ def train(group: PipeCoordinator, root: str) -> None:
 
 
 def main() -> None:
-    root, world_size = sys.argv[1], int(sys.argv[2])
+    root, world_size, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     pairs = [Pipe() for _ in range(world_size - 1)]
     children = []
     for rank in range(1, world_size):
@@ -63,17 +63,17 @@ def main() -> None:
                 here.close()
                 if index != rank - 1:
                     there.close()
-            run(PipeCoordinator(rank, world_size, [pairs[rank - 1][1]]), root)
+            run(PipeCoordinator(rank, world_size, [pairs[rank - 1][1]]), root, nbytes)
         children.append(pid)
     for _, there in pairs:
         there.close()
     Path(root, "pids").write_text(" ".join(map(str, [os.getpid(), *children])))
-    run(PipeCoordinator(0, world_size, [here for here, _ in pairs]), root)
+    run(PipeCoordinator(0, world_size, [here for here, _ in pairs]), root, nbytes)
 
 
-def run(group: PipeCoordinator, root: str) -> None:
+def run(group: PipeCoordinator, root: str, nbytes: int) -> None:
     try:
-        train(group, root)
+        train(group, root, nbytes)
     except (CheckpointError, EOFError, OSError):
         os._exit(3)
     os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,41 @@ def test_a_failure_surfaces_at_the_next_call_on_every_rank_and_saving_goes_on(tm
 
     assert on_ranks(2, part) == ["good", "good"]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["good"]
+
+
+def test_what_one_rank_refuses_is_an_error_on_the_others_and_they_stay_in_step(tmp_path: Path) -> None:
+    def part(group: ThreadCoordinator) -> str:
+        mine = [Interval("w", "param", (2,), "U8", group.rank, b"x")]
+        with AsyncSaver(group) as saver:
+            if group.rank:
+                with pytest.raises(NotPlainDataError, match="rank_state"):
+                    saver.save(tmp_path, "bad", mine, step=1, rank_state=object())
+            else:
+                saver.save(tmp_path, "bad", mine, step=1)
+                with pytest.raises(CheckpointError, match=r"rank 1: rank_state is a builtins.object"):
+                    saver.wait()
+            saver.save(tmp_path, "good", mine, step=2)
+        return open_checkpoint(tmp_path).tag
+
+    assert on_ranks(2, part) == ["good", "good"]
+
+
+def test_ranks_that_learn_of_a_failure_at_different_times_stay_in_step(tmp_path: Path) -> None:
+    def part(group: ThreadCoordinator) -> str:
+        mine = [Interval("w", "param", (2,), "U8", group.rank, b"x")]
+        with AsyncSaver(group, max_pending=2) as saver:
+            saver.save(tmp_path, "bad", [Interval("w", "param", (3,), "U8", group.rank, b"x")], step=1)
+            time.sleep(0.1 * group.rank)  # rank 1 knows by now, rank 0 may not
+            met = []
+            for call in (lambda: saver.save(tmp_path, "good", mine, step=2), saver.wait):
+                try:
+                    call()
+                except CheckpointError as error:
+                    met.append(str(error))
+            assert len(met) == 1 and "no rank contributes elements 2 to 3" in met[0]
+        return open_checkpoint(tmp_path).tag
+
+    assert on_ranks(2, part) == ["good", "good"]
 
 
 def test_what_is_not_plain_is_refused_at_once(tmp_path: Path) -> None:

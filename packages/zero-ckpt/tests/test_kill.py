@@ -16,11 +16,13 @@ from kill_worker import content
 from zero_ckpt import Interval, open_checkpoint, save_sharded
 
 WORKER = Path(__file__).with_name("kill_worker.py")
+SIZES = (1 << 20, 1 << 20, 16 << 20)  # the last goes past the page cache where the nvme extra is installed
 
 
-def kill_once(root: Path, world_size: int, victims: str, rng: random.Random) -> None:
+def kill_once(root: Path, world_size: int, nbytes: int, victims: str, rng: random.Random) -> None:
     root.mkdir(parents=True)
-    job = subprocess.Popen([sys.executable, str(WORKER), str(root), str(world_size)], start_new_session=True)
+    command = [sys.executable, str(WORKER), str(root), str(world_size), str(nbytes)]
+    job = subprocess.Popen(command, start_new_session=True)
     try:
         deadline = time.monotonic() + 20
         while not (root / "ready").exists():
@@ -40,9 +42,8 @@ def kill_once(root: Path, world_size: int, victims: str, rng: random.Random) -> 
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
     checkpoint = open_checkpoint(root)
-    assert (
-        checkpoint.read("w", "param") == content(checkpoint.step) and checkpoint.client_state["step"] == checkpoint.step
-    )
+    assert checkpoint.read("w", "param") == content(checkpoint.step, nbytes)
+    assert checkpoint.client_state["step"] == checkpoint.step
     save_sharded(root, "after", [Interval("w", "param", (1,), "U8", 0, b"!")], step=99_999)
     assert open_checkpoint(root).tag == "after"
     assert not [path.name for path in root.iterdir() if path.name.startswith(".")]
@@ -64,7 +65,7 @@ def _state(pid: str) -> str:
 def test_killed_at_random_points_the_last_good_checkpoint_loads(tmp_path: Path, victims: str) -> None:
     rng = random.Random(7)
     for attempt in range(10):
-        kill_once(tmp_path / str(attempt), 2 if attempt % 2 else 3, victims, rng)
+        kill_once(tmp_path / str(attempt), 2 if attempt % 2 else 3, SIZES[attempt % 3], victims, rng)
 
 
 @pytest.mark.soak
@@ -73,4 +74,4 @@ def test_killed_at_random_points_the_last_good_checkpoint_loads(tmp_path: Path, 
 def test_killed_at_two_hundred_random_points(tmp_path: Path, victims: str) -> None:
     rng = random.Random()
     for attempt in range(100):
-        kill_once(tmp_path / str(attempt), 1 + attempt % 4, victims, rng)
+        kill_once(tmp_path / str(attempt), 1 + attempt % 4, SIZES[attempt % 3], victims, rng)

@@ -16,9 +16,11 @@ from zero_ckpt import (
     NotPlainDataError,
     ReadRequest,
     open_checkpoint,
+    reader,
     save_sharded,
 )
 from zero_ckpt.plan import MAX_SLICE_BYTES
+from zero_ckpt.reader import read_at
 from zero_ckpt.types import ITEMSIZE, numel
 
 TENSORS = {
@@ -108,6 +110,24 @@ def test_many_reads_run_together(tmp_path: Path, rng: random.Random) -> None:
     requests = [ReadRequest("w", "param", 1000 * index, out) for index, out in enumerate(outs)]
     open_checkpoint(tmp_path).read_many(requests)
     assert b"".join(outs) == raw[:50_000]
+
+
+def test_requests_that_need_the_same_slice_share_its_read(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = rng.randbytes(1000 * 64)
+    save_sharded(tmp_path, "t", [Interval("w", "param", (1000, 64), "U8", 0, raw)], step=0)
+    checkpoint, reads = open_checkpoint(tmp_path), []
+
+    def counting(path: Path, position: int, out: memoryview, where: str) -> None:
+        reads.append(position)
+        read_at(path, position, out, where)
+
+    monkeypatch.setattr(reader, "read_at", counting)
+    rows = [bytearray(8) for _ in range(1000)]  # the columns 16 to 24
+    checkpoint.read_many([ReadRequest("w", "param", 64 * row + 16, out) for row, out in enumerate(rows)])
+    assert all(out == raw[64 * row + 16 : 64 * row + 24] for row, out in enumerate(rows))
+    assert len(reads) == 2  # the header and the slice
 
 
 def test_data_may_be_staged_lazily_through_one_reused_buffer(tmp_path: Path) -> None:

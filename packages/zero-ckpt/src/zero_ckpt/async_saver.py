@@ -13,9 +13,9 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -53,7 +53,7 @@ class AsyncSaver:
         for _ in range(max_pending):
             self._arenas.put(_Arena(threads))
         self._pending = max_pending
-        self._jobs: queue.Queue[tuple[_Arena, dict[str, Any]] | None] = queue.Queue()
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._failures: queue.Queue[Exception] = queue.Queue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="zero-ckpt-async", daemon=True)
@@ -62,21 +62,27 @@ class AsyncSaver:
     def save(self, root: str | os.PathLike[str], tag: str, intervals: Iterable[Interval], **options: Any) -> None:
         """Copy `intervals` and start a save with the options of `save_sharded`; waits while `max_pending` saves run.
 
-        When it returns, the tensors may change. Plain data that is not plain is refused here, before anything starts.
+        When it returns, the tensors may change. What cannot be copied, such as client state that is not plain data, is
+        refused here; the other ranks learn of it as of any failure. What an earlier save met is raised after this one
+        was started, so that ranks that learn of it at different times stay in step.
         """
-        self.check()
         if self._closed:
             raise ValueError("this AsyncSaver is closed")
-        for key in ("client_state", "config", "rank_state"):
-            if key in options:
-                options[key] = to_plain(options[key], key)
         arena = self._arenas.get()
+        arguments: dict[str, Any] = {"root": Path(root), "tag": tag, **options}
         try:
-            copied = arena.copy(list(intervals))
+            for key in ("client_state", "config", "rank_state"):
+                if key in arguments:
+                    arguments[key] = to_plain(arguments[key], key)
+            arguments["intervals"] = arena.copy(list(intervals))
+        except Exception as error:
+            self._jobs.put(_Job(arena, {**arguments, "intervals": _Refused(error)}, told=True))
+            raise
         except BaseException:
             self._arenas.put(arena)
             raise
-        self._jobs.put((arena, {"root": Path(root), "tag": tag, "intervals": copied, **options}))
+        self._jobs.put(_Job(arena, arguments))
+        self.check()
 
     def check(self) -> None:
         """Raise what an earlier save met, if one failed; call it once a step."""
@@ -108,14 +114,14 @@ class AsyncSaver:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            arena, arguments = job
             try:
-                save_sharded(coordinator=self._coordinator, open_sink=self._open_sink, **arguments)
+                save_sharded(coordinator=self._coordinator, open_sink=self._open_sink, **job.arguments)
             except Exception as error:  # raised again by the next call from the training thread
-                self._failures.put(error)
+                if not job.told:
+                    self._failures.put(error)
             finally:
-                arguments.clear()
-                self._arenas.put(arena)
+                job.arguments.clear()
+                self._arenas.put(job.arena)
 
 
 class _Arena:
@@ -156,6 +162,25 @@ class _Arena:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         return self._memory
+
+
+@dataclass
+class _Job:
+    """A save to be run with its snapshot; `told` when this rank's failure was raised already."""
+
+    arena: _Arena
+    arguments: dict[str, Any]
+    told: bool = False
+
+
+class _Refused:
+    """Intervals of a rank that has none to give: it takes part in the save to say why."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __iter__(self) -> Iterator[Interval]:
+        raise self._error
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

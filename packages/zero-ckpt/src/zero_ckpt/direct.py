@@ -28,12 +28,6 @@ class Request(Protocol):
     def wait(self) -> int: ...
 
 
-class IoFile(Protocol):
-    """An open file."""
-
-    def close(self) -> None: ...
-
-
 class IoEngine(Protocol):
     """What is used of `zero_nvme_aio.Engine`."""
 

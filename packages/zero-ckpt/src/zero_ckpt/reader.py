@@ -3,8 +3,9 @@
 [Note: verified partial reads]
 A slice is the unit of checksumming and never larger than `MAX_SLICE_BYTES` when written by this package. A request that
 covers a slice reads it straight into the caller's memory and verifies it there. A request that covers part of a slice
-reads the whole slice into a scratch buffer, verifies it, and copies the part: at most two slices per request. With
-`verify=False` only the requested bytes are read.
+reads the whole slice into a scratch buffer, verifies it, and copies the part: at most two slices per request. Requests
+that are made together and need the same slice share one read of it. With `verify=False` only the requested bytes are
+read.
 """
 
 from __future__ import annotations
@@ -126,19 +127,22 @@ class Checkpoint:
         MismatchError when `out` is no such interval, and DamagedError naming tensor and file.
         """
         for job in self._jobs(ReadRequest(name, kind, offset, out)):
-            self._run(job, verify)
+            self._run([job], verify)
 
     def read_many(self, requests: Iterable[ReadRequest], *, verify: bool = True, threads: int = 4) -> None:
         """Like `read_into` for many requests, with several reads in flight."""
         jobs = [job for request in requests for job in self._jobs(request)]
         if verify and has_direct_reads(sum(job.view.nbytes for job in jobs)):
             jobs = self._run_direct(jobs)
-        if threads <= 1 or len(jobs) <= 1:
-            for job in jobs:
-                self._run(job, verify)
+        by_slice: dict[tuple[int, str], list[_Job]] = {}
+        for job in jobs:
+            by_slice.setdefault((job.piece.file, job.piece.key), []).append(job)
+        if threads <= 1 or len(by_slice) <= 1:
+            for group in by_slice.values():
+                self._run(group, verify)
             return
         with ThreadPoolExecutor(threads, thread_name_prefix="zero-ckpt-read") as pool:
-            futures = [pool.submit(self._run, job, verify) for job in jobs]
+            futures = [pool.submit(self._run, group, verify) for group in by_slice.values()]
             try:
                 for future in futures:
                     future.result()
@@ -187,16 +191,20 @@ class Checkpoint:
             jobs.append(_Job(entry, piece, (low - piece.offset) * itemsize, view))
         return jobs
 
-    def _run(self, job: _Job, verify: bool) -> None:
-        begin, where = self._begin(job), self._where(job)
+    def _run(self, jobs: Sequence[_Job], verify: bool) -> None:
+        """Do jobs that read from one slice; to verify them it is read once."""
+        first = jobs[0]
+        file, begin, where = self._file(first), self._begin(first), self._where(first)
         if not verify:
-            read_at(self._file(job), begin + job.skip, job.view, where)
+            for job in jobs:
+                read_at(file, begin + job.skip, job.view, where)
             return
-        whole = job.view if job.is_whole else memoryview(bytearray(job.slice_nbytes))
-        read_at(self._file(job), begin, whole, where)
-        self._compare(job, checksum(whole))
-        if whole is not job.view:
-            job.view[:] = whole[job.skip : job.skip + job.view.nbytes]
+        whole = first.view if first.is_whole else memoryview(bytearray(first.slice_nbytes))
+        read_at(file, begin, whole, where)
+        self._compare(first, checksum(whole))
+        for job in jobs:
+            if job.view is not whole:
+                job.view[:] = whole[job.skip : job.skip + job.view.nbytes]
 
     def _compare(self, job: _Job, found: str) -> None:
         if found != job.piece.checksum:
