@@ -1,9 +1,10 @@
 """Saving, loading and consolidating beside torch.save, torch DCP, DeepSpeed's script and fio, in one run.
 
-    python bench_ckpt.py [--size-mib 1024] [--rounds 5] [--dir DIR]
+    python bench_ckpt.py [--size-mib 1024] [--rounds 7] [--dir DIR] [--only save|load|consolidate|start]
 
-Every round runs each contender once, in turn, on a fresh file, fsync included; reading drops the page cache first,
-which needs root. Printed are medians in seconds with the spread, and the ratio to the peer of the same round.
+Every round runs each contender once, in an order of its own, when the disk is idle; saving makes a fresh file, fsync
+included, and reading drops the page cache first, which needs root. Printed are medians in seconds with the spread, and
+the ratio to the peer of the same round.
 """
 
 from __future__ import annotations
@@ -11,26 +12,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-from zero_ckpt import AsyncSaver, ReadRequest, convert, open_checkpoint, save_sharded
+from zero_ckpt import AsyncSaver, Interval, ReadRequest, convert, open_checkpoint, save_sharded
 from zero_ckpt.direct import DirectSink, default_sink
 from zero_ckpt.torch import Stager, tensor_buffer
 from zero_ckpt.writer import BufferedSink, OpenSink
 
 Contender = Callable[[Path], float]
+T = TypeVar("T")
+PARTS = ("save", "load", "start", "consolidate")
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -40,10 +44,21 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
+def settle() -> None:
+    """Let the disk finish what earlier contenders left behind."""
+    os.sync()
+    time.sleep(0.1)
+
+
 def drop_cache() -> None:
     """Write back and forget the page cache."""
-    os.sync()
+    settle()
     Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def shuffled(contenders: dict[str, T]) -> list[tuple[str, T]]:
+    """The contenders in a random order, so that none always follows the same other."""
+    return random.sample(list(contenders.items()), len(contenders))
 
 
 def fsync_tree(path: Path) -> None:
@@ -54,10 +69,10 @@ def fsync_tree(path: Path) -> None:
                 os.fsync(handle.fileno())
 
 
-def report(title: str, rounds: list[dict[str, float]], peers: list[str]) -> None:
+def report(title: str, names: Iterable[str], rounds: list[dict[str, float]], peers: list[str]) -> None:
     """Print one table."""
     print(f"\n{title}")
-    for name in rounds[0]:
+    for name in names:
         times = [results[name] for results in rounds]
         line = f"  {name:34s} {statistics.median(times):7.3f} s  ({min(times):.3f} to {max(times):.3f})"
         for peer in peers:
@@ -132,14 +147,16 @@ def bench_save(bench: Bench, directory: Path, rounds: int) -> None:
     contenders["zero-ckpt async, blocking part"] = bench.async_blocking
     contenders["fio write"] = lambda root: bench.fio(root, "write")
     results = []
-    for _ in range(rounds + 1):
+    for _ in range(rounds + 1):  # the first warms up
         times = {}
-        for name, contender in contenders.items():
+        for name, contender in shuffled(contenders):
             root = Path(tempfile.mkdtemp(dir=directory))
+            settle()
             times[name] = contender(root)
             shutil.rmtree(root)
         results.append(times)
-    report(f"save {bench.nbytes >> 20} MiB", results[1:], ["torch.save + fsync", "torch DCP + fsync", "fio write"])
+    peers = ["torch.save + fsync", "torch DCP + fsync", "fio write"]
+    report(f"save {bench.nbytes >> 20} MiB", contenders, results[1:], peers)
 
 
 def bench_load(bench: Bench, directory: Path, rounds: int) -> None:
@@ -149,20 +166,22 @@ def bench_load(bench: Bench, directory: Path, rounds: int) -> None:
     bench.ours(BufferedSink)(root)
     bench.fio(root, "write")
     out = {name: torch.zeros_like(tensor) for name, tensor in bench.tensors.items()}
+    contenders: dict[str, Contender] = {
+        "torch.load(mmap=False)": lambda root: bench.torch_load(root, out),
+        "zero-ckpt": lambda root: bench.our_load(root, out),
+        "fio read": lambda root: bench.fio(root, "read"),
+    }
     results = []
     for _ in range(rounds):
         times = {}
-        drop_cache()
-        times["torch.load(mmap=False)"] = bench.torch_load(root, out)
-        drop_cache()
-        times["zero-ckpt"] = bench.our_load(root, out)
-        drop_cache()
-        times["fio read"] = bench.fio(root, "read")
+        for name, contender in shuffled(contenders):
+            drop_cache()
+            times[name] = contender(root)
         results.append(times)
     if not all(torch.equal(out[name], tensor) for name, tensor in bench.tensors.items()):
         raise RuntimeError("what was loaded is not what was saved")
     shutil.rmtree(root)
-    report(f"load {bench.nbytes >> 20} MiB, cold", results, ["torch.load(mmap=False)", "fio read"])
+    report(f"load {bench.nbytes >> 20} MiB, cold", contenders, results, ["torch.load(mmap=False)", "fio read"])
 
 
 MODEL = """
@@ -197,7 +216,8 @@ def peak_and_time(command: list[str], directory: Path) -> tuple[float, float]:
 
 def bench_consolidate(directory: Path, nbytes: int, rounds: int) -> None:
     """One fp32 file of a stage-3 checkpoint of four ranks, of DeepSpeed's and of ours."""
-    (directory / "model.py").write_text(MODEL.replace("WIDTH", str(int((nbytes / 12 / 30) ** 0.5))))
+    width = int((nbytes / 12 / 30) ** 0.5)
+    (directory / "model.py").write_text(MODEL.replace("WIDTH", str(width)))
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", "model.py"]
     subprocess.run(launch, cwd=directory, check=True, capture_output=True)
@@ -214,36 +234,64 @@ def bench_consolidate(directory: Path, nbytes: int, rounds: int) -> None:
             "import zero_ckpt.cli, zero_ckpt.conversion.safetensors_sink",
         ),
     }
+    base = {name: peak_and_time([sys.executable, "-c", line], directory)[0] for name, (_, line) in contenders.items()}
     results = []
-    memory: dict[str, float] = {}
+    memory: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         times = {}
-        for name, (command, imports) in contenders.items():
+        for name, (command, _imports) in shuffled(contenders):
             drop_cache()
             peak, times[name] = peak_and_time(command, directory)
-            memory[name] = peak - peak_and_time([sys.executable, "-c", imports], directory)[0]
+            memory[name].append(peak - base[name])
         results.append(times)
-    report(f"consolidate a stage-3 checkpoint of {nbytes >> 20} MiB", results, ["DeepSpeed zero_to_fp32"])
-    for name, peak in memory.items():
-        ratio = peak / memory["DeepSpeed zero_to_fp32"]
-        print(f"  {name:34s} {peak:7.0f} MiB above imports  ({ratio:.2f} of DeepSpeed's)")
+    title = f"consolidate a stage-3 checkpoint of {nbytes >> 20} MiB, largest tensor {4 * width**2 >> 20} MiB"
+    report(title, contenders, results, ["DeepSpeed zero_to_fp32"])
+    for name, peaks in memory.items():
+        ratio = max(peaks) / min(memory["DeepSpeed zero_to_fp32"])
+        print(f"  {name:34s} at most {max(peaks):5.0f} MiB above imports  ({ratio:.2f} of DeepSpeed's)")
+
+
+def bench_start(directory: Path, rounds: int) -> None:
+    """The commands on something tiny: how long they take to start."""
+    root = directory / "tiny"
+    save_sharded(root, "step1", [Interval("w", "param", (1000,), "F32", 0, bytes(4000))], step=1)
+    ours, file = [sys.executable, "-m", "zero_ckpt"], str(root / "tiny.safetensors")
+    convert(root, file)
+    contenders = {
+        "python -c pass": [sys.executable, "-c", "pass"],
+        "zero-ckpt inspect": [*ours, "inspect", str(root)],
+        "zero-ckpt verify": [*ours, "verify", str(root)],
+        "zero-ckpt convert, safetensors": [*ours, "convert", file, str(root / "copy.safetensors")],
+        "python -c 'import torch'": [sys.executable, "-c", "import torch"],
+    }
+    results = [
+        {name: peak_and_time(command, directory)[1] for name, command in shuffled(contenders)} for _ in range(rounds)
+    ]
+    report("start", contenders, results, ["python -c 'import torch'"])
 
 
 def main() -> None:
     """Run everything."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size-mib", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dir", type=Path, default=None, help="on the disk to be measured")
+    parser.add_argument("--only", choices=PARTS)
     options = parser.parse_args()
+    parts = {options.only} if options.only else set(PARTS)
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
-        bench = Bench(options.size_mib << 20)
-        bench_save(bench, Path(name), options.rounds)
-        bench_load(bench, Path(name), options.rounds)
-        bench.saver.close()
-        if find_spec("deepspeed") is not None:
+        if parts & {"save", "load"}:
+            bench = Bench(options.size_mib << 20)
+            if "save" in parts:
+                bench_save(bench, Path(name), options.rounds)
+            if "load" in parts:
+                bench_load(bench, Path(name), options.rounds)
+            bench.saver.close()
+        if "start" in parts:
+            bench_start(Path(name), 3 * options.rounds)
+        if "consolidate" in parts and find_spec("deepspeed") is not None:
             bench_consolidate(Path(name), options.size_mib << 20, min(options.rounds, 3))
-        else:
+        elif "consolidate" in parts:
             print("\nconsolidation is not measured: deepspeed is not installed")
 
 
