@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 import training
 import zoo
+from torch import nn
 from training import Run
 
+import zero_ckpt
+import zero_core
 from zero_comm import run_ranks
 
 HALF, END = 4, 7
@@ -49,18 +55,82 @@ def load(run: Run, stage: int, path: str) -> tuple[dict[str, bytes], dict[str, b
     return at_half, training.bits(states(engine)), counters
 
 
-@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (1, 2), (2, 3), (3, 4), (3, 2)])
-def test_a_checkpoint_loads_bitwise_at_any_stage_and_world_size(
-    tmp_path: Path, dtype: str, stage: int, world_size: int
+Place = tuple[int, int, str]
+"""A stage, a world size and a dtype."""
+
+
+def places(world_size: int) -> list[Place]:
+    return [(stage, world_size, dtype) for stage in range(4) for dtype in ("fp32", "bf16")]
+
+
+def digests(engine: Any) -> tuple[str, str]:
+    """Of all states, and of what has to survive another dtype too: masters, moments, and frozen weights as bf16."""
+    found = states(engine)
+    frozen = {n: found[n].bfloat16() for n, p in engine.module.named_parameters() if not p.requires_grad}
+    both = [training.bits(values) for values in (found, {**found, **frozen})]
+    exact, rounded = (hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest() for values in both)
+    return exact, rounded
+
+
+def save_everywhere(root: str) -> dict[Place, tuple[str, str]]:
+    """Train and save at every stage and dtype; return digests of the states."""
+    saved = {}
+    for place in places(dist.get_world_size()):
+        run = Run("frozen and unused", accumulation=2, clip=0.1, dtype=place[2])
+        engine = training.start(run, place[0])
+        training.train(engine, run, 0, 2)
+        engine.save_checkpoint(root, tag=repr(place), client_state={"place": list(place)}, save_latest=False)
+        saved[place] = digests(engine)
+        engine.destroy()
+    return saved
+
+
+def is_chosen(saved: Place, loaded: Place) -> bool:
+    """Four checkpoints for each stage and world size: all pairs of stages, of world sizes and of dtypes occur."""
+    apart = (saved[0] - loaded[0]) % 4
+    dtypes = ("bf16" if apart % 2 else "fp32", "bf16" if sum(loaded[:2]) % 2 else "fp32")
+    return (saved[1] - loaded[1] - loaded[0] - apart) % 4 == 0 and (saved[2], loaded[2]) == dtypes
+
+
+def load_some(root: str, saved: list[Place], every: bool) -> dict[tuple[Place, Place], tuple[str, str]]:
+    """Load every or some checkpoints at every stage and dtype; return digests of the states by (saved, loaded)."""
+    loaded = {}
+    for place in places(dist.get_world_size()):
+        run = Run("frozen and unused", accumulation=2, clip=0.1, dtype=place[2])
+        engine = training.start(run, place[0], zoo.build(run.variant, torch.float32, seed=9))
+        for other in saved:
+            if not every and not is_chosen(other, place):
+                continue
+            _, client_state = engine.load_checkpoint(root, tag=repr(other))
+            assert client_state == {"place": list(other)}
+            assert (engine.global_steps, engine.micro_steps) == (2, 4)
+            loaded[other, place] = digests(engine)
+        engine.destroy()
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def everywhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[Place, tuple[str, str]]]:
+    """Checkpoints of every stage, world size and dtype, and digests of what is in them."""
+    root = str(tmp_path_factory.mktemp("everywhere"))
+    saved: dict[Place, tuple[str, str]] = {}
+    for world_size in (1, 2, 3, 4):
+        saved.update(run_ranks(save_everywhere, world_size, root)[0])
+    return root, saved
+
+
+@pytest.mark.parametrize("every", (False, pytest.param(True, marks=pytest.mark.soak)))
+@pytest.mark.parametrize("loaded_by", (1, 2, 3, 4))
+def test_weights_masters_and_moments_are_bitwise_equal_at_any_stage_world_size_and_dtype(
+    everywhere: tuple[str, dict[Place, tuple[str, str]]], loaded_by: int, every: bool
 ) -> None:
-    run = Run("frozen and unused", accumulation=2, clip=0.1, dtype=dtype)
-    path = str(tmp_path / "ckpt")
-    saved, _ = run_ranks(save, world_size, run, stage, path)[0]
-    for other_stage, other_size in [(0, 2), (1, 3), (2, 1), (3, 3), (3, 1)]:
-        loaded, _, counters = run_ranks(load, other_size, run, other_stage, path)[0]
-        assert loaded == saved
-        assert counters == (HALF, 2 * HALF, {"epoch": 3, "names": ["a", "b"]})
+    root, saved = everywhere
+    loaded = run_ranks(load_some, loaded_by, root, list(saved), every)[0]
+    assert len(loaded) == (8 * len(saved) if every else 16)
+    assert len({found[0] for found in saved.values()}) >= 8  # each world size and dtype trains to its own values
+    for (one, other), (exact, rounded) in loaded.items():
+        assert rounded == saved[one][1], (one, other)
+        assert exact == saved[one][0] or one[2] != other[2], (one, other)
 
 
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
@@ -100,19 +170,76 @@ def test_tag_and_latest_follow_the_step(tmp_path: Path) -> None:
     assert (tmp_path / f"global_step{HALF}" / "manifest.msgpack").exists()
 
 
-def generators(path: str, resume: bool) -> list[float]:
-    """Random numbers drawn on this rank after a save or a load."""
-    engine = training.start(Run(), 3)
-    torch.manual_seed(dist.get_rank() + (100 if resume else 0))
+class Sampler:
+    """Visits eight samples in another order each epoch; where it is, is plain data."""
+
+    def __init__(self) -> None:
+        self.epoch = self.position = 0
+
+    def draw(self) -> int:
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        index = order[self.position]
+        self.position = (self.position + 1) % 8
+        self.epoch += not self.position
+        return index
+
+
+def everything(path: str, stage: int, dtype: str, resume: bool) -> tuple[list[Any], dict[str, bytes], int]:
+    """Train with dropout, noise of three generators, a schedule, a loss scale and a sampler; return what came after
+    HALF: losses, loss scales and learning rates by step, the final states, and the steps skipped then."""
+    torch.manual_seed(9 if resume else 1)
+    model = nn.Sequential(nn.Linear(6, 11), nn.Dropout(0.3), nn.Tanh(), nn.Linear(11, 1))
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 30, "warmup_num_steps": 5}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "unit_min_numel": 1},
+    }
+    if dtype == "fp16":  # so large a scale that steps are skipped all along
+        settings["fp16"] = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
+    engine = zero_core.initialize(model=model, config=settings)[0]
+    sampler, seed = Sampler(), 10 * dist.get_rank() + resume
+    for generator in (torch.manual_seed, random.seed, numpy.random.seed):
+        generator(seed)
     if resume:
-        engine.load_checkpoint(path)
-    else:
-        engine.save_checkpoint(path)
-    return torch.rand(3).tolist()
+        vars(sampler).update(engine.load_checkpoint(path)[1]["sampler"])
+    trace = []
+    for step in range(2 * HALF if resume else 0, 4 * HALF):
+        if step == 2 * HALF and not resume:
+            engine.save_checkpoint(path, client_state={"sampler": dict(vars(sampler))})
+            trace.clear()
+        x = torch.full((1, 6), float(sampler.draw())) + torch.rand(6) + random.random() + numpy.random.rand()
+        loss = engine(x.to(engine.module[0].weight.dtype)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        trace.append((loss.item(), engine.loss_scale(), engine.get_lr(), engine.skipped_steps, engine.global_samples))
+    return trace, training.bits(states(engine)), trace[-1][3] - trace[0][3]
 
 
-def test_generators_of_every_rank_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ("fp32", "fp16"))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_generators_schedule_loss_scale_and_data_position_resume(tmp_path: Path, dtype: str, stage: int) -> None:
     path = str(tmp_path / "ckpt")
-    saved = run_ranks(generators, 2, path, False)
-    assert saved[0] != saved[1]
-    assert run_ranks(generators, 2, path, True) == saved
+    uninterrupted = run_ranks(everything, 2, path, stage, dtype, False)
+    assert run_ranks(everything, 2, path, stage, dtype, True) == uninterrupted
+    assert uninterrupted[0][0][0][0] != uninterrupted[1][0][0][0]  # the ranks' generators differ
+    assert bool(uninterrupted[0][2]) == (dtype == "fp16")
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_plain_torch_goes_on_from_an_engines_checkpoint(tmp_path: Path, stage: int) -> None:
+    run, path = Run("frozen and unused", dtype="bf16"), tmp_path / "ckpt"
+    saved, _ = run_ranks(save, 3, run, stage, str(path))[0]
+    model = zoo.build(run.variant, torch.float32, seed=9)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    report = zero_ckpt.load(path, {"model": model, "optimizer": optimizer})
+    assert report.step == HALF and not report.ignored and optimizer.param_groups[0]["lr"] == training.LR
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found = {name: parameter.detach(), **{f"{name}.{k}": v for k, v in optimizer.state[parameter].items()}}
+            assert found.pop(f"{name}.step", None) == (None if name.startswith("unused") else HALF)
+            assert training.bits(found) == {key: saved[key] for key in found}
+    (file,) = zero_ckpt.convert(path, tmp_path / "out.safetensors")
+    exported = zero_ckpt.conversion.open_source(file)
+    assert exported.aliases["head.weight"] == "embedding.weight"
+    assert {name for name, _ in exported.tensors} == set(dict(model.named_parameters())) | {"shift"}
