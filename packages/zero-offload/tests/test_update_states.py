@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from shards import Lender, one_step, plans, same_states, states_of, update_of
 
 from zero_nvme_aio import ExtentStore
@@ -115,15 +117,6 @@ def bytes_of(sealed: Sealed, name: str) -> bytes:
     return found
 
 
-def linked(sealed: Sealed, folder: Path) -> dict[str, Path]:
-    folder.mkdir()
-    links = {}
-    for file in sealed.files:
-        links[file] = folder / Path(file).name
-        os.link(file, links[file])
-    return links
-
-
 def test_a_sealed_state_is_linked_and_stays_while_training_goes_on(tmp_path: Path) -> None:
     update, _ = trained(on_nvme(tmp_path / "swap"), 2)
     saved = states_of(update)
@@ -134,7 +127,10 @@ def test_a_sealed_state_is_linked_and_stays_while_training_goes_on(tmp_path: Pat
     assert not sealed.resident
     assert dict(sealed.steps) == dict.fromkeys(saved, 2)
     assert sealed.extents.keys() == {f"{name}/{kind}" for name in saved for kind in DTYPES}
-    links = linked(sealed, tmp_path / "checkpoint")
+    links = {old: Path(new) for old, new in sealed.link_to(tmp_path / "checkpoint").items()}
+    assert all(os.path.samefile(old, new) for old, new in links.items())
+    with pytest.raises(FileExistsError):
+        sealed.link_to(tmp_path / "checkpoint")
     content = {link: link.read_bytes() for link in links.values()}
     assert all(not os.access(file, os.W_OK) or not os.stat(file).st_mode & 0o222 for file in sealed.files)
     sealed.release()
@@ -145,14 +141,31 @@ def test_a_sealed_state_is_linked_and_stays_while_training_goes_on(tmp_path: Pat
     update.close()
     assert {link: link.read_bytes() for link in links.values()} == content
     assert not any(path.suffix != ".lock" for path in (tmp_path / "swap").iterdir() if path.stat().st_size)
-    moved = {name: [(str(links[e.path]), e) for e in extents] for name, extents in sealed.extents.items()}
     for name, state in saved.items():
         for kind, dtype in DTYPES.items():
-            raw = b"".join(
-                content[Path(path)][e.file_offset_bytes : e.file_offset_bytes + e.nbytes]
-                for path, e in moved[f"{name}/{kind}"]
-            )
-            assert torch.equal(torch.frombuffer(bytearray(raw), dtype=dtype), state[kind]), (name, kind)
+            parts = sealed.extents[f"{name}/{kind}"]
+            raw = [content[links[e.path]][e.file_offset_bytes : e.file_offset_bytes + e.nbytes] for e in parts]
+            assert torch.equal(torch.frombuffer(bytearray(b"".join(raw)), dtype=dtype), state[kind]), (name, kind)
+            tensors = []
+            for extent in parts:  # and they are safetensors files
+                with safe_open(links[extent.path], framework="pt") as file:
+                    tensors.append(file.get_tensor(extent.key))
+            assert torch.equal(torch.cat(tensors), state[kind]), (name, kind)
+
+
+def test_a_sealed_state_is_copied_to_another_file_system(tmp_path: Path) -> None:
+    if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
+        pytest.skip("needs /dev/shm as another file system")
+    update, _ = trained(on_nvme(tmp_path), 1)
+    sealed = update.seal()
+    assert sealed is not None
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for old, new in sealed.link_to(folder).items():
+            assert Path(new).read_bytes() == Path(old).read_bytes()
+            assert os.stat(new).st_mode & 0o777 == 0o444
+        with pytest.raises(FileExistsError):
+            sealed.link_to(folder)
+    update.close()
 
 
 def test_what_was_not_touched_since_stays_in_older_files(tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ._states import Sealed
 from .delayed import DelayedUpdate
 from .placement import Placement
 from .plans import FragmentPlan, ShardPlan, Weights
+from .sealed import Sealed
 from .update import OffloadedUpdate
 
 __all__ = ["DelayedUpdate", "FragmentPlan", "OffloadedUpdate", "Placement", "Sealed", "ShardPlan", "Weights"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -12,36 +11,17 @@ import torch
 
 from zero_optim_kernels import quantize_blocks
 
-from .._protocols import Extent, Generation
+from .._protocols import Generation
 from ._rules import Rule
 from ._slices import BLOCK, MASTER, Fragment, Kind, Slice, Span
 from ._step import Groups, Tensors, fill_moments
 from ._tiers import Tier
+from .sealed import Sealed
 
-__all__ = ["Sealed", "check_state", "forget", "read_states", "sealed_state", "write_states"]
+__all__ = ["check_state", "forget", "read_states", "sealed_state", "write_states"]
 
 State = Mapping[str, Any]
 _STEP = "step"
-
-
-@dataclass(frozen=True, eq=False)
-class Sealed:
-    """What an update keeps in files, made to last: nothing writes to these files any more.
-
-    ``extents``: ``<fragment>/<kind>`` -> its pieces in order, each with file, offset, bytes and checksum. ``steps``:
-    how often each fragment was updated. ``resident``: fragments with elements that are in host memory instead, to be
-    read otherwise. ``files``: all files concerned, to be linked; they stay until `release`, links to them beyond it.
-    """
-
-    extents: Mapping[str, tuple[Extent, ...]]
-    steps: Mapping[str, int]
-    resident: frozenset[str]
-    files: tuple[str, ...]
-    _generations: list[Generation] = field(default_factory=list, repr=False)
-
-    def release(self) -> None:
-        """Let the files go once the update itself needs them no more."""
-        self._generations.clear()
 
 
 def sealed_state(

@@ -15,9 +15,9 @@ from .._memory import HostBlock
 from ..budget import HostBudget
 from ..trace import Trace
 from ._gradients import HostGradients, gradient_bytes, looked_at
-from ._states import Sealed
 from .placement import Placement
 from .plans import ShardPlan, Weights, checked
+from .sealed import Sealed
 from .update import OffloadedUpdate
 
 __all__ = ["DelayedUpdate"]

@@ -19,10 +19,11 @@ from ._build import Parts, build, check_room_for_seal
 from ._gradients import CallerGradients, Collected, looked_at
 from ._rules import find_rule, has_rule
 from ._slices import BLOCK, Fragment, kinds_of
-from ._states import Sealed, check_state, forget, read_states, sealed_state, write_states
+from ._states import check_state, forget, read_states, sealed_state, write_states
 from ._step import run_step
 from .placement import Placement
 from .plans import ShardPlan, Weights, check_plans
+from .sealed import Sealed
 
 __all__ = ["OffloadedUpdate"]
 

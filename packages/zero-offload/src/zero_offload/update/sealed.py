@@ -1,0 +1,75 @@
+"""A state in files that nothing writes to any more."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .._protocols import Extent, Generation
+
+__all__ = ["Sealed"]
+
+
+@dataclass(frozen=True, eq=False)
+class Sealed:
+    """What an update keeps in files, made to last: nothing writes to these files any more.
+
+    ``extents``: ``<fragment>/<kind>`` -> its pieces in order, each with file, offset, bytes and checksum. ``steps``:
+    how often each fragment was updated. ``resident``: fragments with elements that are in host memory instead, to be
+    read otherwise. ``files``: all files concerned, to be linked; they stay until `release`, links to them beyond it.
+    """
+
+    extents: Mapping[str, tuple[Extent, ...]]
+    steps: Mapping[str, int]
+    resident: frozenset[str]
+    files: tuple[str, ...]
+    _generations: list[Generation] = field(default_factory=list, repr=False)
+
+    def link_to(self, folder: str | os.PathLike[str]) -> dict[str, str]:
+        """Give every file a second name in ``folder``; returns the new paths by the ones in ``extents``.
+
+        Nothing is copied where the folder is on the same file system; elsewhere the kernel copies, and the copy is on
+        the disk when this returns. FileExistsError when a name is taken.
+        """
+        os.makedirs(folder, exist_ok=True)
+        targets = {file: os.path.join(folder, os.path.basename(file)) for file in self.files}
+        for file, target in targets.items():
+            try:
+                os.link(file, target)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+                    raise
+                _copy(file, target)
+        _sync(folder)
+        return targets
+
+    def release(self) -> None:
+        """Let the files go once the update itself needs them no more."""
+        self._generations.clear()
+
+
+def _copy(source: str, target: str) -> None:
+    """A read-only copy that is on the disk."""
+    try:
+        with open(source, "rb") as old, open(target, "xb") as new:
+            position = 0
+            while moved := os.sendfile(new.fileno(), old.fileno(), position, 1 << 30):
+                position += moved
+            os.fchmod(new.fileno(), 0o444)
+            os.fsync(new.fileno())
+    except FileExistsError:
+        raise
+    except BaseException:
+        Path(target).unlink(missing_ok=True)
+        raise
+
+
+def _sync(folder: str | os.PathLike[str]) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
