@@ -112,6 +112,15 @@ class HostStore:
             self._copies.forget(name)
         del self._shards[name], self._blocks[name]
 
+    def close(self) -> None:
+        """Let all shards go. May be called twice."""
+        if self._copies is not None:
+            for name in self._shards:
+                self._copies.forget(name)
+        self._shards.clear()
+        self._blocks.clear()
+        self._holders.clear()
+
     def __contains__(self, name: object) -> bool:
         return name in self._shards
 
