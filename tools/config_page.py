@@ -19,12 +19,12 @@ from pydantic_core import PydanticUndefined
 from zero_core.config._base import Section, thaw
 from zero_core.config._optim_keys import OPTIMIZERS, SCHEDULES, Named
 from zero_core.config._prepare import REMOVED
-from zero_core.config.features import NO_EFFECT, REFUSED, REFUSED_AT_STAGE_3
+from zero_core.config.features import NO_EFFECT, REFUSED
 from zero_core.config.keys import ConfigFile
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 BLOCK = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_REFUSALS = {row.path: row for row in (*REFUSED, *REFUSED_AT_STAGE_3)}
+_REFUSALS = {row.path: row for row in REFUSED}
 
 
 def keys(section: type[Section] = ConfigFile, path: str = "") -> Iterator[tuple[str, Any, str]]:
@@ -65,7 +65,6 @@ def arguments(kind: type[Section]) -> str:
 
 def refused() -> list[str]:
     rows = [(f"`{row.path}`", row.feature, row.instead) for row in REFUSED]
-    rows += [(f"`{row.path}` at stage 3", row.feature, row.instead) for row in REFUSED_AT_STAGE_3]
     return table(("key", "would ask for", "do this instead"), sorted(rows))
 
 
