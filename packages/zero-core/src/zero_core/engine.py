@@ -14,19 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_comm import Ledger
-from zero_partition import (
-    NonFiniteGradientError,
-    Partition,
-    ShardedOptimizer,
-    StepResult,
-    full_gradient,
-    full_parameter,
-    full_state,
-    gathered,
-    set_full_gradient,
-    set_full_parameter,
-    set_full_state,
-)
+from zero_partition import NonFiniteGradientError, Partition, ShardedOptimizer, StepResult
 from zero_precision import LossScaleError, cast_floating, parse_dtype
 
 from . import checkpoint
@@ -34,18 +22,18 @@ from .checkpointing import Checkpointing
 from .compiling import compile_model
 from .config import Config
 from .errors import UsageError
-from .facts import Facts
 from .instruments import instruments_for, say
 from .loading import RankLoader, rank_loader
 from .monitors import build_monitor
 from .observing import Observer, Unobserved
 from .report import startup_report
 from .schedules import Scheduler
+from .whole_values import WholeValues
 
 logger = logging.getLogger("zero_core")
 
 
-class Engine(Facts):
+class Engine(WholeValues):
     """Trains ``module`` with its states cut over the ranks; made by `zero_core.initialize`.
 
     Call order of a micro-batch: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``. `step` acts
@@ -281,42 +269,6 @@ class Engine(Facts):
     def compiled_modules(self) -> list[str]:
         """Names of the modules that are compiled, each as one graph unless its own code breaks it."""
         return list(self._compiled)
-
-    # -- whole values ------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def gathered(self, parameters: Any, modifier_rank: int | None = None) -> Iterator[None]:
-        """Have ``parameters`` whole inside the block (see `zero_partition.gathered`). Collective."""
-        with gathered(self._partition, parameters, modifier_rank):
-            yield
-
-    def full_param(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of the whole parameter in the optimizer's precision. Collective."""
-        self._check_open("full_param")
-        return full_parameter(self._partition, parameter)
-
-    def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the whole averaged gradient, or None when no rank has one. Collective."""
-        self._check_open("full_grad")
-        return full_gradient(self._partition, parameter)
-
-    def full_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        """A copy of the whole optimizer state ``key`` of a parameter. Collective."""
-        return full_state(self._partition, self._check_trainable("full_state"), parameter, key)
-
-    def set_full_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Replace a parameter, its master included, by rank 0's ``value``. Collective."""
-        self._check_open("set_full_param")
-        set_full_parameter(self._partition, parameter, value)
-
-    def set_full_grad(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Replace the averaged gradient of a parameter by rank 0's ``value`` until the next step. Collective."""
-        self._check_open("set_full_grad")
-        set_full_gradient(self._partition, parameter, value)
-
-    def set_full_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
-        """Replace the optimizer state ``key`` of a parameter by rank 0's ``value``. Collective."""
-        set_full_state(self._partition, self._check_trainable("set_full_state"), parameter, key, value)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

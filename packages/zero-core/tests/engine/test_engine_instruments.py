@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import time
 from pathlib import Path
@@ -185,13 +187,20 @@ def test_the_table_of_what_was_sent_adds_up_by_phase_and_may_be_limited() -> Non
     assert "gather" not in communication_table(ledger, frozenset(["reduce"]))
 
 
-def test_chosen_operations_are_printed_as_they_start_and_unknown_ones_refused(alone: None, printed: Any) -> None:
+def spoken(section: dict[str, Any]) -> tuple[str, str]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        engine = start(2, comms_logger=section, steps_per_print=2)
+        train(engine, 0, 2)
+    return out.getvalue(), engine.communication_table()
+
+
+def test_chosen_operations_are_printed_as_they_start_and_unknown_ones_refused(alone: None) -> None:
     section = {"enabled": True, "verbose": True, "prof_all": False, "prof_ops": ["all_reduce", "broadcast"]}
-    engine = start(2, comms_logger=section, steps_per_print=2)
-    train(engine, 0, 2)
-    out = printed()
-    assert "reduce of 'blocks.0" in out and "broadcast of 'blocks.0" in out and "control" not in out
-    assert out.count("sent by this rank") == 1 and "reduce" in engine.communication_table()
+    (said, whole), (nothing, _) = run_ranks(spoken, RANKS, section)
+    assert "reduce of 'blocks.0" in said and "broadcast of 'blocks.0" in said and "bytes sent" in said
+    assert said.count("sent by this rank") == 1 and "control" not in said and "publish" not in said
+    assert "control" in whole and "publish" in whole and nothing == ""
     message = outcome(lambda: start(0, comms_logger={**section, "prof_ops": ["all_to_nobody"]}))
     assert message.startswith("UsageError: comms_logger.prof_ops") and "all_to_nobody" in message
 
