@@ -6,18 +6,22 @@
   passes with torch's fused AdamW, and with DeepSpeedCPUAdam where DeepSpeed is installed.
 * NVMe tier, in slices too many for the ring to hold: against the larger of the host tier's step, and of reading and
   writing the same bytes at once without computing. Its overlap report is printed.
-* A whole training step (forward, backward, clipping, update) with the host tier, against FSDP2 with CPUOffloadPolicy:
-  the same model, bfloat16 compute, float32 master and states, one rank.
+* A whole training step (forward, backward, clipping, update), against FSDP2 with CPUOffloadPolicy and, where DeepSpeed
+  is installed, its stage 2 with the optimizer on the CPU and its stage 3 with the optimizer on NVMe: the same model,
+  bfloat16 compute, float32 master and states, one rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,9 +110,9 @@ def blocks(width: int, depth: int) -> nn.Sequential:
     )
 
 
-def training_offloaded(width: int, depth: int, batch: torch.Tensor) -> Callable[[], None]:
+def training_offloaded(width: int, depth: int, batch: torch.Tensor, **options: Any) -> Callable[[], None]:
     model = blocks(width, depth).to(torch.bfloat16)
-    optimizer = OffloadedOptimizer(model, "AdamW", lr=1e-4)
+    optimizer = OffloadedOptimizer(model, "AdamW", lr=1e-4, **options)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -137,6 +141,41 @@ def training_fsdp(width: int, depth: int, batch: torch.Tensor) -> Callable[[], N
     return step
 
 
+def training_deepspeed(
+    width: int, depth: int, batch: torch.Tensor, stage: int, offload: dict[str, Any]
+) -> Callable[[], None]:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": len(batch),
+        "gradient_clipping": MAX_NORM,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": stage, "offload_optimizer": offload},
+    }
+    model = blocks(width, depth)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step() -> None:
+        engine.backward(engine(batch).float().square().mean())
+        engine.step()
+
+    return step
+
+
+def add_deepspeed(steps: dict[str, Callable[[], None]], folder: Path, width: int, depth: int, batch: Any) -> None:
+    """DeepSpeed's training steps, as far as they can be built here; says which cannot, and why."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    logging.disable(logging.INFO)
+    nvme = {"device": "nvme", "nvme_path": str(folder), "pipeline_read": True, "pipeline_write": True}
+    for kind, stage, offload in (("host", 2, {"device": "cpu"}), ("NVMe", 3, nvme)):
+        name = f"training, DeepSpeed stage {stage}, {kind}"
+        try:
+            steps[name] = training_deepspeed(width, depth, batch, stage, offload)
+        except Exception as error:
+            print(f"{name} is missing: {type(error).__name__}: {error}".splitlines()[0])
+
+
 def measured(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each, interleaved; the first round warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -152,7 +191,7 @@ def measured(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, lis
 def line(name: str, seconds: list[float], elements: int) -> str:
     middle = statistics.median(seconds)
     return (
-        f"{name:<34} {middle * 1e3:9.1f} ms  ({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})"
+        f"{name:<40} {middle * 1e3:9.1f} ms  ({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})"
         f"  {elements / middle / 1e9:6.3f} G elements/s"
     )
 
@@ -194,7 +233,11 @@ def main() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         batch = torch.randn(arguments.tokens, arguments.width).to(torch.bfloat16)
         steps["training, host tier"] = training_offloaded(arguments.width, arguments.depth, batch)
-        steps["training, FSDP2 CPUOffloadPolicy"] = training_fsdp(arguments.width, arguments.depth, batch)
+        steps["training, NVMe tier"] = training_offloaded(
+            arguments.width, arguments.depth, batch, tier="nvme", path=folder / "training", sub_group_size=TENSOR
+        )
+        steps["training, FSDP2 CPUOffloadPolicy, host"] = training_fsdp(arguments.width, arguments.depth, batch)
+        add_deepspeed(steps, folder, arguments.width, arguments.depth, batch)
         seconds = measured(steps, arguments.rounds)
         dist.destroy_process_group()
         numels = {kind: 8 * arguments.width**2 * arguments.depth if "training" in kind else elements for kind in steps}
@@ -210,8 +253,9 @@ def main() -> None:
             f"{moved / statistics.median(seconds['NVMe tier']):.2f} GB/s; what the ring still has is not read again"
         )
         print(f"{nvme.bytes_written()} bytes written, {nvme.memory()['ring']} bytes of host memory")
-        fsdp = seconds["training, FSDP2 CPUOffloadPolicy"]
-        print(f"training, host tier / FSDP2 CPUOffloadPolicy: {ratio(seconds['training, host tier'], fsdp)}")
+        for peer in (kind for kind in seconds if kind.startswith(("training, FSDP2", "training, DeepSpeed"))):
+            tier = "training, NVMe tier" if peer.endswith("NVMe") else "training, host tier"
+            print(f"{tier} / {peer.removeprefix('training, ')}: {ratio(seconds[tier], seconds[peer])}")
         print(f"NVMe tier, all {arguments.rounds + 1} rounds:\n{trace.table()}")
         nvme.close()
         host.close()
