@@ -22,6 +22,7 @@ from .errors import UsageError
 from .instruments import ledger_for
 from .monitors import check_clients
 from .observing import supervisor
+from .offloading import parameter_store, state_tier
 from .optimizers import Parameters, build_optimizer
 from .schedules import Scheduler, build_scheduler
 
@@ -66,8 +67,17 @@ def initialize(
     check_clients(resolved)
     ledger = ledger_for(resolved, dist.get_rank())
     groups = mesh.open_groups(ledger=ledger, slice_sum=kernels.slice_sum(), deterministic=resolved.deterministic)
-    torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters)
-    parts = partition(model, groups, _options(resolved, model), device=mesh.device, trainable=_trained(torch_optimizer))
+    torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, mesh.device)
+    options = _options(resolved, model)
+    parts = partition(
+        model,
+        groups,
+        options,
+        device=mesh.device,
+        trainable=_trained(torch_optimizer),
+        residency=parameter_store(resolved, dist.get_rank(), mesh.device, options.policy.param_dtype),
+        make_states=state_tier(resolved, torch_optimizer, dist.get_rank(), mesh.device),
+    )
     sharded = _shard(torch_optimizer, parts, resolved)
     scheduler = build_scheduler(lr_scheduler, resolved, torch_optimizer)
     engine = Engine(model, parts, sharded, scheduler, resolved, ledger, collate_fn)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zero_ckpt import Checkpoint, Interval, MismatchError, SoloCoordinator, restore, save_sharded
-from zero_ckpt.torch import DistCoordinator, RngState, Stager, tensor_buffer, torch_dtype
+from zero_ckpt.torch import DistCoordinator, RngState, Stager, dtype_name, tensor_buffer, torch_dtype
 from zero_comm import Tag
-from zero_partition import Fragment, OwnedFragment, Unit, start_in_reduced
+from zero_partition import DeviceResidency, Fragment, OwnedFragment, Residency, StateTier, Unit, start_in_reduced
 
 from .schedules import load_plain_state, plain_state
 
@@ -86,18 +87,22 @@ def _intervals(engine: Engine, exclude_frozen: bool) -> Iterator[Interval]:
     for unit in parts.units:
         if exclude_frozen and not unit.plan.trainable:
             continue
-        shard = parts.residency.acquire(unit.name)
-        for fragment in unit.layout.fragments(parts.rank):
-            piece = shard[fragment.shard_offset : fragment.shard_offset + fragment.length]
-            entry = fragment.entry
-            yield from stager.intervals(entry.name, "param", piece, shape=entry.shape, offset=fragment.param_offset)
-        parts.residency.release(unit.name, dirty=False)
+        if isinstance(parts.residency, DeviceResidency):
+            shard = parts.residency.acquire(unit.name)
+            for fragment, piece in _pieces(unit, shard, parts.rank):
+                yield from stager.intervals(
+                    fragment.entry.name, "param", piece, shape=fragment.entry.shape, offset=fragment.param_offset
+                )
+        else:
+            yield from _stored_weights(parts.residency, unit, parts.rank)
         if unit.master is not None and unit.master.dtype != unit.plan.dtype:
             for fragment, piece in _master_pieces(unit, range(parts.rank, parts.rank + 1)):
                 entry = fragment.entry
                 yield from stager.intervals(
                     entry.name, "master", piece, shape=entry.shape, offset=fragment.param_offset
                 )
+        if unit.states is not None:
+            yield from _tier_intervals(unit.states, unit, parts.rank)
     if engine.sharded_optimizer is not None:
         for owned in engine.sharded_optimizer.fragments:
             if owned.fragment.rank == parts.rank:
@@ -108,6 +113,56 @@ def _intervals(engine: Engine, exclude_frozen: bool) -> Iterator[Interval]:
         for name, parameter in engine.module.named_parameters():
             if name in parts.uncut and type(parameter.data) is torch.Tensor:
                 yield from stager.intervals(name, "param", parameter.detach().contiguous())
+
+
+def _stored_weights(store: Residency, unit: Unit, rank: int) -> Iterator[Interval]:
+    """This rank's part of a unit's weights, read from its store when its turn comes to be written."""
+
+    def read(fragment: Fragment) -> Any:
+        shard = store.acquire(unit.name)
+        copied = shard[fragment.shard_offset : fragment.shard_offset + fragment.length].to("cpu", copy=True)
+        store.release(unit.name, dirty=False)
+        return tensor_buffer(copied)
+
+    for fragment in unit.layout.fragments(rank):
+        entry = fragment.entry
+        yield Interval(
+            entry.name,
+            "param",
+            entry.shape,
+            dtype_name(unit.plan.dtype),
+            fragment.param_offset,
+            partial(read, fragment),
+            fragment.length,
+        )
+
+
+def _tier_intervals(tier: StateTier, unit: Unit, rank: int) -> Iterator[Interval]:
+    """What a tier keeps for a unit, one parameter in memory at a time."""
+    kept: dict[str, dict[str, torch.Tensor]] = {}
+
+    def read(name: str, kind: str) -> Any:
+        if name not in kept:
+            kept.clear()
+            kept.update(tier.states([name]))
+        return tensor_buffer(kept[name][kind])
+
+    for fragment in unit.layout.fragments(rank):
+        entry = fragment.entry
+        for _, state in tier.states([entry.name]):
+            for kind, value in state.items():
+                if value.dim():
+                    yield Interval(
+                        entry.name,
+                        kind,
+                        entry.shape,
+                        dtype_name(value.dtype),
+                        fragment.param_offset,
+                        partial(read, entry.name, kind),
+                        fragment.length,
+                    )
+                elif fragment.param_offset == 0:
+                    yield Interval(entry.name, f"{kind}.scalar", (), dtype_name(value.dtype), 0, tensor_buffer(value))
 
 
 def _optimizer_intervals(stager: Stager, owned: OwnedFragment, state: dict[str, Any]) -> Iterator[Interval]:
@@ -129,25 +184,67 @@ def _fill(engine: Engine, checkpoint: Checkpoint, wanted: Wanted) -> None:
         _check_names(engine, checkpoint)
     if wanted.counters:
         _load_position(engine, checkpoint)
+    if parts.states is not None:
+        parts.states.reset()
     for unit in parts.units:
         shard = parts.residency.acquire(unit.name)
-        for fragment in unit.layout.fragments(parts.rank):
+        for fragment, piece in _pieces(unit, shard, parts.rank):
             if (fragment.entry.name, "param") in checkpoint.tensors:
-                part = shard[fragment.shard_offset : fragment.shard_offset + fragment.length]
-                _read_weights(checkpoint, fragment.entry.name, fragment.param_offset, part)
+                _read_weights(checkpoint, fragment.entry.name, fragment.param_offset, piece)
         parts.residency.release(unit.name, dirty=True)
         for fragment, piece in _master_pieces(unit, parts.owned_ranks()):
             if (fragment.entry.name, "param") in checkpoint.tensors:
                 _read_weights(checkpoint, fragment.entry.name, fragment.param_offset, piece)
+        if unit.states is not None:
+            unit.states.write(_tier_states(unit, unit.states, checkpoint, parts.rank, wanted))
     if engine.sharded_optimizer is not None:
         if wanted.optimizer:
             _load_hyperparameters(engine, checkpoint)
         for owned in engine.sharded_optimizer.fragments:
-            if wanted.optimizer and (owned.fragment.entry.name, "param") in checkpoint.tensors:
+            if (
+                wanted.optimizer
+                and owned.unit.states is None
+                and (owned.fragment.entry.name, "param") in checkpoint.tensors
+            ):
                 _read_state(engine, checkpoint, owned)
         if wanted.optimizer and checkpoint.client_state["loss_scale"] is not None:
             engine.sharded_optimizer.loss_scale.load_state_dict(checkpoint.client_state["loss_scale"])
     _fill_whole(engine, checkpoint)
+
+
+def _tier_states(
+    unit: Unit, tier: StateTier, checkpoint: Checkpoint, rank: int, wanted: Wanted
+) -> dict[str, dict[str, Any]]:
+    """What a checkpoint has of a unit for its tier."""
+    found: dict[str, dict[str, Any]] = {}
+    for fragment in unit.layout.fragments(rank):
+        name = fragment.entry.name
+        if (name, "param") not in checkpoint.tensors:
+            continue
+        state: dict[str, Any] = {}
+        for kind in tier.kinds(name):
+            wide = torch.promote_types(unit.plan.dtype, torch.float32)
+            values = torch.empty(fragment.length, dtype=wide)
+            if kind == "master":
+                _read_weights(checkpoint, name, fragment.param_offset, values)
+            elif wanted.optimizer and (name, kind) in checkpoint.tensors:
+                values = values.to(torch_dtype(checkpoint.tensors[name, kind].dtype))
+                _read(checkpoint, name, kind, fragment.param_offset, values)
+            else:
+                continue
+            state[kind] = values
+        if wanted.optimizer and (name, "step.scalar") in checkpoint.tensors:
+            step = torch.empty(1, dtype=torch_dtype(checkpoint.tensors[name, "step.scalar"].dtype))
+            _read(checkpoint, name, "step.scalar", 0, step)
+            state["step"] = int(step)
+        found[name] = state
+    return found
+
+
+def _pieces(unit: Unit, shard: torch.Tensor, rank: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
+    """Yield the fragments of this rank's shard with their part of it."""
+    for fragment in unit.layout.fragments(rank):
+        yield fragment, shard[fragment.shard_offset : fragment.shard_offset + fragment.length]
 
 
 def _master_pieces(unit: Unit, ranks: range) -> Iterator[tuple[Fragment, torch.Tensor]]:
@@ -245,10 +342,12 @@ def _spread(engine: Engine) -> None:
     works = []
     for unit in parts.units:
         if not unit.releasable:
+            start, end = unit.layout.shard_range(parts.rank)
             shard = parts.residency.acquire(unit.name)
-            works.append(
-                parts.groups.gather.all_gather(unit.flat, shard, Tag("checkpoint", unit.name, parts.runtime.step))
-            )
+            unit.flat[start:end].copy_(shard)
+            parts.residency.release(unit.name, dirty=False)
+            tag = Tag("checkpoint", unit.name, parts.runtime.step)
+            works.append(parts.groups.gather.all_gather(unit.flat, unit.flat[start:end], tag))
     for work in works:
         work.wait()
 

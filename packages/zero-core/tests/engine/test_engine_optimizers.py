@@ -11,6 +11,8 @@ from torch import nn
 
 import zero_core
 from zero_comm import run_ranks
+from zero_core.optimizers.lion import Lion
+from zero_optim_kernels.torch import CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 
 
 def given_as(how: str, model: nn.Module) -> dict[str, Any]:
@@ -42,25 +44,94 @@ def test_every_way_to_give_the_same_optimizer_trains_the_same(how: str, alone: N
     reference, model = build(), build()
     plain(reference, adamw(reference), 0, 3)
     engine, optimizer, _, _ = zero_core.initialize(model=model, **given_as(how, model))
-    assert isinstance(optimizer, torch.optim.AdamW) and engine.optimizer is optimizer
+    assert isinstance(optimizer, (torch.optim.AdamW, CPUAdamW)) and engine.optimizer is optimizer
     train(engine, 0, 3)
     assert distance(weights(engine), weights(reference)) <= 1e-12
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "make"),
+    ("name", "params", "make", "kind"),
     [
-        ("SGD", {"lr": 0.01, "momentum": 0.9, "nesterov": True}, torch.optim.SGD),
-        ("Adagrad", {"lr": 0.01, "eps": 1e-10}, torch.optim.Adagrad),
-        ("RMSprop", {"lr": 1e-4, "alpha": 0.9}, torch.optim.RMSprop),
-        ("NAdam", {"lr": 1e-3}, torch.optim.NAdam),
+        ("Adam", {"lr": 1e-3, "adam_w_mode": False, "weight_decay": 0.1}, torch.optim.Adam, CPUAdam),
+        ("AdamW", {"lr": 1e-3}, lambda p, lr: torch.optim.AdamW(p, lr, weight_decay=0.0), CPUAdamW),
+        ("AdamW", {"lr": 1e-3, "amsgrad": True}, torch.optim.AdamW, torch.optim.AdamW),
+        ("Adam", {"lr": 1e-3, "torch_adam": True, "weight_decay": 0.1}, torch.optim.AdamW, torch.optim.AdamW),
+        ("SGD", {"lr": 0.01, "momentum": 0.9, "nesterov": True}, torch.optim.SGD, torch.optim.SGD),
+        ("Adagrad", {"lr": 0.01, "eps": 1e-10}, torch.optim.Adagrad, CPUAdagrad),
+        ("Lion", {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.9, 0.99]}, Lion, CPULion),
+        ("RMSprop", {"lr": 1e-4, "alpha": 0.9}, torch.optim.RMSprop, torch.optim.RMSprop),
+        ("NAdam", {"lr": 1e-3}, torch.optim.NAdam, torch.optim.NAdam),
     ],
 )
-def test_optimizers_by_name_are_those_of_torch(name: str, params: dict[str, Any], make: Any, alone: None) -> None:
+def test_optimizers_by_name(name: str, params: dict[str, Any], make: Any, kind: type, alone: None) -> None:
     reference, engine = build(), start(1, optimizer={"type": name, "params": params})
-    plain(reference, make(reference.parameters(), **params), 0, 3)
+    known = {key: value for key, value in params.items() if key not in ("adam_w_mode", "torch_adam")}
+    if make is torch.optim.AdamW:
+        known.setdefault("weight_decay", 0.0)
+    plain(reference, make(reference.parameters(), **known), 0, 3)
     train(engine, 0, 3)
-    assert type(engine.optimizer) is make and distance(weights(engine), weights(reference)) <= 1e-12
+    assert type(engine.optimizer) is kind and distance(weights(engine), weights(reference)) <= 1e-12
+
+
+class PaperLamb(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 1904.00962, line by line."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for x in group["params"]:
+                state = self.state[x]
+                t = state["t"] = state.get("t", 0) + 1
+                m = state["m"] = 0.9 * state.get("m", torch.zeros_like(x)) + 0.1 * x.grad
+                v = state["v"] = 0.999 * state.get("v", torch.zeros_like(x)) + 0.001 * x.grad**2
+                r = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+                u = r + group["weight_decay"] * x
+                ratio = float(x.norm() / u.norm()) if x.norm() > 0 and u.norm() > 0 else 1.0
+                x -= group["lr"] * min(max(ratio, 0.01), 10.0) * u
+
+
+def two_muons(model: nn.Module) -> Any:
+    """torch's Muon for matrices that are no embedding, AdamW for the rest, stepped together."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    matrix = [p for p in model.parameters() if p.ndim == 2 and id(p) not in embeddings]
+    rest = [p for p in model.parameters() if not any(p is q for q in matrix)]
+    pair = (torch.optim.Muon(matrix, lr=0.01, weight_decay=0.1), torch.optim.AdamW(rest, lr=0.002, weight_decay=0.1))
+
+    class Both:
+        def step(self) -> None:
+            for optimizer in pair:
+                optimizer.step()
+
+        def zero_grad(self) -> None:
+            for optimizer in pair:
+                optimizer.zero_grad()
+
+    return Both()
+
+
+def whole(name: str, stage: int) -> dict[str, float]:
+    params = {
+        "lamb": {"lr": 0.01, "weight_decay": 0.1},
+        "muon": {"lr": 0.01, "adam_lr": 0.002, "weight_decay": 0.1},
+    }[name]
+    reference = build()
+    expected = PaperLamb(reference.parameters(), **params) if name == "lamb" else two_muons(reference)
+    plain(reference, expected, 0, 4)
+    engine = start(stage, optimizer={"type": name.upper(), "params": params})
+    train(engine, 0, 4)
+    result = {"distance": distance(weights(engine), weights(reference))}
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("stage", (0, 1, 3))
+@pytest.mark.parametrize("name", ("lamb", "muon"))
+def test_optimizers_that_look_at_whole_parameters_by_name(name: str, stage: int) -> None:
+    for result in run_ranks(whole, RANKS, name, stage):
+        assert result["distance"] <= 1e-12
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -177,7 +248,6 @@ def test_a_schedule_moves_at_the_boundary_of_accumulation_only(alone: None) -> N
         ({"optimizer": lambda parameters: "no optimizer"}, ["optimizer", "torch.optim.Optimizer", "str"]),
         ({"lr_scheduler": 3}, ["lr_scheduler", "int"]),
         ({"model": "a model"}, ["model", "torch.nn.Module", "str"]),
-        ({"training_data": [1, 2]}, ["training_data", "DataLoader"]),
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_named(arguments: dict[str, Any], words: list[str], alone: None) -> None:

@@ -82,6 +82,11 @@ class NvmeStore:
         return self._ring.resident_bytes + self._host.resident_bytes
 
     @property
+    def lends_at_most(self) -> int:
+        """Shards that can be held or borrowed together."""
+        return self._buffer_count
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of the shards that live in files."""
         return sum(part.nbytes for pack, _ in self._packs.values() for part in pack.parts)

@@ -18,11 +18,12 @@ from .access import (
 from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .initialisation import Init
 from .layout import Entry, Fragment, Layout, UnitLayout
-from .needs import NormOptimizer, PartialNorms
+from .needs import NormOptimizer
 from .norm import NormSquared, norm_squared
 from .optimizer import ShardedOptimizer, StepResult
 from .partition import Partition, PartitionOptions, partition
 from .residency import DeviceResidency, Residency
+from .tier import MakeStates, ShardNeeds, StateTier
 from .tiling import TiledLinear
 from .unit import Unit, UnitState
 from .units import UnitLimits, UnitPlan, plan_units
@@ -34,17 +35,19 @@ __all__ = [
     "Fragment",
     "Init",
     "Layout",
+    "MakeStates",
     "NonFiniteGradientError",
     "NormOptimizer",
     "NormSquared",
     "OwnedFragment",
-    "PartialNorms",
     "Partition",
     "PartitionError",
     "PartitionOptions",
     "ReleasedParameterError",
     "Residency",
+    "ShardNeeds",
     "ShardedOptimizer",
+    "StateTier",
     "StepResult",
     "TiledLinear",
     "Unit",

@@ -14,6 +14,7 @@ from .errors import PartitionError
 from .initialisation import cut_record
 from .optimizer import ShardedOptimizer
 from .partition import Partition, owner_of
+from .tier import StateTier
 from .unit import Unit, UnitState
 from .updates import OwnedFragment
 
@@ -87,6 +88,8 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
         return _whole(partition, unit, index, unit.master)
     whole = _whole(partition, unit, index, partition.residency.acquire(unit.name))
     partition.residency.release(unit.name, dirty=False)
+    if unit.states is not None and unit.plan.dtype.itemsize < 4:
+        return _whole_on_tier(partition, unit, unit.states, index, "master", whole)
     return whole
 
 
@@ -98,9 +101,10 @@ def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor
     touched = partition.runtime.agree(
         "full gradient", unit.names[index], gradients is not None and gradients.touched[index]
     )
-    if gradients is None or gradients.reduced is None or not any(touched):
+    if gradients is None or not gradients.is_reduced or not any(touched):
         return None
-    return _whole(partition, unit, index, gradients.reduced)
+    with gradients.averaged() as averaged:
+        return _whole(partition, unit, index, averaged.to(partition.device))
 
 
 def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
@@ -110,21 +114,25 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
     Zeros where a fragment has no state yet. Raises `PartitionError` for a parameter that is not trained.
     """
     unit, index = _find(partition, parameter)
-    if unit.master is None:
+    if not unit.plan.trainable:
         raise PartitionError(f"parameter '{unit.names[index]}' is not trained and has no optimizer state")
+    if unit.states is not None:
+        partition.runtime.agree("full state", f"{unit.names[index]}.{key}", None)
+        zeros = torch.zeros(unit.layout.entries[index].shape, device=partition.device)
+        return _whole_on_tier(partition, unit, unit.states, index, key, zeros)
     held = [o for o in optimizer.fragments if o.unit is unit and o.number == index]
     pieces = [(o, state) for o in held if (state := _state_of(optimizer, o, key)) is not None]
     entry = unit.layout.entries[index]
     whole = any(o.fragment.length == entry.numel for o, _ in pieces)
     answers = partition.runtime.agree("full state", f"{entry.name}.{key}", whole)
     if any(answers):
-        full = unit.master.new_empty(entry.numel)
+        full = torch.empty(entry.numel, dtype=partition.options.policy.update_dtype, device=partition.device)
         if whole:
             full.copy_(pieces[0][1].flatten())
         tag = Tag("broadcast", entry.name, partition.runtime.step)
         partition.groups.gather.broadcast(full, answers.index(True), tag).wait()
         return full.view(entry.shape)
-    values = torch.zeros_like(unit.master)
+    values = torch.zeros_like(unit.master if unit.master is not None else unit.flat)
     for owned, state in pieces:
         values[owned.reduced_start : owned.reduced_start + owned.fragment.length].copy_(state)
     return _whole(partition, unit, index, values)
@@ -137,6 +145,8 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
     with torch.no_grad():
         if unit.master is not None:
             _write(partition, unit, index, unit.master, flat)
+        elif unit.states is not None:
+            _write_on_tier(partition, unit, unit.states, index, "master", flat)
         shard = partition.residency.acquire(unit.name)
         _write(partition, unit, index, shard, flat)
         partition.residency.release(unit.name, dirty=True)
@@ -153,9 +163,11 @@ def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torc
     unit, index = _find(partition, parameter)
     partition.runtime.flush()
     gradients = partition.runtime.gradients.get(unit.index)
-    if gradients is None or gradients.reduced is None:
+    if gradients is None or not gradients.is_reduced:
         raise PartitionError(f"parameter '{unit.names[index]}' has no gradient to replace; run backward first")
-    _write(partition, unit, index, gradients.reduced, _agreed_value(partition, unit, index, "gradient", value))
+    flat = _agreed_value(partition, unit, index, "gradient", value)
+    with gradients.averaged(dirty=True) as averaged:
+        _write(partition, unit, index, averaged, flat)
     gradients.touched[index] = True
 
 
@@ -168,6 +180,13 @@ def set_full_state(
     """
     unit, index = _find(partition, parameter)
     flat = _agreed_value(partition, unit, index, f"state '{key}'", value)
+    if unit.states is not None:
+        name = unit.names[index]
+        here = any(f.entry.name == name for f in unit.layout.fragments(partition.rank))
+        if not all(partition.runtime.agree("set full state", key, not here or key in unit.states.kinds(name))):
+            raise PartitionError(f"parameter '{name}' has no optimizer state '{key}'")
+        _write_on_tier(partition, unit, unit.states, index, key, flat)
+        return
     for owned in optimizer.fragments:
         if owned.unit is unit and owned.number == index:
             state = _state_of(optimizer, owned, key)
@@ -177,6 +196,33 @@ def set_full_state(
                 )
             start = owned.fragment.param_offset
             state.view(-1).copy_(flat[start : start + owned.fragment.length])
+
+
+def _whole_on_tier(
+    partition: Partition, unit: Unit, states: StateTier, index: int, kind: str, default: torch.Tensor
+) -> torch.Tensor:
+    """A whole parameter's ``kind`` (master or state) from the ranks' tiers; ``default`` (whole) where none is kept."""
+    entry = unit.layout.entries[index]
+    wide = torch.promote_types(unit.plan.dtype, torch.float32)
+    values = torch.zeros(unit.layout.shard_numel, dtype=wide, device=partition.device)
+    _write(partition, unit, index, values, default.flatten().to(wide))
+    for fragment in unit.layout.fragments(partition.rank):
+        if fragment.entry is entry:
+            for _, kept in states.states([entry.name]):
+                if kind in kept:
+                    values[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(kept[kind])
+    return _whole(partition, unit, index, values)
+
+
+def _write_on_tier(
+    partition: Partition, unit: Unit, states: StateTier, index: int, kind: str, flat: torch.Tensor
+) -> None:
+    """Put a whole parameter's ``kind`` where this rank's tier keeps its part."""
+    entry = unit.layout.entries[index]
+    for fragment in unit.layout.fragments(partition.rank):
+        if fragment.entry is entry and kind in states.kinds(entry.name):
+            part = flat[fragment.param_offset : fragment.param_offset + fragment.length]
+            states.write({entry.name: {kind: part.cpu()}})
 
 
 def _state_of(optimizer: ShardedOptimizer, owned: OwnedFragment, key: str) -> torch.Tensor | None:

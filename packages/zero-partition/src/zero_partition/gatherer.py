@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from .schedule import GatherSchedule, merge_orders
 from .unit import Unit, UnitState
 
+_SOON = 8  # units whose shards a slow tier is asked for before they are gathered
+
 
 class Gatherer:
     """Brings releasable units in the agreed order of the running pass.
@@ -18,6 +20,7 @@ class Gatherer:
     Attributes:
         before_wait: called before this rank waits for the gather of a unit.
         before_request: called before this rank waits for the others to take part in a request.
+        soon: called with the units whose shards will be gathered after those in flight, in order.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Gatherer:
         self._news: dict[str, list[int]] = {}
         self.before_wait: Callable[[Unit], None] = lambda unit: None
         self.before_request: Callable[[], None] = lambda: None
+        self.soon: Callable[[Sequence[Unit]], None] = lambda units: None
         self.step = 0
 
     @property
@@ -206,9 +210,11 @@ class Gatherer:
             return
         ahead = sum(u.layout.numel for u in self._units if u.state is UnitState.GATHERING)
         live = self._live()
-        for index in self._schedule.remaining():
+        remaining = self._schedule.remaining()
+        for place, index in enumerate(remaining):
             numel = self._units[index].layout.numel
             if ahead + numel > self._prefetch_numel or live + numel > self._max_live_numel:
+                self.soon([self._units[i] for i in remaining[place : place + _SOON]])
                 return
             self._issue(index)
             ahead, live = ahead + numel, live + numel

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 
 from zero_comm import Group, Tag, Work
 
+from .norm import NormSquared, norm_squared
+from .tier import StateTier
 from .unit import Unit
 
 
@@ -18,11 +21,12 @@ class UnitGradients:
     ``accumulate_dtype``: of the reduced gradient, and of the flat buffer that autograd's gradients go into when
     several backward passes add up in it; else that buffer has the parameters' dtype. ``wire_dtype``: what travels.
     ``keep_flat``: the flat buffer is kept from step to step (stages 0 and 1) instead of until it was reduced.
-    ``whole``: every rank needs all of the reduced gradient (stage 0).
+    ``whole``: every rank needs all of the reduced gradient (stage 0). ``states``: where the reduced gradient is kept;
+    without it, on the device.
 
     Attributes:
         reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``whole`` the full flat buffer;
-            None before the first reduction since `clear`.
+            None before the first reduction since `clear`, and always where ``states`` keeps it.
         touched: for each parameter, whether this rank has had a gradient since `clear`.
     """
 
@@ -35,8 +39,13 @@ class UnitGradients:
         wire_dtype: torch.dtype,
         keep_flat: bool,
         whole: bool,
+        states: StateTier | None = None,
     ) -> None:
         self.unit = unit
+        self.norm: NormSquared = norm_squared
+        self._states = states
+        self._arriving: torch.Tensor | None = None
+        self._square: float | None = None
         self.reduced: torch.Tensor | None = None
         self.touched = [False] * len(unit.parameters)
         self._group = group
@@ -53,6 +62,29 @@ class UnitGradients:
     def has_unreduced(self) -> bool:
         """Whether gradients arrived here that no reduction has taken yet."""
         return any(self._present)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether there has been a reduction since `clear`; the same on every rank."""
+        return self._states.has_gradient(self.unit.name) if self._states is not None else self.reduced is not None
+
+    @contextmanager
+    def averaged(self, *, dirty: bool = False) -> Iterator[torch.Tensor]:
+        """The averaged gradient, from wherever it is kept; ``dirty``: it will be changed. Only when `is_reduced`."""
+        if dirty:
+            self._square = None
+        if self._states is None:
+            yield cast(torch.Tensor, self.reduced)
+        else:
+            with self._states.gradient(self.unit.name, dirty=dirty) as gradient:
+                yield gradient
+
+    def square(self) -> float:
+        """Sum of squares of this rank's averaged shard; only when `is_reduced`, below stage 0."""
+        if self._square is None:
+            with self.averaged() as gradient:
+                self._square = self.norm(gradient)
+        return self._square
 
     def add(self, index: int, gradient: torch.Tensor, *, more_follow: bool) -> None:
         """Add the gradient of the unit's parameter number ``index``; ``more_follow``: this backward pass is not
@@ -75,13 +107,23 @@ class UnitGradients:
             if not present:
                 view.zero_()
         self._present = [False] * len(self._present)
-        again = self.reduced is not None
-        own = self._own_reduced(flat)
+        own, again = self._own_reduced(flat)
         payload = flat if flat.dtype == self._wire_dtype else flat.to(self._wire_dtype)
         self._flat, self._views = None, []
         if self._keep_flat and not again:
             self._spare = flat
         return self._group.reduce(payload, own, Tag("reduce", self.unit.name, step), accumulate=again)
+
+    def end_reduce(self) -> None:
+        """The reduction has arrived."""
+        arriving, self._arriving = self._arriving, None
+        if self._states is None or arriving is None:
+            return
+        if arriving.device.type == "cpu":
+            self._square = self.norm(arriving)
+            self._states.give_back_gradient(self.unit.name)
+        else:
+            self._states.add_gradient(self.unit.name, arriving)
 
     def gather_whole(self, step: int) -> Work | None:
         """Give every rank the whole averaged gradient (stage 0); call once, after the last reduction before the
@@ -93,6 +135,9 @@ class UnitGradients:
     def clear(self) -> None:
         """Forget all gradients; the flat buffer is kept where it lives from step to step."""
         self.reduced = None
+        self._square = None
+        if self._states is not None:
+            self._states.clear_gradients()
         self._present = [False] * len(self._present)
         self.touched = [False] * len(self.touched)
 
@@ -115,16 +160,23 @@ class UnitGradients:
             self._spare = torch.empty_like(reduced, dtype=self.unit.plan.dtype)
         return self._spare.copy_(reduced)
 
-    def _own_reduced(self, flat: torch.Tensor) -> torch.Tensor:
-        """Where this rank's averaged shard goes; `reduced` covers it."""
+    def _own_reduced(self, flat: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Where this rank's averaged shard goes, and whether it holds the sum so far; `reduced` covers it."""
+        self._square = None
+        if self._states is not None:
+            if flat.device.type == "cpu":
+                self._arriving, again = self._states.borrow_gradient(self.unit.name)
+                return self._arriving, again
+            self._arriving = flat.new_empty(self.unit.layout.shard_numel, dtype=self._accumulate_dtype)
+            return self._arriving, False
         if self.reduced is not None:
-            return self._slice(self.reduced) if self._whole else self.reduced
+            return (self._slice(self.reduced) if self._whole else self.reduced), True
         if self._keep_flat and flat.dtype == self._accumulate_dtype:
             self.reduced = flat if self._whole else self._slice(flat)
-            return self._slice(flat)
+            return self._slice(flat), False
         numel = self.unit.layout.numel if self._whole else self.unit.layout.shard_numel
         self.reduced = torch.empty(numel, dtype=self._accumulate_dtype, device=flat.device)
-        return self._slice(self.reduced) if self._whole else self.reduced
+        return (self._slice(self.reduced) if self._whole else self.reduced), False
 
     def _slice(self, full: torch.Tensor) -> torch.Tensor:
         start, end = self.unit.layout.shard_range(self._group.rank)

@@ -63,11 +63,14 @@ class ShardedOptimizer:
         self._partition = partition
         self._skip_non_finite = skip_non_finite
         self._norm = norm
+        for gradients in partition.runtime.gradients.values():
+            gradients.norm = norm
         self.fragments: list[OwnedFragment] = []
         self._stepping = False
         self._update = update_for(optimizer, partition, whole=_needs_whole(optimizer, partition))
         self._adopt(optimizer)
         connect_norms(optimizer, partition, self.fragments)
+        self._move_states_to_tier()
         optimizer.register_step_pre_hook(self._refuse_direct_step)
 
     @property
@@ -116,8 +119,9 @@ class ShardedOptimizer:
     def scale_gradients(self, factor: float) -> None:
         """Multiply the reduced gradients (clipping outside the step)."""
         for gradients in self._partition.runtime.gradients.values():
-            if gradients.reduced is not None:
-                gradients.reduced.mul_(factor)
+            if gradients.is_reduced:
+                with gradients.averaged(dirty=True) as averaged:
+                    averaged.mul_(factor)
 
     def _factor(self, norm: float) -> float:
         factor = 1.0 / self.loss_scale.scale
@@ -142,7 +146,7 @@ class ShardedOptimizer:
         total = 0.0
         for rank, answer in enumerate(answers):
             total += squares[rank] if whole else answer[1]
-        touched = {i: [True] * len(g.touched) for i, g in runtime.gradients.items() if g.reduced is not None}
+        touched = {i: [True] * len(g.touched) for i, g in runtime.gradients.items() if g.is_reduced}
         for index, flags in touched.items():
             for number in set.intersection(*(set(answer[2].get(str(index), ())) for answer in answers)):
                 flags[number] = False
@@ -153,31 +157,33 @@ class ShardedOptimizer:
         partition = self._partition
         squares = [0.0] * partition.world_size
         for gradients in partition.runtime.gradients.values():
-            reduced, size = gradients.reduced, gradients.unit.layout.shard_numel
-            if reduced is None:
+            if not gradients.is_reduced:
                 continue
-            for rank in partition.owned_ranks():
-                part = reduced if partition.options.stage else reduced[rank * size : (rank + 1) * size]
-                squares[rank] += self._norm(part)
+            if partition.options.stage:
+                squares[partition.rank] += gradients.square()
+                continue
+            with gradients.averaged() as averaged:
+                for rank, part in enumerate(averaged.chunk(partition.world_size)):
+                    squares[rank] += self._norm(part)
         return squares
 
     def _untouched(self) -> dict[str, list[int]]:
         """By unit, the numbers of the parameters that had no gradient here."""
-        present = {i: g.touched for i, g in self._partition.runtime.gradients.items() if g.reduced is not None}
+        present = {i: g.touched for i, g in self._partition.runtime.gradients.items() if g.is_reduced}
         return {
             str(i): [k for k, t in enumerate(touched) if not t] for i, touched in present.items() if not all(touched)
         }
 
     def _first_non_finite(self) -> str:
         for gradients in self._partition.runtime.gradients.values():
-            if gradients.reduced is None:
+            if not gradients.is_reduced:
                 continue
-            layout = gradients.unit.layout
-            for rank in self._partition.owned_ranks():
-                for fragment in layout.fragments(rank):
-                    start = start_in_reduced(gradients.unit, fragment)
-                    if not bool(torch.isfinite(gradients.reduced[start : start + fragment.length]).all()):
-                        return fragment.entry.name
+            with gradients.averaged() as averaged:
+                for rank in self._partition.owned_ranks():
+                    for fragment in gradients.unit.layout.fragments(rank):
+                        start = start_in_reduced(gradients.unit, fragment)
+                        if not bool(torch.isfinite(averaged[start : start + fragment.length]).all()):
+                            return fragment.entry.name
         return ""
 
     def _step_inner(self) -> None:
@@ -208,6 +214,14 @@ class ShardedOptimizer:
                     if parameter in old_state:
                         optimizer.state[owned.tensor] = _cut_state(old_state[parameter], parameter, owned)
             group["params"] = tensors
+
+    def _move_states_to_tier(self) -> None:
+        """What the optimizer knew before it came here belongs where the tier keeps states."""
+        if self._partition.states is not None:
+            known = {o.fragment.entry.name: self.state[o.tensor] for o in self.fragments if o.tensor in self.state}
+            if known:
+                self._partition.states.write(known)
+            self.inner.state.clear()
 
     def _own(self, parameter: nn.Parameter, group: int, position: int, seen: set[int]) -> Iterator[OwnedFragment]:
         where = f"param_groups[{group}]['params'][{position}]"

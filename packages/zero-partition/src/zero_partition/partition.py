@@ -20,6 +20,7 @@ from .initialisation import cut_record, forget_cut
 from .layout import Layout, UnitLayout
 from .residency import DeviceResidency, Residency
 from .runtime import Runtime
+from .tier import MakeStates, ShardNeeds
 from .unit import Unit
 from .units import UnitLimits, UnitPlan, check_trainable_uncut, plan_units, uncut_parameters
 
@@ -60,6 +61,7 @@ class Partition:
         units: the units at run time, in module order.
         runtime: the passes.
         uncut: parameter name -> why every rank keeps it whole.
+        states: the tier that keeps masters, moments and gradients; None where they are on the device.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Partition:
         device: torch.device,
         trainable: set[int] | None,
         residency: Residency,
+        make_states: MakeStates | None,
     ) -> None:
         self.options = options
         self.groups = groups
@@ -85,6 +88,7 @@ class Partition:
         plans = _plan(model, options, trainable, self._kept_fp32)
         self.layout = Layout(tuple(_unit_layout(plan, self.world_size, options.alignment) for plan in plans))
         self._agree_on_model(model, plans)
+        self.states = make_states(self._shard_needs(plans), residency) if make_states is not None else None
         self.units = [
             self._make_unit(index, plan, layout)
             for index, (plan, layout) in enumerate(zip(plans, self.layout.units, strict=True))
@@ -132,10 +136,10 @@ class Partition:
             return storage.nbytes()
 
         gathered = sum(nbytes(u.flat) for u in self.units)
-        shards = 0
-        for unit in self.units:
-            shards += nbytes(self.residency.acquire(unit.name))
-            self.residency.release(unit.name, dirty=False)
+        if isinstance(self.residency, DeviceResidency):
+            shards = sum(nbytes(self.residency.acquire(unit.name)) for unit in self.units)
+        else:
+            shards = self.residency.resident_bytes
         masters = sum(nbytes(u.master) for u in self.units)
         gradients = sum(nbytes(t) for g in self.runtime.gradients.values() for t in g.tensors())
         placeholders = sum(nbytes(t) for u in self.units for t in u.placeholder_tensors())
@@ -160,13 +164,25 @@ class Partition:
                     unit.issue_gather(self.runtime.step)
                     unit.wait_gather()
         self.runtime.close()
+        if self.states is not None:
+            self.states.close()
+        self.residency.close()
         for unit in self.units:
             for parameter in unit.parameters:
                 delattr(parameter, _OWNER)
 
     def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:
         releasable = self.options.stage >= 3 and not plan.resident and self.world_size > 1
-        unit = Unit(index, plan, layout, self.groups.gather, self.residency, device=self.device, releasable=releasable)
+        unit = Unit(
+            index,
+            plan,
+            layout,
+            self.groups.gather,
+            self.residency,
+            device=self.device,
+            releasable=releasable,
+            states=self.states,
+        )
         update_dtype = _update_dtype(plan, self.options.policy)
         source = torch.zeros(layout.numel, dtype=update_dtype, device=self.device)
         equal = True
@@ -183,16 +199,28 @@ class Partition:
         unit.materialise(source, update_dtype, whole_master=self.options.stage == 0)
         return unit
 
+    def _shard_needs(self, plans: list[UnitPlan]) -> list[ShardNeeds]:
+        """What a tier has to keep for this rank's shards of the trained units."""
+        return [
+            ShardNeeds(layout, plan, self.rank, self._accumulate_dtype(plan))
+            for plan, layout in zip(plans, self.layout.units, strict=True)
+            if plan.trainable
+        ]
+
+    def _accumulate_dtype(self, plan: UnitPlan) -> torch.dtype:
+        return torch.promote_types(plan.dtype, self.options.policy.accumulate_dtype)
+
     def _make_gradients(self, unit: Unit) -> UnitGradients:
         options, policy, dtype = self.options, self.options.policy, unit.plan.dtype
         own = dtype == policy.param_dtype
         return UnitGradients(
             unit,
             self.groups.reduce,
-            accumulate_dtype=torch.promote_types(dtype, policy.accumulate_dtype),
+            accumulate_dtype=self._accumulate_dtype(unit.plan),
             wire_dtype=policy.wire_dtype if own else dtype,
             keep_flat=options.stage < 2,
             whole=options.stage == 0,
+            states=unit.states,
         )
 
     def _share_buffers(self, model: nn.Module) -> None:
@@ -262,11 +290,13 @@ def partition(
     device: torch.device | None = None,
     trainable: Iterator[nn.Parameter] | list[nn.Parameter] | None = None,
     residency: Residency | None = None,
+    make_states: MakeStates | None = None,
 ) -> Partition:
     """Cut ``model`` in place over ``groups`` and install the hooks that bring its parameters when modules compute.
 
     ``trainable``: the parameters that an optimizer will update (default: all that require gradients). ``residency``:
-    where shards live (default: on the device). Parameters keep their identity. Every rank ends up with rank 0's
+    where shards live (default: on the device). ``make_states``: makes the tier for masters, moments and gradients
+    (default: on the device; stages 1 to 3). Parameters keep their identity. Every rank ends up with rank 0's
     values. Collective. Raises `PartitionError` by name when ranks have different models or a parameter cannot be cut.
     """
     chosen = None if trainable is None else {id(p) for p in trainable}
@@ -278,6 +308,7 @@ def partition(
         device=where,
         trainable=chosen,
         residency=residency if residency is not None else DeviceResidency(),
+        make_states=make_states,
     )
 
 

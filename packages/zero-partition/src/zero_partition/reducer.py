@@ -167,7 +167,8 @@ class Reducer:
     def _find_gates(self) -> dict[int, int]:
         """By unit, the gathers that must have been issued before anybody waits for its reduction."""
         order = self.gather_order()
-        after = {None: 0, **{unit: number + 1 for number, unit in enumerate(order)}}
+        after: dict[int | None, int] = {unit: number + 1 for number, unit in enumerate(order)}
+        after[None] = 0
         unknown = len(order)
         gates = [after.get(self._last_needed[u], unknown) if u in self._last_needed else unknown for u in self._order]
         return dict(zip(self._order, accumulate(gates, max), strict=True))
@@ -185,6 +186,7 @@ class Reducer:
         if self.active:
             self.before_wait(self.started - len(self._works) - 1, self._gates[index])
         work.wait()
+        self._by_unit[index].end_reduce()
 
     def _drain(self) -> None:
         while self._works:

@@ -27,8 +27,22 @@ class Residency(Protocol):
     def prefetch(self, names: Sequence[str]) -> None:
         """A hint: these shards will be acquired soon, in this order."""
 
+    def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
+        """The shard where the tier has it (host memory, or the device), for an optimizer to write; ``fresh``: all of it
+        will be written and none of it read. Not while it is acquired."""
+
+    def give_back(self, name: str, *, dirty: bool) -> None:
+        """The borrower is done; ``dirty`` says that it wrote the shard."""
+
     def flush(self) -> None:
         """Return when everything released has reached its tier."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of shards and buffers in memory."""
+
+    def close(self) -> None:
+        """Let all shards go. May be called twice."""
 
 
 class DeviceResidency:
@@ -51,5 +65,21 @@ class DeviceResidency:
     def prefetch(self, names: Sequence[str]) -> None:
         """Nothing to do."""
 
+    def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
+        """Return the shard itself."""
+        return self._shards[name]
+
+    def give_back(self, name: str, *, dirty: bool) -> None:
+        """Nothing to do."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all shards; some may be views of gathered parameters."""
+        return sum(shard.nbytes for shard in self._shards.values())
+
     def flush(self) -> None:
         """Nothing to do."""
+
+    def close(self) -> None:
+        """Forget all shards."""
+        self._shards.clear()

@@ -59,6 +59,7 @@ class Runtime:
             prefetch_numel=prefetch_numel,
             max_live_numel=max_live_numel,
         )
+        self.gatherer.soon = lambda units: residency.prefetch([u.name for u in units])
         self.reducer = Reducer(list(gradients), device, bucket_numel=bucket_numel)
         self.reducer.used = lambda: self.gatherer.used
         self._pace = Pace(self.gatherer, self.reducer, lambda need: self.agree("learning", "", need))

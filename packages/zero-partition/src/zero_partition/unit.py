@@ -12,6 +12,7 @@ from zero_comm import Group, Tag, Work
 from .layout import UnitLayout
 from .placeholder import Placeholders
 from .residency import Residency
+from .tier import StateTier
 from .units import UnitPlan
 
 
@@ -39,7 +40,8 @@ class Unit:
         flat: 1-D, ``layout.numel`` elements; its storage is empty while released.
         lent: an output that the user may keep shares the flat buffer's storage.
         master: the weights that the optimizer updates: all of the flat buffer's elements at stage 0, else this rank's
-            shard. None for frozen units.
+            shard. None for frozen units, and where ``states`` keeps them.
+        states: the tier that keeps this unit's masters and moments and updates its shard.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Unit:
         *,
         device: torch.device,
         releasable: bool,
+        states: StateTier | None = None,
     ) -> None:
         self.index = index
+        self.states = states if plan.trainable else None
         self.plan = plan
         self.layout = layout
         self.name = plan.name
@@ -79,7 +83,9 @@ class Unit:
         if self.releasable:
             shard = shard.clone()
         self._residency.put(self.name, shard)
-        if self.plan.trainable:
+        if self.states is not None:
+            self._hand_over_masters(self.states, source)
+        elif self.plan.trainable:
             if update_dtype == self.plan.dtype:
                 self.master = self.flat if whole_master else shard
             else:
@@ -100,8 +106,13 @@ class Unit:
         if self.state is UnitState.RELEASED:
             self._placeholders.verify()
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        start, end = self.layout.shard_range(self._group.rank)
+        mine = self.flat[start:end]
         shard = self._residency.acquire(self.name)
-        self._work = self._group.all_gather(self.flat, shard, Tag("gather", self.name, step))
+        if shard.data_ptr() != mine.data_ptr():
+            mine.copy_(shard)  # what the store lent is given back while the gather runs
+        self._residency.release(self.name, dirty=False)
+        self._work = self._group.all_gather(self.flat, mine, Tag("gather", self.name, step))
         self.state = UnitState.GATHERING
 
     def wait_gather(self) -> None:
@@ -109,7 +120,6 @@ class Unit:
         if self._work is not None:
             self._work.wait()
             self._work = None
-            self._residency.release(self.name, dirty=False)
             self._install_views()
             self.state = UnitState.GATHERED
 
@@ -141,35 +151,42 @@ class Unit:
 
         Returns the all-gather in flight where the parameters stay gathered and are sharded for the optimizer.
         """
-        if self.master is None:
-            return None
-        whole = self.master.numel() == self.layout.numel
-        if whole:
+        if self.master is not None and self.master.numel() == self.layout.numel:
             if self.master is not self.flat:
                 self.flat.copy_(self.master)
             return None
-        shard = self._residency.acquire(self.name)
-        if self.master.data_ptr() != shard.data_ptr():
-            shard.copy_(self.master)
-        if self.releasable:
+        if self.master is not None:
+            shard = self._residency.acquire(self.name)
+            if self.master.data_ptr() != shard.data_ptr():
+                shard.copy_(self.master)
             self._residency.release(self.name, dirty=True)
+        if self.releasable or not self.plan.trainable:
             return None
         start, end = self.layout.shard_range(self._group.rank)
         mine = self.flat[start:end]
+        shard = self._residency.acquire(self.name)
         if mine.data_ptr() != shard.data_ptr():
-            mine.copy_(shard)  # what the store lent is not ours any more while the gather runs
-        self._residency.release(self.name, dirty=True)
+            mine.copy_(shard)  # what the store lent is given back while the gather runs
+        self._residency.release(self.name, dirty=False)
         return self._group.all_gather(self.flat, mine, Tag("publish", self.name, step))
 
     def write_back(self) -> None:
-        """Take the gathered parameters' present values into the shard and the master (after the user changed them)."""
+        """Take the gathered parameters' present values into the shard and the master (after the user changed them).
+
+        Elements of the master that round to the present value stay: they know more digits.
+        """
         start, end = self.layout.shard_range(self._group.rank)
         shard = self._residency.acquire(self.name)
         if shard.data_ptr() != self.flat[start:end].data_ptr():
             shard.copy_(self.flat[start:end])
+        own_master = self.master is not None and self.master.data_ptr() not in (shard.data_ptr(), self.flat.data_ptr())
         self._residency.release(self.name, dirty=True)
-        if self.master is not None and self.master.data_ptr() not in (shard.data_ptr(), self.flat.data_ptr()):
-            self.master.copy_(self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end])
+        if self.states is not None:
+            self.states.weights_changed(self.name)
+        if self.master is not None and own_master:
+            present = self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end]
+            changed = self.master.to(present.dtype) != present
+            self.master.copy_(torch.where(changed, present.to(self.master.dtype), self.master))
 
     def placeholder_tensors(self) -> list[torch.Tensor]:
         """The tensors that released parameters stand on."""
@@ -178,6 +195,17 @@ class Unit:
     def holds_storage(self, storage_address: int) -> bool:
         """Whether a storage (by `UntypedStorage.data_ptr`) is the gathered flat buffer's."""
         return self.state is not UnitState.RELEASED and self.flat.untyped_storage().data_ptr() == storage_address
+
+    def _hand_over_masters(self, states: StateTier, source: torch.Tensor) -> None:
+        """Give the tier what the weights' own dtype has not enough digits for."""
+        start, _ = self.layout.shard_range(self._group.rank)
+        masters = {
+            f.entry.name: {"master": source[start + f.shard_offset : start + f.shard_offset + f.length]}
+            for f in self.layout.fragments(self._group.rank)
+            if "master" in states.kinds(f.entry.name)
+        }
+        if masters and source.dtype != self.plan.dtype:
+            states.write(masters)
 
     def _make_views(self, flat: torch.Tensor) -> None:
         self.flat = flat

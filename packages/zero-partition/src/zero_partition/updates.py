@@ -15,6 +15,7 @@ from zero_comm import Tag
 from .layout import Entry, Fragment
 from .needs import NormOptimizer, PartialNorms
 from .partition import Partition
+from .tier import StateTier
 from .unit import Unit
 
 Touched = Mapping[int, Sequence[bool]]
@@ -134,7 +135,7 @@ class ParameterUpdate:
             tensor.data = placeholder
 
     def _bring(self, unit: Unit, touched: Sequence[bool]) -> None:
-        group, tag = self._partition.groups.gather, Tag("whole parameters", unit.name, self._partition.runtime.step)
+        group, tag = self._partition.groups.gather, Tag("gather", unit.name, self._partition.runtime.step)
         reduced, master = self._partition.runtime.gradients[unit.index].reduced, unit.master
         if reduced is None or master is None:
             return
@@ -160,12 +161,43 @@ class ParameterUpdate:
                 continue
             entry = unit.layout.entries[number]
             whole = mine[number].flatten() if number in mine else shard.new_empty(entry.numel)
-            tag = Tag("whole parameters", entry.name, self._partition.runtime.step)
+            tag = Tag("broadcast", entry.name, self._partition.runtime.step)
             group.broadcast(whole, self._owner[entry.name], tag).wait()
             for fragment in unit.layout.fragments(rank):
                 if fragment.entry is entry:
                     part = whole[fragment.param_offset : fragment.param_offset + fragment.length]
                     shard[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(part)
+
+
+class TierUpdate:
+    """The shards' tier does the arithmetic; the optimizer object is asked for its groups, and its parameters are
+    placeholders. Its `step` runs without gradients, for whoever listens to it."""
+
+    def __init__(self, partition: Partition, states: StateTier) -> None:
+        self._partition = partition
+        self._states = states
+        self.fragments: list[OwnedFragment] = []
+
+    def own(self, unit: Unit, number: int) -> Iterator[OwnedFragment]:
+        """Yield the part of the parameter in this rank's shard."""
+        if unit.states is None:
+            return
+        for fragment in unit.layout.fragments(self._partition.rank):
+            if fragment.entry is unit.layout.entries[number]:
+                placeholder = torch.zeros((), device=self._partition.device).expand(fragment.length)
+                owned = OwnedFragment(unit, number, fragment, nn.Parameter(placeholder))
+                self.fragments.append(owned)
+                yield owned
+
+    def run(self, touched: Touched, factor: float, step: Callable[[], None]) -> None:
+        """Step on the tier; the new weights are in the shards."""
+        absent = {
+            owned.fragment.entry.name
+            for owned in self.fragments
+            if owned.unit.index in touched and not touched[owned.unit.index][owned.number]
+        }
+        self._states.step(grad_scale=factor, absent=absent)
+        step()
 
 
 class NormReduction:
@@ -189,9 +221,9 @@ class NormReduction:
         totals: dict[str, tuple[float, ...]] = {}
         for rank in range(self._partition.world_size):
             for answer in answers:
-                for key, norms in answer.get(str(rank), {}).items():
-                    before = totals.get(key, (0.0,) * len(norms))
-                    totals[key] = tuple(a + b for a, b in zip(before, norms, strict=True))
+                for key, part in answer.get(str(rank), {}).items():
+                    before = totals.get(key, (0.0,) * len(part))
+                    totals[key] = tuple(a + b for a, b in zip(before, part, strict=True))
         return [totals[self._key[id(tensor)]] for tensor, _ in partial]
 
 
@@ -209,6 +241,8 @@ def step_with(fragments: Sequence[OwnedFragment], factor: float, step: Callable[
 
 def update_for(optimizer: Optimizer, partition: Partition, *, whole: bool) -> Update:
     """Choose how ``optimizer`` runs; ``whole``: it needs whole parameters."""
+    if partition.states is not None:
+        return TierUpdate(partition, partition.states)
     if whole and partition.options.stage >= 1:
         return ParameterUpdate(partition)
     return FragmentUpdate(partition, whole=whole)

@@ -25,7 +25,7 @@ from ._gradients import (
 from ._slices import BLOCK, Fragment, Slice, cut, split
 from ._tiers import HostTier, NvmeOptions, NvmeTier, SplitTier, Tier, host_bytes, ring_bytes
 from .placement import Placement
-from .plans import ShardPlan, Weights
+from .plans import BoundedWeights, ShardPlan, Weights
 
 __all__ = ["Parts", "build", "check_room_for_seal"]
 
@@ -58,7 +58,7 @@ def build(
     """Cut, plan, check the plan against ``budget``, allocate."""
     if where == "nvme" and placement.path is None:
         raise ValueError("gradients='nvme': expected a path in the placement, got none")
-    in_files, in_memory = _cut(fragments, placement, budget)
+    in_files, in_memory = _cut(fragments, placement, budget, weights)
     slices = [*in_files, *in_memory]
     pin = placement.pin and device.type != "cpu"
     options = _options(placement)
@@ -91,12 +91,18 @@ def check_room_for_seal(parts: Parts) -> None:
     budget.check()
 
 
-def _cut(fragments: Sequence[Fragment], placement: Placement, budget: HostBudget) -> tuple[list[Slice], list[Slice]]:
-    """The slices that are in files, and those in host memory."""
+def _cut(
+    fragments: Sequence[Fragment], placement: Placement, budget: HostBudget, weights: Weights
+) -> tuple[list[Slice], list[Slice]]:
+    """The slices that are in files, and those in host memory. Two slices are under way at a time, so each has less than
+    half of the shards that can be borrowed together.
+    """
+    shards = max(1, (weights.lends_at_most - 1) // 2) if isinstance(weights, BoundedWeights) else None
     grain = BLOCK if placement.state_dtype == torch.int8 else 1
     ratio = placement.ratio if _uses_files(fragments, placement, budget) else 0.0
     filed, resident = split(fragments, ratio, grain)
-    return cut(filed, placement.sub_group_size), cut(resident, placement.sub_group_size)
+    size = placement.sub_group_size
+    return cut(filed, size, shards), cut(resident, size, shards)
 
 
 def _uses_files(fragments: Sequence[Fragment], placement: Placement, budget: HostBudget) -> bool:

@@ -158,12 +158,17 @@ def split(fragments: Sequence[Fragment], ratio: float, grain: int) -> tuple[list
     return first, rest
 
 
-def cut(spans: Iterable[Span], sub_group_size: int) -> list[Slice]:
-    """Slices of at most ``sub_group_size`` elements, in order; spans are cut at multiples of `GRAIN`."""
+def cut(spans: Iterable[Span], sub_group_size: int, shards: int | None = None) -> list[Slice]:
+    """Slices of at most ``sub_group_size`` elements of at most ``shards`` shards, in order; spans are cut at multiples
+    of `GRAIN`.
+    """
     slices: list[Slice] = []
     current: list[Span] = []
     room = sub_group_size
     for span in spans:
+        if shards is not None and len({s.fragment.shard.name for s in (*current, span)}) > shards:
+            slices.append(tuple(current))
+            current, room = [], sub_group_size
         begin, end = span.begin, span.begin + span.length
         while begin < end:
             length = min(end - begin, room)

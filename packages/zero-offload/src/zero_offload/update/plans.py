@@ -82,6 +82,15 @@ class ExpectingWeights(Weights, Protocol):
         """These shards will be borrowed soon, in this order. A hint that never blocks."""
 
 
+@runtime_checkable
+class BoundedWeights(Weights, Protocol):
+    """Weights of which only so many can be borrowed at a time, as with `NvmeStore`."""
+
+    @property
+    def lends_at_most(self) -> int:
+        """Shards that can be out together."""
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which weights of ``dtype`` are updated."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,205 @@
+"""Masters, moments, gradients and parameter shards on other tiers: nothing about the numbers changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+import zoo
+from training import Run
+
+from zero_comm import run_ranks
+
+NVME_SMALL = {"buffer_count": 3, "ratio": 0.6}
+
+
+def settings(run: Run, stage: int, zero: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**training.config(run, stage, dist.get_world_size(), sub_group_size=4096, **zero), **more}
+
+
+def build(run: Run) -> torch.nn.Module:
+    return zoo.build(run.variant, training.DTYPES["fp32" if run.dtype in ("bf16", "fp16") else run.dtype])
+
+
+def start(run: Run, stage: int, zero: dict[str, Any], **more: Any) -> Any:
+    import zero_core
+
+    return zero_core.initialize(model=build(run), config=settings(run, stage, zero, **more))[0]
+
+
+def facts(engine: Any) -> dict[str, bytes]:
+    """Every weight and every moment, whole, as bytes."""
+    values = training.weights(engine)
+    for name, p in engine.module.named_parameters():
+        found = engine.partition.find(p)
+        if found is not None and found[0].plan.trainable:
+            values |= {f"{name}/{key}": engine.full_state(p, key) for key in ("exp_avg", "exp_avg_sq")}
+    return training.bits(values)
+
+
+def trained(run: Run, stage: int, zero: dict[str, Any]) -> dict[str, Any]:
+    more = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}} if run.dtype == "fp16" else {}
+    if more:
+        run = run._replace(dtype="fp32")
+        engine = start(run, stage, zero, data_types={}, **more)
+    else:
+        engine = start(run, stage, zero)
+    losses: list[float] = []
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(run.steps):
+        for micro in range(run.accumulation):
+            loss = sum(engine(*zoo.batch(step, micro, rank, world_size)))
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+    result = {
+        "losses": losses,
+        "norm": engine.get_global_grad_norm(),
+        "skipped": engine.skipped_steps,
+        "facts": facts(engine),
+    }
+    engine.destroy()
+    return result
+
+
+def tiers(folder: Path, stage: int) -> dict[str, dict[str, Any]]:
+    nvme = {"device": "nvme", "nvme_path": str(folder)}
+    found: dict[str, dict[str, Any]] = {
+        "host": {"offload_optimizer": {"device": "cpu"}},
+        "nvme": {"offload_optimizer": {**nvme, **NVME_SMALL}},
+    }
+    if stage == 3:
+        found["host"]["offload_param"] = {"device": "cpu"}
+        found["all nvme"] = {"offload_optimizer": nvme, "offload_param": {**nvme, "buffer_count": 3}}
+    return found
+
+
+CASES = [
+    (Run("plain", steps=4, dtype="fp32", clip=0.5, accumulation=2), 1, 2),
+    (Run("plain", steps=4, dtype="bf16", clip=0.5), 2, 2),
+    (Run("plain", steps=4, dtype="bf16"), 3, 1),
+    (Run("plain", steps=4, dtype="bf16", clip=0.5, accumulation=2), 3, 2),
+    (Run("frozen and unused", steps=4, dtype="fp32"), 3, 3),
+    (Run("plain", steps=6, dtype="fp16"), 3, 2),
+    (Run("plain", steps=4, dtype="fp64", clip=0.5), 3, 2),
+]
+
+
+@pytest.mark.parametrize(("run", "stage", "ranks"), CASES, ids=lambda value: str(value))
+def test_every_tier_gives_the_same_bits(run: Run, stage: int, ranks: int, tmp_path: Path) -> None:
+    expected = run_ranks(trained, ranks, run, stage, {})
+    if run.dtype == "fp16":
+        assert expected[0]["skipped"] > 0
+    for name, zero in tiers(tmp_path, stage).items():
+        results = run_ranks(trained, ranks, run, stage, zero)
+        for ours, theirs in zip(results, expected, strict=True):
+            for fact in ("losses", "norm", "skipped"):
+                assert ours[fact] == theirs[fact], (name, fact)
+            different = [key for key, value in theirs["facts"].items() if ours["facts"][key] != value]
+            assert not different, (name, different)
+        assert {path.suffix for path in tmp_path.rglob("*")} <= {".lock"}, name  # swept
+
+
+RESUMED = Run("plain", steps=6, dtype="bf16", clip=0.5)
+
+
+def save_half(folder: str, stage: int, zero: dict[str, Any]) -> dict[str, bytes]:
+    engine = start(RESUMED, stage, zero)
+    training.train(engine, RESUMED, 0, 3)
+    engine.save_checkpoint(folder)
+    training.train(engine, RESUMED, 3, 6)
+    result = facts(engine)
+    engine.destroy()
+    return result
+
+
+def load_half(folder: str, stage: int, zero: dict[str, Any], last: int) -> dict[str, bytes]:
+    engine = start(RESUMED, stage, zero)
+    training.train(engine, RESUMED, 0, 1)  # leave something behind that must not survive
+    engine.load_checkpoint(folder)
+    training.train(engine, RESUMED, 3, last)
+    result = facts(engine)
+    engine.destroy()
+    return result
+
+
+def test_checkpoints_of_any_tier_load_at_any_other(tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    everywhere = {"device": {}, **tiers(drive, 3)}
+    saved = {name: tmp_path / f"saved {name}".replace(" ", "-") for name in everywhere}
+    expected = run_ranks(save_half, 2, str(saved["device"]), 3, {})[0]
+    for name in ("host", "all nvme"):
+        assert run_ranks(save_half, 2, str(saved[name]), 3, everywhere[name])[0] == expected, name
+    for source, target in (("device", "all nvme"), ("all nvme", "device"), ("all nvme", "all nvme"), ("host", "nvme")):
+        loaded = run_ranks(load_half, 2, str(saved[source]), 3, everywhere[target], 6)
+        assert loaded[0] == expected, (source, target)
+    at_three = run_ranks(load_half, 2, str(saved["device"]), 3, {}, 3)[0]
+    for ranks in (1, 3):
+        assert run_ranks(load_half, ranks, str(saved["all nvme"]), 2, everywhere["host"], 3)[0] == at_three
+
+
+def whole_values(zero: dict[str, Any]) -> dict[str, Any]:
+    engine = start(Run("plain", dtype="bf16"), 3, zero)
+    training.train(engine, Run("plain", dtype="bf16"), 0, 1)
+    name, p = next((n, p) for n, p in engine.module.named_parameters() if p.ndim == 2)
+    engine.set_full_param(p, torch.full(p.shape, 0.123456789))
+    engine.set_full_state(p, "exp_avg", torch.full(p.shape, 0.25))
+    engine.backward(sum(engine(*zoo.batch(1, 0, dist.get_rank(), dist.get_world_size()))))
+    gradient = engine.full_grad(p)
+    assert gradient is not None
+    engine.set_full_grad(p, gradient * 2)
+    result = {
+        "param": engine.full_param(p),
+        "state": engine.full_state(p, "exp_avg"),
+        "gradient": engine.full_grad(p),
+    }
+    engine.step()
+    result["after"] = engine.full_param(p)
+    engine.destroy()
+    return {key: training.bits({key: value})[key] for key, value in result.items()} | {"name": name.encode()}
+
+
+def test_whole_values_are_read_and_written_on_every_tier(tmp_path: Path) -> None:
+    expected = run_ranks(whole_values, 2, {})
+    for name, zero in tiers(tmp_path, 3).items():
+        assert run_ranks(whole_values, 2, zero) == expected, name
+
+
+def refused(config: dict[str, Any], kind: str | None) -> str:
+    import zero_core
+
+    model = build(Run(dtype="fp32"))
+    optimizer = getattr(torch.optim, kind)(model.parameters()) if kind else None
+    try:
+        zero_core.initialize(model=model, optimizer=optimizer, config=config)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("zero", "kind", "words"),
+    [
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, None, ["stage 1, 2 or 3"]),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "RMSprop", ["RMSprop", "Use Adam"]),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, None, ["offload_param.nvme_path"]),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/proc/none"}},
+            None,
+            ["BudgetError", "/proc"],
+        ),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused_by_name(zero: dict[str, Any], kind: str | None, words: list[str]) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        **({} if kind else {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}),
+    }
+    for message in run_ranks(refused, 2, config, kind):
+        assert all(word in message for word in words), message
