@@ -22,6 +22,7 @@ from zero_offload import (
     ShardPlan,
     Trace,
 )
+from zero_offload._lanes import Lane
 from zero_offload.update._feed import Feed, staging_bytes
 from zero_optim_kernels.torch import CPUAdamW
 
@@ -183,6 +184,47 @@ def test_gradients_add_up_can_be_looked_at_changed_and_forgotten(tmp_path: Path,
         assert not states_of(update)
         with pytest.raises(ShardError, match="no shard 'third'"):
             update.borrow_gradient("third")
+
+
+class SlowLane(Lane):
+    """Copies that look unfinished until somebody waits for them."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
+        super().copy(target, source)
+        self.waited = False
+        lane = self
+
+        class Unfinished:
+            def query(self) -> bool:
+                return lane.waited
+
+            def synchronize(self) -> None:
+                lane.waited = True
+
+        return Unfinished()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("where", ["host", "nvme"])
+def test_gradients_that_are_on_their_way_from_a_device_are_waited_for_when_needed(tmp_path: Path, where: str) -> None:
+    numel, names = 5000, [f"unit {number}" for number in range(9)]
+    shards = [ShardPlan(n, numel, torch.bfloat16, torch.float32, (FragmentPlan(n, 0, numel, 0),)) for n in names]
+    results = []
+    for slow in (False, True):
+        weights = {name: torch.ones(numel, dtype=torch.bfloat16) for name in names}
+        placement = Placement(tier="nvme", path=tmp_path, sub_group_size=8192, buffer_count=1)
+        with update_of(OneLender(weights), shards, placement, gradients=where) as update:
+            if slow:
+                update._parts.gradients._lane = SlowLane(torch.device("cpu"))  # type: ignore[attr-defined]
+            for step in range(3):
+                for _ in range(2):
+                    for number, name in enumerate(names):
+                        update.add_gradient(name, torch.full((numel,), float(step - number)))
+                with update.gradient(names[4]) as gradient:
+                    assert float(gradient[0]) == 2 * (step - 4)
+                update.step()
+                update.clear_gradients()
+        results.append(torch.cat(list(weights.values())))
+    assert torch.equal(results[0], results[1])
 
 
 def test_the_caller_may_keep_the_gradients() -> None:
@@ -391,3 +433,32 @@ class OneLender:
 
     def give_back(self, name: str, *, dirty: bool) -> None:
         """They stay."""
+
+
+@pytest.mark.parametrize("buffer_count", [2, 3, 5])
+def test_a_slice_takes_no_more_shards_than_a_store_can_lend(tmp_path: Path, buffer_count: int) -> None:
+    names = [f"unit {number}" for number in range(12)]
+    numel = 700
+    shards = [ShardPlan(n, numel, torch.bfloat16, torch.float32, (FragmentPlan(n, 0, numel, 0),)) for n in names]
+    results = []
+    for in_files in (False, True):
+        torch.manual_seed(0)
+        tensors = {name: torch.randn(numel).to(torch.bfloat16) for name in names}
+        store: Any = OneLender(tensors)
+        if in_files:
+            store = NvmeStore(tmp_path / "weights", device="cpu", buffer_count=buffer_count)
+            for name, tensor in tensors.items():
+                store.put(name, tensor)
+        with update_of(store, shards, gradients="caller") as update:
+            for _ in range(2):
+                update.step(gradients={name: torch.ones(numel) for name in names})
+        results.append(
+            torch.cat([store.borrow(name).clone() if not in_files else taken(store, name) for name in names])
+        )
+    assert torch.equal(results[0], results[1])
+
+
+def taken(store: NvmeStore, name: str) -> torch.Tensor:
+    shard = store.acquire(name).clone()
+    store.release(name, dirty=False)
+    return shard

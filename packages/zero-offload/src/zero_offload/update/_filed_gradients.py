@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from .._lanes import Lane
 from .._memory import page_rounded
 from .._ring import Pack, Ring, lay_out
 from ..trace import Trace
-from ._gradients import HOP, gradient_bytes, known_shard
+from ._gradients import HOP, bring, gradient_bytes, known_shard
 from ._slices import Piece, Slice
 from ._tiers import NvmeOptions
 from .plans import ShardPlan
@@ -51,6 +52,8 @@ class NvmeGradients:
         self._packs = [_slice_pack(index, slice_) for index, slice_ in enumerate(slices)]
         self._present: set[str] = set()
         self._acquired: dict[int, Pack] = {}
+        self._arriving: deque[tuple[torch.Event | None, str]] = deque()
+        self._most_arriving = _buffers(options.buffer_count) - 2
         self._stored_bytes = gradient_bytes(shards)
         self._store = open_extents(
             options.paths,
@@ -76,7 +79,10 @@ class NvmeGradients:
             raise
 
     def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
+        self._arrived(at_most=self._most_arriving - 1)
         pack, dtype = known_shard(self._shards, shard)
+        if any(name == shard for _, name in self._arriving):
+            self._arrived(at_most=0)
         again = shard in self._present
         return self._ring.acquire(pack, fresh=not again)[: pack.parts[0].nbytes].view(dtype), again
 
@@ -92,23 +98,33 @@ class NvmeGradients:
 
     def add(self, shard: str, gradient: torch.Tensor) -> None:
         own, again = self.borrow(shard)
-        if again:
-            own.add_(gradient.to(own.device))
-        else:
-            event = self._lane.copy(own, gradient)
-            if event is not None:
-                event.synchronize()
-        self.give_back(shard, dirty=True)
+        event = bring(self._lane, own, gradient, again=again)
+        self._arriving.append((event, shard))
+        self._present.add(shard)
+        self._arrived(at_most=self._most_arriving)
 
     def has(self, shard: str) -> bool:
         return shard in self._present
 
+    def _arrived(self, *, at_most: int) -> None:
+        """Write what has come from the device; wait until no more than ``at_most`` are on the way."""
+        while self._arriving:
+            event, shard = self._arriving[0]
+            if event is not None and not event.query():
+                if len(self._arriving) <= at_most:
+                    return
+                event.synchronize()
+            self._arriving.popleft()
+            self.give_back(shard, dirty=True)
+
     def prefetch(self, index: int) -> None:
+        self._arrived(at_most=0)
         pack, _ = self._packs[index]
         if all(map(self.has, self._shards_of(index))):
             self._ring.prefetch([pack])
 
     def acquire(self, index: int) -> list[Piece | None]:
+        self._arrived(at_most=0)
         present = {shard for shard in self._shards_of(index) if self.has(shard)}
         pack, places = self._packs[index]
         if len(present) < len(self._shards_of(index)):
@@ -135,6 +151,7 @@ class NvmeGradients:
 
     def clear(self) -> None:
         if self._present:
+            self._arrived(at_most=0)
             self._ring.forget()
             self._present.clear()
 
@@ -145,6 +162,7 @@ class NvmeGradients:
         return self._store.bytes_written()
 
     def flush(self) -> None:
+        self._arrived(at_most=0)
         self._ring.flush()
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "Collected",
     "Gradients",
     "HostGradients",
+    "bring",
     "gradient_bytes",
     "known_shard",
     "looked_at",
@@ -162,12 +163,9 @@ class HostGradients:
 
     def add(self, shard: str, gradient: torch.Tensor) -> None:
         own, again = self.borrow(shard)
-        if again:
-            own.add_(gradient.to(own.device))
-        else:
-            event = self._lane.copy(own, gradient)
-            if event is not None:
-                self._arriving[shard] = event
+        event = bring(self._lane, own, gradient, again=again)
+        if event is not None:
+            self._arriving[shard] = event
         self._present.add(shard)
 
     def has(self, shard: str) -> bool:
@@ -212,6 +210,21 @@ class HostGradients:
         event = self._arriving.pop(shard, None)
         if event is not None:
             event.synchronize()
+
+
+def bring(lane: Lane, own: torch.Tensor, gradient: torch.Tensor, *, again: bool) -> torch.Event | None:
+    """Start writing a gradient to host memory, or with ``again`` adding it to what is there; None when it is done.
+
+    Adding happens where the gradient is, so that nobody waits for the device.
+    """
+    if not again:
+        return lane.copy(own, gradient)
+    if gradient.device == own.device:
+        own.add_(gradient)
+        return None
+    total = torch.empty_like(own, device=gradient.device)
+    lane.join(lane.copy(total, own))
+    return lane.copy(own, total.add_(gradient))
 
 
 @contextmanager
