@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from zero_offload import FragmentPlan, OffloadedUpdate, Placement, ShardPlan
 from zero_optim_kernels.torch import CPUAdamW
@@ -82,3 +83,41 @@ def same_states(a: Mapping[str, Mapping[str, Any]], b: Mapping[str, Mapping[str,
     if {n: set(s) for n, s in a.items()} != {n: set(s) for n, s in b.items()}:
         return False
     return all(torch.equal(value, b[name][kind]) for name, state in a.items() for kind, value in state.items())
+
+
+def by_the_kernels(dtype: torch.dtype, steps: int, absent: dict[int, str] | None = None) -> torch.Tensor:
+    """The same update by `CPUAdamW` over one master per fragment, gradients multiplied before."""
+    lender = Lender(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    masters: dict[str, nn.Parameter] = {}
+    groups: list[dict[str, Any]] = [{**group, "params": []} for group in GROUPS]
+    for shard, fragments in FRAGMENTS.items():
+        for plan in fragments:
+            weights = lender.tensors[shard][plan.start : plan.start + plan.numel]
+            masters[plan.name] = nn.Parameter(weights.to(wide, copy=True))
+            groups[plan.group]["params"].append(masters[plan.name])
+    optimizer = CPUAdamW(groups)
+    for step in range(steps):
+        for shard, fragments in FRAGMENTS.items():
+            scaled = gradient(step, shard, wide) * 0.5
+            for plan in fragments:
+                skipped = (absent or {}).get(step) == plan.name
+                masters[plan.name].grad = None if skipped else scaled[plan.start : plan.start + plan.numel].clone()
+        optimizer.step()
+    for shard, fragments in FRAGMENTS.items():
+        for plan in fragments:
+            lender.tensors[shard][plan.start : plan.start + plan.numel] = masters[plan.name].detach().to(dtype)
+    return lender.flat()
+
+
+class OneLender:
+    """Weights in a dict."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
+        return self._tensors[name]
+
+    def give_back(self, name: str, *, dirty: bool) -> None:
+        """They stay."""
