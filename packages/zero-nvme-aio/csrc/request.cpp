@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "copy.h"
+
 namespace zaio {
 namespace {
 
-// Copy and hash in pieces that stay in the second-level cache, so the bytes cross the memory bus once.
-constexpr uint64_t kHashPiece = 128 << 10;
+// Reads of at least this size are more than their reader will find in a cache anyway.
+constexpr uint64_t kPastCachesFrom = 4 << 20;
 
 }  // namespace
 
@@ -39,23 +41,24 @@ void Request::visit(uint64_t position, uint64_t n, Visit&& visit) const {
 
 void Request::gather(char* out, uint64_t position, uint64_t n, Checksum* hash) const {
     visit(position, n, [&](const char* from, uint64_t length) {
-        if (hash == nullptr) {
-            std::memcpy(out, from, length);
-            out += length;
-            return;
-        }
-        for (uint64_t i = 0; i < length; i += kHashPiece) {
-            const uint64_t piece = std::min(kHashPiece, length - i);
+        for (uint64_t i = 0; i < length; i += kCopyPiece) {
+            const uint64_t piece = std::min<uint64_t>(kCopyPiece, length - i);
             std::memcpy(out, from + i, piece);
-            hash->update(out, piece);
+            if (hash != nullptr) hash->update(out, piece);
             out += piece;
         }
     });
 }
 
 void Request::scatter(const char* in, uint64_t position, uint64_t n) const {
+    // What is hashed next must not have to be fetched again.
+    const bool past_caches = checksum_ == nullptr && nbytes() >= kPastCachesFrom;
     visit(position, n, [&](char* to, uint64_t length) {
-        std::memcpy(to, in, length);
+        if (past_caches) {
+            copy_past_caches(to, in, length);
+        } else {
+            std::memcpy(to, in, length);
+        }
         in += length;
     });
 }

@@ -1,17 +1,14 @@
-"""The staging ring for accelerators, run over host tensors where there is no accelerator, and the optional GPUDirect
-engine.
-"""
+"""The staging ring for accelerators, run over host tensors where there is no accelerator."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zero_nvme_aio import AioError, Engine, errors
+from zero_nvme_aio import Engine, errors
 from zero_nvme_aio._device import CHUNK_BYTES, submit_device
 from zero_nvme_aio.testing import Fail, faulty_engine
 
@@ -57,24 +54,3 @@ def test_accelerator_tensors_take_the_ring_by_themselves(tmp_path: Path) -> None
             io.read(file, target, -1)
     with pytest.raises(errors.ClosedError):
         io.write(file, source, 0)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("kvikio") is not None, reason="kvikio is installed")
-def test_without_kvikio_the_error_says_what_to_install() -> None:
-    from zero_nvme_aio.gds import GdsEngine
-
-    with pytest.raises(AioError, match=r"pip install zero-nvme-aio\[gds\]"):
-        GdsEngine()
-
-
-@pytest.mark.gpu
-def test_gpudirect_moves_cuda_tensors(tmp_path: Path) -> None:
-    pytest.importorskip("kvikio")
-    from zero_nvme_aio.gds import GdsEngine
-
-    source = torch.randn(1 << 20, device="cuda", dtype=torch.bfloat16)
-    with GdsEngine() as io, io.open(tmp_path / "f", "rw") as file:
-        io.write(file, source).wait()
-        target = torch.zeros_like(source)
-        io.read(file, target).wait()
-        assert torch.equal(source, target)

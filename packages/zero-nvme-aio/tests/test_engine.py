@@ -193,7 +193,7 @@ def test_staging_memory_is_bounded_and_registered_memory_too(tmp_path: Path) -> 
     for number, io in enumerate(engines):
         with io.open(tmp_path / str(number), "w") as file:
             io.write(file, data, 0).wait()
-            assert io.counters()["staging_bytes"] <= 32 * MIB
+            assert io.counters()["staging_bytes"] <= 8 * MIB
     assert sum(io.counters()["registered_bytes"] for io in engines) == _native.pinned_bytes() <= _native.pin_limit()
     for io in engines:
         io.close()

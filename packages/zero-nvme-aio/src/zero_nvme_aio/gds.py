@@ -6,8 +6,10 @@ it is.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import stat
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -30,6 +32,7 @@ from .errors import (
 __all__ = ["GdsEngine", "GdsFile", "GdsRequest"]
 
 _FLAGS = {"r": "r", "w": "w", "rw": "r+"}
+_OPEN_FLAGS = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT, "rw": os.O_RDWR | os.O_CREAT}
 _POLL_SECONDS = 0.0005
 
 
@@ -157,7 +160,7 @@ class GdsEngine:
     @property
     def direct(self) -> bool:
         """Whether transfers really go by GPUDirect; otherwise kvikio uses POSIX I/O."""
-        return not bool(self._kvikio.defaults.is_compat_mode_preferred())
+        return not bool(importlib.import_module("kvikio.defaults").is_compat_mode_preferred())
 
     @property
     def closed(self) -> bool:
@@ -171,8 +174,7 @@ class GdsEngine:
         self._require_open()
         name = os.fspath(path)
         try:
-            if mode == "rw":
-                os.close(os.open(name, os.O_CREAT | os.O_CLOEXEC | os.O_RDWR, 0o666))
+            _try_open(name, mode)
             return GdsFile(self._kvikio.CuFile(name, _FLAGS[mode]), name, mode)
         except OSError as error:
             raise open_error(name, error) from None
@@ -222,16 +224,30 @@ class GdsEngine:
         nbytes = sum(memory.nbytes for memory in memories)
         require_offset(file.path, offset, nbytes)
         move = file.handle.pwrite if write else file.handle.pread
-        futures = []
-        for memory in memories:
-            if memory.nbytes > 0:
-                futures.append(move(memory, memory.nbytes, offset))
-            offset += memory.nbytes
-        return GdsRequest(futures, file.path, nbytes, memories)
+        futures: list[Any] = []
+        request = GdsRequest(futures, file.path, nbytes, memories)
+        try:
+            for memory in memories:
+                if memory.nbytes > 0:
+                    futures.append(move(memory, memory.nbytes, offset))
+                offset += memory.nbytes
+        except (RuntimeError, ValueError) as error:
+            request.settle()  # what was started already uses the caller's memory
+            raise TransferError(f"GPUDirect transfer of '{file.path}': {error}", path=file.path) from error
+        return request
 
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine is closed")
+
+
+def _try_open(path: str, mode: str) -> None:
+    """kvikio's own errors do not say which, and it creates no file to read and write."""
+    fd = os.open(path, _OPEN_FLAGS[mode] | os.O_CLOEXEC, 0o666)
+    is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
+    os.close(fd)
+    if is_folder:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
 
 
 def _flat(buffer: Any) -> Any:
