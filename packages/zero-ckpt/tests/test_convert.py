@@ -18,6 +18,10 @@ from zero_ckpt.conversion import open_source, output_nbytes  # noqa: E402
 from zero_ckpt.conversion.dtypes import convert_dtype  # noqa: E402
 from zero_ckpt.conversion.model import parse_size  # noqa: E402
 from zero_ckpt.torch import dtype_name, tensor_buffer, torch_dtype  # noqa: E402
+from zero_ckpt.zero_to_fp32 import (  # noqa: E402
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
 
 
 def tensors() -> dict[str, Any]:
@@ -196,6 +200,20 @@ def test_pytorch_files_keep_ties(tmp_path: Path) -> None:
     files = convert(tmp_path / "ckpt", tmp_path / "out", to="pytorch", max_shard_size="500")
     index = json.loads((tmp_path / "out" / "pytorch_model.bin.index.json").read_text())
     assert len(files) == 3 and index["weight_map"]["head.weight"] == index["weight_map"]["embed.weight"]
+
+
+def test_deepspeeds_functions_read_lazily_and_leave_out_what_is_frozen(tmp_path: Path) -> None:
+    values = checkpoint(tmp_path / "ckpt")
+    lazy = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ckpt", tag="t", lazy_mode=True)
+    assert lazy["mid.weight"].shape == (11, 11) and lazy["mid.weight"].dtype == torch.float32
+    assert torch.equal(lazy["head.weight"].contiguous(), values["master"])
+    trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ckpt", exclude_frozen_parameters=True)
+    assert set(trained) == {"embed.weight", "head.weight", "count"}
+    with pytest.raises(CheckpointError, match="holds no optimizer state"):
+        get_fp32_state_dict_from_zero_checkpoint(_weights(tmp_path), exclude_frozen_parameters=True)
+    model = torch.nn.ModuleDict({"mid": torch.nn.Linear(11, 11)})
+    load_state_dict_from_zero_checkpoint(model, str(tmp_path / "ckpt"))
+    assert torch.equal(model["mid"].weight, values["mid.weight"])
 
 
 def test_ties_survive_safetensors_and_back(tmp_path: Path) -> None:

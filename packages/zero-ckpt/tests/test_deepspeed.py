@@ -101,9 +101,11 @@ def test_a_universal_checkpoint_of_deepspeed_holds_what_the_original_does(
         assert pair[0] == pair[1], key
 
 
-def resume(tmp_path: Path, world_size: int, stage: int, universal: Path, groups: int = 2) -> dict[str, dict[str, Any]]:
+def resume(
+    tmp_path: Path, world_size: int, stage: int, dtype: str, universal: Path, groups: int
+) -> dict[str, dict[str, Any]]:
     """What DeepSpeed loads from a universal checkpoint, and what it has after the next step."""
-    run(world_size, "resume", str(tmp_path), str(stage), "fp32", str(universal), groups=groups)
+    run(world_size, "resume", str(tmp_path), str(stage), dtype, str(universal), groups=groups)
     found: dict[str, dict[str, Any]] = load(tmp_path / "resumed.pt")
     return found
 
@@ -113,14 +115,15 @@ GROUPS = {1: 2, 2: 2, 3: 1}
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("saved", [2, pytest.param(1, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)])
-def test_deepspeed_goes_on_from_what_is_exported(tmp_path: Path, saved: int) -> None:
-    run(2, "save", str(tmp_path), str(saved), "fp32", "2", groups=GROUPS[saved])
+def test_deepspeed_goes_on_from_what_is_exported(tmp_path: Path, saved: int, dtype: str) -> None:
+    run(2, "save", str(tmp_path), str(saved), dtype, "2", groups=GROUPS[saved])
     convert(tmp_path / "ds", tmp_path / "ours", to="zero-ckpt")
     (universal,) = convert(tmp_path / "ours", tmp_path / "universal", to="deepspeed-universal")
     expected, following = load(tmp_path / "expected.pt"), load(tmp_path / "next.pt")
     for stage in (1, 3):
-        resumed = resume(tmp_path, 2, stage, universal, groups=GROUPS[saved])
+        resumed = resume(tmp_path, 2, stage, dtype, universal, GROUPS[saved])
         assert not same(expected, resumed["loaded"])
         if GROUPS[saved] <= GROUPS[stage]:
             assert not same(following, resumed["after"])
@@ -132,7 +135,7 @@ def test_deepspeed_goes_on_from_a_run_without_it(tmp_path: Path, stage: int) -> 
     run(1, "plain", str(tmp_path), "0", "fp32", "2", groups=GROUPS[stage])
     (universal,) = convert(tmp_path / "ours", tmp_path / "universal", to="deepspeed-universal")
     expected, following = load(tmp_path / "expected.pt"), load(tmp_path / "next.pt")
-    resumed = resume(tmp_path, 1, stage, universal, groups=GROUPS[stage])
+    resumed = resume(tmp_path, 1, stage, "fp32", universal, GROUPS[stage])
     assert not same(expected, resumed["loaded"])
     for name, value in resumed["after"].items():
         torch.testing.assert_close(value, following[name], rtol=1e-5, atol=1e-7)

@@ -60,8 +60,8 @@ class PartialFile:
         os.ftruncate(self._fd, self._nbytes)
         os.fsync(self._fd)
         self._partial.replace(self._path)
-        os.close(self._fd)
         fsync_directory(self._path.parent)
+        os.close(self._fd)
 
     def abort(self, *, keep: bool) -> None:
         """Close; `keep` what was written for another run, or remove it."""
