@@ -24,7 +24,7 @@ def run_ranks(body: Callable[..., Any], world_size: int, root: Path, *args: Any)
         there.close()
         pipes.append(here)
         workers.append(worker)
-    answers = [pipe.recv() if pipe.poll(50) else (None, "no answer in 50 s") for pipe in pipes]
+    answers = [_answer(pipe) for pipe in pipes]
     for worker in workers:
         worker.join(2)
         worker.kill()
@@ -32,6 +32,14 @@ def run_ranks(body: Callable[..., Any], world_size: int, root: Path, *args: Any)
     if problems:
         raise RuntimeError("\n".join(problems))
     return [result for result, _ in answers]
+
+
+def _answer(pipe: Connection) -> tuple[Any, str | None]:
+    try:
+        answer: tuple[Any, str | None] = pipe.recv() if pipe.poll(50) else (None, "no answer in 50 s")
+    except EOFError:
+        return None, "ended without an answer"
+    return answer
 
 
 def _work(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from processes import run_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 import zero_ckpt  # noqa: E402
+from zero_ckpt import CheckpointError, Interval  # noqa: E402
 from zero_ckpt.torch import DistCoordinator, tensor_buffer  # noqa: E402
 
 WIDTHS = (7, 5, 3)
@@ -85,6 +89,31 @@ def save_async(rank: int, root: str) -> None:
             zero_ckpt.save(f"{root}/run", {"model": model, "optimizer": optimizer}, step=step, saver=saver)
             digest(model, optimizer)  # collectives of training go on meanwhile
             train(model, optimizer)
+
+
+def die_while_saving(rank: int, root: str) -> None:
+    def data() -> bytes:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return b"x"
+
+    mine = Interval("w", "param", (2,), "U8", rank, data, 1)
+    began = time.monotonic()
+    try:
+        zero_ckpt.save_sharded(f"{root}/run", "bad", [mine], step=2, coordinator=DistCoordinator())
+    except CheckpointError as error:
+        Path(root, "told").write_text(f"{time.monotonic() - began} {error}")
+
+
+def test_the_death_of_a_rank_is_a_typed_error_on_the_others_within_seconds(tmp_path: Path) -> None:
+    zero_ckpt.save(tmp_path / "run", {"t": torch.ones(3)}, step=1)
+    with pytest.raises(RuntimeError, match="^rank 1: ended without an answer$"):
+        run_ranks(die_while_saving, 2, tmp_path, str(tmp_path))
+    seconds, message = (tmp_path / "told").read_text().split(maxsplit=1)
+    assert float(seconds) < 10 and "the ranks could not agree, one may be gone" in message
+    assert zero_ckpt.open_checkpoint(tmp_path / "run").step == 1
+    zero_ckpt.save(tmp_path / "run", {"t": torch.ones(3)}, step=3)
+    assert not [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
 
 
 def test_fsdp2_saves_in_the_background(tmp_path: Path) -> None:
