@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -176,7 +177,8 @@ class Feed:
         self._gradients.abort()
         while self._borrowed:
             shard, _ = self._borrowed.popitem()
-            self._weights.give_back(shard, dirty=True)
+            with suppress(OffloadError):  # the failure that led here is the one to be told
+                self._weights.give_back(shard, dirty=True)
 
     def _stage(self, side: int, offset: int, piece: Piece) -> Piece:
         """Room for a piece in the block whose turn it is."""
