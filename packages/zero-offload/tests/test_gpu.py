@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from shards import GROUPS, NUMELS, Lender, gradient, plans
 from torch import nn
 
-from zero_offload import HostStore, NvmeStore, OffloadedOptimizer, offload_activations
+from zero_offload import (
+    DelayedUpdate,
+    HostStore,
+    NvmeStore,
+    OffloadedOptimizer,
+    OffloadedUpdate,
+    Placement,
+    offload_activations,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -94,3 +103,32 @@ def test_activations_leave_the_device_and_gradients_stay_the_same(tmp_path: Path
     loss.backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), want, strict=True) if p.grad is not None)
     offload.close()
+
+
+@pytest.mark.parametrize("where", ["host", "nvme"])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_shards_on_the_device_are_updated_as_in_host_memory(tmp_path: Path, where: str, delayed: bool) -> None:
+    if delayed and where == "nvme":
+        pytest.skip("a delayed update keeps its gradients in host memory")
+    results = []
+    for place in (torch.device("cpu"), device()):
+        lender = Lender(torch.bfloat16)
+        lender.tensors = {name: tensor.to(place) for name, tensor in lender.tensors.items()}
+        placement = Placement(tier="nvme", path=tmp_path / place.type, sub_group_size=8192, buffer_count=2)
+        arguments: Any = (plans(torch.bfloat16), "AdamW", lambda: GROUPS, lender, placement)
+        update: DelayedUpdate | OffloadedUpdate
+        if delayed:
+            update = DelayedUpdate(*arguments, device=place)
+        else:
+            update = OffloadedUpdate(*arguments, gradients=where, device=place)  # type: ignore[arg-type]
+        for step in range(4):
+            for _ in range(2):
+                for name in NUMELS:
+                    update.add_gradient(name, gradient(step, name).to(place))
+            update.step(grad_scale=0.5)
+            update.clear_gradients()
+        if isinstance(update, DelayedUpdate):
+            update.finish()
+        results.append(lender.flat().cpu())
+        update.close()
+    assert torch.equal(results[0], results[1])

@@ -156,6 +156,25 @@ def test_the_state_can_be_kept_in_safetensors(tmp_path: Path) -> None:
     assert torch.equal(weights(model), after)
 
 
+def test_the_state_on_nvme_is_sealed_for_a_checkpoint_to_link(tmp_path: Path) -> None:
+    model = fresh_model(torch.bfloat16)
+    with OffloadedOptimizer(model, lr=1e-2, **tier_options("nvme", tmp_path)) as optimizer:
+        go_on(model, optimizer, range(2))
+        saved = optimizer.state_dict()["state"]
+        sealed = optimizer.seal()
+        assert sealed is not None
+        links = sealed.link_to(tmp_path / "checkpoint")
+        go_on(model, optimizer, range(2, 5))
+    assert dict(sealed.steps) == {name: 2 for name, _ in model.named_parameters()}
+    for number, (name, _) in enumerate(model.named_parameters()):
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            parts = []
+            for extent in sealed.extents[f"{name}/{kind}"]:
+                with safetensors.safe_open(links[extent.path], framework="pt") as file:
+                    parts.append(file.get_tensor(extent.key))
+            assert torch.equal(torch.cat(parts), saved[number][kind].flatten())
+
+
 def test_parameters_without_state_begin_anew() -> None:
     model = fresh_model()
     with OffloadedOptimizer(model, lr=1e-2) as optimizer:
