@@ -104,3 +104,19 @@ def test_needs_of_striped_paths_are_shares_of_the_whole(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
     with OffloadedOptimizer([weight], tier="nvme", path=[tmp_path / "a", tmp_path / "b"], budget=budget):
         assert [need.nbytes for need in budget.needs if need.resource == "disk"] == [6000, 6000]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.123, 0.5, 0.999, 1.0])
+def test_the_ratio_holds_to_the_element(tmp_path: Path, ratio: float) -> None:
+    params = parameters(torch.bfloat16)
+    options = {"tier": "nvme", "path": tmp_path, "sub_group_size": 8192, "ratio": ratio}
+    with OffloadedOptimizer(params, lr=0.1, **options) as optimizer:
+        step(params, optimizer)
+        in_files = round(sum(NUMELS) * ratio)
+        assert optimizer.memory() == optimizer.plan
+        assert (optimizer.memory()["nvme"], optimizer.memory()["states"]) == (
+            12 * in_files,
+            12 * (sum(NUMELS) - in_files),
+        )
+        optimizer.flush()
+        assert optimizer.bytes_written() == 12 * in_files
