@@ -32,11 +32,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
-from zero_comm import Ledger, Mesh, Tag, run_ranks
-from zero_core.instruments import NoTimers, Silent, Timers, communication_table, memory_rows, memory_table
-from zero_offload import HostStore
-from zero_partition import PartitionOptions, partition
-from zero_precision import PrecisionPolicy
+from zero_comm import Ledger, Tag, run_ranks
+from zero_core.instruments import NoTimers, Silent, Timers, communication_table
 
 
 @pytest.fixture
@@ -238,15 +235,20 @@ def test_memory_by_kind_unit_and_tier_is_the_same_memory(stage: int) -> None:
         assert seen["wrong"].startswith("UsageError")
 
 
-def test_shards_in_a_store_count_for_its_tier(alone: None) -> None:
-    zero_core.initialize(model=nn.Linear(2, 1), config=without(config(0), "optimizer"))[0].destroy()
-    policy = PrecisionPolicy.full(torch.float64)
-    options = PartitionOptions(stage=3, policy=policy)
-    parts = partition(build(), Mesh().open_groups(), options, residency=HostStore(device="cpu"))
-    rows = [row for row in memory_rows(parts, None) if row.kind == "parameter shards"]
-    assert {row.tier for row in rows} == {"host"}
-    assert sum(row.nbytes for row in rows) == 8 * parts.layout.numel
-    assert any(line.split()[:3] == ["all", "units", "host"] for line in memory_table(rows).splitlines())
+@pytest.mark.parametrize(("device", "tier"), [("cpu", "host"), ("nvme", "nvme")])
+def test_what_is_offloaded_counts_for_its_tier(device: str, tier: str, alone: None, tmp_path: Path) -> None:
+    offload = {"device": device, "nvme_path": str(tmp_path)}
+    settings = without(config(3, steps_per_print=1, memory_breakdown=True), "data_types")
+    settings["zero_optimization"] |= {"offload_param": offload, "offload_optimizer": offload}
+    engine = zero_core.initialize(model=build(torch.float32), config=settings)[0]
+    train(engine, 0, 1, torch.float32)
+    parts, found = engine.partition, engine.memory_report("tier")
+    kept = dict(parts.states.memory())  # type: ignore[union-attr]
+    of_tier = kept["nvme"] if tier == "nvme" else sum(kept.values()) - kept["nvme"]
+    assert found[tier] == 4 * parts.layout.numel + of_tier and of_tier >= 8 * parts.layout.used_numel
+    assert sum(engine.memory_report("kind").values()) == sum(found.values())
+    assert any(line.split()[:3] == ["all", "units", tier] for line in engine.memory_table().splitlines())
+    engine.destroy()
 
 
 # -- facts -------------------------------------------------------------------------------------------------------------

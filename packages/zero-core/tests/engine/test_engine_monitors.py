@@ -18,7 +18,8 @@ from torch import nn
 import zero_core
 from zero_comm import run_ranks
 from zero_core.instruments import Silent
-from zero_core.monitors import NoMonitor
+from zero_core.monitors import NoMonitor, build_monitor
+from zero_core.verify.variants import Variant, variant_config
 
 
 def read(folder: Path, job: str = "job") -> dict[str, list[tuple[int, float]]]:
@@ -170,6 +171,13 @@ def test_a_monitor_that_cannot_start_ends_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     first, second = run_ranks(cannot_write, RANKS, str(tmp_path / "file"))
     assert first.startswith("NotADirectoryError") and "rank 0" in second and "NotADirectoryError" in second
+
+
+@pytest.mark.parametrize("variant", Variant)
+def test_runs_of_verify_write_to_no_monitor(variant: Variant) -> None:
+    sections = {key: {"enabled": True} for key in ("csv_monitor", "tensorboard", "wandb", "comet")}
+    settings = zero_core.Config.load(variant_config(config(2, **sections), variant, 1), world_size=1)
+    assert isinstance(build_monitor(settings, rank=0), NoMonitor)
 
 
 def test_without_a_monitor_nothing_is_held(alone: None) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 import psutil
 import torch
 
+from zero_partition import DeviceResidency
+
 from .text import mebibytes, table
 
 if TYPE_CHECKING:
@@ -27,26 +29,11 @@ class MemoryRow(NamedTuple):
 
 
 @runtime_checkable
-class InHost(Protocol):
-    """A store that says how many bytes of host memory it takes."""
-
-    @property
-    def resident_bytes(self) -> int: ...
-
-
-@runtime_checkable
-class OnDisk(InHost, Protocol):
-    """A store that keeps its shards in files, with so many bytes in host memory beside them."""
+class OnDisk(Protocol):
+    """A store of shards in files."""
 
     @property
     def stored_bytes(self) -> int: ...
-
-
-@runtime_checkable
-class Tiered(Protocol):
-    """An optimizer that keeps its states elsewhere: bytes by tier, other names left out."""
-
-    def memory(self) -> dict[str, int]: ...
 
 
 def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[MemoryRow]:
@@ -62,7 +49,7 @@ def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[
         rows += count.rows(unit.name, "placeholders", unit.placeholder_tensors())
     if isinstance(partition.residency, OnDisk):
         rows.append(MemoryRow("(the store)", "parameter shards", "host", partition.residency.resident_bytes))
-    return rows + list(_state_rows(sharded, count))
+    return [*rows, *_tier_rows(partition), *_state_rows(sharded, count)]
 
 
 def memory_table(rows: Iterable[MemoryRow]) -> str:
@@ -115,22 +102,23 @@ class _Count:
 def _shard_rows(partition: Partition, unit: Unit, count: _Count) -> Iterator[MemoryRow]:
     """A store's shards are not brought for counting: their size is known."""
     store = partition.residency
-    if isinstance(store, InHost):
+    if isinstance(store, DeviceResidency):
+        yield from count.rows(unit.name, "parameter shards", [store.acquire(unit.name)])
+    else:
         tier = "nvme" if isinstance(store, OnDisk) else "host"
         yield MemoryRow(unit.name, "parameter shards", tier, unit.layout.shard_numel * unit.plan.dtype.itemsize)
-        return
-    shard = store.acquire(unit.name)
-    yield from count.rows(unit.name, "parameter shards", [shard])
-    store.release(unit.name, dirty=False)
+
+
+def _tier_rows(partition: Partition) -> Iterator[MemoryRow]:
+    """What a tier keeps for the optimizer, which it counts for all units together."""
+    if partition.states is not None:
+        for name, nbytes in partition.states.memory().items():
+            kind = "gradients" if name == "gradients" else "optimizer states"
+            yield MemoryRow("(offloaded)", kind, "nvme" if name == "nvme" else "host", nbytes)
 
 
 def _state_rows(sharded: ShardedOptimizer | None, count: _Count) -> Iterator[MemoryRow]:
     if sharded is None:
-        return
-    if isinstance(sharded.inner, Tiered):
-        held = sharded.inner.memory()
-        for tier in TIERS:
-            yield MemoryRow("(the optimizer)", "optimizer states", tier, held.get(tier, 0))
         return
     tensors: dict[str, list[torch.Tensor]] = {}
     for owned in sharded.fragments:

@@ -11,6 +11,7 @@ import torch
 from zero_core.config import Config, ConfigError
 
 _UNIT_KEYS = ("unit_max_numel", "unit_min_numel")
+_MONITORS = ("comet", "csv_monitor", "tensorboard", "wandb")
 _PRECISION = ("fp16", "bf16", "torch_autocast", "data_types", "communication_data_type")
 
 
@@ -26,12 +27,14 @@ def variant_config(given: Any, variant: Variant, world_size: int) -> dict[str, A
     """The configuration of one run, as plain data.
 
     Gradients are reduced per micro-batch in all of them, which makes the stages bitwise equal (DESIGN.md, section 4).
+    Monitors are off: these runs are not the user's.
     Where the user's dtypes need stage 1 (16-bit masters), the reference is at stage 1.
     """
     resolved = Config.load(given, world_size=world_size)
+    always = {"reduce_each_micro_batch": True, **{section: {"enabled": False} for section in _MONITORS}}
     if variant is Variant.GIVEN:
-        return {**resolved.raw, "reduce_each_micro_batch": True}
-    plain = {**resolved.to_plain(), "reduce_each_micro_batch": True}
+        return {**resolved.raw, **always}
+    plain = {**resolved.to_plain(), **always}
     if variant is Variant.FLOAT32:
         plain = {key: value for key, value in plain.items() if key not in _PRECISION}
     units = {key: plain["zero_optimization"][key] for key in _UNIT_KEYS}
