@@ -233,6 +233,10 @@ def bench_consolidate(directory: Path, nbytes: int, rounds: int) -> None:
             [sys.executable, "-m", "zero_ckpt", "convert", "ours", "c.safetensors"],
             "import zero_ckpt.cli, zero_ckpt.conversion.safetensors_sink",
         ),
+        "zero-ckpt, its own, PyTorch file": (
+            [sys.executable, "-m", "zero_ckpt", "convert", "ours", "d.bin"],
+            "import torch, zero_ckpt.conversion.pytorch_sink",
+        ),
     }
     base = {name: peak_and_time([sys.executable, "-c", line], directory)[0] for name, (_, line) in contenders.items()}
     results = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,9 @@ def test_what_another_source_left_is_not_gone_on_with_and_a_failure_leaves_nothi
     zero_ckpt.save(tmp_path / "new", {"model": model})
     convert(tmp_path / "new", target)
     assert torch.equal(safetensors.load_file(target)["weight"], model.weight)
-    with pytest.raises(CheckpointError):
-        broken = Counting(open_source(tmp_path / "new"), stop=50, error=CheckpointError("no"))
-        convert(broken, tmp_path / "b.safetensors")
+    for name in ("b.safetensors", "b.bin"):
+        with pytest.raises(CheckpointError, match="no more"):
+            convert(Counting(open_source(tmp_path / "new"), stop=50, error=CheckpointError("no more")), tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old", "out.safetensors"]
 
 
@@ -197,6 +198,11 @@ def test_pytorch_files_keep_ties(tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
     assert torch.equal(loaded["head.weight"], values["master"])
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin") as archive:
+        assert archive.testzip() is None
+    mapped = torch.load(tmp_path / "pytorch_model.bin", weights_only=True, mmap=True)
+    assert set(mapped) == {*values, "head.weight"} - {"master"} and mapped["none"].shape == (0, 3)
+    assert torch.equal(mapped["scale"], values["scale"].float()) and torch.equal(mapped["count"], values["count"])
     files = convert(tmp_path / "ckpt", tmp_path / "out", to="pytorch", max_shard_size="500")
     index = json.loads((tmp_path / "out" / "pytorch_model.bin.index.json").read_text())
     assert len(files) == 3 and index["weight_map"]["head.weight"] == index["weight_map"]["embed.weight"]

@@ -89,7 +89,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if safe_serialization:
         write_safetensors(source, tensors, target, limit=limit, workers=4, progress=lambda nbytes: None)
     else:
-        write_pytorch(source, tensors, target, limit=limit, progress=lambda nbytes: None)
+        write_pytorch(source, tensors, target, limit=limit, workers=4, progress=lambda nbytes: None)
 
 
 def load_state_dict_from_zero_checkpoint(

@@ -35,9 +35,9 @@ def convert(
     applies to floating-point tensors of a model; `deepspeed-universal` and `zero-ckpt` keep everything as it is,
     optimizer state included.
 
-    `safetensors` and `zero-ckpt` hold a few pieces of 8 MiB in memory, `deepspeed-universal` one tensor and finally the
-    frozen ones, `pytorch` one file. An interrupted conversion to `safetensors` goes on where it was when it is started
-    again. `progress` is called with bytes written since its last call. Raises CheckpointError.
+    A few pieces of 8 MiB are in memory at a time; for `deepspeed-universal` one tensor, and finally the frozen ones. An
+    interrupted conversion to `safetensors` goes on where it was when it is started again. `progress` is called with
+    bytes written since its last call, from several threads. Raises CheckpointError.
     """
     opened = open_source(source) if isinstance(source, (str, os.PathLike)) else source
     path, kind, report = Path(target), _kind(target, to), progress or _ignore
@@ -54,7 +54,7 @@ def convert(
     if kind == "pytorch":
         from .pytorch_sink import write_pytorch
 
-        return write_pytorch(opened, tensors, path, limit=limit, progress=report)
+        return write_pytorch(opened, tensors, path, limit=limit, workers=workers, progress=report)
     from .safetensors_sink import write_safetensors
 
     return write_safetensors(opened, tensors, path, limit=limit, workers=workers, progress=report)

@@ -45,10 +45,7 @@ class PartialFile:
 
     def write(self, data: bytes | memoryview, position: int) -> None:
         """Write bytes at a position; safe to call from several threads."""
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(self._fd, view, position)
-            view, position = view[written:], position + written
+        write_at(self._fd, data, position)
 
     def record(self, done: int) -> None:
         """Wait until the first `done` bytes are on disk and note it."""
@@ -82,3 +79,11 @@ class PartialFile:
             return 0
         magic, digest, done = _TRAILER.unpack(os.pread(self._fd, _TRAILER.size, self._nbytes))
         return int(done) if (magic, digest) == (_MAGIC, self._digest) and done <= self._nbytes else 0
+
+
+def write_at(fd: int, data: bytes | memoryview, position: int) -> None:
+    """Write all of `data` at a position of a file."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, position)
+        view, position = view[written:], position + written
