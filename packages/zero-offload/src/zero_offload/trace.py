@@ -50,8 +50,9 @@ class _Event:
 class Trace:
     """Records transfers, waits and kernels; `report` sums them up, `save` writes a file that opens in Perfetto.
 
-    Give one to the stores and the optimizer that shall appear in it. ``rank`` is the process number in the file. A
-    thread notes when asynchronous transfers end; `close` ends it. May be used from several threads.
+    Give one to the stores and the optimizer that shall appear in it. ``rank`` is the process number in the file. Events
+    are kept until `clear`. A thread notes when asynchronous transfers end; `close` ends it. May be used from several
+    threads.
     """
 
     def __init__(self, *, rank: int = 0) -> None:
