@@ -159,7 +159,8 @@ class Engine(WholeValues):
                 logger.warning("step %d skipped: a gradient is not finite", self.global_steps)
         self.global_steps += 1
         self._partition.runtime.step = self.global_steps
-        self.instruments.after_step()
+        with self._told_to_all():
+            self.instruments.after_step()
         self.checkpointing.after_step(self._partition.rank)
         self.observer.after_step(self._last)
 
