@@ -89,6 +89,21 @@ def test_times_memory_and_progress_are_printed_every_few_steps(alone: None, prin
     assert sum(line.startswith("MiB after") and "process" in line for line in lines) == 2
 
 
+def test_samples_per_second_are_those_since_the_last_line_after_a_resume_too(
+    alone: None, printed: Any, tmp_path: Path
+) -> None:
+    start(0).save_checkpoint(tmp_path)
+    engine = start(0, steps_per_print=2)
+    engine.load_checkpoint(tmp_path)
+    engine.global_samples = 10**9
+    began = time.perf_counter()
+    train(engine, 0, 2)
+    taken = time.perf_counter() - began
+    line = printed().splitlines()[-1]
+    rate = float(line.split(" samples per second")[0].split(", ")[-1])
+    assert 0 < rate <= 2 * BATCH / taken * 1.01  # the line counts from `initialize` on
+
+
 def test_with_logging_set_up_the_same_goes_to_the_logger(
     alone: None, caplog: pytest.LogCaptureFixture, capsys: Any
 ) -> None:

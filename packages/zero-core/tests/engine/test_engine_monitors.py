@@ -142,11 +142,14 @@ def test_comet_stores_the_experiment_offline(alone: None, tmp_path: Path, monkey
 
 
 def hide(module: str, section: str) -> str:
+    imported = sys.modules.get(module)
     sys.modules[module] = None  # type: ignore[assignment]
     try:
         return outcome(lambda: start(0, **{section: {"enabled": True}}))
     finally:
         del sys.modules[module]
+        if imported is not None:
+            sys.modules[module] = imported
 
 
 @pytest.mark.parametrize(

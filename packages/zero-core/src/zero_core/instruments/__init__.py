@@ -12,8 +12,8 @@ from .text import say
 from .timers import NoTimers, Timers
 
 __all__ = [
-    "MEMORY_KINDS",
     "Instruments",
+    "MEMORY_KINDS",
     "MemoryRow",
     "NoTimers",
     "PARTS",

@@ -77,7 +77,8 @@ class Speaking:
         self._micro_batches = 0
         self._progress = prints_progress(config)
         self._throughput = config.timers.throughput.enabled
-        self._since = (time.perf_counter(), engine.global_samples)
+        self._since = time.perf_counter()
+        self._steps = 0
         self._every = config.steps_per_print if self._progress and config.steps_per_print else 1
 
     @contextmanager
@@ -103,6 +104,7 @@ class Speaking:
     def after_step(self) -> None:
         """Write the events of a step, and say what is due."""
         engine = self._engine
+        self._steps += 1
         if self._monitor.enabled or self._due():
             times = self._timers.take()
             for part, milliseconds in times.items():
@@ -116,7 +118,7 @@ class Speaking:
             for text in self._said():
                 say(text)
             self._times.clear()
-            self._micro_batches = 0
+            self._micro_batches = self._steps = 0
 
     def _due(self) -> bool:
         return self._engine.global_steps % self._every == 0
@@ -153,9 +155,10 @@ class Speaking:
         engine = self._engine
         rates = ", ".join(f"{rate:.3g}" for rate in engine.get_lr())
         line = f"step {engine.global_steps}: gradient norm {engine.get_global_grad_norm():.4g}, lr {rates}"
-        (before, samples), self._since = self._since, (time.perf_counter(), engine.global_samples)
+        before, self._since = self._since, time.perf_counter()
         if self._throughput:
-            line += f", {(engine.global_samples - samples) / (self._since[0] - before):.4g} samples per second"
+            samples = self._steps * engine.train_batch_size()
+            line += f", {samples / (self._since - before):.4g} samples per second"
         return f"{line}, skipped {engine.skipped_steps}"
 
 
