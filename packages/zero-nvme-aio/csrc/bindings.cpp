@@ -249,11 +249,20 @@ void bind_engine(py::module_& m) {
         .def("counters", &PyEngine::counters);
 }
 
+// Taking gigabytes back costs the kernel tens of milliseconds.
+struct DeleteWithoutGil {
+    void operator()(Mapping* mapping) const {
+        py::gil_scoped_release release;
+        delete mapping;
+    }
+};
+using MappingHolder = std::unique_ptr<Mapping, DeleteWithoutGil>;
+
 void bind_memory(py::module_& m) {
-    py::class_<Mapping>(m, "Mapping", py::buffer_protocol())
+    py::class_<Mapping, MappingHolder>(m, "Mapping", py::buffer_protocol())
         .def(py::init([](size_t nbytes, bool huge_pages, bool lock) {
             py::gil_scoped_release release;
-            return std::make_unique<Mapping>(nbytes, MappingOptions{huge_pages, lock});
+            return MappingHolder(new Mapping(nbytes, MappingOptions{huge_pages, lock}));
         }))
         .def_property_readonly("address", [](const Mapping& mapping) { return reinterpret_cast<uintptr_t>(mapping.data()); })
         .def_property_readonly("nbytes", &Mapping::nbytes)
