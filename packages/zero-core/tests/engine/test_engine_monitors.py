@@ -176,6 +176,19 @@ def test_a_monitor_that_cannot_start_ends_every_rank(tmp_path: Path) -> None:
     assert first.startswith("NotADirectoryError") and "rank 0" in second and "NotADirectoryError" in second
 
 
+def fills_up(folder: str) -> str:
+    engine = start(1, **csv_config(folder))
+    return outcome(lambda: train(engine, 0, 2))
+
+
+def test_a_monitor_that_cannot_write_ends_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "Train_Samples_train_loss.csv").symlink_to("/dev/full")
+    first, second = run_ranks(fills_up, RANKS, str(tmp_path))
+    assert first.startswith("OSError") and "No space" in first
+    assert "rank 0" in second and "No space" in second
+
+
 @pytest.mark.parametrize("variant", Variant)
 def test_runs_of_verify_write_to_no_monitor(variant: Variant) -> None:
     sections = {key: {"enabled": True} for key in ("csv_monitor", "tensorboard", "wandb", "comet")}
