@@ -54,6 +54,19 @@ class StrictStore:
     def prefetch(self, names: Sequence[str]) -> None:
         self.faults += [f"{name} was never put" for name in names if name not in self.tier]
 
+    def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
+        return self.acquire(name)
+
+    def give_back(self, name: str, *, dirty: bool) -> None:
+        self.release(name, dirty=dirty)
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(shard.nbytes for shard in (*self.tier.values(), *self.out.values()))
+
+    def close(self) -> None:
+        self.tier.clear()
+
     def flush(self) -> None:
         self.faults += [f"{name} is still out at flush" for name in self.out]
 

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from . import checkpointing
     from .assembly import initialize
     from .config import Config, ConfigError
-    from .construction import Init, gathered
+    from .construction import (
+        Init,
+        TiledLinear,
+        gathered,
+        register_external_parameter,
+        set_leaf_modules,
+        unregister_external_parameter,
+    )
     from .engine import Engine
     from .errors import UsageError
     from .loading import RepeatingLoader
@@ -25,10 +32,14 @@ _LAZY = {
     "Engine": "engine",
     "Init": "construction",
     "RepeatingLoader": "loading",
+    "TiledLinear": "construction",
     "UsageError": "errors",
     "checkpointing": "",
     "gathered": "construction",
     "initialize": "assembly",
+    "register_external_parameter": "construction",
+    "set_leaf_modules": "construction",
+    "unregister_external_parameter": "construction",
 }
 
 __all__ = [
@@ -37,10 +48,14 @@ __all__ = [
     "Engine",
     "Init",
     "RepeatingLoader",
+    "TiledLinear",
     "UsageError",
     "checkpointing",
     "gathered",
     "initialize",
+    "register_external_parameter",
+    "set_leaf_modules",
+    "unregister_external_parameter",
 ]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_comm import Mesh, init
-from zero_partition import PartitionOptions, ShardedOptimizer, UnitLimits, partition
+from zero_partition import PartitionOptions, ShardedOptimizer, UnitLimits, leaf_marker, partition
 from zero_precision import autocast_dtypes, parse_dtype
 
 from . import kernels
@@ -114,6 +114,7 @@ def _options(config: Config, model: nn.Module) -> PartitionOptions:
         bucket_numel=zero.reduce_bucket_size,
         reduce_each_micro_batch=config.reduce_each_micro_batch,
         compute_dtypes=_autocast_dtypes(config, model),
+        is_leaf=leaf_marker(zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes),
     )
 
 

@@ -11,10 +11,25 @@ import torch.distributed as dist
 
 from zero_comm import Mesh, init
 from zero_partition import Init as PartitionInit
-from zero_partition import gathered_anywhere
+from zero_partition import (
+    TiledLinear,
+    gathered_anywhere,
+    register_external_parameter,
+    set_leaf_modules,
+    unregister_external_parameter,
+)
 
 from .config import Config
 from .observing import supervisor
+
+__all__ = [
+    "Init",
+    "TiledLinear",
+    "gathered",
+    "register_external_parameter",
+    "set_leaf_modules",
+    "unregister_external_parameter",
+]
 
 
 def gathered(parameters: Any, modifier_rank: int | None = None) -> AbstractContextManager[None]:

@@ -26,6 +26,7 @@ from .instruments import instruments_for, say
 from .loading import RankLoader, rank_loader
 from .monitors import build_monitor
 from .observing import Observer, Unobserved
+from .parking import ParkedStates, kinds_of
 from .report import startup_report
 from .schedules import Scheduler
 from .whole_values import WholeValues
@@ -78,6 +79,7 @@ class Engine(WholeValues):
         self._synchronises = True
         self._last: StepResult | None = None
         self._destroyed = False
+        self._parked: ParkedStates | None = None
         self._batch = (
             config.train_batch_size,
             config.train_micro_batch_size_per_gpu,
@@ -187,6 +189,34 @@ class Engine(WholeValues):
             yield
         finally:
             self._synchronises = before
+
+    @contextmanager
+    def synced(self) -> Iterator[None]:
+        """Ranks may call the engine a different number of times inside, without backward: generation, evaluation.
+
+        Who is done waits at the end and takes part in gathering parameters for the others. Collective.
+        """
+        self._check_open("synced")
+        with self._told_to_all(), self._partition.runtime.synced():
+            yield
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Move this rank's model states to host memory until `reload_states`; the engine does nothing else meanwhile.
+
+        ``include``: among `zero_core.parking.KINDS`, by default all. ``non_blocking`` is a hint. Raises `UsageError`.
+        """
+        self._check_open("offload_states")
+        if str(getattr(device, "value", device)) != "cpu":
+            raise UsageError(f"engine.offload_states(device=…): expected 'cpu', got {device!r}")
+        self._parked = ParkedStates(self._partition, self._sharded, kinds_of(include), pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` took away; nothing happens when nothing is away."""
+        if self._parked is not None:
+            self._parked.bring_back()
+            self._parked = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients collected so far (`step` does it by itself)."""

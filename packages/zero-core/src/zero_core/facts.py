@@ -14,6 +14,7 @@ from zero_precision import DynamicLossScale
 from .config import Config
 from .errors import UsageError
 from .instruments import MEMORY_KINDS, communication_table, memory_rows, memory_table
+from .parking import ParkedStates
 
 
 class Facts(nn.Module):
@@ -26,6 +27,7 @@ class Facts(nn.Module):
     _sharded: ShardedOptimizer | None
     _batch: tuple[int, int, int]
     _destroyed: bool
+    _parked: ParkedStates | None
 
     # -- batch sizes -------------------------------------------------------------------------------------------------
 
@@ -189,6 +191,8 @@ class Facts(nn.Module):
     def _check_open(self, call: str) -> None:
         if self._destroyed:
             raise UsageError(f"engine.{call}: this engine was destroyed; the plain model goes on, or initialize again")
+        if self._parked is not None:
+            raise UsageError(f"engine.{call}: the states are in host memory; call engine.reload_states() first")
 
     def _check_trainable(self, call: str) -> ShardedOptimizer:
         self._check_open(call)

@@ -16,6 +16,7 @@ from .access import (
     set_full_state,
 )
 from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterError
+from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
 from .initialisation import Init
 from .layout import Entry, Fragment, Layout, UnitLayout
 from .needs import NormOptimizer
@@ -60,11 +61,15 @@ __all__ = [
     "full_state",
     "gathered",
     "gathered_anywhere",
+    "leaf_marker",
     "norm_squared",
     "partition",
     "plan_units",
+    "register_external_parameter",
     "set_full_gradient",
     "set_full_parameter",
     "set_full_state",
+    "set_leaf_modules",
     "start_in_reduced",
+    "unregister_external_parameter",
 ]

@@ -13,7 +13,8 @@ from zero_comm import Tag
 from .errors import PartitionError
 from .initialisation import cut_record
 from .optimizer import ShardedOptimizer
-from .partition import Partition, owner_of
+from .ownership import owner_of
+from .partition import Partition
 from .tier import StateTier
 from .unit import Unit, UnitState
 from .updates import OwnedFragment

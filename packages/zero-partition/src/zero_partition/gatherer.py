@@ -146,8 +146,11 @@ class Gatherer:
                 if self._units[index].state is UnitState.GATHERED and may_go(self._units[index]):
                     self.leave(self._units[index])
 
-    def end(self) -> None:
-        """Finish the pass: join the gathers that this rank did not need, release everything."""
+    def end(self, *, joined: bool = False) -> None:
+        """Finish the pass: join the gathers that this rank did not need, release everything.
+
+        ``joined``: this rank took part for the others only, and has observed nothing.
+        """
         schedule = self._schedule
         if schedule is None:
             return
@@ -156,7 +159,7 @@ class Gatherer:
             self._release(self._units[index])
         for unit in self._units:
             self._release(unit)
-        if self._key not in self._learned or not set(self._used) <= set(schedule.order):
+        if not joined and (self._key not in self._learned or not set(self._used) <= set(schedule.order)):
             self._news[self._key] = list(self._used)
         self._schedule = None
 

@@ -52,6 +52,14 @@ class ModuleHooks:
                     hook = partial(self._on_gradient, unit, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
+    def add_use(self, name: str, module: nn.Module, unit: Unit) -> None:
+        """Have the calls of ``module`` use ``unit`` too."""
+        unit.plan.members[name] = module
+        if name not in self.watches:
+            self._hook_module(name, module, [unit], outermost=False)
+        elif unit not in self.watches[name].units:
+            self.watches[name].use(unit)
+
     def remove(self) -> None:
         """Take all hooks away."""
         for handle in self._handles:
@@ -86,6 +94,11 @@ class ModuleWatch:
         self._listener = listener
         self._watches_outputs = outermost or any(u.releasable for u in units)
         self._entered: list[BaseException | None] = []
+
+    def use(self, unit: Unit) -> None:
+        """The module uses one more unit."""
+        self.units.append(unit)
+        self._watches_outputs = self._watches_outputs or unit.releasable
 
     def enter(self, _module: nn.Module, _args: Any) -> None:
         """Before the module's forward."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,16 +14,16 @@ from zero_comm import EngineGroups, Message, Tag
 from zero_precision import PrecisionPolicy, kept_in_fp32
 
 from .errors import PartitionError
+from .external import external_parameters, leaf_marker
 from .gradients import UnitGradients
 from .initialisation import cut_record, forget_cut
 from .layout import Layout, UnitLayout
+from .ownership import disown, own, owner_of
 from .residency import DeviceResidency, Residency
 from .runtime import Runtime
 from .tier import MakeStates, ShardNeeds
 from .unit import Unit
 from .units import UnitLimits, UnitPlan, check_trainable_uncut, plan_units, uncut_parameters
-
-_OWNER = "_zero_partition"  # the one attribute that a parameter of an engine carries
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class PartitionOptions:
     ``stage``: optimizer state is sharded when >= 1, gradients when >= 2, parameters when >= 3. At stages 0 and 1 the
     backward passes of one step add up locally before they are reduced; with ``reduce_each_micro_batch`` they are
     reduced one by one as stages 2 and 3 do, which makes all stages bitwise equal. ``alignment``: shard boundaries are
-    multiples of it.
+    multiples of it. ``is_leaf``: whether a module (by name) is gathered as a whole whatever its size.
     """
 
     stage: int
@@ -46,6 +45,7 @@ class PartitionOptions:
     reduce_each_micro_batch: bool = False
     compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     alignment: int = 64
+    is_leaf: Callable[[str, nn.Module], bool] = field(default_factory=leaf_marker)
 
     @property
     def reduces_each(self) -> bool:
@@ -107,8 +107,12 @@ class Partition:
         )
         for unit in self.units:
             for parameter in unit.parameters:
-                setattr(parameter, _OWNER, _Owner(self))
+                own(parameter, self)
+        self._names = {id(module): name for name, module in model.named_modules()}
         self._by_parameter = {id(p): (unit, i) for unit in self.units for i, p in enumerate(unit.parameters)}
+        for module in model.modules():
+            for parameter in external_parameters(module):
+                self.add_use(module, parameter)
 
     def find(self, parameter: nn.Parameter) -> tuple[Unit, int] | None:
         """The unit that holds ``parameter`` and its number there; None when no unit does."""
@@ -117,6 +121,13 @@ class Partition:
     def owned_ranks(self) -> range:
         """The ranks whose shards this rank's optimizer updates: all at stage 0, else its own."""
         return range(self.world_size) if self.options.stage == 0 else range(self.rank, self.rank + 1)
+
+    def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """Have ``parameter`` whole whenever ``module``, which is part of the model, runs."""
+        found = self.find(parameter)
+        name = self._names.get(id(module))
+        if found is not None and name is not None:
+            self.runtime.add_use(name, module, found[0])
 
     def publish(self) -> None:
         """Write the updated weights back to where forward reads them."""
@@ -169,7 +180,7 @@ class Partition:
         self.residency.close()
         for unit in self.units:
             for parameter in unit.parameters:
-                delattr(parameter, _OWNER)
+                disown(parameter)
 
     def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:
         releasable = self.options.stage >= 3 and not plan.resident and self.world_size > 1
@@ -263,25 +274,6 @@ class Partition:
                 )
 
 
-class _Owner:
-    """Says which partition a parameter belongs to; copies and pickles of the parameter belong to none."""
-
-    def __init__(self, partition: Partition) -> None:
-        self.partition = weakref.ref(partition)
-
-    def __deepcopy__(self, _memo: dict[int, object]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
-def owner_of(parameter: object) -> Partition | None:
-    """The partition that a parameter belongs to, if any."""
-    owner = getattr(parameter, _OWNER, None) if isinstance(parameter, nn.Parameter) else None
-    return None if owner is None else owner.partition()
-
-
 def partition(
     model: nn.Module,
     groups: EngineGroups,
@@ -342,7 +334,7 @@ def _plan(
             return parameter.dtype
         return options.compute_dtypes.get(name, policy.param_dtype) if options.stage >= 3 else policy.param_dtype
 
-    return plan_units(model, options.limits, trainable=is_trained, dtype_of=dtype_of)
+    return plan_units(model, options.limits, trainable=is_trained, dtype_of=dtype_of, is_leaf=options.is_leaf)
 
 
 def _unit_layout(plan: UnitPlan, world_size: int, alignment: int) -> UnitLayout:

@@ -27,20 +27,32 @@ class Agreement:
         self._serve = serve
         self.requests_served = 0
 
-    def start(self, kind: str, name: str, step: int, payload: Any = None) -> list[Any]:
+    def start(self, kind: str, name: str, step: int, payload: Any = None, beside: str | None = None) -> list[Any]:
         """Meet the other ranks at ``kind``/``name``; return their payloads in rank order.
 
-        Raises `DesyncError` listing every rank's call when they differ.
+        Ranks may be at ``beside`` instead. Raises `DesyncError` listing every rank's call when they differ otherwise.
         """
-        while True:
-            messages = self._control.exchange(Message(kind, name, step, payload))
-            if not self._serve_requests(messages):
-                self._control.check_same(messages)
-                return [m.payload for m in messages]
+        messages = self._exchange(Message(kind, name, step, payload))
+        self._control.check_same([m for m in messages if m.kind != beside])
+        return [m.payload for m in messages]
+
+    def meet(self, kind: str, step: int, payload: Any) -> list[Message]:
+        """Meet the other ranks, whatever they are at, as long as those that are not at ``kind`` are at the same;
+        return their messages in rank order."""
+        messages = self._exchange(Message(kind, "", step, payload))
+        self._control.check_same([m for m in messages if m.kind != kind])
+        return messages
 
     def request(self, unit: int, step: int) -> None:
         """Have every rank take part in gathering ``unit`` outside the order; return when it was issued."""
         self._serve_requests(self._control.exchange(Message(_REQUEST, "", step, unit)))
+
+    def _exchange(self, message: Message) -> list[Message]:
+        """Exchange ``message``, again after every round in which somebody requested a unit."""
+        while True:
+            messages = self._control.exchange(message)
+            if not self._serve_requests(messages):
+                return messages
 
     def _serve_requests(self, messages: list[Message]) -> bool:
         wanted = dict.fromkeys(m.payload for m in messages if m.kind == _REQUEST)

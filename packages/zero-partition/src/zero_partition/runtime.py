@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .residency import Residency
 from .unit import Unit
 
 _BACKWARD = "backward"
+_DONE = "done in synced()"
 
 
 class Runtime:
@@ -73,6 +75,7 @@ class Runtime:
         self._last_forward: str | None = None
         self._trains = False
         self._failure: str | None = None
+        self._synced = False
         self._storages: dict[int, Unit] = {}
         self._frozen = [
             (n, p) for u in self.units for n, p in zip(u.names, u.parameters, strict=True) if not p.requires_grad
@@ -87,6 +90,10 @@ class Runtime:
     def begin_backward(self) -> None:
         """Start a backward pass; agreed by all ranks when it gathers or reduces."""
         self.check_alive()
+        if self._synced:
+            raise PartitionError(
+                "backward was called inside synced(), where ranks may do different things; leave it first"
+            )
         self.hide_gradients()
         reduces = self.reduces_now()
         self._in_backward = True
@@ -147,7 +154,10 @@ class Runtime:
         """Meet the other ranks; carries what was learned about orders along. Returns the payloads in rank order."""
         self.check_alive()
         news = self.gatherer.take_news() if self._sharded else {}
-        answers = self.agreement.start(kind, name, self.step, [payload, news, self.reducer.observed()])
+        answers = self.agreement.start(kind, name, self.step, [payload, news, self.reducer.observed()], self._beside())
+        return self._learn(answers)
+
+    def _learn(self, answers: list[Any]) -> list[Any]:
         if any(answer[1] for answer in answers):
             self.gatherer.learn([answer[1] for answer in answers])
         if any(answer[2] for answer in answers):
@@ -183,6 +193,24 @@ class Runtime:
             self._compiled.remove()
         self._compiled = CompiledRegions(model, self.units, self._hooks, self, **options)
         return self._compiled.names
+
+    def add_use(self, name: str, module: nn.Module, unit: Unit) -> None:
+        """Have the calls of ``module`` use ``unit`` too."""
+        self._hooks.add_use(name, module, unit)
+
+    @contextmanager
+    def synced(self) -> Iterator[None]:
+        """Ranks may call forward a different number of times inside (without backward): whoever is done takes part in
+        the others' gathers until all are. Collective."""
+        if self._synced:
+            raise PartitionError("synced() is open already")
+        self._synced = True
+        try:
+            yield
+            if self._sharded:
+                self._serve_others()
+        finally:
+            self._synced = False
 
     def close(self) -> None:
         """Remove the hooks; parameters stay as they are."""
@@ -266,6 +294,23 @@ class Runtime:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _beside(self) -> str | None:
+        return _DONE if self._synced else None
+
+    def _serve_others(self) -> None:
+        """Join the forward passes of ranks that are not done, without computing anything."""
+        while True:
+            self.check_alive()
+            payload = [None, self.gatherer.take_news(), self.reducer.observed()]
+            others = self.agreement.meet(_DONE, self.step, payload)
+            self._learn([message.payload for message in others])
+            running = [message for message in others if message.kind != _DONE]
+            if not running:
+                return
+            self.gatherer.step = self.step
+            self.gatherer.begin(_forward_key(running[0].name))
+            self.gatherer.end(joined=True)
+
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -294,7 +339,7 @@ class Runtime:
         self.check_alive()
         self._members_run.clear()
         self._depth.clear()
-        key = f"forward of {name or 'the model'}"
+        key = _forward_key(name)
         self.agree("forward", name, None)
         self.gatherer.step = self.step
         self.gatherer.begin(key)
@@ -328,3 +373,7 @@ class Runtime:
 
     def _serve_request(self, unit: int, mine: bool) -> None:
         self.gatherer.serve(unit, mine)
+
+
+def _forward_key(name: str) -> str:
+    return f"forward of {name or 'the model'}"

@@ -146,6 +146,17 @@ class Unit:
             self.state = UnitState.RELEASED
             self.lent = False
 
+    def hide(self) -> None:
+        """Have gathered parameters that are never released read NaN, until `show`: their memory is about to go."""
+        for parameter in self.parameters:
+            parameter.data = torch.full((), torch.nan, dtype=self.plan.dtype, device=self._device).expand(
+                parameter.shape
+            )
+
+    def show(self) -> None:
+        """The parameters are views of the flat buffer again."""
+        self._install_views()
+
     def publish(self, step: int) -> Work | None:
         """After the optimizer's update: write the weights back to where forward reads them.
 

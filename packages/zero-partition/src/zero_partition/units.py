@@ -58,16 +58,17 @@ def plan_units(
     *,
     trainable: Callable[[nn.Parameter], bool],
     dtype_of: Callable[[str, nn.Parameter], torch.dtype],
+    is_leaf: Callable[[str, nn.Module], bool] = lambda name, module: False,
 ) -> list[UnitPlan]:
     """Return the units of ``model`` in module order.
 
     A subtree that fits ``limits.max_numel`` and is an element of a ModuleList, Sequential or ModuleDict is a unit;
-    larger subtrees are opened; what is left over is merged while it stays below ``min_numel``. ``dtype_of`` decides
-    the dtype a parameter is computed with. Parameters that cannot be cut (empty, not floating point, tensor
-    subclasses) are left out; `uncut_parameters` lists them.
+    larger subtrees are opened, unless ``is_leaf``; what is left over is merged while it stays below ``min_numel``.
+    ``dtype_of`` decides the dtype a parameter is computed with. Parameters that cannot be cut (empty, not floating
+    point, tensor subclasses) are left out; `uncut_parameters` lists them.
     """
     owners = _owners(model)
-    groups = _merge(_walk("", model, limits, owners), limits)
+    groups = _merge(_walk("", model, limits, is_leaf), limits)
     plans: dict[tuple[str, torch.dtype, bool, bool], UnitPlan] = {}
     placed: set[int] = set()
     for group in groups:
@@ -128,7 +129,7 @@ def _owners(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
 
 
 def _walk(
-    name: str, module: nn.Module, limits: UnitLimits, owners: dict[int, dict[str, nn.Module]]
+    name: str, module: nn.Module, limits: UnitLimits, is_leaf: Callable[[str, nn.Module], bool]
 ) -> Iterator[_Group]:
     """Yield groups in module order: own parameters first, then children, opening what is too large."""
     own = {_join(name, key): p for key, p in module._parameters.items() if p is not None}
@@ -140,10 +141,12 @@ def _walk(
         numel = sum(p.numel() for p in whole.values())
         if not whole:
             continue
-        if isinstance(module, _CONTAINERS) and numel <= limits.max_numel and not isinstance(child, _CONTAINERS):
+        if is_leaf(child_name, child):
+            yield _Group(child_name, {child_name: child}, whole, mergeable=False)
+        elif isinstance(module, _CONTAINERS) and numel <= limits.max_numel and not isinstance(child, _CONTAINERS):
             yield _Group(child_name, {child_name: child}, whole, mergeable=numel < limits.min_numel)
         else:
-            yield from _walk(child_name, child, limits, owners)
+            yield from _walk(child_name, child, limits, is_leaf)
 
 
 def _merge(groups: Iterator[_Group], limits: UnitLimits) -> list[_Group]:

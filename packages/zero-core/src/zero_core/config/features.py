@@ -110,7 +110,6 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.elastic_checkpoint": "every checkpoint loads at any world size and stage",
     "zero_optimization.enable_sanity_checks": _ALWAYS,
     "zero_optimization.ignore_unused_parameters": "unused parameters are skipped as torch skips them",
-    "zero_optimization.leaf_module": _UNITS,
     "zero_optimization.log_trace_cache_warnings": "there is no trace cache: ranks agree on an order",
     "zero_optimization.memory_efficient_linear": "a gathered weight is never saved by autograd as a copy",
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "the kernels use torch's number of threads",

@@ -1,0 +1,120 @@
+"""States that wait in host memory, and ranks that call the engine a different number of times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_cases import RANKS, batch, outcome, start, train, weights
+from torch import nn
+
+import zero_core
+from zero_comm import run_ranks
+from zero_core.parking import KINDS
+
+BF16 = {"bf16": {"enabled": True}, "data_types": {}}
+
+
+def parked(stage: int, include: list[str] | None, changes: dict[str, Any], park: bool) -> dict[str, Any]:
+    engine = start(stage, **changes)
+    dtype = torch.bfloat16 if changes else torch.float64
+    train(engine, 0, 2, dtype)
+    engine.backward(engine(*batch(2, dtype)))
+    before = sum(engine.memory_report().values())
+    facts: dict[str, Any] = {}
+    if park:
+        engine.offload_states(include)
+        facts["freed"] = before - sum(engine.memory_report().values())
+        facts["refused"] = outcome(lambda: engine(*batch(0, dtype)))
+        facts["twice"] = outcome(engine.offload_states)
+        facts["nan"] = all(bool(p.isnan().all()) for p in engine.module.parameters()) if include is None else True
+        engine.reload_states()
+        engine.reload_states()
+        facts["back"] = sum(engine.memory_report().values()) == before
+    engine.step()
+    train(engine, 3, 5, dtype)
+    facts["weights"] = {name: value.double().tolist() for name, value in weights(engine).items()}
+    engine.destroy()
+    return facts
+
+
+@pytest.mark.parametrize("include", [None, ["optim_states"], ["hp_params", "lp_grads"]])
+@pytest.mark.parametrize(("stage", "changes"), [(1, {}), (2, BF16), (3, BF16)])
+def test_training_goes_on_from_parked_states_as_if_nothing_had_happened(
+    stage: int, include: list[str] | None, changes: dict[str, Any]
+) -> None:
+    expected = run_ranks(parked, RANKS, stage, include, changes, False)
+    for ours, theirs in zip(run_ranks(parked, RANKS, stage, include, changes, True), expected, strict=True):
+        assert ours["weights"] == theirs["weights"]
+        assert ours["freed"] > 0 and ours["back"] and ours["nan"]
+        assert "reload_states" in ours["refused"] and "reload_states" in ours["twice"]
+
+
+def test_what_cannot_be_parked_is_refused_by_name(alone: None) -> None:
+    engine = start(2)
+    assert "'nvme'" in outcome(lambda: engine.offload_states(device="nvme"))
+    message = outcome(lambda: engine.offload_states(["weights"]))
+    assert "'weights'" in message and all(kind in message for kind in KINDS)
+
+
+def generate(stage: int) -> tuple[int, str]:
+    engine = start(stage)
+    rank = dist.get_rank()
+    with torch.no_grad(), engine.synced():
+        values = [engine(*batch(n)) for n in range(1 + 3 * rank)]
+    train(engine, 0, 1)
+    message = outcome(lambda: inside(engine))
+    return sum(int(bool(v.isfinite())) for v in values), message
+
+
+def inside(engine: zero_core.Engine) -> None:
+    with engine.synced():
+        engine.backward(engine(*batch(0)))
+
+
+def test_ranks_generate_different_lengths_inside_synced() -> None:
+    results = run_ranks(generate, RANKS, 3)
+    assert [count for count, _ in results] == [1 + 3 * rank for rank in range(RANKS)]
+    assert all("inside synced()" in message for _, message in results)
+
+
+class Choosing(nn.Module):
+    """Runs one of its parts, and holds another module's weight where nothing shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts[dist.get_rank() % 3](x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose = Choosing()
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.choose(x)).square().mean()
+
+
+def leaf(how: str) -> list[list[str]]:
+    model = Model().double()
+    zero: dict[str, Any] = {"stage": 3, "unit_min_numel": 1, "unit_max_numel": 40}
+    if how == "call":
+        zero_core.set_leaf_modules(model, [Choosing])
+    elif how:
+        zero["leaf_module"] = {how: ["Choosing" if how == "classes" else "choose"]}
+    engine = start(3, model, zero_optimization=zero)
+    engine.backward(engine(torch.ones(2, 6, dtype=torch.float64)))
+    engine.step()
+    return [unit.names for unit in engine.partition.units]
+
+
+@pytest.mark.parametrize("how", ["call", "classes", "names", "name_suffixes"])
+def test_leaf_modules_are_one_unit(how: str) -> None:
+    assert max(map(len, run_ranks(leaf, RANKS, "")[0])) == 2
+    assert max(map(len, run_ranks(leaf, RANKS, how)[0])) == 6
