@@ -258,6 +258,23 @@ def test_buffers_that_copies_read_are_waited_for(tmp_path: Path) -> None:
     store.close()
 
 
+def test_hints_that_come_to_nothing_do_not_keep_their_buffers(tmp_path: Path) -> None:
+    trace = Trace()
+    with NvmeStore(tmp_path, device="cpu", buffer_count=3, trace=trace) as store:
+        for name, shard in shards([5000] * 4).items():
+            store.put(name, shard)
+        store.flush()
+        store.prefetch(["layer.0", "layer.1"])
+        for cycle in range(40):
+            if cycle == 20:
+                trace.clear()
+            for name in ("layer.2", "layer.3"):
+                store.acquire(name)
+                store.release(name, dirty=False)
+    assert not trace.report()  # the last twenty found both in buffers
+    trace.close()
+
+
 class _SlowEvent:
     """Happens when it is waited for."""
 

@@ -16,6 +16,8 @@ from .trace import Trace
 
 __all__ = ["Pack", "Part", "Ring", "lay_out"]
 
+_PATIENCE = 8  # a hint is forgotten when every buffer was used this often without it
+
 
 @dataclass(frozen=True)
 class Part:
@@ -58,7 +60,8 @@ class _Slot:
     holders: int = 0
     dirty: bool = False
     writing: bool = False
-    used: int = 0  # when it was last touched; 0 while it was only prefetched
+    used: int = 0  # when it was last acquired; 0 while it was only prefetched
+    hinted: int = 0  # when it was last prefetched
     pending: list[tuple[Part, Request]] = field(default_factory=list)
 
     def settled(self) -> bool:
@@ -104,13 +107,14 @@ class Ring:
         for pack in packs:
             known = self._find(pack)
             if known is not None:
-                known.used = known.used if known.holders else 0
+                if not known.holders:
+                    self._hint(known)
                 continue
             slot = self._free_now()
             if slot is None:
                 return
             self._read(slot, pack)
-            slot.used = 0
+            self._hint(slot)
 
     def is_here(self, pack: Pack) -> bool:
         """Whether `acquire` would return at once."""
@@ -179,9 +183,11 @@ class Ring:
         return next((slot for slot in self._slots if slot.pack is not None and slot.pack.name == pack.name), None)
 
     def _free_now(self) -> _Slot | None:
-        """A buffer that can be taken without waiting and holds nothing that was prefetched but not used yet."""
+        """A buffer that can be taken without waiting and holds nothing that is about to be used."""
         idle = [
-            slot for slot in self._slots if slot.pack is None or (not slot.holders and slot.used and slot.settled())
+            slot
+            for slot in self._slots
+            if slot.pack is None or (not slot.holders and not self._is_awaited(slot) and slot.settled())
         ]
         slot = min(idle, key=lambda slot: (slot.pack is not None, slot.used), default=None)
         if slot is not None:
@@ -198,7 +204,7 @@ class Ring:
         if not idle:
             held = ", ".join(f"'{slot.pack.name}'" for slot in self._slots if slot.pack is not None)
             raise StoreFullError(f"all {len(self._slots)} buffers are held ({held}); release one or raise buffer_count")
-        used = [slot for slot in idle if slot.used]
+        used = [slot for slot in idle if not self._is_awaited(slot)]
         slot = min(used, key=lambda slot: slot.used) if used else idle[-1]
         self._settle(slot)
         slot.pack = None
@@ -279,6 +285,13 @@ class Ring:
 
     def _memory(self, slot: _Slot, part: Part) -> torch.Tensor:
         return slot.memory[part.buffer_offset : part.buffer_offset + part.nbytes]
+
+    def _hint(self, slot: _Slot) -> None:
+        slot.used, slot.hinted = 0, self._clock
+
+    def _is_awaited(self, slot: _Slot) -> bool:
+        """Whether a buffer was prefetched and will be used; what nobody asked for in a long time will not."""
+        return slot.used == 0 and self._clock - slot.hinted <= _PATIENCE * len(self._slots)
 
     def _touch(self, slot: _Slot) -> None:
         self._clock += 1
