@@ -105,17 +105,20 @@ static void widen(const char* x, Dtype dtype, float* out, int64_t n) {
     else for_lanes(Widen<LoadF32>{x, out}, n);
 }
 
-// Non-temporal stores need whole-vector alignment; a stream that is only written then costs no read of its old content.
+template <bool kStream>
+static void narrow_to(const float* x, uint16_t* out, Dtype dtype, int64_t n) {
+    if (dtype == Dtype::bf16) for_lanes(Narrow<false, kStream>{x, out}, n);
+    else for_lanes(Narrow<true, kStream>{x, out}, n);
+}
+
+// A stream that is only written costs no read of its old content with non-temporal stores, which need whole-vector alignment.
 static void narrow(const float* x, char* out, Dtype dtype, int64_t n, bool stream) {
     uint16_t* p = reinterpret_cast<uint16_t*>(out);
-    stream = stream && reinterpret_cast<uintptr_t>(out) % sizeof(Vector::H) == 0;
-    if (dtype == Dtype::bf16) {
-        if (stream) for_lanes(Narrow<false, true>{x, p}, n);
-        else for_lanes(Narrow<false, false>{x, p}, n);
-    } else {
-        if (stream) for_lanes(Narrow<true, true>{x, p}, n);
-        else for_lanes(Narrow<true, false>{x, p}, n);
-    }
+    if (!stream) return narrow_to<false>(x, p, dtype, n);
+    const int64_t unaligned = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(out) % sizeof(Vector::H) / 2);
+    const int64_t head = n < unaligned ? n : unaligned;
+    narrow_to<false>(x, p, dtype, head);
+    narrow_to<true>(x + head, p + head, dtype, n - head);
 }
 
 // A float32 kept as bf16 plus 16 bits: the bf16 is the nearest one (ties away from zero), the low half its signed difference, so the

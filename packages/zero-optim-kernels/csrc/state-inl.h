@@ -8,6 +8,8 @@ struct Piece {
     float* wide[2];  // float32 scratch of an 8-bit block
     float scale[2];  // what its codes are multiplied with
     char* update;
+    char* copy;      // written in the same loop, or null
+    bool half;       // its dtype: f16, else bf16
     uint64_t key;    // of the second moment's random numbers
     uint32_t index;
     int64_t n;

@@ -1,6 +1,6 @@
 // One pass over a range of a run. A tile's parameters are brought to float32 where they are stored otherwise, updated, and put back while
 // they are in the first-level cache; tiles sit at global multiples of kTile, so quantisation blocks and random numbers do not depend on
-// how a buffer is split into calls or chunks.
+// how a buffer is split into calls or chunks. Where the update loop does it all, a tile is as long as a chunk.
 
 static bool is_wide(Dtype dtype) { return dtype == Dtype::f32 || dtype == Dtype::f64; }
 
@@ -17,6 +17,16 @@ static void close_parameter(const Format& f, const Run& run, int64_t b, int64_t 
     uint16_t* p = reinterpret_cast<uint16_t*>(run.param) + b;
     if (run.param_low) for_lanes(SplitLow{scratch, p, run.param_low + b}, n);
     else for_lanes(NarrowStochastic{scratch, p, tile_key(f.key, index, Stream::parameter), static_cast<uint32_t>(index)}, n);
+}
+
+// Whether the update loop itself writes the copy.
+static bool copies_in_loop(const Format& f) {
+    return f.rule != Rule::lamb && f.param == Dtype::f32 && (f.copy == Dtype::bf16 || f.copy == Dtype::f16);
+}
+
+// Whether a tile is visited again after its update.
+static bool has_phases(const Format& f) {
+    return f.rule == Rule::lamb || !is_wide(f.param) || f.zero_grad || (f.copy != Dtype::none && !copies_in_loop(f));
 }
 
 static void write_copy(const Format& f, const Run& run, const char* p, int64_t b, int64_t n) {
@@ -37,7 +47,10 @@ static int64_t stretch_end(const Run& run, int64_t b, int64_t end, int64_t lengt
 class Stepper {
 public:
     Stepper(const Format& f, const Run& run, const Row* rows, RowNorms* norms)
-        : f_(f), run_(run), row_(rows), norms_(norms), update_(update_function(f, run)), stretch_(f.state == Dtype::int8 ? kQuantBlock : kTile) {}
+        : length(has_phases(f) ? kTile : kChunk), f_(f), run_(run), row_(rows), norms_(norms), update_(update_function(f, run)),
+          stretch_(f.state == Dtype::int8 ? kQuantBlock : length) {}
+
+    const int64_t length;  // of a tile
 
     void tile(int64_t begin, int64_t end) {
         char* p = open_parameter(f_, run_, begin, end - begin, parameters_);
@@ -54,7 +67,7 @@ public:
         }
         if (f_.rule != Rule::lamb) {
             close_parameter(f_, run_, begin, end - begin, parameters_);
-            write_copy(f_, run_, p, begin, end - begin);
+            if (!copies_in_loop(f_)) write_copy(f_, run_, p, begin, end - begin);
         }
         const int64_t grad_size = item_size(f_.grad);
         if (f_.zero_grad) __builtin_memset(run_.grad + begin * grad_size, 0, static_cast<size_t>((end - begin) * grad_size));
@@ -65,13 +78,15 @@ private:
 
     // Elements [i, j) of the stretch that begins at b.
     void piece(char* p, int64_t b, int64_t i, int64_t j, uint64_t key, Magnitudes& largest) {
-        Piece x{p, run_.grad + i * item_size(f_.grad), {}, {}, {}, nullptr, key, static_cast<uint32_t>(run_.offset + static_cast<uint64_t>(i)), j - i};
+        const uint32_t index = static_cast<uint32_t>(run_.offset + static_cast<uint64_t>(i));
+        Piece x{p, run_.grad + i * item_size(f_.grad), {}, {}, {}, nullptr, nullptr, f_.copy == Dtype::f16, key, index, j - i};
         for (int s = 0; s < 2; ++s) {
             if (run_.state[s]) x.state[s] = run_.state[s] + i * item_size(f_.state);
             x.wide[s] = state_[s] + (i - b);
             if (run_.scale[s]) x.scale[s] = run_.scale[s][b / kQuantBlock];
         }
         if (run_.update) x.update = run_.update + i * item_size(wide());
+        if (run_.copy_out && copies_in_loop(f_)) x.copy = run_.copy_out + i * item_size(f_.copy);
         const Magnitudes found = update_(x, *row_);
         for (int s = 0; s < 2; ++s) largest.of[s] = found.of[s] > largest.of[s] ? found.of[s] : largest.of[s];
         if (!norms_) return;
@@ -100,7 +115,7 @@ private:
 static void step(const Format& f, const Run& run, const Row* rows, int64_t begin, int64_t end, RowNorms* norms) {
     Stepper stepper(f, run, rows, norms);
     for (int64_t b = begin, e; b < end; b = e) {
-        e = stretch_end(run, b, end, kTile);
+        e = stretch_end(run, b, end, stepper.length);
         stepper.tile(b, e);
     }
 }

@@ -6,24 +6,54 @@ struct Magnitudes {
 };
 using UpdateFunction = Magnitudes (*)(const Piece&, const Row&);
 
+// The copy of the new parameters in 16 bits.
+struct Copy {
+    uint16_t* out;  // or null
+    bool half, stream;
+    template <class T>
+    ZOK_MEMBER void store(int64_t i, typename T::F x) const {
+        const typename T::H h = half ? T::to_f16(x) : T::narrow(bf16_nearest<T>(x));
+        if (stream) T::stream_h(out + i, h);
+        else T::store_h(out + i, h);
+    }
+};
+
 template <class Rule, class Load, class First, class Second>
 struct Update {
     float* p;
     const char* g;
     float* update;
+    Copy copy;
     First first;
     Second second;
     Coefficients k;
-    template <class T>
+    // All loads come first: each stream is asked for several lines at once, and no load waits behind a store.
+    template <class T, int kCount>
     ZOK_MEMBER void at(int64_t i) {
-        typename T::F p_i = T::load(p + i), m = first.template load<T>(i), v = second.template load<T>(i);
-        const typename T::F u = Rule::template apply<T>(p_i, m, v, Load::template load<T>(g, i) * T::set(k.c[0]), k.c);
-        if constexpr (Rule::kWritesUpdate) T::store(update + i, u);
-        else T::store(p + i, p_i);
-        first.template store<T>(i, m);
-        second.template store<T>(i, v);
+        typename T::F p_[kCount], m[kCount], v[kCount], g_[kCount], u[kCount];
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) g_[j] = Load::template load<T>(g, i + j * T::W);
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) p_[j] = T::load(p + i + j * T::W);
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) m[j] = first.template load<T>(i + j * T::W);
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) v[j] = second.template load<T>(i + j * T::W);
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) u[j] = Rule::template apply<T>(p_[j], m[j], v[j], g_[j] * T::set(k.c[0]), k.c);
+        float* target = Rule::kWritesUpdate ? update : p;
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) T::store(target + i + j * T::W, Rule::kWritesUpdate ? u[j] : p_[j]);
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) first.template store<T>(i + j * T::W, m[j]);
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) second.template store<T>(i + j * T::W, v[j]);
+        if (Rule::kWritesUpdate || copy.out == nullptr) return;
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) copy.template store<T>(i + j * T::W, p_[j]);
     }
 };
+
+template <class Body>
+ZOK_INLINE Body for_groups(Body body, int64_t n) {
+    constexpr int kGroup = Vector::kGroup;
+    int64_t i = 0;
+    for (; i + kGroup * Vector::W <= n; i += kGroup * Vector::W) body.template at<Vector, kGroup>(i);
+    for (; i + Vector::W <= n; i += Vector::W) body.template at<Vector, 1>(i);
+    for (; i < n; ++i) body.template at<Scalar, 1>(i);
+    return body;
+}
 
 template <bool kSecond>
 ZOK_INLINE uint32_t largest_of(const State8<kSecond>& state) { return state.largest.bits(); }
@@ -37,7 +67,9 @@ static Magnitudes update_piece(const Piece& x, const Row& row) {
     using Body = Update<Rule, Load, First, Second>;
     Coefficients k;
     __builtin_memcpy(k.c, row.f, sizeof(k.c));
-    const Body done = for_lanes(Body{reinterpret_cast<float*>(x.p), x.g, reinterpret_cast<float*>(x.update), First(x), Second(x), k}, x.n);
+    const bool stream = reinterpret_cast<uintptr_t>(x.copy) % sizeof(Vector::H) == 0;
+    const Copy copy = {reinterpret_cast<uint16_t*>(x.copy), x.half, stream};
+    const Body done = for_groups(Body{reinterpret_cast<float*>(x.p), x.g, reinterpret_cast<float*>(x.update), copy, First(x), Second(x), k}, x.n);
     return {{largest_of(done.first), largest_of(done.second)}};
 }
 

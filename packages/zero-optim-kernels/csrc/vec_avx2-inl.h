@@ -8,6 +8,7 @@ struct Vector {
     using H = __m128i;
     static constexpr int kDoubles = 4;  // of the registers that sums use
     static constexpr int W = 8;
+    static constexpr int kGroup = 2;  // vectors of one pass of an update loop
 
     ZOK_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
     ZOK_INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x); }

@@ -9,6 +9,7 @@ struct Vector {
     using H = __m256i;
     static constexpr int kDoubles = 8;  // of the registers that sums use
     static constexpr int W = 16;
+    static constexpr int kGroup = 4;  // vectors of one pass of an update loop
 
     ZOK_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
     ZOK_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }

@@ -8,6 +8,7 @@ struct Vector {
     using H = uint16x4_t;
     static constexpr int kDoubles = 2;  // of the registers that sums use
     static constexpr int W = 4;
+    static constexpr int kGroup = 2;  // vectors of one pass of an update loop
 
     ZOK_INLINE F load(const float* p) { return vld1q_f32(p); }
     ZOK_INLINE void store(float* p, F x) { vst1q_f32(p, x); }

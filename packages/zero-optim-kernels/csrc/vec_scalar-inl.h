@@ -9,6 +9,7 @@ struct Scalar {
     using H = uint16_t;  // one 16-bit item
     static constexpr int kDoubles = 2;  // of the registers that sums use
     static constexpr int W = 1;
+    static constexpr int kGroup = 1;  // vectors of one pass of an update loop
 
     ZOK_INLINE F load(const float* p) { return *p; }
     ZOK_INLINE void store(float* p, F x) { *p = x; }

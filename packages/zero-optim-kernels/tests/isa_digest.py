@@ -13,8 +13,10 @@ import zero_optim_kernels as zok
 from zero_optim_kernels import reference
 
 
-def absorb(digest: hashlib._Hash, array: np.ndarray) -> None:
+def absorb(digest: hashlib._Hash, array: np.ndarray, dtype: str = "") -> None:
     """Add the bytes; NaN counts as one value, because its sign and payload are the processor's."""
+    if dtype == "bf16":
+        array = reference.bf16_values(array)
     if array.dtype.kind == "f":
         array = np.where(np.isnan(array), np.array(np.nan, array.dtype), array)
     digest.update(np.ascontiguousarray(array).tobytes())
@@ -32,8 +34,9 @@ def steps(digest: hashlib._Hash) -> None:
             )
             call(step, x, number=1, seed=index, element_offset=BLOCK * index)
             call(step, x, number=2, seed=index, element_offset=BLOCK * index)
-            for array in x.arrays.values():
-                absorb(digest, array)
+            dtypes = {"param": param, "grad": grad, "first": state, "second": state, "copy": copy}
+            for name, array in x.arrays.items():
+                absorb(digest, array, dtypes.get(name, ""))
 
 
 def lamb(digest: hashlib._Hash) -> None:

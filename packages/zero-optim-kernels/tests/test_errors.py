@@ -187,6 +187,9 @@ def test_buffer_functions_check_their_arguments() -> None:
         zok.quantize_blocks(x, np.zeros(8, np.uint8), np.zeros(3, np.float32), 8, block=3)
     with pytest.raises(ValueError, match="code"):
         zok.quantize_blocks(x, np.zeros(8, np.uint8), np.zeros(1, np.float32), 8, code="int3")
+    for name in ("step", "seed", "element_offset"):
+        with pytest.raises(ValueError, match=f"{name}: expected 0 or more"):
+            zok.quantize_blocks(x, np.zeros(8, np.uint8), np.zeros(1, np.float32), 8, **{name: -1})
     with pytest.raises(TypeError, match="payload"):
         zok.dequantize_blocks(None, np.zeros(1, np.float32), x, 8)
 

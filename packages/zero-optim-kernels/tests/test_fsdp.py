@@ -113,6 +113,7 @@ def rank_main(rank: int, folder: str) -> None:
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     for scenario in SCENARIOS:
         scenario(rank, Path(folder))
+        distributed.barrier()
     distributed.destroy_process_group()
 
 

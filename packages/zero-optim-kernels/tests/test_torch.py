@@ -316,7 +316,8 @@ def test_what_wraps_torch_optimizers_takes_these(tmp_path: Path) -> None:
             optimizer.zero_grad()
     assert distance(mine, wanted) <= 1e-6 and runs[0][1].hooked
     assert runs[0][2].get_scale() == runs[1][2].get_scale() == 2.0**9
-    distributed.init_process_group("gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         zero = ZeroRedundancyOptimizer(mine, optimizer_class=CPUAdamW, lr=1e-2, state_dtype="int8")
         set_gradients([mine], 0)

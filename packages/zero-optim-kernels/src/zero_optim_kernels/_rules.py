@@ -28,9 +28,9 @@ __all__ = [
 ADAM, ADAGRAD, LION, SGD, LAMB = range(5)
 
 
-def check_call(step: int, element_offset: int, seed: int) -> None:
-    """Raise unless the 1-based step number, the offset and the seed are what the kernels can count with."""
-    for name, value, least in (("step", step, 1), ("element_offset", element_offset, 0), ("seed", seed, 0)):
+def check_call(step: int, element_offset: int, seed: int, *, first_step: int = 1) -> None:
+    """Raise unless the step number, the offset and the seed are what the kernels can count with."""
+    for name, value, least in (("step", step, first_step), ("element_offset", element_offset, 0), ("seed", seed, 0)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
         if not least <= value < 2**63:

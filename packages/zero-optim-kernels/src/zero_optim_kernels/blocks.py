@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from . import _native
+from . import _native, _rules
 from ._types import Dtype, Operand
 
 __all__ = ["Code", "dequantize_blocks", "quantize_blocks"]
@@ -49,10 +49,11 @@ def quantize_blocks(
     """Encode ``n`` elements of ``x`` (``"f32"``, ``"bf16"``, ``"f16"``) into ``payload`` and ``ceil(n / block)``
     ``scales``.
 
-    Codes are the nearest; with ``stochastic``, one of the two nearest, such that the expectation is the value,
-    decided by ``seed``, ``step`` and the global index of the element (``element_offset`` is that of element 0).
-    ``block`` is even.
+    Codes are the nearest to ``x * (largest code / largest magnitude)``, ties to even; with ``stochastic``, one of the
+    two nearest, such that the expectation is the value, decided by ``seed``, ``step`` and the global index of the
+    element (``element_offset`` is that of element 0). ``block`` is even.
     """
+    _rules.check_call(step, element_offset, seed, first_step=0)
     _native.quantize(x, payload, scales, n, code, block, dtype, stochastic, seed, step, element_offset, threads)
 
 

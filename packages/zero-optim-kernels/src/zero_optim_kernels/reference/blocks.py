@@ -63,8 +63,10 @@ def _float_codes(
     lower = np.clip(np.searchsorted(table, magnitude, side="right") - 1, 0, table.size - 2)
     part = np.clip((magnitude - table[lower]) / (table[lower + 1] - table[lower]), 0, 1)
     if random is None:
-        return lower + ((part > 0.5) | ((part == 0.5) & (lower % 2 == 1)))
-    return lower + (np.rint(part * 2**20).astype(np.int64) + (random >> np.uint32(12)) >= 2**20)
+        up = (part > 0.5) | ((part == 0.5) & (lower % 2 == 1))
+    else:
+        up = np.rint(part * 2**20) + (random >> np.uint32(12)) >= 2**20
+    return np.asarray(lower + up, np.int64)
 
 
 def _codes(t: Single, code: Code, random: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.int64]:

@@ -88,13 +88,13 @@ def values(x: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
     """The numbers that are stored; float16 as float32."""
     if dtype == "bf16":
         return bf16_values(x)
-    return x.astype(np.float32) if dtype == "f16" else x
+    return np.asarray(x, np.float32 if dtype == "f16" else x.dtype)
 
 
 def cast(x: npt.NDArray[Any], dtype: Dtype, out_dtype: Dtype) -> npt.NDArray[Any]:
     """From one stored dtype to another; float64 goes to 16 bits through float32."""
     if dtype == out_dtype:
-        return x.copy()
+        return np.array(x)
     wide = values(x, dtype)
     return stored(wide if out_dtype == "f64" else wide.astype(np.float32), out_dtype)
 

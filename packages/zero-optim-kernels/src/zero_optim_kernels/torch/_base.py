@@ -48,7 +48,7 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"))
 
 
 def _check_shape(name: str, value: torch.Tensor, like: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless a saved tensor has the shape that this optimizer gives it, here and over all ranks."""
+    """Raise ``ValueError`` unless a saved tensor has the shape that this optimizer gives it, whole and here."""
     if value.shape == like.shape and local(value).shape == local(like).shape:
         return
     raise ValueError(
