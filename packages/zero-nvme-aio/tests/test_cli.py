@@ -60,10 +60,13 @@ BENCH_WITH_PEERS = ["--size", "4M", "--block", "1M", "--repeat", "1", "--memory"
 
 
 @pytest.mark.peer
-def test_bench_measures_fio_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_measures_fio_beside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("rich")
     if shutil.which("fio") is None:
         pytest.skip("fio is not installed")
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["bench", "--path", str(tmp_path), *BENCH_WITH_PEERS]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("fio libaio", "fio io_uring"))
@@ -71,8 +74,11 @@ def test_bench_measures_fio_beside(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.soak  # DeepSpeed compiles its extension first
 @pytest.mark.peer
-def test_bench_measures_deepspeed_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_measures_deepspeed_beside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "200")
     command = ["bench", "--path", str(tmp_path), *BENCH_WITH_PEERS, "--no-fio", "--deepspeed"]
     status, (out, err) = main(command), capsys.readouterr()
     if importlib.util.find_spec("deepspeed") is None:

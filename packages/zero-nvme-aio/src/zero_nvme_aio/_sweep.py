@@ -137,30 +137,33 @@ def table(rows: Sequence[Row]) -> Any:
     """
     from rich.table import Table
 
+    with_fio = any(row.who.startswith("fio") for row in rows)
+    with_deepspeed = any(row.who.startswith("DeepSpeed") for row in rows)
     out = Table(title="GB/s, median (least to most); 1 GB = 1e9 bytes")
-    columns = ("", "block", "depth", "kind", "GB/s", "spread", "CPU s/GB", "x best fio", "x libaio CPU", "x DeepSpeed")
+    columns = ["", "block", "depth", "kind", "GB/s", "spread", "CPU s/GB"]
+    columns += ["x best fio", "x libaio CPU"] if with_fio else []
+    columns += ["x DeepSpeed"] if with_deepspeed else []
     for column in columns:
-        out.add_column(column, justify="left" if column in ("", "kind") else "right")
+        out.add_column(column, justify="left" if column in ("", "kind") else "right", no_wrap=column == "")
     for row in sorted(rows, key=lambda r: (r.kind, -measure.median(r.samples).gb_per_s)):
         middle = measure.median(row.samples)
         speeds = [sample.gb_per_s for sample in row.samples]
         own = [other for other in rows if other.kind == row.kind]
-        fio = _speeds(own, "fio")
         libaio = [measure.median(r.samples).cpu_s_per_gb for r in own if r.who == "fio libaio"]
         deepspeed = _speeds([r for r in own if r.memory == row.memory], "DeepSpeed")
-        out.add_row(
-            row.who,
-            _size(row.block_bytes),
-            str(row.queue_depth),
-            row.kind,
-            f"{middle.gb_per_s:.2f}",
-            f"{min(speeds):.2f}-{max(speeds):.2f}",
-            f"{middle.cpu_s_per_gb:.4f}",
-            f"{middle.gb_per_s / max(fio):.2f}" if fio else "",
-            f"{middle.cpu_s_per_gb / min(libaio):.2f}" if libaio and min(libaio) > 0 else "",
-            f"{middle.gb_per_s / max(deepspeed):.2f}" if deepspeed else "",
-        )
+        cells = [row.who, _size(row.block_bytes), str(row.queue_depth), row.kind, f"{middle.gb_per_s:.2f}"]
+        cells += [f"{min(speeds):.2f}-{max(speeds):.2f}", f"{middle.cpu_s_per_gb:.4f}"]
+        if with_fio:
+            cells += [_ratio(middle.gb_per_s, _speeds(own, "fio"), max), _ratio(middle.cpu_s_per_gb, libaio, min)]
+        if with_deepspeed:
+            cells.append(_ratio(middle.gb_per_s, deepspeed, max))
+        out.add_row(*cells)
     return out
+
+
+def _ratio(value: float, peers: list[float], best: Callable[[list[float]], float]) -> str:
+    """To the best of the peers; empty where there is none (a mixed load), or where it used no measurable time."""
+    return f"{value / best(peers):.2f}" if peers and best(peers) > 0 else ""
 
 
 def _speeds(rows: Sequence[Row], who: str) -> list[float]:
