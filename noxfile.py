@@ -123,6 +123,17 @@ def install_packages(session: nox.Session, python: str, names: Sequence[str]) ->
     pip_install(session, python, "--no-build-isolation", "--no-deps", *(str(PACKAGES[name]) for name in names))
 
 
+def install_peers(session: nox.Session, python: str, names: Sequence[str]) -> None:
+    """Install the packages beside the projects that they are compared with. A missing one is an error."""
+    install_tools(session, python, names)
+    # DeepSpeed's build imports torch, and builds no native code ahead of time.
+    build_env = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+    command = [python, "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), "--no-build-isolation"]
+    run(session, *command, *group("bench"), env=build_env)
+    run(session, python, "-c", "import deepspeed; print('peer: deepspeed', deepspeed.__version__)", env=build_env)
+    install_packages(session, python, names)
+
+
 def fingerprint(path: Path) -> str:
     """A digest of what gets installed from a package's folder; the package is installed again when it differs."""
     digest = hashlib.sha256()
@@ -302,14 +313,7 @@ def bench(session: nox.Session) -> None:
     if shutil.which("fio") is None:
         session.error("fio is not installed; the I/O benchmarks measure against it (Debian: apt-get install fio)")
     python = str(Path(session.virtualenv.location) / "bin" / "python")
-    names = list(PACKAGES)
-    install_tools(session, python, names)
-    # DeepSpeed's build imports torch, and builds no native code ahead of time.
-    build_env = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
-    command = [python, "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), "--no-build-isolation"]
-    run(session, *command, *group("bench"), env=build_env)
-    run(session, python, "-c", "import deepspeed; print('peer: deepspeed', deepspeed.__version__)", env=build_env)
-    install_packages(session, python, names)
+    install_peers(session, python, list(PACKAGES))
     folders = [*(path / "bench" for path in PACKAGES.values()), ROOT / "bench", ROOT / "tests-integration"]
     scripts = [script for folder in folders for script in sorted(folder.glob("bench_*.py"))]
     if not scripts:
@@ -318,6 +322,15 @@ def bench(session: nox.Session) -> None:
     for script in scripts:
         if not wanted or any(word in str(script) for word in wanted):
             run(session, python, str(script), env={"DS_ACCELERATOR": "cpu"})
+
+
+@nox.session
+def peers(session: nox.Session) -> None:
+    """The tests marked `peer`, which compare with other projects' implementations, in an environment that has them."""
+    python = str(Path(session.virtualenv.location) / "bin" / "python")
+    names = list(PACKAGES)
+    install_peers(session, python, names)
+    suites(session, python, "--all", "--marker", "peer", "--", *session.posargs)
 
 
 @nox.session

@@ -1,12 +1,14 @@
-"""One rank of a job that trains a model of ``BLOCKS`` blocks at a stage: ``_memory_training.py STAGE BLOCKS GROUP``.
+"""One rank of a job that trains a model of ``BLOCKS`` blocks: ``_memory_training.py STAGE BLOCKS GROUP [DRIVE]``.
 
-Prints, as JSON on one line, the model's elements and the memory charged to its control group ``GROUP``.
+With ``DRIVE`` (a folder) the model is built inside `Init` and everything that can be lives in files there. Prints, as
+JSON on one line, the model's elements and the memory charged to its control group ``GROUP``.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -19,10 +21,11 @@ import zero_core
 WIDTH = 1024
 
 
-def main(stage: int, blocks: int, group: Path) -> None:
+def main(stage: int, blocks: int, group: Path, drive: str | None = None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)))
+    nvme = {"device": "nvme", "nvme_path": drive}
+    offload = {"offload_optimizer": {**nvme, "buffer_count": 3}, "offload_param": {**nvme, "buffer_count": 3}}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -30,8 +33,12 @@ def main(stage: int, blocks: int, group: Path) -> None:
             "stage": stage,
             "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": 2 * WIDTH * WIDTH,
+            "sub_group_size": WIDTH * WIDTH,
+            **(offload if drive else {}),
         },
     }
+    with zero_core.Init(config) if drive else nullcontext():
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)))
     engine = zero_core.initialize(model=model, config=config)[0]
     losses = []
     for _ in range(3):
@@ -51,4 +58,4 @@ def main(stage: int, blocks: int, group: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

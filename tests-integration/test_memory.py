@@ -171,17 +171,21 @@ class Ended:
     errors: str
 
 
-def train_in_groups(stage: int, blocks: int, limit: int | None) -> list[Ended]:
-    """Train on four ranks, each in a control group of its own, limited to ``limit`` bytes."""
+def train_in_groups(
+    stage: int, blocks: int, limit: int | None, *more: str, ranks_count: int = 4, together: bool = False
+) -> list[Ended]:
+    """Train on four ranks, each in a control group of its own, or ``together`` in one, limited to ``limit`` bytes."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    shared = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    with memory_groups(4) as groups:
-        ranks = []
-        for rank, group in enumerate(groups):
-            if limit is not None:
+    shared = {"WORLD_SIZE": str(ranks_count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    with memory_groups(1 if together else ranks_count) as groups:
+        if limit is not None:
+            for group in groups:
                 group.limit(limit)
-            command = group.command(sys.executable, str(TRAINING), str(stage), str(blocks), str(group.path))
+        ranks = []
+        for rank in range(ranks_count):
+            group = groups[0 if together else rank]
+            command = group.command(sys.executable, str(TRAINING), str(stage), str(blocks), str(group.path), *more)
             environment = {**os.environ, **shared, "RANK": str(rank)}
             pipe = subprocess.PIPE
             ranks.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
@@ -215,3 +219,25 @@ def test_stage_3_trains_where_the_whole_model_state_would_exceed_each_ranks_memo
     replicated = train_in_groups(0, blocks, limit)
     assert all(rank.status != 0 for rank in replicated), replicated
     assert -signal.SIGKILL in [rank.status for rank in replicated], replicated
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "together"), [(4, False), (2, True)], ids=["a limit each", "one limit"])
+def test_a_model_of_three_times_the_limit_is_built_and_trained_from_files(
+    tmp_path: Path, ranks: int, together: bool
+) -> None:
+    try:
+        find_parent()
+    except OSError as error:
+        pytest.skip(f"no control group with a memory limit: {error}")
+    small = train_in_groups(3, 3, None, str(tmp_path), ranks_count=ranks, together=together)
+    assert [rank.status for rank in small] == [0] * ranks, small
+    baseline = max(rank.facts["anonymous"] for rank in small)  # torch, the engine, the ring buffers, a few blocks
+    limit = int(1.25 * baseline)
+    blocks = -(-3 * limit // (STATE_BYTES * BLOCK_ELEMENTS))
+    trained = train_in_groups(3, blocks, limit, str(tmp_path), ranks_count=ranks, together=together)
+    assert [rank.status for rank in trained] == [0] * ranks, trained
+    for rank in trained:
+        assert rank.facts["elements"] * STATE_BYTES >= 3 * limit
+        assert rank.facts["losses"][2] < rank.facts["losses"][0]
+    assert {path.suffix for path in tmp_path.rglob("*")} <= {".lock"}

@@ -4,7 +4,7 @@
     test     lint, the tests of every package, the integration tests
     lint     ruff, mypy, import-linter and the export lists
     bench    the benchmarks beside their peers (installs them); a word selects scripts by name
-    NAME     any other session of noxfile.py, for example wheels, soak, docs, "test(zero-ckpt)"
+    NAME     any other session of noxfile.py, for example wheels, peers, soak, docs, "test(zero-ckpt)"
 
 Standard library only. It makes `.venv` in the checkout, installs nox there and hands over; nothing is installed outside
 the checkout, so it also works where pip refuses to touch the system's Python.
