@@ -89,7 +89,9 @@ def plant(engine: zero_core.Engine) -> None:
 
 
 def main() -> None:
-    engine = zero_core.initialize(model=Net(), config="given by the test")[0]
+    with zero_core.Init(config="given by the test"):
+        model = Net()
+    engine = zero_core.initialize(model=model, config="given by the test")[0]
     if FAULT == "fails":
         raise SystemExit(3)
     if FAULT == "does not repeat":
