@@ -60,7 +60,7 @@ def test_the_example_as_a_user_types_it(stage: int, tmp_path: Path) -> None:
     reference = build()
     plain(reference, adamw(reference), 0, 6)
     assert distance(first["weights"], weights(reference)) <= 1e-12
-    assert first["returned"] == ("AdamW", None, None) and first["same"] and second["same"]
+    assert first["returned"] == ("CPUAdamW", None, None) and first["same"] and second["same"]
     assert first["steps"] == (6, 6, 6 * BATCH, 0)
     assert first["client_state"] == {} and Path(first["path"]) == tmp_path / "run/ckpt/global_step6"
     assert (tmp_path / "run/ckpt/latest").read_text().strip() == "global_step6"
