@@ -70,16 +70,28 @@ def load(engine: Engine, root: Path, tag: str | None, wanted: Wanted) -> tuple[s
     engine.partition.runtime.agree("load", f"{root}/{tag or ''}", None)
     checkpoint, _ = restore(root, lambda c: _fill(engine, c, wanted), tag, coordinator=_coordinator(engine))
     _spread(engine)
-    state = checkpoint.client_state
+    state = _engine_state(checkpoint)
     if wanted.counters:
         for name, value in state["counters"].items():
             setattr(engine, name, value)
         engine.partition.runtime.step = engine.global_steps
-        if engine.partition.rank < len(checkpoint.rank_state) and checkpoint.world_size == engine.partition.world_size:
-            RngState().load_state_dict(checkpoint.rank_state[engine.partition.rank]["random"])
+        same_ranks = checkpoint.world_size == engine.partition.world_size
+        own = checkpoint.rank_state[engine.partition.rank] if same_ranks else None
+        if isinstance(own, dict) and "random" in own:
+            RngState().load_state_dict(own["random"])
     if wanted.scheduler and engine.lr_scheduler is not None and state["scheduler"] is not None:
         load_plain_state(engine.lr_scheduler, state["scheduler"])
     return str(checkpoint.path), state["client"]
+
+
+def _engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What an engine saved besides tensors; defaults where something else wrote the checkpoint."""
+    state = checkpoint.client_state
+    if isinstance(state, dict) and "counters" in state:
+        return state
+    counters = {"global_steps": checkpoint.step}
+    empty = dict.fromkeys(("scheduler", "loss_scale", "param_groups", "data"))
+    return {**empty, "counters": counters, "client": state if isinstance(state, dict) else {}}
 
 
 def _intervals(engine: Engine, exclude_frozen: bool) -> Iterator[Interval]:
@@ -207,8 +219,9 @@ def _fill(engine: Engine, checkpoint: Checkpoint, wanted: Wanted) -> None:
                 and (owned.fragment.entry.name, "param") in checkpoint.tensors
             ):
                 _read_state(engine, checkpoint, owned)
-        if wanted.optimizer and checkpoint.client_state["loss_scale"] is not None:
-            engine.sharded_optimizer.loss_scale.load_state_dict(checkpoint.client_state["loss_scale"])
+        scale = _engine_state(checkpoint)["loss_scale"]
+        if wanted.optimizer and scale is not None:
+            engine.sharded_optimizer.loss_scale.load_state_dict(scale)
     _fill_whole(engine, checkpoint)
 
 
@@ -361,7 +374,9 @@ def _hyperparameters(engine: Engine) -> list[dict[str, Any]]:
 
 
 def _load_hyperparameters(engine: Engine, checkpoint: Checkpoint) -> None:
-    stored = checkpoint.client_state["param_groups"]
+    stored = _engine_state(checkpoint)["param_groups"]
+    if stored is None:
+        return
     groups = engine.sharded_optimizer.param_groups if engine.sharded_optimizer is not None else []
     if len(stored) != len(groups):
         raise MismatchError(
@@ -375,7 +390,7 @@ def _load_hyperparameters(engine: Engine, checkpoint: Checkpoint) -> None:
 
 def _load_position(engine: Engine, checkpoint: Checkpoint) -> None:
     """The loader goes on with the batch that would have followed, or says that it cannot."""
-    loader, position = engine.training_dataloader, checkpoint.client_state["data"]
+    loader, position = engine.training_dataloader, _engine_state(checkpoint)["data"]
     if loader is None:
         return
     if position is not None:

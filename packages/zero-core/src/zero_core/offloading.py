@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,7 +90,7 @@ class _StateTier:
             self._placement(where),
             gradients=where,
             device=self.device,
-            budget=HostBudget(),
+            budget=HostBudget(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
 
     def _placement(self, tier: Literal["host", "nvme"]) -> Placement:
@@ -141,6 +142,7 @@ def _plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: bool) 
                 grad_dtype=shard.gradient_dtype,
                 fragments=fragments,
                 in_place=wide and in_host,
+                padding=shard.layout.shard_numel - max((f.start + f.numel for f in fragments), default=0),
             )
         )
         base += shard.layout.numel
