@@ -46,7 +46,10 @@ def on_ranks(stage: int, prefetch: int) -> dict[str, torch.Tensor]:
     return training.weights(engine)
 
 
-@pytest.mark.parametrize(("stage", "prefetch"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 300), (3, 10**6)])
+LONGER = [pytest.param(3, prefetch, marks=pytest.mark.soak) for prefetch in (300, 10**6)]
+
+
+@pytest.mark.parametrize(("stage", "prefetch"), [(0, 0), (1, 0), (2, 0), (3, 0), *LONGER])
 def test_random_experts_neither_hang_nor_drift(stage: int, prefetch: int) -> None:
     weights = run_ranks(on_ranks, RANKS, stage, prefetch)[0]
     assert training.deviation(weights, one_process()) <= 1e-12

@@ -77,14 +77,14 @@ def test_the_count_sees_every_storage_once_and_gradients_that_python_never_touch
 def measure(stage: int, dtype: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
     if dtype == "bf16":
         config["bf16"] = {"enabled": True}
     found: dict[str, Any] = {"after": [], "before": [], "reported after": [], "reported before": []}
     with counting_new_storages() as live_bytes:
-        engine = zero_core.initialize(model=Net(), config=config)[0]
+        engine = zero_core.initialize(model=Net(), optimizer=adamw, config=config)[0]
         for _ in range(2):
             engine.backward(engine(torch.randn(2, 96, dtype=DTYPES[dtype])))
             found["before"].append(live_bytes())
@@ -178,6 +178,7 @@ def train_in_groups(
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     shared = {"WORLD_SIZE": str(ranks_count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # freed unit buffers go back to the system
     with memory_groups(1 if together else ranks_count) as groups:
         if limit is not None:
             for group in groups:
@@ -233,7 +234,7 @@ def test_a_model_of_three_times_the_limit_is_built_and_trained_from_files(
     small = train_in_groups(3, 3, None, str(tmp_path), ranks_count=ranks, together=together)
     assert [rank.status for rank in small] == [0] * ranks, small
     baseline = max(rank.facts["anonymous"] for rank in small)  # torch, the engine, the ring buffers, a few blocks
-    limit = int(1.25 * baseline)
+    limit = baseline + (160 << 20) * (ranks if together else 1)  # the pages of torch's own files want room too
     blocks = -(-3 * limit // (STATE_BYTES * BLOCK_ELEMENTS))
     trained = train_in_groups(3, blocks, limit, str(tmp_path), ranks_count=ranks, together=together)
     assert [rank.status for rank in trained] == [0] * ranks, trained

@@ -28,15 +28,17 @@ def check(run: Run, stage: int, world_size: int, bound: float = ORACLE) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("accumulation", (1, 3))
-@pytest.mark.parametrize("clip", (0.0, 0.1))
+@pytest.mark.parametrize(
+    ("accumulation", "clip"),
+    [(1, 0.0), (3, 0.1), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, 0.1), (3, 0.0)))],
+)
 def test_transformer_with_tied_head_follows_the_oracle(
     stage: int, world_size: int, accumulation: int, clip: float
 ) -> None:
     check(Run(accumulation=accumulation, clip=clip), stage, world_size)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("variant", [v for v in zoo.VARIANTS if v != "plain"])
 def test_awkward_models_follow_the_oracle(variant: str, stage: int, world_size: int) -> None:

@@ -75,8 +75,8 @@ def load(engine: Engine, root: Path, tag: str | None, wanted: Wanted) -> tuple[s
         for name, value in state["counters"].items():
             setattr(engine, name, value)
         engine.partition.runtime.step = engine.global_steps
-        same_ranks = checkpoint.world_size == engine.partition.world_size
-        own = checkpoint.rank_state[engine.partition.rank] if same_ranks else None
+        ranks = checkpoint.rank_state
+        own = ranks[engine.partition.rank] if len(ranks) == engine.partition.world_size else None
         if isinstance(own, dict) and "random" in own:
             RngState().load_state_dict(own["random"])
     if wanted.scheduler and engine.lr_scheduler is not None and state["scheduler"] is not None:

@@ -87,7 +87,7 @@ def test_awkward_models_compile_at_stage_3(kind: type[Net]) -> None:
         assert distance(seen["weights"], weights(reference)) <= 1e-12
 
 
-@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("stage", (pytest.param(2, marks=pytest.mark.soak), 3))
 def test_inductor_follows_the_oracle(stage: int) -> None:
     reference = made(Net)
     plain(reference, adamw(reference), 0, STEPS)

@@ -120,6 +120,7 @@ def verify(tmp_path: Path, fault: str, *options: str) -> list[str]:
     return ["verify", str(SCRIPT), "--config", str(config), "--steps", "2", *options, "--", fault]
 
 
+@pytest.mark.soak
 def test_the_command_names_the_tensor_and_fails_for_a_faulty_script(tmp_path: Path, capsys: Any) -> None:
     kept = tmp_path / "kept"
     assert main(verify(tmp_path, "wrong divisor", "--nproc", "1", "--keep", str(kept))) == 1
