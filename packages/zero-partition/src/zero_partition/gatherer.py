@@ -56,11 +56,6 @@ class Gatherer:
         return self._schedule is not None
 
     @property
-    def key(self) -> str:
-        """The running pass's name."""
-        return self._key
-
-    @property
     def order(self) -> Sequence[int]:
         """The running pass's order, else the last one's."""
         return self._schedules[self._key].order if self._key in self._schedules else ()

@@ -25,7 +25,6 @@ class Agreement:
     def __init__(self, control: Control, serve: Callable[[int, bool], None]) -> None:
         self._control = control
         self._serve = serve
-        self.requests_served = 0
 
     def start(self, kind: str, name: str, step: int, payload: Any = None, beside: str | None = None) -> list[Any]:
         """Meet the other ranks at ``kind``/``name``; return their payloads in rank order.
@@ -59,5 +58,4 @@ class Agreement:
         mine = messages[self._control.rank]
         for unit in wanted:
             self._serve(unit, mine.kind == _REQUEST and mine.payload == unit)
-            self.requests_served += 1
         return bool(wanted)
