@@ -8,6 +8,7 @@ not meet, and a suite that crashes does not take the others along.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,8 @@ def main() -> int:
     if not folders:
         parser.error("name a suite, or say --all")
 
+    # A shell's background job ignores SIGINT and hands that down; the tests of Ctrl-C need the signal as people have it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="zero-suites-") as scratch:
         outcomes = [run_suite(folder, args.marker, pytest_args, Path(scratch)) for folder in folders]
 
