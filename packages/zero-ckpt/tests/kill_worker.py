@@ -2,6 +2,7 @@
 
     kill_worker.py ROOT WORLD_SIZE NBYTES
 
+Each rank contributes its part of `w` from memory and the same bytes again, as `linked`, in a sealed file of its own.
 Writes the ranks' process ids to ROOT/pids, and ROOT/ready once the first checkpoint is complete.
 """
 
@@ -13,7 +14,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from zero_ckpt import CheckpointError, Interval, save_sharded
+from zero_ckpt import CheckpointError, FileExtent, Interval, save_sharded
+from zero_ckpt.checksum import checksum
 from zero_ckpt.plain import pack, unpack
 
 
@@ -45,11 +47,26 @@ def train(group: PipeCoordinator, root: str, nbytes: int) -> None:
     begin = nbytes * group.rank // group.world_size
     end = nbytes * (group.rank + 1) // group.world_size
     for step in range(1, 10_000):
-        mine = Interval("w", "param", (nbytes,), "U8", begin, content(step, nbytes)[begin:end])
+        data = content(step, nbytes)[begin:end]
+        extent = seal(Path(f"{root}.store"), f"{group.rank}-{step}", data)
+        mine = [
+            Interval("w", "param", (nbytes,), "U8", begin, data),
+            Interval("linked", "exp_avg", (nbytes,), "U8", begin, extent),
+        ]
         tag = "same" if step % 3 == 0 else f"step{step}"
-        save_sharded(root, tag, [mine], step=step, coordinator=group, keep_last=3, client_state={"step": step})
+        save_sharded(root, tag, mine, step=step, coordinator=group, keep_last=3, client_state={"step": step})
         if step == 1 and group.rank == 0:
             Path(root, "ready").write_text("ready")
+        Path(extent.path).unlink()
+
+
+def seal(store: Path, name: str, data: bytes) -> FileExtent:
+    """A file that lives until its save has returned."""
+    store.mkdir(exist_ok=True)
+    path = store / name
+    path.write_bytes(data)
+    path.chmod(0o444)
+    return FileExtent(path, 0, len(data), checksum(data))
 
 
 def main() -> None:

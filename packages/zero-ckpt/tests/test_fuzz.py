@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zero_ckpt import CheckpointError, Interval, open_checkpoint, save_sharded, verify
+from zero_ckpt import CheckpointError, FileExtent, Interval, open_checkpoint, save_sharded, verify
 from zero_ckpt.inspecting import describe
 from zero_ckpt.manifest import MAGIC
 from zero_ckpt.plain import pack, unpack
@@ -69,8 +69,10 @@ def mangle(body: bytes, rng: random.Random) -> bytes:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
-    root = tmp_path_factory.mktemp("fuzz")
+    root, store = tmp_path_factory.mktemp("fuzz"), tmp_path_factory.mktemp("store") / "g.extents"
+    store.write_bytes(b"linked" * 1000)
     tensors = [Interval(name, "param", (6,), "U8", 0, b"abcdef") for name in ("v", "w")]
+    tensors += [Interval("linked", "exp_avg", (3, 4), "U8", 0, FileExtent(store, 4098, 12))]
     path = save_sharded(root, "t", tensors, step=1, client_state={"a": 1}, aliases={"x": "w"})
     return path, (path / "manifest.msgpack").read_bytes()[16:]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from kill_worker import content
 
-from zero_ckpt import Interval, open_checkpoint, save_sharded
+from zero_ckpt import Interval, open_checkpoint, save_sharded, verify
 
 WORKER = Path(__file__).with_name("kill_worker.py")
 SIZES = (1 << 20, 1 << 20, 16 << 20)  # the last goes past the page cache where the nvme extra is installed
@@ -42,7 +42,8 @@ def kill_once(root: Path, world_size: int, nbytes: int, victims: str, rng: rando
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
     checkpoint = open_checkpoint(root)
-    assert checkpoint.read("w", "param") == content(checkpoint.step, nbytes)
+    assert checkpoint.read("w", "param") == checkpoint.read("linked", "exp_avg") == content(checkpoint.step, nbytes)
+    assert verify(checkpoint.path).ok
     assert checkpoint.client_state["step"] == checkpoint.step
     save_sharded(root, "after", [Interval("w", "param", (1,), "U8", 0, b"!")], step=99_999)
     assert open_checkpoint(root).tag == "after"

@@ -19,8 +19,8 @@ from zero_ckpt import (
     reader,
     save_sharded,
 )
+from zero_ckpt.filing import read_at
 from zero_ckpt.plan import MAX_SLICE_BYTES
-from zero_ckpt.reader import read_at
 from zero_ckpt.types import ITEMSIZE, numel
 
 TENSORS = {

@@ -12,7 +12,7 @@ from .reader import Checkpoint, OpenReport, ReadRequest
 from .report import LoadReport
 from .restoring import restore
 from .saving import save_sharded
-from .types import Coordinator, Interval, SoloCoordinator
+from .types import Coordinator, FileExtent, Interval, SoloCoordinator
 from .verifying import VerifyReport, verify
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "CheckpointError",
     "Coordinator",
     "DamagedError",
+    "FileExtent",
     "Interval",
     "LoadReport",
     "MismatchError",

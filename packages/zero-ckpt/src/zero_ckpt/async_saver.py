@@ -2,6 +2,7 @@
 
 [Note: asynchronous saves]
 `save` copies the intervals into host memory that is kept and reused, and returns; a thread then runs `save_sharded`.
+Extents of sealed files are not copied: the thread links them, and holds their `owner` until it is done.
 Its collectives run beside those of training, so it needs a coordinator of its own (for torch, a `DistCoordinator` over
 a group made for it). Ranks start their saves in the same order, so the threads agree without further ado.
 """
@@ -23,7 +24,7 @@ from typing import Any
 from .direct import make_sink
 from .plain import to_plain
 from .saving import save_sharded
-from .types import ITEMSIZE, Coordinator, Interval, SoloCoordinator, byte_view
+from .types import ITEMSIZE, Coordinator, FileExtent, Interval, SoloCoordinator, byte_view
 from .writer import OpenSink, interval_length
 
 _COPY_BYTES = 16 << 20
@@ -133,7 +134,10 @@ class _Arena:
 
     def copy(self, intervals: list[Interval]) -> list[Interval]:
         """The same intervals with their data in this arena."""
-        sizes = [interval_length(interval) * ITEMSIZE[interval.dtype] for interval in intervals]
+        sizes = [
+            0 if isinstance(interval.data, FileExtent) else interval_length(interval) * ITEMSIZE[interval.dtype]
+            for interval in intervals
+        ]
         places, total = [], 0
         for size in sizes:
             places.append(total)
@@ -144,6 +148,9 @@ class _Arena:
             for interval, place, size in zip(intervals, places, sizes, strict=True):
                 target = memory[place : place + size]
                 data = interval.data
+                if isinstance(data, FileExtent):
+                    copied.append(interval)
+                    continue
                 if callable(data):  # its buffer is only good until the next one is asked for
                     target[:] = byte_view(data())
                 else:

@@ -111,15 +111,23 @@ class DirectSink:
         request.wait()
 
 
+def has_direct() -> bool:
+    """Whether the `nvme` extra is installed."""
+    return default_sink() is DirectSink
+
+
 def has_direct_reads(nbytes: int) -> bool:
     """Whether so many bytes are better read past the page cache."""
-    return nbytes >= _DIRECT_READ_BYTES and default_sink() is DirectSink
+    return nbytes >= _DIRECT_READ_BYTES and has_direct()
 
 
-def read_ranges(ranges: Sequence[tuple[Path, int, memoryview]]) -> Generator[str, None, None]:
+def read_ranges(
+    ranges: Sequence[tuple[Path, int, memoryview]], in_flight: int = _PENDING_READS
+) -> Generator[str, None, None]:
     """Fill each buffer from a byte position of a file; yields their checksums, in order.
 
-    Reads run many at a time, and checksums are computed on the way. Raises OSError.
+    When it yields, the reads after that one are under way, `in_flight` of them counting it; checksums are computed on
+    the way. Raises OSError.
     """
     files: dict[Path, Any] = {}
     pending: deque[Request] = deque()
@@ -129,7 +137,7 @@ def read_ranges(ranges: Sequence[tuple[Path, int, memoryview]]) -> Generator[str
             if path not in files:
                 files[path] = engine.open(os.fspath(path), "r")
             pending.append(engine.read(files[path], view, begin, checksum=True))
-            if len(pending) >= _PENDING_READS:
+            if len(pending) >= in_flight:
                 yield _finished(pending.popleft())
         while pending:
             yield _finished(pending.popleft())

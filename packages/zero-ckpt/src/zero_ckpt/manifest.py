@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from .checksum import is_checksum
+from .checksum import checksum, is_checksum
 from .errors import CheckpointError, DamagedError
 from .plain import pack, unpack
 from .types import ITEMSIZE, is_kind, numel
@@ -27,24 +27,56 @@ _MAX_INT = 1 << 62
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One data file: `path` relative to the checkpoint directory, its size, and checksums of it and of its header."""
+    """One data file: `path` relative to the checkpoint directory, its size, and checksums of it and of its header.
+
+    `extents` are None for a safetensors file. A raw file has no header: its extents, as (bytes, checksum), follow one
+    another and cover it, and its `checksum` is that of their checksums (see `raw_checksum`).
+    """
 
     path: str
     nbytes: int
     checksum: str
     header_nbytes: int
     header_checksum: str
+    extents: tuple[tuple[int, str], ...] | None = None
+
+    def begins(self) -> dict[int, tuple[int, str]]:
+        """The extents of a raw file by the byte at which they begin."""
+        found, position = {}, 0
+        for nbytes, digest in self.extents or ():
+            found[position] = (nbytes, digest)
+            position += nbytes
+        return found
+
+    def encode(self) -> dict[str, Any]:
+        """The entry as plain data."""
+        table = {key: value for key, value in vars(self).items() if key != "extents"}
+        return table if self.extents is None else {**table, "extents": [list(extent) for extent in self.extents]}
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `offset` to `offset + length` of a flattened tensor, as entry `key` of file number `file`."""
+    """Elements `offset` to `offset + length` of a flattened tensor, in file number `file`.
+
+    In a safetensors file it is entry `key`; in a raw file `begin` is the byte at which its extent begins.
+    """
 
     file: int
     key: str
     offset: int
     length: int
     checksum: str
+    begin: int | None = None
+
+    def encode(self) -> dict[str, Any]:
+        """The slice as plain data."""
+        table = {key: value for key, value in vars(self).items() if key != "begin"}
+        return table if self.begin is None else {**table, "begin": self.begin}
+
+
+def raw_checksum(extents: Iterable[tuple[int, str]]) -> str:
+    """The checksum of a raw file: that of its extents' checksums, as text, one after another."""
+    return checksum("".join(digest for _, digest in extents).encode())
 
 
 @dataclass(frozen=True)
@@ -91,14 +123,14 @@ class Manifest:
                 "version": VERSION,
                 "step": self.step,
                 "world_size": self.world_size,
-                "files": [vars(entry) for entry in self.files],
+                "files": [entry.encode() for entry in self.files],
                 "tensors": [
                     {
                         "name": tensor.name,
                         "kind": tensor.kind,
                         "shape": list(tensor.shape),
                         "dtype": tensor.dtype,
-                        "slices": [vars(piece) for piece in tensor.slices],
+                        "slices": [piece.encode() for piece in tensor.slices],
                     }
                     for tensor in self.tensors
                 ],
@@ -150,6 +182,7 @@ class _Decoder:
         tensors = tuple(
             self._tensor(item, f"tensors[{i}]", len(files)) for i, item in enumerate(_get(table, "tensors", list))
         )
+        _check_begins(files, tensors)
         _unique(((tensor.name, tensor.kind) for tensor in tensors), "tensors: the (name, kind)")
         self._check_sizes(files, tensors)
         aliases = _get(table, "aliases", dict)
@@ -169,13 +202,26 @@ class _Decoder:
 
     def _file(self, value: Any, at: str) -> FileEntry:
         table = _typed(value, dict, at)
-        return FileEntry(
+        entry = FileEntry(
             path=_safe_path(_get(table, "path", str, at), at),
             nbytes=_size(table, "nbytes", at),
             checksum=_checksum(table, "checksum", at),
             header_nbytes=_size(table, "header_nbytes", at),
             header_checksum=_checksum(table, "header_checksum", at),
+            extents=self._extents(table["extents"], f"{at}.extents") if "extents" in table else None,
         )
+        if entry.extents is not None:
+            _check_raw(entry, at)
+        return entry
+
+    def _extents(self, value: Any, at: str) -> tuple[tuple[int, str], ...]:
+        found = []
+        for index, item in enumerate(_typed(value, list, at)):
+            pair = _typed(item, list, f"{at}[{index}]")
+            if len(pair) != 2 or type(pair[0]) is not int or not 0 < pair[0] < _MAX_INT or not is_checksum(pair[1]):
+                raise DamagedError(f"{at}[{index}]: {pair!r} is not a number of bytes and a checksum")
+            found.append((pair[0], str(pair[1])))
+        return tuple(found)
 
     def _tensor(self, value: Any, at: str, file_count: int) -> TensorEntry:
         table = _typed(value, dict, at)
@@ -202,6 +248,7 @@ class _Decoder:
             offset=_size(table, "offset", at),
             length=_size(table, "length", at),
             checksum=_checksum(table, "checksum", at),
+            begin=_size(table, "begin", at) if "begin" in table else None,
         )
         if piece.file >= file_count or piece.length == 0:
             raise DamagedError(f"{at}: file {piece.file} of {file_count}, length {piece.length}")
@@ -215,6 +262,31 @@ class _Decoder:
         for entry, nbytes in zip(files, claimed, strict=True):
             if nbytes > entry.nbytes:
                 raise DamagedError(f"{entry.path}: slices need {nbytes} bytes of a file of {entry.nbytes}")
+
+
+def _check_raw(entry: FileEntry, at: str) -> None:
+    covered = sum(nbytes for nbytes, _ in entry.extents or ())
+    if entry.header_nbytes or covered != entry.nbytes or entry.checksum != raw_checksum(entry.extents or ()):
+        raise DamagedError(
+            f"{at}: a raw file has no header and extents that cover it; got a header of {entry.header_nbytes} bytes "
+            f"and {covered} bytes of extents for a file of {entry.nbytes}"
+        )
+
+
+def _check_begins(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
+    """A slice of a raw file is one of its extents, and each extent one slice at most."""
+    begins = [None if entry.extents is None else entry.begins() for entry in files]
+    for tensor in tensors:
+        for piece in tensor.slices:
+            extents = begins[piece.file]
+            if extents is None and piece.begin is None:
+                continue
+            found = None if extents is None or piece.begin is None else extents.pop(piece.begin, None)
+            if found != (piece.length * ITEMSIZE[tensor.dtype], piece.checksum):
+                raise DamagedError(
+                    f"{tensor.name!r} ({tensor.kind}): elements {piece.offset} to {piece.offset + piece.length} are no "
+                    f"extent of {files[piece.file].path} at byte {piece.begin}"
+                )
 
 
 def _covering(slices: tuple[Slice, ...], count: int, at: str) -> tuple[Slice, ...]:

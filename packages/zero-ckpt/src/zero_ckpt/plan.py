@@ -1,7 +1,8 @@
 """Decide which rank writes which elements. Pure arithmetic; every rank computes the same plan from the same input.
 
 Elements that several ranks hold (replicas) are written once, by the candidate with the fewest bytes so far, in runs of
-at most `MAX_SLICE_BYTES`. Elements that nobody holds are an error.
+at most `MAX_SLICE_BYTES`. What lies in a file already goes before replicas in memory, costs nothing, and is not cut
+here. Elements that nobody holds are an error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ MAX_SLICE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Holding:
-    """Elements that a rank can write: `index` is the interval's position in that rank's own list."""
+    """Elements that a rank can write: `index` is the interval's position in that rank's own list.
+
+    `linked`: they lie in a file already, which becomes part of the checkpoint.
+    """
 
     name: str
     kind: str
@@ -28,6 +32,7 @@ class Holding:
     length: int
     rank: int
     index: int
+    linked: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,14 @@ def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str]
         for run in _runs(group):
             if len(run.holders) == 1:
                 _assign(run, run.holders[0], load, pieces)
+            elif any(holder.linked for holder in run.holders):
+                shared.append(run)
             else:
                 shared.extend(_cut(run))
     for run in sorted(shared, key=_run_nbytes, reverse=True):
         for holders in _by_node(run, nodes):
-            _assign(run, min(holders, key=lambda holding: load[holding.rank]), load, pieces)
+            best = min(holders, key=lambda holding: (not holding.linked, load[holding.rank]))
+            _assign(run, best, load, pieces)
     order = [sorted(own, key=lambda piece: (piece.index, piece.offset)) for own in pieces]
     heads = tuple((group[0].name, group[0].kind, group[0].shape, group[0].dtype) for group in tensors.values())
     return Plan(heads, tuple(tuple(own) for own in order))
@@ -148,6 +156,6 @@ def _run_nbytes(run: _Run) -> int:
 
 
 def _assign(run: _Run, holder: Holding, load: list[int], pieces: list[list[Piece]]) -> None:
-    load[holder.rank] += _run_nbytes(run)
-    for part in _cut(run):
+    load[holder.rank] += 0 if holder.linked else _run_nbytes(run)
+    for part in [run] if holder.linked else _cut(run):
         pieces[holder.rank].append(Piece(holder.index, part.begin, part.end - part.begin))

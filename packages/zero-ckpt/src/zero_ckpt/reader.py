@@ -4,13 +4,13 @@
 A slice is the unit of checksumming and never larger than `MAX_SLICE_BYTES` when written by this package. A request that
 covers a slice reads it straight into the caller's memory and verifies it there. A request that covers part of a slice
 reads the whole slice into a scratch buffer, verifies it, and copies the part: at most two slices per request. Requests
-that are made together and need the same slice share one read of it. With `verify=False` only the requested bytes are
-read.
+that are made together and need the same slice share one read of it. Slices of linked files may be larger; the first
+request for a part of one reads it in small pieces to verify it, and from then on its parts are read as they are. With
+`verify=False` only the requested bytes are read.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +22,11 @@ from typing import TYPE_CHECKING, Any
 from .checksum import checksum
 from .direct import has_direct_reads, read_ranges
 from .errors import DamagedError, MismatchError, NotFoundError
+from .filing import read_at
 from .manifest import Manifest, Slice, TensorEntry
+from .plan import MAX_SLICE_BYTES
 from .safetensors_file import Entry, parse_header
+from .scanning import scan
 from .types import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -63,6 +66,8 @@ class Checkpoint:
         self._tensors = {(tensor.name, tensor.kind): tensor for tensor in manifest.tensors}
         self._headers: dict[int, dict[str, Entry]] = {}
         self._lock = threading.Lock()
+        self._large: set[tuple[int, str, int | None]] = set()
+        self._large_lock = threading.Lock()
 
     @property
     def step(self) -> int:
@@ -134,9 +139,9 @@ class Checkpoint:
         jobs = [job for request in requests for job in self._jobs(request)]
         if verify and has_direct_reads(sum(job.view.nbytes for job in jobs)):
             jobs = self._run_direct(jobs)
-        by_slice: dict[tuple[int, str], list[_Job]] = {}
+        by_slice: dict[tuple[int, str, int | None], list[_Job]] = {}
         for job in jobs:
-            by_slice.setdefault((job.piece.file, job.piece.key), []).append(job)
+            by_slice.setdefault((job.piece.file, job.piece.key, job.piece.begin), []).append(job)
         if threads <= 1 or len(by_slice) <= 1:
             for group in by_slice.values():
                 self._run(group, verify)
@@ -195,6 +200,9 @@ class Checkpoint:
         """Do jobs that read from one slice; to verify them it is read once."""
         first = jobs[0]
         file, begin, where = self._file(first), self._begin(first), self._where(first)
+        if verify and first.slice_nbytes > MAX_SLICE_BYTES and not all(job.is_whole for job in jobs):
+            self._verify_large(first, file, begin, where)
+            verify = False
         if not verify:
             for job in jobs:
                 read_at(file, begin + job.skip, job.view, where)
@@ -205,6 +213,14 @@ class Checkpoint:
         for job in jobs:
             if job.view is not whole:
                 job.view[:] = whole[job.skip : job.skip + job.view.nbytes]
+
+    def _verify_large(self, job: _Job, file: Path, begin: int, where: str) -> None:
+        """Verify a slice that is larger than a scratch buffer, once."""
+        place = (job.piece.file, job.piece.key, job.piece.begin)
+        with self._large_lock:
+            if place not in self._large:
+                self._compare(job, scan(file, begin, job.slice_nbytes, where))
+                self._large.add(place)
 
     def _compare(self, job: _Job, found: str) -> None:
         if found != job.piece.checksum:
@@ -221,6 +237,8 @@ class Checkpoint:
 
     def _begin(self, job: _Job) -> int:
         """The byte of its file at which a job's slice begins."""
+        if job.piece.begin is not None:
+            return job.piece.begin
         stored = self._header(job.piece.file).get(job.piece.key)
         if stored is None or stored.dtype != job.entry.dtype or stored.end - stored.begin != job.slice_nbytes:
             raise DamagedError(
@@ -280,21 +298,3 @@ def _overlapping(slices: Sequence[Slice], begin: int, end: int) -> list[Slice]:
         found.append(slices[low])
         low += 1
     return found
-
-
-def read_at(path: Path, position: int, out: memoryview, where: str) -> None:
-    """Fill `out` with the bytes of a file from `position` on; raises DamagedError, beginning with `where`."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise DamagedError(f"{where}: {error.strerror}") from error
-    try:
-        while out:
-            count = os.preadv(fd, [out], position)
-            if count == 0:
-                raise DamagedError(f"{where}: the file ends at byte {position}, before its data does")
-            out, position = out[count:], position + count
-    except OSError as error:
-        raise DamagedError(f"{where}: reading at byte {position}: {error.strerror}") from error
-    finally:
-        os.close(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,9 @@ from .catalog import find_candidates, load_manifest
 from .checksum import checksum
 from .commit import fsync_directory, read_latest, sweep, write_latest
 from .errors import CheckpointError, DamagedError, NotFoundError
+from .filing import read_at
 from .manifest import Manifest, Slice, TensorEntry
-from .reader import read_at
-from .safetensors_file import Entry, parse_header
+from .safetensors_file import parse_header
 from .types import ITEMSIZE
 from .verifying import VerifyReport, checkpoints_in, verify
 
@@ -33,11 +34,13 @@ def repair(root: str | os.PathLike[str], *, progress: Callable[[int], None] | No
     done = [f"swept {path.name}" if not path.exists() else f"put back {path.name}" for path in sweep(directory)]
     reports = {path: verify(path, progress=progress) for path in checkpoints_in(directory)}
     for path, report in reports.items():
-        if not report.ok and _restore(path, [other for other, found in reports.items() if other != path]):
-            reports[path] = verify(path)
+        if report.ok:
+            continue
+        if _restore(path, [other for other in reports if other != path]):
             done.append(f"restored damaged slices of {path.name} from other checkpoints")
-        if not reports[path].ok:
-            done.append(_set_aside(path, reports[path]))
+        again = verify(path)  # a file that it shares with another checkpoint may have been restored with that one
+        if not again.ok:
+            done.append(_set_aside(path, again))
     return done + _fix_latest(directory)
 
 
@@ -70,47 +73,60 @@ def _slices(manifest: Manifest) -> list[tuple[TensorEntry, Slice]]:
     return [(tensor, piece) for tensor in manifest.tensors for piece in tensor.slices]
 
 
-def _twins(others: list[Path]) -> dict[tuple[str, int], tuple[Path, Manifest, Slice]]:
-    found: dict[tuple[str, int], tuple[Path, Manifest, Slice]] = {}
+_Twins = dict[tuple[str, int], list[tuple[Path, Manifest, Slice]]]
+
+
+def _twins(others: list[Path]) -> _Twins:
+    """Slices of other checkpoints by checksum and size; several, since files that are linked share their damage."""
+    found: _Twins = {}
     for path in others:
         try:
             manifest = load_manifest(path)
         except CheckpointError:
             continue
         for tensor, piece in _slices(manifest):
-            found.setdefault((piece.checksum, piece.length * ITEMSIZE[tensor.dtype]), (path, manifest, piece))
+            found.setdefault((piece.checksum, piece.length * ITEMSIZE[tensor.dtype]), []).append(
+                (path, manifest, piece)
+            )
     return found
 
 
-def _restore_slice(
-    path: Path,
-    manifest: Manifest,
-    tensor: TensorEntry,
-    piece: Slice,
-    twins: dict[tuple[str, int], tuple[Path, Manifest, Slice]],
-) -> bool:
+def _restore_slice(path: Path, manifest: Manifest, tensor: TensorEntry, piece: Slice, twins: _Twins) -> bool:
     nbytes = piece.length * ITEMSIZE[tensor.dtype]
-    file, place = _place(path, manifest, piece)
+    file, begin = _place(path, manifest, piece)
     raw = bytearray(nbytes)
-    read_at(file, place.begin, memoryview(raw), str(file))
-    twin = twins.get((piece.checksum, nbytes))
-    if checksum(raw) == piece.checksum or twin is None:
+    read_at(file, begin, memoryview(raw), str(file))
+    if checksum(raw) == piece.checksum:
         return False
-    source, source_place = _place(*twin)
-    read_at(source, source_place.begin, memoryview(raw), str(source))
-    if checksum(raw) != piece.checksum:
-        return False
-    with file.open("r+b") as target:
-        target.seek(place.begin)
-        target.write(raw)
-        target.flush()
-        os.fsync(target.fileno())
-    return True
+    for twin in twins.get((piece.checksum, nbytes), []):
+        source, source_begin = _place(*twin)
+        read_at(source, source_begin, memoryview(raw), str(source))
+        if checksum(raw) == piece.checksum:
+            _overwrite(file, begin, raw)
+            return True
+    return False
 
 
-def _place(path: Path, manifest: Manifest, piece: Slice) -> tuple[Path, Entry]:
+def _overwrite(file: Path, begin: int, raw: bytearray) -> None:
+    """Write into a file that may be read-only, as linked ones are; every link to it is restored."""
+    mode = file.stat().st_mode
+    file.chmod(mode | stat.S_IWUSR)
+    try:
+        with file.open("r+b") as target:
+            target.seek(begin)
+            target.write(raw)
+            target.flush()
+            os.fsync(target.fileno())
+    finally:
+        file.chmod(mode)
+
+
+def _place(path: Path, manifest: Manifest, piece: Slice) -> tuple[Path, int]:
+    """The file of a slice and the byte at which it begins."""
     entry = manifest.files[piece.file]
     file = path / entry.path
+    if piece.begin is not None:
+        return file, piece.begin
     raw = bytearray(entry.header_nbytes)
     read_at(file, 0, memoryview(raw), str(file))
     if checksum(raw) != entry.header_checksum:
@@ -118,4 +134,4 @@ def _place(path: Path, manifest: Manifest, piece: Slice) -> tuple[Path, Entry]:
     entries, _ = parse_header(bytes(raw), entry.nbytes, str(file))
     if piece.key not in entries:
         raise DamagedError(f"{file}: the header does not hold slice {piece.key!r}")
-    return file, entries[piece.key]
+    return file, entries[piece.key].begin

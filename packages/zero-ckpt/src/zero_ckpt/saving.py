@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .commit import Staging, check_tag, staging_path, sweep, write_durably, write_latest
+from .contribution import write_contribution
 from .coordination import together
 from .direct import make_sink
 from .errors import CheckpointError
@@ -16,8 +18,8 @@ from .plain import to_plain
 from .plan import Holding, Plan, make_plan
 from .retention import prune
 from .scripts import leave_script
-from .types import Coordinator, Interval, SoloCoordinator, is_kind
-from .writer import OpenSink, interval_length, write_rank_file
+from .types import Coordinator, FileExtent, Interval, SoloCoordinator, is_kind
+from .writer import OpenSink, interval_length
 
 
 def save_sharded(
@@ -42,7 +44,8 @@ def save_sharded(
     `aliases` (tied names to the name that is stored), `client_state`, `config` and `step` are taken from rank 0,
     `rank_state` from every rank; all are plain data. `save_latest` points `<root>/latest` at the new checkpoint,
     `keep_last` then removes all but the newest so many. `open_sink` decides how bytes reach the disk: by
-    default directly with the `nvme` extra, through ordinary files without.
+    default directly with the `nvme` extra, through ordinary files without. An interval that is a `FileExtent` of a
+    sealed file is linked instead (see [Note: linked files]).
 
     Where nodes do not share a file system, `node` names this rank's: each node then has its own directory with its
     ranks' files and a manifest of the whole, and what several nodes hold is written on each. Such a checkpoint loads
@@ -112,9 +115,9 @@ class _Save:
             self._nodes = nodes
             self._leads = nodes.index(nodes[self._group.rank]) == self._group.rank
         holdings = [
-            Holding(name, kind, tuple(shape), dtype, offset, length, rank, index)
+            Holding(name, kind, tuple(shape), dtype, offset, length, rank, index, linked)
             for rank, part in enumerate(described)
-            for index, (name, kind, shape, dtype, offset, length) in enumerate(part["heads"])
+            for index, (name, kind, shape, dtype, offset, length, linked) in enumerate(part["heads"])
         ]
         self._plan = make_plan(holdings, self._group.world_size, self._nodes)
 
@@ -132,9 +135,8 @@ class _Save:
             raise CheckpointError(
                 f"{self.root} is not the directory that rank 0 sees; it must be shared by all ranks, or node= be given"
             )
-        path = directory / f"rank-{self._group.rank:05d}.safetensors"
-        entry, slices = write_rank_file(path, self._intervals, pieces, self._open_sink)
-        return {"file": vars(entry), "slices": [vars(piece) for piece in slices]}
+        files, slices = write_contribution(directory, self._group.rank, self._intervals, pieces, self._open_sink)
+        return {"files": [entry.encode() for entry in files], "slices": [vars(piece) for piece in slices]}
 
     def commit(self, described: list[dict[str, Any]], written: list[dict[str, Any] | None], save_latest: bool) -> None:
         if self._staging is None:
@@ -167,7 +169,9 @@ def _head(interval: Interval) -> list[Any]:
     if not is_kind(interval.kind):
         raise CheckpointError(f"{where}: a kind is 1 to 100 of the characters A-Z a-z 0-9 _ . -")
     shape = [int(size) for size in interval.shape]
-    return [interval.name, interval.kind, shape, interval.dtype, int(interval.offset), interval_length(interval)]
+    linked = isinstance(interval.data, FileExtent)
+    length = interval_length(interval)
+    return [interval.name, interval.kind, shape, interval.dtype, int(interval.offset), length, linked]
 
 
 def _manifest(
@@ -175,7 +179,7 @@ def _manifest(
 ) -> Manifest:
     """The manifest as the ranks `own_ranks` see it: of what was written on several nodes, they use their own copy."""
     files: list[FileEntry] = []
-    slices: dict[tuple[str, str], dict[int, Slice]] = {}
+    slices: dict[tuple[str, str], list[Slice]] = {}
     order = sorted(range(len(written)), key=lambda rank: rank not in own_ranks)
     for rank in order:
         own = written[rank]
@@ -183,11 +187,11 @@ def _manifest(
             continue
         for item in own["slices"]:
             name, kind = described[rank]["heads"][item["index"]][:2]
-            piece = Slice(len(files), item["key"], item["offset"], item["length"], item["checksum"])
-            slices.setdefault((name, kind), {}).setdefault(piece.offset, piece)
-        files.append(FileEntry(**own["file"]))
+            place = {key: item[key] for key in ("key", "offset", "length", "checksum", "begin")}
+            slices.setdefault((name, kind), []).append(Slice(len(files) + item["file"], **place))
+        files += [_entry(table) for table in own["files"]]
     tensors = tuple(
-        TensorEntry(name, kind, shape, dtype, tuple(piece for _, piece in sorted(slices.get((name, kind), {}).items())))
+        TensorEntry(name, kind, shape, dtype, _preferred(slices.get((name, kind), [])))
         for name, kind, shape, dtype in plan.tensors
     )
     rank_state = tuple(part["rank_state"] for part in described)
@@ -199,3 +203,22 @@ def _manifest(
         per_node=len(own_ranks) < len(described),
         **described[0]["extras"],
     )
+
+
+def _entry(table: dict[str, Any]) -> FileEntry:
+    extents = table.get("extents")
+    return FileEntry(
+        **{**table, "extents": None if extents is None else tuple((nbytes, digest) for nbytes, digest in extents)}
+    )
+
+
+def _preferred(candidates: list[Slice]) -> tuple[Slice, ...]:
+    """Of slices that hold the same elements the first, in order of offset; nodes may have cut their copies unlike."""
+    chosen: list[Slice] = []
+    for piece in candidates:
+        at = bisect_left(chosen, piece.offset, key=lambda known: known.offset)
+        after = chosen[at].offset if at < len(chosen) else piece.offset + piece.length
+        before = chosen[at - 1].offset + chosen[at - 1].length if at else 0
+        if before <= piece.offset and piece.offset + piece.length <= after:
+            chosen.insert(at, piece)
+    return tuple(chosen)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -24,6 +25,23 @@ _KIND = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
 
 
 @dataclass(frozen=True)
+class FileExtent:
+    """Bytes that lie in a file already: `nbytes` from byte `file_offset_bytes` of `path` on.
+
+    The file is sealed: its content never changes again, and it exists until the save has returned. `checksum` is
+    `"xxh3_64:<16 hex>"` of exactly these bytes and is believed; where it is None it is computed by reading them, a few
+    MiB at a time. `owner` is anything that has to stay alive for the file to exist (a sealed generation of an extent
+    store, say): a background save keeps it until it is done.
+    """
+
+    path: str | os.PathLike[str]
+    file_offset_bytes: int
+    nbytes: int
+    checksum: str | None = None
+    owner: Any = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
 class Interval:
     """A run of consecutive elements of one logical tensor, flattened in C order.
 
@@ -31,7 +49,9 @@ class Interval:
     shape of the whole tensor, `dtype` a key of `ITEMSIZE`, `offset` the first element. `data` is a C-contiguous buffer
     of the interval's raw bytes (any element format), or a function that returns one; a function is called once, on the
     saving thread, shortly before its bytes are written, and its buffer must stay valid until the next such call, so a
-    staging buffer may be reused. `length` in elements is needed with a function only.
+    staging buffer may be reused. `length` in elements is needed with a function only. A `FileExtent` as `data` is taken
+    into the checkpoint by a hard link to its file, without passing through memory; where the checkpoint is on another
+    file system it is copied.
     """
 
     name: str
@@ -39,7 +59,7 @@ class Interval:
     shape: tuple[int, ...]
     dtype: str
     offset: int
-    data: Buffer | Callable[[], Buffer]
+    data: Buffer | Callable[[], Buffer] | FileExtent
     length: int | None = None
 
 

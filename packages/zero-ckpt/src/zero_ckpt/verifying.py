@@ -12,9 +12,10 @@ from .catalog import examine
 from .checksum import Checksummer, checksum
 from .commit import replaced_directories, replaced_tag
 from .errors import DamagedError
+from .filing import read_at
 from .manifest import FileEntry, Manifest, Slice, TensorEntry
-from .reader import read_at
 from .safetensors_file import Entry, parse_header
+from .scanning import scan
 from .types import ITEMSIZE
 
 _CHUNK_BYTES = 16 << 20
@@ -72,7 +73,8 @@ def verify(
                 report.absent.append(entry.path)
                 continue
             report.nbytes += entry.nbytes
-            jobs.append(pool.submit(_verify_file, file, entry, contents[index], progress or _ignore))
+            check = _verify_file if entry.extents is None else _verify_raw
+            jobs.append(pool.submit(check, file, entry, contents[index], progress or _ignore))
         for job in jobs:
             report.problems += job.result()
     return report
@@ -116,6 +118,33 @@ def _verify_file(
     return problems
 
 
+def _verify_raw(
+    path: Path, entry: FileEntry, contents: list[tuple[TensorEntry, Slice]], progress: Callable[[int], None]
+) -> list[Problem]:
+    """Walk the extents of a linked file; those that are no slice lie between the tensors."""
+    slices = {piece.begin: (tensor, piece) for tensor, piece in contents}
+    problems: list[Problem] = []
+    for begin, (nbytes, expected) in entry.begins().items():
+        try:
+            found = scan(path, begin, nbytes, str(path), progress)
+        except DamagedError as error:
+            return [*problems, Problem(path, "", str(error))]
+        if found == expected:
+            continue
+        if begin in slices:
+            tensor, piece = slices[begin]
+            problems.append(_damaged(path, f"{tensor.name} ({tensor.kind})", piece, found))
+        else:
+            message = f"bytes {begin} to {begin + nbytes}, outside of its tensors, are damaged"
+            problems.append(Problem(path, "", message))
+    return problems
+
+
+def _damaged(path: Path, name: str, piece: Slice, found: str) -> Problem:
+    message = f"elements {piece.offset} to {piece.offset + piece.length} are damaged"
+    return Problem(path, name, f"{message} (checksum {found}, expected {piece.checksum})")
+
+
 def _verify_slices(
     path: Path,
     entry: FileEntry,
@@ -143,8 +172,7 @@ def _verify_slices(
         total.update(raw)
         progress(len(raw))
         if (found := checksum(raw)) != piece.checksum:
-            message = f"elements {piece.offset} to {piece.offset + piece.length} are damaged"
-            problems.append(Problem(path, name, f"{message} (checksum {found}, expected {piece.checksum})"))
+            problems.append(_damaged(path, name, piece, found))
         position = place.end
     _feed(path, position, entry.nbytes, total, progress)
     return problems

@@ -7,17 +7,20 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
-from .checksum import Checksummer, checksum
+from .checksum import Checksummer, checksum, is_checksum
 from .errors import CheckpointError
 from .manifest import FileEntry
 from .plan import Piece
 from .safetensors_file import encode_header
-from .types import ITEMSIZE, Interval, byte_view, numel
+from .types import ITEMSIZE, FileExtent, Interval, byte_view, numel
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class FileSink(Protocol):
@@ -117,13 +120,18 @@ class BufferedSink:
 
 @dataclass(frozen=True)
 class WrittenSlice:
-    """What the manifest needs to know of one slice: `index` is the rank's interval it came from."""
+    """What the manifest needs to know of one slice: `index` is the rank's interval it came from.
+
+    `file` counts the rank's own files; `begin` is the byte in a raw one.
+    """
 
     index: int
     key: str
     offset: int
     length: int
     checksum: str
+    file: int = 0
+    begin: int | None = None
 
 
 def slice_key(interval: Interval, offset: int) -> str:
@@ -131,15 +139,20 @@ def slice_key(interval: Interval, offset: int) -> str:
     return f"{interval.kind}/{interval.name}@{offset}"
 
 
+def file_order(intervals: Sequence[Interval], pieces: Iterable[Piece]) -> list[Piece]:
+    """Pieces in the order of the file: wider dtypes come first, so every slice is aligned to its element size."""
+    return sorted(pieces, key=lambda piece: -ITEMSIZE[intervals[piece.index].dtype])
+
+
 def write_rank_file(
-    path: Path, intervals: list[Interval], pieces: Iterable[Piece], open_sink: OpenSink
+    path: Path, intervals: Sequence[Interval], pieces: Iterable[Piece], open_sink: OpenSink
 ) -> tuple[FileEntry, list[WrittenSlice]]:
     """Write the given pieces of `intervals` to a new safetensors file and wait until it is on disk.
 
-    Wider dtypes come first, so every slice is aligned to its element size. Raises OSError with the file's name, or
-    CheckpointError when an interval's data is not what it claims.
+    The data of these intervals are buffers or functions. Raises OSError with the file's name, or CheckpointError when
+    an interval's data is not what it claims.
     """
-    ordered = sorted(pieces, key=lambda piece: -ITEMSIZE[intervals[piece.index].dtype])
+    ordered = file_order(intervals, pieces)
     header, nbytes = encode_header(
         (slice_key(intervals[piece.index], piece.offset), intervals[piece.index].dtype, (piece.length,))
         for piece in ordered
@@ -183,7 +196,7 @@ def _named(error: OSError, path: Path) -> OSError:
 class _Source:
     """The bytes of pieces, asking each interval that is a function for its buffer once, in order."""
 
-    def __init__(self, intervals: list[Interval], sink: FileSink) -> None:
+    def __init__(self, intervals: Sequence[Interval], sink: FileSink) -> None:
         self._intervals, self._sink = intervals, sink
         self._index = -1
         self._view = memoryview(b"")
@@ -203,7 +216,7 @@ class _Source:
             self._sink.drain()
             self._view = memoryview(b"")
             data = data()
-        view = byte_view(data)
+        view = byte_view(cast("Buffer", data))
         if view.nbytes != interval_length(interval) * itemsize:
             raise CheckpointError(
                 f"{interval.name!r} ({interval.kind}): expected {interval_length(interval)} elements of "
@@ -219,10 +232,7 @@ def interval_length(interval: Interval) -> int:
         raise CheckpointError(f"{where}: unknown dtype {interval.dtype!r}; expected one of {', '.join(ITEMSIZE)}")
     length = interval.length
     if not callable(interval.data):
-        try:
-            nbytes = memoryview(interval.data).nbytes
-        except TypeError as error:
-            raise CheckpointError(f"{where}: data is neither a buffer nor a function: {error}") from error
+        nbytes = _data_nbytes(interval.data, where)
         if nbytes % ITEMSIZE[interval.dtype] or length not in (None, nbytes // ITEMSIZE[interval.dtype]):
             raise CheckpointError(
                 f"{where}: data of {nbytes} bytes is not {length or 'whole'} {interval.dtype} elements"
@@ -235,3 +245,17 @@ def interval_length(interval: Interval) -> int:
             f"{where}: elements {interval.offset} to {interval.offset + length} are outside of shape {interval.shape}"
         )
     return length
+
+
+def _data_nbytes(data: Buffer | FileExtent, where: str) -> int:
+    if isinstance(data, FileExtent):
+        if data.file_offset_bytes < 0 or data.nbytes < 0 or not (data.checksum is None or is_checksum(data.checksum)):
+            raise CheckpointError(
+                f"{where}: {data} is no extent; expected sizes that are not negative, and a checksum such as "
+                "'xxh3_64:0123456789abcdef' or None"
+            )
+        return data.nbytes
+    try:
+        return memoryview(data).nbytes
+    except TypeError as error:
+        raise CheckpointError(f"{where}: data is neither a buffer nor a function nor a file extent: {error}") from error

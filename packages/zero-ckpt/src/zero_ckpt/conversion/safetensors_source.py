@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checksum import Checksummer
 from ..errors import DamagedError, MismatchError
-from ..reader import read_at
+from ..filing import read_at
 from ..safetensors_file import parse_header, read_header
 from ..types import ITEMSIZE
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checksum import checksum
 from ..errors import DamagedError, MismatchError
-from ..reader import read_at
+from ..filing import read_at
 from ..types import ITEMSIZE, numel
 
 if TYPE_CHECKING:

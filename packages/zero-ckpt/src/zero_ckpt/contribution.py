@@ -1,0 +1,52 @@
+"""What one rank puts into a checkpoint directory: linked files, and one safetensors file with everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from .linking import Copying, Stretch, link_files
+from .manifest import FileEntry
+from .plan import MAX_SLICE_BYTES, Piece
+from .types import ITEMSIZE, FileExtent, Interval
+from .writer import OpenSink, WrittenSlice, file_order, write_rank_file
+
+
+def write_contribution(
+    directory: Path, rank: int, intervals: Sequence[Interval], pieces: Sequence[Piece], open_sink: OpenSink
+) -> tuple[list[FileEntry], list[WrittenSlice]]:
+    """Write the given pieces of `intervals` and wait until they are on disk; returns the files and their slices.
+
+    Raises OSError with a file's name, or CheckpointError when an interval's data is not what it claims.
+    """
+    stretches, in_memory = [], []
+    for piece in file_order(intervals, pieces):
+        interval = intervals[piece.index]
+        if isinstance(interval.data, FileExtent):
+            stretches.append(Stretch(piece, interval, interval.data))
+        else:
+            in_memory.append(piece)
+    files, slices, left = link_files(directory, rank, stretches)
+    if not (in_memory or left):
+        return files, slices
+    copying = Copying(left)
+    try:
+        origin = [*range(len(intervals)), *copying.indices]
+        every = [*intervals, *copying.intervals]
+        copied = [
+            part
+            for index, interval in enumerate(copying.intervals, start=len(intervals))
+            for part in _cut(Piece(index, interval.offset, interval.length or 0), ITEMSIZE[interval.dtype])
+        ]
+        path = directory / f"rank-{rank:05d}.safetensors"
+        entry, own = write_rank_file(path, every, [*in_memory, *copied], open_sink)
+    finally:
+        copying.close()
+    slices += [replace(piece, index=origin[piece.index], file=len(files)) for piece in own]
+    return [*files, entry], slices
+
+
+def _cut(piece: Piece, itemsize: int) -> list[Piece]:
+    step, end = MAX_SLICE_BYTES // itemsize, piece.offset + piece.length
+    return [Piece(piece.index, at, min(step, end - at)) for at in range(piece.offset, end, step)]

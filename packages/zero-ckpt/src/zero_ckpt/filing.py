@@ -1,0 +1,77 @@
+"""Read a byte range of a file, or give a sealed file a second name."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from .errors import DamagedError
+
+_CLONE = 0x40049409
+"""FICLONE: the new file shares the blocks of the old one until either changes (btrfs, XFS and others)."""
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_CLONE = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS, errno.EPERM)
+
+
+def read_at(path: Path, position: int, out: memoryview, where: str) -> None:
+    """Fill `out` with the bytes of a file from `position` on; raises DamagedError, beginning with `where`."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise DamagedError(f"{where}: {error.strerror}") from error
+    try:
+        while out:
+            count = os.preadv(fd, [out], position)
+            if count == 0:
+                raise DamagedError(f"{where}: the file ends at byte {position}, before its data does")
+            out, position = out[count:], position + count
+    except OSError as error:
+        raise DamagedError(f"{where}: reading at byte {position}: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def share_file(source: Path, target: Path) -> bool:
+    """Make `target` the same content as `source` without copying: a hard link, or a clone of its blocks.
+
+    The content is on disk when this returns True; the name is once the directory is synced. False, with nothing made,
+    where neither is possible. Raises OSError for anything else (no such file, no space).
+    """
+    if not _link(source, target) and not _clone(source, target):
+        return False
+    fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return True
+
+
+def _link(source: Path, target: Path) -> bool:
+    try:
+        os.link(source.resolve(), target)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        return False
+    return True
+
+
+def _clone(source: Path, target: Path) -> bool:
+    old = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        new = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+        try:
+            fcntl.ioctl(new, _CLONE, old)
+        except OSError as error:
+            target.unlink()
+            if error.errno not in _NO_CLONE:
+                raise
+            return False
+        finally:
+            os.close(new)
+    finally:
+        os.close(old)
+    return True

@@ -1,0 +1,211 @@
+"""Sealed files that become part of a checkpoint: by a link where that is possible, otherwise by a copy.
+
+[Note: linked files]
+A file that nothing writes to any more is taken whole, under a name of its own in the checkpoint directory, as a raw
+file: the manifest says at which bytes slices lie, and holds a checksum of every byte of it, those between slices
+included. Checksums that came with the extents are believed; they cost no reading. Where neither a hard link nor a clone
+is possible (another file system), the wanted bytes are streamed into the rank's safetensors file instead and compared
+with those checksums on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from mmap import mmap
+from pathlib import Path
+
+from .checksum import Checksummer, checksum
+from .direct import has_direct, read_ranges
+from .errors import CheckpointError, DamagedError
+from .filing import read_at, share_file
+from .manifest import FileEntry, raw_checksum
+from .plan import MAX_SLICE_BYTES, Piece
+from .scanning import scan
+from .types import ITEMSIZE, FileExtent, Interval
+from .writer import WrittenSlice
+
+_COPY_BYTES = 2 * MAX_SLICE_BYTES
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A piece of an interval that lies in a file, with the byte of that file at which it begins."""
+
+    piece: Piece
+    interval: Interval
+    extent: FileExtent
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZE[self.interval.dtype]
+
+    @property
+    def begin(self) -> int:
+        """The first byte in the file."""
+        return self.extent.file_offset_bytes + (self.piece.offset - self.interval.offset) * self.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the piece."""
+        return self.piece.length * self.itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the extent."""
+        return self.nbytes == self.extent.nbytes
+
+    @property
+    def where(self) -> str:
+        """What errors call it."""
+        return f"{self.interval.name!r} ({self.interval.kind}) in {self.extent.path}"
+
+    def parts(self, nbytes: int) -> Iterator[Stretch]:
+        """Itself in runs of at most `nbytes` bytes."""
+        step, end = nbytes // self.itemsize, self.piece.offset + self.piece.length
+        for offset in range(self.piece.offset, end, step):
+            yield replace(self, piece=replace(self.piece, offset=offset, length=min(step, end - offset)))
+
+
+def link_files(
+    directory: Path, rank: int, stretches: Sequence[Stretch]
+) -> tuple[list[FileEntry], list[WrittenSlice], list[Stretch]]:
+    """Link each file of `stretches` into `directory`; returns entries, their slices, and what has to be copied.
+
+    Raises OSError naming the file, CheckpointError when two stretches share bytes or an extent is not in its file.
+    """
+    files: list[FileEntry] = []
+    slices: list[WrittenSlice] = []
+    left: list[Stretch] = []
+    by_file: dict[Path, list[Stretch]] = {}
+    for stretch in stretches:
+        by_file.setdefault(Path(stretch.extent.path), []).append(stretch)
+    for source, members in by_file.items():
+        target = directory / f"rank-{rank:05d}-{len(files):04d}.extents"
+        members.sort(key=lambda stretch: stretch.begin)
+        _check_places(source, members)
+        if share_file(source, target):
+            entry, own = _describe(target, members, len(files))
+            files.append(entry)
+            slices += own
+        else:
+            left += members
+    return files, slices, left
+
+
+def _check_places(source: Path, members: Sequence[Stretch]) -> None:
+    """CheckpointError unless the extents lie in the file, side by side."""
+    nbytes, end, before = source.stat().st_size, 0, ""
+    for stretch in members:
+        extent = stretch.extent
+        if extent.file_offset_bytes + extent.nbytes > nbytes:
+            raise CheckpointError(
+                f"{stretch.where}: bytes {extent.file_offset_bytes} to {extent.file_offset_bytes + extent.nbytes} "
+                f"are outside of the file, which has {nbytes}"
+            )
+        if stretch.begin < end:
+            raise CheckpointError(f"{stretch.where}: byte {stretch.begin} is given to {before} as well")
+        end, before = stretch.begin + stretch.nbytes, stretch.where
+
+
+def _describe(path: Path, members: Sequence[Stretch], number: int) -> tuple[FileEntry, list[WrittenSlice]]:
+    """The manifest's words for a linked file; reads what has no checksum yet."""
+    slices: list[WrittenSlice] = []
+    extents: list[tuple[int, str]] = []
+    nbytes, position = path.stat().st_size, 0
+    for stretch in (part for member in members for part in _slices(member)):
+        if stretch.begin > position:
+            extents.append((stretch.begin - position, scan(path, position, stretch.begin - position, str(path))))
+        digest = stretch.extent.checksum or scan(path, stretch.begin, stretch.nbytes, stretch.where)
+        extents.append((stretch.nbytes, digest))
+        piece = stretch.piece
+        slices.append(WrittenSlice(piece.index, "", piece.offset, piece.length, digest, number, stretch.begin))
+        position = stretch.begin + stretch.nbytes
+    if position < nbytes:
+        extents.append((nbytes - position, scan(path, position, nbytes - position, str(path))))
+    entry = FileEntry(path.name, nbytes, raw_checksum(extents), 0, checksum(b""), tuple(extents))
+    return entry, slices
+
+
+def _slices(stretch: Stretch) -> Iterable[Stretch]:
+    """One slice where the extent's own checksum says all; otherwise slices without one, of ordinary size."""
+    trusted = _trusted(stretch)
+    return [trusted] if trusted.extent.checksum is not None else trusted.parts(MAX_SLICE_BYTES)
+
+
+def _compare(stretch: Stretch, found: str) -> None:
+    if found != stretch.extent.checksum:
+        raise DamagedError(
+            f"{stretch.where}: the extent at byte {stretch.extent.file_offset_bytes} is damaged "
+            f"(checksum {found}, expected {stretch.extent.checksum})"
+        )
+
+
+class Copying:
+    """Stretches that cannot be linked, as ordinary intervals whose functions are to be called in this order.
+
+    Each part is read while the one before is written, past the page cache where the `nvme` extra is installed; two
+    buffers of 16 MiB are all the memory it takes. A function raises DamagedError when the extent that it completes has
+    another checksum than was said. `indices` are the positions of the intervals they came from. Close it.
+    """
+
+    def __init__(self, stretches: Iterable[Stretch]) -> None:
+        parts = [part for stretch in stretches for part in _trusted(stretch).parts(_COPY_BYTES)]
+        size = max((part.nbytes for part in parts), default=1)
+        buffers = [memoryview(mmap(-1, size)) for _ in range(min(2, len(parts)))]  # on page boundaries
+        ranges = [
+            (Path(part.extent.path), part.begin, buffers[number % 2][: part.nbytes])
+            for number, part in enumerate(parts)
+        ]
+        self._views = (view for _, _, view in ranges)
+        self._reads = read_ranges(ranges, in_flight=2) if has_direct() and ranges else _read_ahead(ranges)
+        self._running = Checksummer()
+        self.indices = [part.piece.index for part in parts]
+        self.intervals = [
+            replace(part.interval, offset=part.piece.offset, length=part.piece.length, data=partial(self._take, part))
+            for part in parts
+        ]
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._reads.close()
+
+    def _take(self, part: Stretch) -> memoryview:
+        """The bytes of the next part, valid until the next call."""
+        try:
+            next(self._reads)
+        except OSError as error:
+            raise DamagedError(f"{part.where}: reading at byte {part.begin}: {error}") from error
+        view, extent = next(self._views), part.extent
+        if extent.checksum is not None:
+            if part.begin == extent.file_offset_bytes:
+                self._running = Checksummer()
+            self._running.update(view)
+            if part.begin + part.nbytes == extent.file_offset_bytes + extent.nbytes:
+                _compare(part, self._running.result())
+        return view
+
+
+def _trusted(stretch: Stretch) -> Stretch:
+    """Itself; where only a part of an extent is wanted, the extent is verified now and the part has no checksum."""
+    if stretch.extent.checksum is None or stretch.is_whole:
+        return stretch
+    extent = stretch.extent
+    _compare(stretch, scan(Path(extent.path), extent.file_offset_bytes, extent.nbytes, stretch.where))
+    return replace(stretch, extent=replace(extent, checksum=None))
+
+
+def _read_ahead(ranges: Sequence[tuple[Path, int, memoryview]]) -> Generator[None, None, None]:
+    """Fill each buffer with ordinary reads; when it yields, one is filled and the next is being read."""
+    with ThreadPoolExecutor(1, thread_name_prefix="zero-ckpt-read-ahead") as pool:
+        ahead = [pool.submit(read_at, path, begin, view, str(path)) for path, begin, view in ranges[:1]]
+        for path, begin, view in ranges[1:]:
+            ahead.pop().result()
+            ahead.append(pool.submit(read_at, path, begin, view, str(path)))
+            yield
+        for last in ahead:
+            last.result()
+            yield
