@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -42,6 +43,7 @@ class ModuleHooks:
         self.watches: dict[str, ModuleWatch] = {}
         self._handles: list[RemovableHandle] = []
         self._listener = listener
+        self._units = {unit.index: unit for unit in units}
         for name, module in model.named_modules():
             touched = [u for u in units if _belongs(name, module, u)]
             if touched or module is model:
@@ -49,7 +51,7 @@ class ModuleHooks:
         for unit in units:
             if unit.plan.trainable:
                 for index, parameter in enumerate(unit.parameters):
-                    hook = partial(self._on_gradient, unit, index)
+                    hook = partial(_report_gradient, weakref.ref(self), unit.index, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def add_use(self, name: str, module: nn.Module, unit: Unit) -> None:
@@ -79,8 +81,20 @@ class ModuleHooks:
         self._handles.append(module.register_forward_pre_hook(watch.on_enter))
         self._handles.append(module.register_forward_hook(watch.on_leave, always_call=True))
 
-    def _on_gradient(self, unit: Unit, index: int, _parameter: torch.Tensor) -> None:
-        self._listener.gradient_ready(unit, index)
+    def gradient_ready(self, unit: int, index: int) -> None:
+        """Parameter ``index`` of the unit with that plan index has its gradient."""
+        self._listener.gradient_ready(self._units[unit], index)
+
+
+def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, index: int, _parameter: torch.Tensor) -> None:
+    """The hook of one parameter, which must not lead back to it.
+
+    torch keeps post-accumulate-grad hooks where the garbage collector does not look: a strong reference from the hook
+    to the parameter's owners would keep model, shards and optimizer state for the rest of the process.
+    """
+    owner = hooks()
+    if owner is not None:
+        owner.gradient_ready(unit, index)
 
 
 class ModuleWatch:
