@@ -47,6 +47,12 @@ def test_memory_kept_in_reserve_is_not_given_away() -> None:
         budget.check()
 
 
+def test_the_default_reserve_leaves_most_of_a_small_limit() -> None:
+    small, large = (HostBudget(limits={"memory": [Limit("test", free << 20)]}) for free in (100, 4096))
+    assert small.free("memory").free == 75 << 20
+    assert large.free("memory").free == (4096 - 256) << 20
+
+
 def test_the_limits_of_this_machine_are_found(tmp_path: Path) -> None:
     budget = HostBudget()
     budget.need("memory", 1)

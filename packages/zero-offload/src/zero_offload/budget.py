@@ -13,6 +13,7 @@ from .limits import Limit, disk_limit, locked_limits, memory_limits, shared_limi
 __all__ = ["HostBudget", "Need", "Resource"]
 
 Resource = Literal["memory", "locked", "shared", "disk"]
+_RESERVE = 256 << 20
 _TITLES = {
     "memory": "host memory",
     "locked": "locked memory",
@@ -41,7 +42,8 @@ class HostBudget:
 
     Limits are those of cgroups v1 and v2 (all groups above the process), MemAvailable, RLIMIT_DATA and RLIMIT_AS for
     ``memory``; RLIMIT_MEMLOCK for ``locked``; /dev/shm for ``shared``; the free space of each file system for
-    ``disk``. ``reserve_bytes`` of memory stay untouched. ``limits`` replaces what is read from the system.
+    ``disk``. ``reserve_bytes`` of memory stay untouched, by default 256 MiB, but no more than a quarter of what is free
+    (a small control group has no room for more). ``limits`` replaces what is read from the system.
 
     ``processes`` on this host have the same needs at the same time: each may take its share of what they have in
     common. ``barrier`` is called in `check` once the limits are read, so that nobody allocates before all have read.
@@ -50,7 +52,7 @@ class HostBudget:
     def __init__(
         self,
         *,
-        reserve_bytes: int = 256 << 20,
+        reserve_bytes: int | None = None,
         limits: Mapping[Resource, Sequence[Limit]] | None = None,
         processes: int = 1,
         barrier: Callable[[], None] | None = None,
@@ -123,12 +125,14 @@ class HostBudget:
             found = locked_limits() if resource == "locked" else shared_limits()
         if not found:
             return Limit("no limit", 1 << 62)
-        reserve = self.reserve_bytes if resource == "memory" else 0
-        return min((self._share(limit, reserve) for limit in found), key=lambda limit: limit.free)
+        return min((self._share(limit, resource) for limit in found), key=lambda limit: limit.free)
 
-    def _share(self, limit: Limit, reserve: int) -> Limit:
+    def _share(self, limit: Limit, resource: Resource) -> Limit:
         """What this process may take under one limit."""
         source, free = limit.source, limit.free
+        reserve = 0
+        if resource == "memory":
+            reserve = min(_RESERVE, free // 4) if self.reserve_bytes is None else self.reserve_bytes
         if reserve:
             source, free = f"{source} less {_bytes(reserve)} kept free", max(0, free - reserve)
         if self.processes > 1 and not limit.own:
