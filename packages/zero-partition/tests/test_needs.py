@@ -73,6 +73,16 @@ class SometimesRows(SignDescent):
                 p.sub_(p.grad / (p.shape[1] if group["rows"] else 1), alpha=group["lr"])
 
 
+class SameSizes(SignDescent):
+    """Takes parameters of one size only, for a reason of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        if len({p.numel() for group in self.param_groups for p in group["params"]}) > 1:
+            raise ValueError("all layers must be alike")
+        super().step()
+
+
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(6, 4))]
 
@@ -119,3 +129,10 @@ def test_a_failing_probe_says_so() -> None:
     optimizer = SometimesRows(parameters())
     with pytest.raises(PartitionError, match="SometimesRows failed on a small probe, matrices of 6 x 4: 'rows'"):
         need_of(optimizer)
+
+
+def test_a_failure_on_fragments_that_is_not_about_their_shape_is_shown() -> None:
+    with pytest.raises(
+        PartitionError, match="SameSizes failed on a small probe, two tensors.*: all layers must be alike"
+    ):
+        need_of(SameSizes(parameters()))

@@ -74,15 +74,31 @@ def _probe(optimizer: Optimizer, group: dict[str, Any]) -> Need:
         together = _two_steps(optimizer, group, [first, second])
         apart = [*whole, *_two_steps(optimizer, group, [second])]
     except Exception as error:
-        kind = type(optimizer).__name__
-        raise PartitionError(f"{kind} failed on a small probe, matrices of 6 x 4: {error}") from error
+        raise _failed(optimizer, "matrices of 6 x 4", error) from error
     if not _equal(together, apart):
         return Need.MODEL
+    fragments = list(torch.split(first.flatten(), [9, 15]))
     try:
-        split = _two_steps(optimizer, group, list(torch.split(first.flatten(), [9, 15])))
-    except Exception:
-        return Need.PARAMETERS  # it cannot even run on fragments
+        split = _two_steps(optimizer, group, fragments)
+    except Exception as error:
+        _check_that_matrices_run(optimizer, group, fragments, error)
+        return Need.PARAMETERS
     return Need.ELEMENTS if _equal(split, whole) else Need.PARAMETERS
+
+
+def _check_that_matrices_run(
+    optimizer: Optimizer, group: dict[str, Any], fragments: list[torch.Tensor], failure: Exception
+) -> None:
+    """An optimizer that fails on fragments needs whole parameters if it is their shape that it fails on: the same
+    elements as matrices have to run. Else the failure is the user's to see."""
+    try:
+        _two_steps(optimizer, group, [fragment.view(-1, 3) for fragment in fragments])
+    except Exception as error:
+        raise _failed(optimizer, "two tensors of 9 and 15 elements, also as matrices", failure) from error
+
+
+def _failed(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
+    return PartitionError(f"{type(optimizer).__name__} failed on a small probe, {on}: {error}")
 
 
 def _two_steps(optimizer: Optimizer, group: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:

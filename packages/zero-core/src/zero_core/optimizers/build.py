@@ -108,9 +108,7 @@ def _state_dtype(narrow: bool) -> dict[str, Any]:
 
 def _refuse_narrow(narrow: bool, name: str) -> None:
     if narrow:
-        raise UsageError(
-            f"optimizer.params.fp32_optimizer_states: false is for {name} on the CPU; set it to true"
-        )
+        raise UsageError(f"optimizer.params.fp32_optimizer_states: false is for {name} on the CPU; set it to true")
 
 
 def _over_stand_ins(kind: Callable[..., Optimizer], parameters: Any, arguments: dict[str, Any]) -> Optimizer:

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from zero_optim_kernels import lamb_apply, lamb_step
 
+from .closure import loss_of
+
 _DTYPES: dict[torch.dtype, Literal["f32", "f64"]] = {torch.float32: "f32", torch.float64: "f64"}
 
 
@@ -48,10 +50,7 @@ class Lamb(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; collective where ``reduce_norms`` is."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         trained = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         work = [(group, p, *self._direction(group, p)) for group, p in trained]
         norms = self.reduce_norms([(p, squares) for _, p, _, squares in work])

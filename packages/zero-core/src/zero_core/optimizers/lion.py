@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .closure import loss_of
+
 
 class Lion(Optimizer):
     """Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolation of gradient and moment, decoupled decay."""
@@ -20,10 +22,7 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             if not trained:
