@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,16 @@ def from_plain(path: str, stage: int) -> tuple[dict[str, torch.Tensor], tuple[in
     return training.weights(engine), facts
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the ranks run: torch sums a LayerNorm's gradients by thread, so their last bits depend on the number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("stage", (0, 3))
 def test_an_engine_goes_on_from_plain_torchs_checkpoint(tmp_path: Path, stage: int) -> None:
     model = zoo.build("plain")
@@ -266,4 +277,4 @@ def test_an_engine_goes_on_from_plain_torchs_checkpoint(tmp_path: Path, stage: i
     expected = {name: p.detach() for name, p in model.named_parameters()}
     weights, (steps, client_state) = run_ranks(from_plain, 1, str(tmp_path), stage)[0]
     assert steps == HALF and isinstance(client_state, dict)
-    assert training.deviation(weights, expected) <= 1e-12
+    assert training.bits(weights) == training.bits(expected)
