@@ -104,9 +104,18 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
+OPTIONS: dict[str, dict[str, object]] = {
+    **VARIANTS,
+    "frozen": {"frozen": True},
+    "unused": {"unused": True},
+}
+
+
 def build(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Transformer:
+    """A model of `OPTIONS`, or of several of them joined by " + "."""
+    options = {key: value for name in variant.split(" + ") for key, value in OPTIONS[name].items()}
     torch.manual_seed(seed)
-    return Transformer(**VARIANTS[variant]).to(dtype)  # type: ignore[arg-type]
+    return Transformer(**options).to(dtype)  # type: ignore[arg-type]
 
 
 def batch(step: int, micro: int, rank: int = 0, world_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
