@@ -107,6 +107,10 @@ class Gatherer:
         """Keep a gathered unit through passes until `unpin`; pins count."""
         self._pinned[unit.index] = self._pinned.get(unit.index, 0) + 1
 
+    def pinned(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered through passes."""
+        return unit.index in self._pinned
+
     def unpin(self, unit: Unit) -> None:
         """Take one pin away; the last one releases the unit, whose values the user may still hold."""
         self._pinned[unit.index] -= 1

@@ -20,7 +20,7 @@ from .unit import Unit, UnitState
 class PassListener(Protocol):
     """What the hooks report; `Runtime` answers."""
 
-    def enter_module(self, name: str, units: list[Unit]) -> None: ...
+    def enter_module(self, name: str, units: list[Unit]) -> bool: ...
     def exit_module(self, name: str, units: list[Unit], aliased: list[Unit], failure: BaseException | None) -> None: ...
     def before_backward(self, units: list[Unit]) -> None: ...
     def gradient_ready(self, unit: Unit, index: int) -> None: ...
@@ -107,7 +107,7 @@ class ModuleWatch:
         self.on_leave = Hook(eager(self.leave))
         self._listener = listener
         self._watches_outputs = outermost or any(u.releasable for u in units)
-        self._entered: list[BaseException | None] = []
+        self._entered: list[tuple[bool, BaseException | None]] = []
 
     def use(self, unit: Unit) -> None:
         """The module uses one more unit."""
@@ -116,13 +116,17 @@ class ModuleWatch:
 
     def enter(self, _module: nn.Module, _args: Any) -> None:
         """Before the module's forward."""
-        self._entered.append(sys.exc_info()[1])
-        self._listener.enter_module(self.name, self.units)
+        before = sys.exc_info()[1]
+        self._entered.append((True, before))
+        if not self._listener.enter_module(self.name, self.units):
+            self._entered[-1] = (False, before)
 
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """After the module's forward, also when it raised."""
         raised = sys.exc_info()[1]
-        before = self._entered.pop() if self._entered else None
+        reported, before = self._entered.pop() if self._entered else (True, None)
+        if not reported:
+            return
         failure = raised if raised is not before else None
         aliased = list(self._watch_outputs(output)) if self._watches_outputs and failure is None else []
         self._listener.exit_module(self.name, self.units, aliased, failure)
@@ -258,6 +262,15 @@ def _belongs(name: str, module: nn.Module, unit: Unit) -> bool:
         return True
     held = {id(p) for p in unit.parameters}
     return any(id(p) in held for p in module._parameters.values() if p is not None)
+
+
+def wraps_tensors() -> bool:
+    """Whether a transform of torch.func wraps the tensors that are made here."""
+    try:
+        torch.empty(0).untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return True
+    return False
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from .compilation import CompiledRegions
 from .errors import PartitionError
 from .gatherer import Gatherer
 from .gradients import UnitGradients
-from .hooks import ModuleHooks, SavedViews
+from .hooks import ModuleHooks, SavedViews, wraps_tensors
 from .interception import Interception
 from .pace import Pace
 from .passes import Agreement
@@ -221,9 +221,16 @@ class Runtime:
 
     # -- what the hooks report ---------------------------------------------------------------------------------------
 
-    def enter_module(self, name: str, units: list[Unit]) -> None:
-        """A hooked module's forward begins."""
+    def enter_module(self, name: str, units: list[Unit]) -> bool:
+        """A hooked module's forward begins; returns whether it is a part of a pass.
+
+        What torch.func's transforms (`grad`, `jvp`, …) compute is none: their derivatives concern no parameter's
+        ``.grad``, and tensors that are made inside have no memory to send. They need the parameters whole.
+        """
         if self._outermost is None:
+            if wraps_tensors():
+                self._check_present()
+                return False
             self._outermost = name
             self._trains = torch.is_grad_enabled()
             self._check_frozen()
@@ -235,6 +242,7 @@ class Runtime:
                 self.gatherer.need(unit)
                 self._note_present(unit)
                 self._depth[unit.index] = self._depth.get(unit.index, 0) + 1
+        return True
 
     def exit_module(self, name: str, units: list[Unit], aliased: list[Unit], failure: BaseException | None) -> None:
         """A hooked module's forward is over."""
@@ -262,6 +270,8 @@ class Runtime:
             if unit.releasable:
                 self.gatherer.need(unit)
                 self._note_present(unit)
+                if torch.is_grad_enabled():  # create_graph: the new graph saves views, and nothing brings those back
+                    unit.lent = True
                 self.gatherer.leave_before(unit, self._idle_in_backward)
 
     def gradient_ready(self, unit: Unit, index: int) -> None:
@@ -272,6 +282,14 @@ class Runtime:
         gradient = parameter.grad
         if gradient is None:
             return
+        if gradient.requires_grad:
+            refusal = PartitionError(
+                f"backward(create_graph=True) reached parameter '{unit.names[index]}', but the engine takes gradients "
+                "as numbers and leaves no .grad to go on from. Use torch.autograd.grad(..., create_graph=True), and "
+                "give the loss that contains its result to engine.backward."
+            )
+            self.abort(refusal)
+            raise refusal
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         self.gradients[unit.index].add(index, gradient, more_follow=not self.reducer.active)
@@ -311,6 +329,15 @@ class Runtime:
             self.gatherer.begin(_forward_key(running[0].name))
             self.gatherer.end(joined=True)
 
+    def _check_present(self) -> None:
+        absent = next((u for u in self.units if u.releasable and not self.gatherer.pinned(u)), None)
+        if absent is not None:
+            raise PartitionError(
+                "the model was called inside a transform of torch.func (grad, vjp, jacrev, hessian, jvp, …), where "
+                f"sharded parameters such as '{absent.names[0]}' cannot be gathered. Open "
+                "engine.gathered(model.parameters()) around the transform, or use torch.autograd.grad."
+            )
+
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -344,7 +371,7 @@ class Runtime:
         self.gatherer.step = self.step
         self.gatherer.begin(key)
         self._last_forward = key
-        if torch.is_grad_enabled():
+        if self._trains:
             self._saved.open()
 
     def _end_forward(self, failure: BaseException | None) -> None:
