@@ -23,7 +23,9 @@ NAMES = [
     "SliceSum",
     "Tag",
     "Work",
+    "default_device",
     "init",
+    "open_group",
     "run_ranks",
     "sum_slices",
 ]

@@ -10,8 +10,8 @@ from .control import Control, Message
 from .errors import CommError, DesyncError, PeerError
 from .group import Group
 from .ledger import Ledger, LedgerRow
-from .mesh import EngineGroups, Mesh
-from .setup import init
+from .mesh import EngineGroups, Mesh, open_group
+from .setup import default_device, init
 from .slices import SliceSum, sum_slices
 from .tag import Tag
 from .testing import RankFailure, run_ranks
@@ -33,7 +33,9 @@ __all__ = [
     "SliceSum",
     "Tag",
     "Work",
+    "default_device",
     "init",
+    "open_group",
     "run_ranks",
     "sum_slices",
 ]

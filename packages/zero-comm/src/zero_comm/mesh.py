@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,32 @@ class EngineGroups:
     gather: Group
     reduce: Group
     control: Control
+
+    @classmethod
+    def open(
+        cls,
+        rows: Sequence[Sequence[int]],
+        *,
+        ledger: Ledger | None = None,
+        slice_sum: SliceSum = sum_slices,
+        deterministic: bool = False,
+    ) -> EngineGroups:
+        """The three groups of an engine over each of ``rows`` (global ranks, every rank in one row); returns those of
+        this rank's row. Every rank of the world must call it together, with the same rows.
+        """
+        book = ledger if ledger is not None else Ledger()
+        control = Control(open_group(rows, "gloo"), ledger=book)
+
+        def data_group() -> Group:
+            return Group(
+                open_group(rows),
+                ledger=book,
+                slice_sum=slice_sum,
+                deterministic=deterministic,
+                explain=control.explain,
+            )
+
+        return cls(gather=data_group(), reduce=data_group(), control=control)
 
     def close(self) -> None:
         """Give all three process groups back."""
@@ -80,26 +107,18 @@ class Mesh:
         self, *, ledger: Ledger | None = None, slice_sum: SliceSum = sum_slices, deterministic: bool = False
     ) -> EngineGroups:
         """Make the three groups of one engine over the shard axis; every rank of the world must call it together."""
-        book = ledger if ledger is not None else Ledger()
-        control = Control(self._new_group("gloo"), ledger=book)
+        return EngineGroups.open(self._grid.tolist(), ledger=ledger, slice_sum=slice_sum, deterministic=deterministic)
 
-        def data_group() -> Group:
-            return Group(
-                self._new_group(),
-                ledger=book,
-                slice_sum=slice_sum,
-                deterministic=deterministic,
-                explain=control.explain,
-            )
 
-        return EngineGroups(gather=data_group(), reduce=data_group(), control=control)
+def open_group(rows: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+    """Make a process group of each of ``rows`` and return this rank's; None where its row is this rank alone.
 
-    def _new_group(self, backend: str | None = None) -> dist.ProcessGroup | None:
-        mine = None
-        for row in self._grid.tolist():
-            if len(row) == 1:
-                continue
-            group = dist.new_group(row, backend=backend)
-            if self.rank in row:
+    Every rank of the world must call it together, with the same rows.
+    """
+    mine, rank = None, dist.get_rank()
+    for row in rows:
+        if len(row) > 1:
+            group = dist.new_group(list(row), backend=backend)
+            if rank in row:
                 mine = group
-        return mine
+    return mine

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_comm import Mesh, init
+from zero_comm import EngineGroups, default_device, init
 from zero_partition import PartitionOptions, ShardedOptimizer, UnitLimits, leaf_marker, partition
 from zero_precision import autocast_dtypes, parse_dtype
 
@@ -20,6 +20,7 @@ from .config import Config, autocast_modules, loss_scale, precision_policy
 from .engine import Engine
 from .errors import UsageError
 from .instruments import ledger_for
+from .model_parallel import ModelPart, model_parallel
 from .monitors import check_clients
 from .observing import supervisor
 from .offloading import parameter_store, state_tier
@@ -38,6 +39,7 @@ def initialize(
     training_data: Any = None,
     lr_scheduler: Scheduler | Callable[[Optimizer], Scheduler] | None = None,
     *,
+    mpu: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Any = None,
     config_params: Any = None,
@@ -49,7 +51,8 @@ def initialize(
     ``optimizer``: a torch optimizer over the model's parameters, or a function of parameters that makes one; without
     it the configuration's. ``model_parameters``: what to train. ``lr_scheduler``: an object or a function of the
     optimizer. ``training_data``: samples by number, of which each rank gets its own in micro-batches, shuffled, made by
-    ``collate_fn`` (default: torch's). ``device``: by default this rank's accelerator, else the CPU.
+    ``collate_fn`` (default: torch's). ``mpu``: who shares a layer with whom, in tensor parallelism; states are cut over
+    its data-parallel groups only (see `model_parallel`). ``device``: by default this rank's accelerator, else the CPU.
 
     Initialises torch.distributed when nobody has. ``engine.module`` is ``model``; its parameters keep their identity,
     and get rank 0's values. Raises `ConfigError`, `UsageError` or `zero_partition.PartitionError`, each naming what
@@ -60,27 +63,31 @@ def initialize(
     where = torch.device(device) if device is not None else None
     init(where)
     source = supervisor().config(_source(args, config, config_params))
-    resolved = Config.load(source, world_size=dist.get_world_size())
-    mesh = Mesh(device=where)
-    if mesh.device.type != "cpu":
-        torch.accelerator.set_device_index(mesh.device)
+    place = model_parallel(mpu)
+    resolved = Config.load(source, world_size=place.data_parallel_size)
+    on = where if where is not None else default_device()
+    if on.type != "cpu":
+        torch.accelerator.set_device_index(on)
     check_clients(resolved)
     ledger = ledger_for(resolved, dist.get_rank())
-    groups = mesh.open_groups(ledger=ledger, slice_sum=kernels.slice_sum(), deterministic=resolved.deterministic)
-    torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, mesh.device)
+    groups = EngineGroups.open(
+        place.data_rows, ledger=ledger, slice_sum=kernels.slice_sum(), deterministic=resolved.deterministic
+    )
+    model_part = place.open()
+    torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, on)
     options = _options(resolved, model)
     parts = partition(
         model,
         groups,
         options,
-        device=mesh.device,
+        device=on,
         trainable=_trained(torch_optimizer),
-        residency=parameter_store(resolved, dist.get_rank(), mesh.device, options.policy.param_dtype),
-        make_states=state_tier(resolved, torch_optimizer, dist.get_rank(), mesh.device),
+        residency=parameter_store(resolved, dist.get_rank(), on, options.policy.param_dtype),
+        make_states=state_tier(resolved, torch_optimizer, dist.get_rank(), on),
     )
-    sharded = _shard(torch_optimizer, parts, resolved)
+    sharded = _shard(torch_optimizer, parts, resolved, model_part)
     scheduler = build_scheduler(lr_scheduler, resolved, torch_optimizer)
-    engine = Engine(model, parts, sharded, scheduler, resolved, ledger, collate_fn)
+    engine = Engine(model, parts, sharded, scheduler, resolved, ledger, model_part, collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     engine.observer = supervisor().observer(engine)
@@ -130,7 +137,9 @@ def _trained(optimizer: Optimizer | None) -> list[nn.Parameter]:
     return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _shard(optimizer: Optimizer | None, parts: Partition, config: Config) -> ShardedOptimizer | None:
+def _shard(
+    optimizer: Optimizer | None, parts: Partition, config: Config, model_part: ModelPart
+) -> ShardedOptimizer | None:
     if optimizer is None:
         return None
     return ShardedOptimizer(
@@ -140,4 +149,5 @@ def _shard(optimizer: Optimizer | None, parts: Partition, config: Config) -> Sha
         loss_scale=loss_scale(config),
         skip_non_finite=config.bf16.enabled and config.bf16.check_grad_overflow is True,
         norm=kernels.norm(),
+        parts=model_part.norms,
     )

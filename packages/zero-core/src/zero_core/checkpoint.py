@@ -68,7 +68,8 @@ def save(
 def load(engine: Engine, root: Path, tag: str | None, wanted: Wanted) -> tuple[str, dict[str, Any]]:
     """Read ``root/tag`` into the engine; collective."""
     engine.partition.runtime.agree("load", f"{root}/{tag or ''}", None)
-    checkpoint, _ = restore(root, lambda c: _fill(engine, c, wanted), tag, coordinator=_coordinator(engine))
+    everybody = engine.model_part.coordinator or _coordinator(engine)
+    checkpoint, _ = restore(root, lambda c: _fill(engine, c, wanted), tag, coordinator=everybody)
     _spread(engine)
     state = _engine_state(checkpoint)
     if wanted.counters:

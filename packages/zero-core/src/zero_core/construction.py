@@ -7,9 +7,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from zero_comm import Mesh, init
+from zero_comm import EngineGroups, init
 from zero_partition import Init as PartitionInit
 from zero_partition import (
     TiledLinear,
@@ -20,6 +19,7 @@ from zero_partition import (
 )
 
 from .config import Config
+from .model_parallel import model_parallel
 from .observing import supervisor
 
 __all__ = [
@@ -45,22 +45,26 @@ class Init:
     """Context manager: parameters of modules built inside are cut over the ranks as soon as their module is attached.
 
     ``config``: as for `initialize`; without one, or below stage 3, the context does nothing. ``enabled``: false
-    switches it off. Initial values equal those that one process with the same seed draws. See `zero_partition.Init`.
-    Collective.
+    switches it off. ``mpu``: as for `initialize`. Initial values equal those that one process with the same seed
+    draws. See `zero_partition.Init`. Collective.
     """
 
-    def __init__(self, config: Any = None, *, enabled: bool = True, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, config: Any = None, *, enabled: bool = True, mpu: Any = None, device: torch.device | str | None = None
+    ) -> None:
         self._where = torch.device(device) if device is not None else None
         self._config = config
         self._enabled = enabled
+        self._mpu = mpu
         self._inner: PartitionInit | None = None
 
     def __enter__(self) -> Init:
         if self._enabled and self._config is not None:
             init(self._where)
-            resolved = Config.load(supervisor().config(self._config), world_size=dist.get_world_size())
+            place = model_parallel(self._mpu)
+            resolved = Config.load(supervisor().config(self._config), world_size=place.data_parallel_size)
             if resolved.zero_optimization.stage >= 3:
-                groups = Mesh(device=self._where).open_groups()
+                groups = EngineGroups.open(place.data_rows)
                 self._inner = PartitionInit(groups.gather, groups.control)
                 self._inner.__enter__()
         return self

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from zero_comm import Ledger
 from zero_partition import NonFiniteGradientError, Partition, ShardedOptimizer, StepResult
 from zero_precision import LossScaleError, cast_floating, parse_dtype
 
-from . import checkpoint
 from .checkpointing import Checkpointing
-from .compiling import compile_model
 from .config import Config
 from .errors import UsageError
 from .instruments import instruments_for, say
-from .loading import RankLoader, rank_loader
+from .loading import RankLoader
+from .model_parallel import ModelPart
 from .monitors import build_monitor
 from .observing import Observer, Unobserved
-from .parking import ParkedStates, kinds_of
+from .parking import ParkedStates
+from .preparation import Preparation
 from .report import startup_report
 from .schedules import Scheduler
-from .whole_values import WholeValues
 
 logger = logging.getLogger("zero_core")
 
 
-class Engine(WholeValues):
+class Engine(Preparation):
     """Trains ``module`` with its states cut over the ranks; made by `zero_core.initialize`.
 
     Call order of a micro-batch: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``. `step` acts
@@ -55,6 +52,8 @@ class Engine(WholeValues):
         instruments: what is timed, counted and printed.
         checkpointing: where `zero_core.checkpointing.checkpoint` keeps activations inside this engine's forward.
         observer: told of losses and steps.
+        model_part: what this rank's model is of the whole one, under an mpu.
+        reports: whether this rank, the first of the job, prints and logs for all.
     """
 
     def __init__(
@@ -65,12 +64,14 @@ class Engine(WholeValues):
         scheduler: Scheduler | None,
         config: Config,
         ledger: Ledger,
+        model_part: ModelPart,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.lr_scheduler = scheduler
         self.ledger = ledger
+        self.model_part = model_part
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._config = config
         self._partition = partition
@@ -89,16 +90,17 @@ class Engine(WholeValues):
         self._collate_fn = collate_fn
         self.training_dataloader: RankLoader[Any] | None = None
         self.observer: Observer = Unobserved()
-        self.checkpointing = Checkpointing(config.activation_checkpointing)
+        self.checkpointing = Checkpointing(config.activation_checkpointing, model_part.place.group)
         self._compiled: list[str] = []
         partition.runtime.reduces_now = self._reduces_now
         partition.runtime.allows_plain_backward = self._refuse_plain_backward
-        if partition.rank == 0:
+        self.reports = dist.get_rank() == 0
+        if self.reports:
             logger.info("%s", startup_report(config, partition))
         with self._told_to_all():
-            self.monitor = build_monitor(config, partition.rank)
+            self.monitor = build_monitor(config, dist.get_rank())
         self.instruments = instruments_for(self, self.monitor)
-        if config.dump_state and partition.rank == 0:
+        if config.dump_state and self.reports:
             say("\n".join([startup_report(config, partition), self.config_report(), self.memory_table()]))
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -157,13 +159,13 @@ class Engine(WholeValues):
                 self.lr_scheduler.step(**(lr_kwargs or {}))
         else:
             self.skipped_steps += 1
-            if self._partition.rank == 0:
+            if self.reports:
                 logger.warning("step %d skipped: a gradient is not finite", self.global_steps)
         self.global_steps += 1
         self._partition.runtime.step = self.global_steps
         with self._told_to_all():
             self.instruments.after_step()
-        self.checkpointing.after_step(self._partition.rank)
+        self.checkpointing.after_step(reports=self.reports)
         self.observer.after_step(self._last)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -200,24 +202,6 @@ class Engine(WholeValues):
         with self._told_to_all(), self._partition.runtime.synced():
             yield
 
-    def offload_states(
-        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
-    ) -> None:
-        """Move this rank's model states to host memory until `reload_states`; the engine does nothing else meanwhile.
-
-        ``include``: among `zero_core.parking.KINDS`, by default all. ``non_blocking`` is a hint. Raises `UsageError`.
-        """
-        self._check_open("offload_states")
-        if str(getattr(device, "value", device)) != "cpu":
-            raise UsageError(f"engine.offload_states(device=…): expected 'cpu', got {device!r}")
-        self._parked = ParkedStates(self._partition, self._sharded, kinds_of(include), pin_memory)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` took away; nothing happens when nothing is away."""
-        if self._parked is not None:
-            self._parked.bring_back()
-            self._parked = None
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients collected so far (`step` does it by itself)."""
         self._partition.runtime.hide_gradients()
@@ -239,145 +223,6 @@ class Engine(WholeValues):
         """Whether the last `step` at a boundary updated the weights."""
         return self._last is not None and self._last.taken
 
-    # -- data --------------------------------------------------------------------------------------------------------
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: Literal["train", "eval", "predict"] = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int = 0,
-    ) -> RankLoader[Any]:
-        """A loader of this rank's samples of ``dataset``, shuffled for ``route="train"`` (see `RankLoader`).
-
-        ``batch_size``: samples per batch and rank, by default the micro-batch. ``num_local_io_workers``: processes that
-        prepare batches ahead. Raises `UsageError` for data without samples by number.
-        """
-        if route not in ("train", "eval", "predict"):
-            raise UsageError(f"engine.deepspeed_io(route=…): expected 'train', 'eval' or 'predict', got {route!r}")
-        return rank_loader(
-            dataset,
-            batch_size if batch_size is not None else self.train_micro_batch_size_per_gpu(),
-            rank=self._partition.rank,
-            ranks=self._partition.world_size,
-            device=self.device,
-            shuffle=route == "train",
-            sampler=data_sampler,
-            collate_fn=collate_fn if collate_fn is not None else self._collate_fn,
-            drop_last=self._config.dataloader_drop_last,
-            pin_memory=pin_memory,
-            workers=num_local_io_workers,
-        )
-
-    # -- compilation -------------------------------------------------------------------------------------------------
-
-    def compile(
-        self,
-        backend: str | Callable[..., Any] = "inductor",
-        compile_kwargs: Mapping[str, Any] | None = None,
-        schedule: Any = None,
-        compiled_autograd_enabled: bool = False,
-    ) -> None:
-        """torch.compile the module, from its next call on: whole at stages 0 to 2, unit by unit at stage 3.
-
-        ``compile_kwargs``: for `torch.compile`. Raises `UsageError` for DeepCompile's ``schedule``, for compiled
-        autograd, and at stage 3 for modes that use CUDA graphs.
-        """
-        self._check_open("compile")
-        self._compiled = compile_model(
-            self.module, self._partition, backend, compile_kwargs, schedule, compiled_autograd_enabled
-        )
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
-        return bool(self._compiled)
-
-    @property
-    def compiled_modules(self) -> list[str]:
-        """Names of the modules that are compiled, each as one graph unless its own code breaks it."""
-        return list(self._compiled)
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write everything needed to go on into ``save_dir/tag`` (default ``global_step{N}``), atomically. Collective.
-
-        ``client_state`` is plain data and comes back from `load_checkpoint`. Raises `zero_ckpt.CheckpointError` on
-        every rank.
-        """
-        self._check_open("save_checkpoint")
-        if not str(save_dir):
-            raise UsageError("save_checkpoint(save_dir): expected a directory, got an empty string")
-        name = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        checkpoint.save(self, Path(save_dir), name, dict(client_state or {}), save_latest, exclude_frozen_parameters)
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str, dict[str, Any]]:
-        """Load ``load_dir/tag`` (default: the newest whole one), written at any world size and stage; return ``(path,
-        client_state)``.
-
-        Collective. Raises `zero_ckpt.CheckpointError` on every rank: there is never a silent fresh start.
-        """
-        self._check_open("load_checkpoint")
-        wanted = checkpoint.Wanted(
-            strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only and self._sharded is not None,
-            scheduler=load_lr_scheduler_states and not load_module_only,
-            counters=not load_module_only,
-        )
-        return checkpoint.load(self, Path(load_dir), tag, wanted)
-
-    # -- facts -------------------------------------------------------------------------------------------------------
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The torch optimizer whose groups hold this rank's fragments."""
-        return None if self._sharded is None else self._sharded.inner
-
-    @property
-    def sharded_optimizer(self) -> ShardedOptimizer | None:
-        """The transaction around the optimizer."""
-        return self._sharded
-
-    @property
-    def partition(self) -> Partition:
-        """Which rank owns what."""
-        return self._partition
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The configuration as the user gave it."""
-        return self._config.raw
-
-    @property
-    def resolved_config(self) -> Config:
-        """The configuration with every value resolved."""
-        return self._config
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self._partition.device
-
     def destroy(self, whole: bool = True) -> None:
         """Bring the parameters back in one piece, remove all hooks and leave the process groups. Collective.
 
@@ -388,6 +233,7 @@ class Engine(WholeValues):
         self._destroyed = True
         self._partition.close(whole=whole)
         self._partition.groups.close()
+        self.model_part.close()
         self.monitor.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -428,6 +274,7 @@ class Engine(WholeValues):
             raise
         except BaseException as failure:
             self._partition.runtime.abort(failure)
+            self.model_part.abort(failure)
             raise
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from zero_comm import Ledger
 from zero_partition import Partition, ShardedOptimizer
@@ -28,6 +29,38 @@ class Facts(nn.Module):
     _batch: tuple[int, int, int]
     _destroyed: bool
     _parked: ParkedStates | None
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The torch optimizer whose groups hold this rank's fragments."""
+        return None if self._sharded is None else self._sharded.inner
+
+    @property
+    def sharded_optimizer(self) -> ShardedOptimizer | None:
+        """The transaction around the optimizer."""
+        return self._sharded
+
+    @property
+    def partition(self) -> Partition:
+        """Which rank owns what."""
+        return self._partition
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as the user gave it."""
+        return self._config.raw
+
+    @property
+    def resolved_config(self) -> Config:
+        """The configuration with every value resolved."""
+        return self._config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._partition.device
 
     # -- batch sizes -------------------------------------------------------------------------------------------------
 

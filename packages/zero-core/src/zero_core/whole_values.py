@@ -23,12 +23,14 @@ from zero_partition import (
 
 from .errors import UsageError
 from .facts import Facts
+from .model_parallel import ModelPart
 
 
 class WholeValues(Facts):
     """The part of `Engine` that brings sharded values together. Every call is collective."""
 
     module: nn.Module
+    model_part: ModelPart
 
     @contextmanager
     def gathered(self, parameters: Any, modifier_rank: int | None = None) -> Iterator[None]:
@@ -108,7 +110,7 @@ class WholeValues(Facts):
             )
         tensors = self.consolidated_state_dict(exclude_frozen_parameters)
         if tensors is not None:
-            folder = Path(save_dir)
+            folder = self.model_part.folder(Path(save_dir))
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = folder / f".{save_filename}.unfinished"
             torch.save(tensors, unfinished)

@@ -19,6 +19,7 @@ from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterErr
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
 from .initialisation import Init
 from .layout import Entry, Fragment, Layout, UnitLayout
+from .model_parts import ModelParts, TensorParallelModel, WholeModel
 from .needs import NormOptimizer
 from .norm import NormSquared, norm_squared
 from .optimizer import ShardedOptimizer, StepResult
@@ -37,6 +38,7 @@ __all__ = [
     "Init",
     "Layout",
     "MakeStates",
+    "ModelParts",
     "NonFiniteGradientError",
     "NormOptimizer",
     "NormSquared",
@@ -50,12 +52,14 @@ __all__ = [
     "ShardedOptimizer",
     "StateTier",
     "StepResult",
+    "TensorParallelModel",
     "TiledLinear",
     "Unit",
     "UnitLayout",
     "UnitLimits",
     "UnitPlan",
     "UnitState",
+    "WholeModel",
     "full_gradient",
     "full_parameter",
     "full_state",

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from zero_precision import LossScale, NoLossScale
 
 from .errors import NonFiniteGradientError, PartitionError
-from .needs import Need, need_of
+from .model_parts import ModelParts, WholeModel
+from .needs import Need, NormOptimizer, need_of
 from .norm import NormSquared, norm_squared
 from .partition import Partition
 from .updates import OwnedFragment, connect_norms, start_in_reduced, update_for
@@ -41,7 +42,7 @@ class ShardedOptimizer:
     owns, whole.
 
     ``clip``: maximal global norm, 0 for off. ``skip_non_finite``: skip the step instead of raising when the norm is
-    not finite and there is no loss scale.
+    not finite and there is no loss scale. ``parts``: what this rank's model is of the whole one.
 
     Raises `PartitionError` naming what is wrong: foreign or duplicate parameters, an optimizer that would be wrong
     here.
@@ -56,18 +57,24 @@ class ShardedOptimizer:
         loss_scale: LossScale | None = None,
         skip_non_finite: bool = False,
         norm: NormSquared = norm_squared,
+        parts: ModelParts | None = None,
     ) -> None:
         self.inner = optimizer
         self.clip = clip
         self.loss_scale: LossScale = loss_scale if loss_scale is not None else NoLossScale()
         self._partition = partition
         self._skip_non_finite = skip_non_finite
-        self._norm = norm
-        for gradients in partition.runtime.gradients.values():
-            gradients.norm = norm
+        self._parts: ModelParts = parts if parts is not None else WholeModel()
+        self._norms = {
+            (index, rank): self._parts.norm_of(gradients.unit, rank, norm)
+            for index, gradients in partition.runtime.gradients.items()
+            for rank in partition.owned_ranks()
+        }
+        for index, gradients in partition.runtime.gradients.items():
+            gradients.norm = self._norms[index, partition.rank]
         self.fragments: list[OwnedFragment] = []
         self._stepping = False
-        self._update = update_for(optimizer, partition, whole=_needs_whole(optimizer, partition))
+        self._update = update_for(optimizer, partition, whole=_needs_whole(optimizer, partition, self._parts))
         self._adopt(optimizer)
         connect_norms(optimizer, partition, self.fragments)
         self._move_states_to_tier()
@@ -150,13 +157,14 @@ class ShardedOptimizer:
         for index, flags in touched.items():
             for number in set.intersection(*(set(answer[2].get(str(index), ())) for answer in answers)):
                 flags[number] = False
-        return touched, total, next((answer[3] for answer in answers if answer[3]), "")
+        culprit = next((answer[3] for answer in answers if answer[3]), "")
+        return touched, *self._parts.total(runtime.step, total, culprit)
 
     def _squares(self) -> list[float]:
         """By rank, the sum of squares of its shards' gradients; only this rank's entry below stage 0."""
         partition = self._partition
         squares = [0.0] * partition.world_size
-        for gradients in partition.runtime.gradients.values():
+        for index, gradients in partition.runtime.gradients.items():
             if not gradients.is_reduced:
                 continue
             if partition.options.stage:
@@ -164,7 +172,7 @@ class ShardedOptimizer:
                 continue
             with gradients.averaged() as averaged:
                 for rank, part in enumerate(averaged.chunk(partition.world_size)):
-                    squares[rank] += self._norm(part)
+                    squares[rank] += self._norms[index, rank](part)
         return squares
 
     def _untouched(self) -> dict[str, list[int]]:
@@ -241,13 +249,24 @@ class ShardedOptimizer:
         yield from self._update.own(*found)
 
 
-def _needs_whole(optimizer: Optimizer, partition: Partition) -> bool:
+def _needs_whole(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
     """Whether ``optimizer`` needs whole parameters; refuses one that would be wrong on a part of the model."""
-    need = need_of(optimizer)
+    need, kind = need_of(optimizer), type(optimizer).__name__
     if need is Need.MODEL and partition.options.stage >= 1:
         raise PartitionError(
-            f"{type(optimizer).__name__} gives other results when each rank updates a part of the model, because it "
+            f"{kind} gives other results when each rank updates a part of the model, because it "
             "looks at all parameters together. Use stage 0, or an optimizer that treats parameters one by one."
+        )
+    cut = [
+        n
+        for unit in partition.units
+        for n, p in zip(unit.names, unit.parameters, strict=True)
+        if parts.holds_part_of(p)
+    ]
+    if cut and (need is not Need.ELEMENTS or isinstance(optimizer, NormOptimizer)):
+        raise PartitionError(
+            f"{kind} needs whole parameters, but of '{cut[0]}' this rank has a part (it is marked model_parallel) and "
+            "other model-parallel ranks the rest. Use an optimizer that treats elements one by one, AdamW for example."
         )
     return need is not Need.ELEMENTS
 

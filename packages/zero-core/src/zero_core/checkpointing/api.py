@@ -6,17 +6,14 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-import torch.distributed as dist
-
 from zero_core.config import Config
 from zero_core.config._source import read
-from zero_core.errors import UsageError
+from zero_core.model_parallel import model_parallel_group
 
 from .segments import Checkpointing, running
 
 _CONFIGURED: ContextVar[Checkpointing | None] = ContextVar("zero_core_checkpointing_configured", default=None)
 _PLAIN = Checkpointing()
-_GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 
 
 def configure(
@@ -68,17 +65,6 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 def reset() -> None:
     """Give back the contiguous buffers, as is of use after forward passes without backward; `configure` holds."""
     _current().reset()
-
-
-def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
-    """The group of ranks that compute one layer together, by either of an mpu's names for it; None without an mpu."""
-    if mpu is None:
-        return None
-    for name in _GROUPS:
-        if hasattr(mpu, name):
-            group: dist.ProcessGroup | None = getattr(mpu, name)()
-            return group
-    raise UsageError(f"mpu: expected an object with {' or '.join(_GROUPS)}, got {type(mpu).__name__}")
 
 
 def _current() -> Checkpointing:

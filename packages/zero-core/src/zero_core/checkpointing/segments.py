@@ -87,10 +87,10 @@ class Checkpointing:
         finally:
             _RUNNING.reset(token)
 
-    def after_step(self, rank: int) -> None:
-        """With ``profile``, rank 0 logs what the segments since the last step took."""
+    def after_step(self, *, reports: bool) -> None:
+        """With ``profile``, the rank that ``reports`` logs what the segments since the last step took."""
         if self.section.profile and self.profile.segments:
-            if rank == 0:
+            if reports:
                 logger.info("activation checkpointing: %s", self.profile)
             self.profile = Profile()
 

@@ -179,4 +179,4 @@ def instruments_for(engine: Engine, monitor: Monitor) -> Instruments:
         config.flops_profiler.enabled,
         config.comms_logger.enabled,
     )
-    return Speaking(engine, monitor) if engine.partition.rank == 0 and any(asked) else Silent()
+    return Speaking(engine, monitor) if engine.reports and any(asked) else Silent()

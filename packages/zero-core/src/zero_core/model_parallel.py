@@ -1,0 +1,193 @@
+"""Ranks that compute one layer together, as an mpu says (the model-parallel object of DeepSpeed and Megatron)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zero_ckpt import CheckpointError, Coordinator, MismatchError
+from zero_ckpt.torch import DistCoordinator
+from zero_comm import Control, Message, open_group
+from zero_partition import ModelParts, TensorParallelModel, WholeModel
+
+from .errors import UsageError
+
+_TENSOR_PARALLEL = ("get_tensor_model_parallel_", "get_slice_parallel_", "get_model_parallel_")
+_PART = "mp_rank_{}"
+_OTHER_AXES = {
+    "get_pipeline_model_parallel_world_size": "pipeline parallelism",
+    "get_pipe_parallel_world_size": "pipeline parallelism",
+    "get_sequence_parallel_world_size": "sequence parallelism (Ulysses)",
+    "get_expert_model_parallel_world_size": "expert parallelism",
+    "get_context_parallel_world_size": "context parallelism",
+}
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """This rank's place among the parts of the model: part ``rank`` of ``size``.
+
+    ``data_rows``, ``model_rows``: the global ranks of every data-parallel and of every model-parallel group; each rank
+    is in one row of both. ``group``: the mpu's own model-parallel group.
+    """
+
+    rank: int
+    size: int
+    data_rows: Sequence[Sequence[int]]
+    model_rows: Sequence[Sequence[int]]
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that train the same part of the model."""
+        return len(self.data_rows[0])
+
+    def open(self) -> ModelPart:
+        """Make the groups in which the parts agree. Collective over all ranks."""
+        if self.size == 1:
+            return ModelPart(self, WholeModel(), None)
+        control = Control(open_group(self.model_rows, "gloo"))
+        everybody = Control(open_group([[rank for row in self.data_rows for rank in row]], "gloo"))
+        return ModelPart(self, TensorParallelModel(control), everybody)
+
+
+class ModelPart:
+    """This rank's part of the model in one engine: its norms, its files, and what all parts do together.
+
+    Attributes:
+        place: which part it is.
+        norms: the rule by which the parts' gradient norms come together.
+    """
+
+    def __init__(self, place: ModelParallel, norms: ModelParts, everybody: Control | None) -> None:
+        self.place = place
+        self.norms = norms
+        self._everybody = everybody
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """All ranks of all parts; None where the ranks of this part are all."""
+        return None if self._everybody is None else DistCoordinator(self._everybody.process_group)
+
+    def folder(self, root: Path) -> Path:
+        """Where this part's files are under ``root``: a tree of its own where there are several parts.
+
+        Raises `MismatchError` when ``root`` holds checkpoints of a model in another number of parts.
+        """
+        found = len(list(root.glob(_PART.format("*")))) if root.is_dir() else 0
+        if found > (self.place.size if self.place.size > 1 else 0):
+            raise MismatchError(
+                f"{root} holds checkpoints of a model in {found} parts ({_PART.format('00')} and so on), but the model "
+                f"here has {self.place.size}: give initialize the mpu that they were written with"
+            )
+        return root / _PART.format(f"{self.place.rank:02d}") if self.place.size > 1 else root
+
+    @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """Have ``call`` fail on every rank, with the cause, when it fails on those of one part. Collective."""
+        failure: CheckpointError | None = None
+        try:
+            yield
+        except CheckpointError as error:
+            failure = error
+        if self._everybody is not None:
+            told = self._everybody.agree(Message(call, "", 0, None if failure is None else str(failure)))
+            first = next((reason for reason in told if reason is not None), None)
+            if failure is None and first is not None:
+                raise CheckpointError(f"{call} failed in another part of the model: {first}")
+        if failure is not None:
+            raise failure
+
+    def abort(self, failure: BaseException) -> None:
+        """Whoever waits for this rank in another part learns why it does not come."""
+        reason = f"{type(failure).__name__}: {failure}"
+        self.norms.abort(reason)
+        if self._everybody is not None:
+            self._everybody.abort(reason)
+
+    def close(self) -> None:
+        """Give the groups back."""
+        self.norms.close()
+        if self._everybody is not None:
+            self._everybody.close()
+
+
+def model_parallel(mpu: Any) -> ModelParallel:
+    """What ``mpu`` says of all ranks; without one, every rank has the whole model. Collective over all ranks.
+
+    Reads ``get_data_parallel_group()`` and the group, rank and world size called ``tensor_model_parallel``,
+    ``slice_parallel`` or ``model_parallel``, the first that is there. Raises `UsageError` on every rank for an mpu
+    without them, for groups that do not fit together, and for axes other than tensor parallelism.
+    """
+    world = list(range(dist.get_world_size()))
+    if mpu is None:
+        return ModelParallel(0, 1, [world], [[rank] for rank in world])
+    control = Control(open_group([world], "gloo"))
+    try:
+        told: list[Any]
+        try:
+            answer: Any = _rows_of(mpu)
+        except UsageError as error:
+            answer = str(error)
+        told = [message.payload for message in control.exchange(Message("initialize", "mpu", 0, answer))]
+    finally:
+        control.close()
+    refusal: str | None = next((said for said in told if isinstance(said, str)), None) or _misfit(told)
+    if refusal is not None:
+        raise UsageError(f"mpu: {refusal}")
+    data_rows, model_rows = (sorted({tuple(rows[axis]) for rows in told}) for axis in (0, 1))
+    rank, size = _ask(mpu, "rank")(), _ask(mpu, "world_size")()
+    return ModelParallel(rank, size, data_rows, model_rows, _ask(mpu, "group")())
+
+
+def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
+    """The group of ranks that compute one layer together, by any of an mpu's names for it; None without an mpu."""
+    if mpu is None:
+        return None
+    group: dist.ProcessGroup | None = _ask(mpu, "group")()
+    return group
+
+
+def _ask(mpu: Any, what: str) -> Callable[[], Any]:
+    names = [prefix + what for prefix in _TENSOR_PARALLEL]
+    for name in names:
+        if hasattr(mpu, name):
+            found: Callable[[], Any] = getattr(mpu, name)
+            return found
+    raise UsageError(f"mpu: expected an object with {' or '.join(names)}, got {type(mpu).__name__}")
+
+
+def _rows_of(mpu: Any) -> list[list[int]]:
+    """Global ranks of this rank's data-parallel and model-parallel group."""
+    for name, axis in _OTHER_AXES.items():
+        if hasattr(mpu, name) and getattr(mpu, name)() > 1:
+            ranks = getattr(mpu, name)()
+            raise UsageError(f"{name}() is {ranks}, but {axis} is not supported; only tensor parallelism is")
+    if not hasattr(mpu, "get_data_parallel_group"):
+        raise UsageError(f"expected an object with get_data_parallel_group, got {type(mpu).__name__}")
+    model = dist.get_process_group_ranks(_ask(mpu, "group")())
+    rank, size = _ask(mpu, "rank")(), _ask(mpu, "world_size")()
+    if size != len(model) or model.index(dist.get_rank()) != rank:
+        raise UsageError(f"rank {rank} of {size} does not fit its model-parallel group of the global ranks {model}")
+    return [dist.get_process_group_ranks(mpu.get_data_parallel_group()), model]
+
+
+def _misfit(told: list[list[list[int]]]) -> str | None:
+    """Why the ranks' groups are not the rows and columns of one grid; None when they are."""
+    for rank, (data, model) in enumerate(told):
+        for axis, row in (("data", data), ("model", model)):
+            for other in row:
+                theirs = told[other][0 if axis == "data" else 1]
+                if theirs != row:
+                    return f"rank {rank}'s {axis}-parallel group is {row}, rank {other}'s is {theirs}; they must be one"
+        if set(data) & set(model) != {rank} or len(data) * len(model) != len(told):
+            return (
+                f"rank {rank}'s data-parallel group {data} and model-parallel group {model} must be a row and a column "
+                f"of one grid of all {len(told)} ranks"
+            )
+    return None

@@ -1,0 +1,88 @@
+"""What an engine writes down, puts away and takes up again: checkpoints, states that wait in host memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from . import checkpoint
+from .errors import UsageError
+from .parking import ParkedStates, kinds_of
+from .whole_values import WholeValues
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Persistence(WholeValues):
+    """The part of `Engine` between steps. Every call is collective."""
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything needed to go on into ``save_dir/tag`` (default ``global_step{N}``), atomically. Collective.
+
+        ``client_state`` is plain data and comes back from `load_checkpoint`. Raises `zero_ckpt.CheckpointError` on
+        every rank.
+        """
+        self._check_open("save_checkpoint")
+        if not str(save_dir):
+            raise UsageError("save_checkpoint(save_dir): expected a directory, got an empty string")
+        name = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        root = self.model_part.folder(Path(save_dir))
+        with self.model_part.together("save_checkpoint"):
+            checkpoint.save(
+                self._engine(), root, name, dict(client_state or {}), save_latest, exclude_frozen_parameters
+            )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Load ``load_dir/tag`` (default: the newest whole one), written at any world size and stage; return ``(path,
+        client_state)``.
+
+        Collective. Raises `zero_ckpt.CheckpointError` on every rank: there is never a silent fresh start.
+        """
+        self._check_open("load_checkpoint")
+        wanted = checkpoint.Wanted(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only and self._sharded is not None,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            counters=not load_module_only,
+        )
+        return checkpoint.load(self._engine(), self.model_part.folder(Path(load_dir)), tag, wanted)
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Move this rank's model states to host memory until `reload_states`; the engine does nothing else meanwhile.
+
+        ``include``: among `zero_core.parking.KINDS`, by default all. ``non_blocking`` is a hint. Raises `UsageError`.
+        """
+        self._check_open("offload_states")
+        if str(getattr(device, "value", device)) != "cpu":
+            raise UsageError(f"engine.offload_states(device=…): expected 'cpu', got {device!r}")
+        self._parked = ParkedStates(self._partition, self._sharded, kinds_of(include), pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` took away; nothing happens when nothing is away."""
+        if self._parked is not None:
+            self._parked.bring_back()
+            self._parked = None
+
+    def _engine(self) -> Engine:
+        return cast("Engine", self)
