@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from .errors import CommError, DesyncError, PeerError
+from .leaving import close_at_exit, leave
 from .ledger import Ledger
 from .tag import Tag
 from .work import Work
@@ -50,6 +51,8 @@ class Control:
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
         self.ledger = ledger if ledger is not None else Ledger()
         self._sequence = 0
+        if process_group is not None:
+            self._stays = close_at_exit(self)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -123,7 +126,8 @@ class Control:
     def close(self) -> None:
         """Give the process group back."""
         if self._process_group is not None:
-            dist.destroy_process_group(self._process_group)
+            self._stays()
+            leave(self._process_group)
             self._process_group = None
 
     def _all_gather(self, body: bytes, tag: Tag, doing: str) -> list[bytes]:

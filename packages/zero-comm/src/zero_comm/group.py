@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import CommError, PeerError
+from .leaving import close_at_exit, leave
 from .ledger import Ledger
 from .slices import SliceSum, sum_slices
 from .tag import Tag
@@ -45,6 +46,8 @@ class Group:
         self._slice_sum = slice_sum
         self._deterministic = deterministic
         self._sequence = 0
+        if process_group is not None:
+            self._stays = close_at_exit(self)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
         """Fill ``out`` (N*s elements, contiguous) with the ranks' ``shard`` (s elements) in rank order.
@@ -112,7 +115,8 @@ class Group:
     def close(self) -> None:
         """Give the process group back; peers that still wait on it are told that this rank left."""
         if self._process_group is not None:
-            dist.destroy_process_group(self._process_group)
+            self._stays()
+            leave(self._process_group)
             self._process_group = None
 
     def _direct(self, tensor: torch.Tensor) -> bool:
