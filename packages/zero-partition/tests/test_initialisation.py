@@ -155,3 +155,59 @@ def changed() -> list[float]:
 
 def test_values_can_be_changed_before_any_engine_owns_them() -> None:
     assert run_ranks(changed, 2) == [[6.0], [6.0]]
+
+
+class Reset(nn.Module):
+    """What leaves the meta device has no values until `reset_parameters` draws them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.gain = nn.Parameter(torch.empty(()))
+        self.table = nn.Parameter(torch.empty(7, 8))
+        self.register_buffer("shift", torch.empty(8))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.table)
+        with torch.no_grad():
+            self.gain.fill_(0.5)
+            self.shift.fill_(1.0)
+            self.layers[0].bias.copy_(self.layers[1].bias + self.table[0])
+
+
+def materialise(model: nn.Module, held: list[int] | None = None) -> None:
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    for module in reversed(list(model.modules())):
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+            if held is not None:
+                with torch._C.DisableTorchFunction():  # Init takes a look at the memory for a use of it
+                    held.append(sum({p.data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values()))
+
+
+def from_meta() -> dict[str, Any]:
+    with torch.device("meta"):
+        model = Reset()
+    parts = groups()
+    held: list[int] = []
+    with Init(parts.gather, parts.control, max_whole_numel=80):
+        materialise(model, held)
+    after = sum(p.untyped_storage().nbytes() for p in model.parameters())
+    partition = cut(model, 3)
+    weights = {name: full_parameter(partition, p) for name, p in model.named_parameters()}
+    return {"weights": weights, "held": held, "after": after, "shift": model.shift.clone()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_model_from_the_meta_device_is_given_memory_parameter_by_parameter(ranks: int) -> None:
+    with torch.device("meta"):
+        alone = Reset()
+    materialise(alone)
+    total = sum(p.nbytes for p in alone.parameters())
+    for found in run_ranks(from_meta, ranks):
+        for name, p in alone.named_parameters():
+            assert torch.equal(found["weights"][name], p), name
+        assert torch.equal(found["shift"], alone.shift)
+        if ranks > 1:
+            assert max(found["held"]) < total / 2 and found["after"] < total / 10

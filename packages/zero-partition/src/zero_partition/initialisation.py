@@ -38,14 +38,15 @@ _METADATA = frozenset(
 class CutParameter:
     """A parameter of which this rank holds 1/N: ``shard`` (1-D, padded) in the dtype that the user's code asked for.
 
-    `gather` makes it whole so that code can work on it, `cut` takes the present values and releases it again.
+    It is whole at first. `cut` takes the present values and releases it, `gather` makes it whole again so that code can
+    work on it.
     """
 
     def __init__(self, parameter: nn.Parameter, group: Group) -> None:
         self._parameter = weakref.ref(parameter)
         self._group = group
+        self._shape = parameter.shape
         self.whole = True
-        self.cut()
         setattr(parameter, _RECORD, self)
 
     @property
@@ -116,6 +117,9 @@ class Init:
     elements of touched parameters stay whole at a time, the oldest are cut again from their present values. Every
     rank runs the same code and draws the same values as one process with the same seed would; generator states are
     compared on entry, and where they differ rank 0's is used, with a warning.
+
+    A model on the meta device may be given memory inside (``model.to_empty(device=…)``): its parameters stay without
+    any until code writes their values, and are cut from those.
     """
 
     def __init__(self, group: Group, control: Control, *, max_whole_numel: int = 1 << 26) -> None:
@@ -125,7 +129,8 @@ class Init:
         self._handles: list[RemovableHandle] = []
         self._built: dict[int, weakref.ref[nn.Module]] = {}
         self._touched: dict[int, CutParameter] = {}
-        self._mode = _TouchMode(self._touch, self._data_assigned)
+        self._blanks: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._mode = _TouchMode(self._touch, self._data_assigned, self._blank, self._adopt)
 
     def __enter__(self) -> Init:
         if self._group.world_size > 1:
@@ -150,6 +155,8 @@ class Init:
                 module = reference()
                 if module is not None:
                     self._cut_all(p for p in module._parameters.values() if p is not None)
+            for record in self._touched.values():
+                record.cut()
         self._built.clear()
         self._touched.clear()
 
@@ -168,7 +175,7 @@ class Init:
                     record.cut()
                     self._touched.pop(id(record), None)
                 elif parameter.numel() > 1 and not parameter.is_meta and reason_uncut(parameter) is None:
-                    CutParameter(parameter, self._group)
+                    CutParameter(parameter, self._group).cut()
 
     def _touch(self, records: list[CutParameter]) -> None:
         for record in records:
@@ -180,6 +187,21 @@ class Init:
                 return
             record.cut()
             whole -= self._touched.pop(key).numel
+
+    def _blank(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """What `to_empty` gets for a parameter on the meta device: its shape over one NaN."""
+        key = (dtype, device)
+        if key not in self._blanks:
+            self._blanks[key] = torch.full((), torch.nan, dtype=dtype, device=device)
+        return self._blanks[key].expand(parameter.shape)
+
+    def _adopt(self, parameter: nn.Parameter) -> None:
+        """Give a blank parameter memory: its values are about to be written."""
+        blank = self._blanks.get((parameter.dtype, parameter.device))
+        if blank is not None and parameter.untyped_storage().data_ptr() == blank.untyped_storage().data_ptr():
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            if parameter.numel() > 1:
+                CutParameter(parameter, self._group)
 
     def _data_assigned(self, record: CutParameter) -> None:
         record.replaced()
@@ -197,14 +219,21 @@ class Init:
 
 
 class _TouchMode(TorchFunctionMode):
-    """Calls ``touch`` before a torch function reads or writes the data of cut parameters."""
+    """Calls ``touch`` before a torch function reads or writes the data of cut parameters, and ``adopt`` before with any
+    that is not cut; ``blank`` makes what stands for a parameter that leaves the meta device."""
 
     def __init__(
-        self, touch: Callable[[list[CutParameter]], None], data_assigned: Callable[[CutParameter], None]
+        self,
+        touch: Callable[[list[CutParameter]], None],
+        data_assigned: Callable[[CutParameter], None],
+        blank: Callable[[nn.Parameter, torch.dtype, torch.device], torch.Tensor],
+        adopt: Callable[[nn.Parameter], None],
     ) -> None:
         super().__init__()
         self._touch = touch
         self._data_assigned = data_assigned
+        self._blank = blank
+        self._adopt = adopt
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -218,7 +247,20 @@ class _TouchMode(TorchFunctionMode):
             if record is not None:
                 self._data_assigned(record)
             return result
-        records = [r for leaf in tree_leaves((args, keywords)) if (r := cut_record(leaf)) is not None]
+        if func is torch.empty_like and _leaves_meta(args, keywords):
+            return self._blank(args[0], keywords.get("dtype") or args[0].dtype, torch.device(keywords["device"]))
+        parameters = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, nn.Parameter)]
+        for parameter in parameters:
+            if cut_record(parameter) is None and not parameter.is_meta:
+                self._adopt(parameter)
+        records = [r for parameter in parameters if (r := cut_record(parameter)) is not None]
         if records:
             self._touch(records)
         return func(*args, **keywords)
+
+
+def _leaves_meta(args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Whether ``empty_like`` was asked to give a parameter on the meta device memory, as `nn.Module.to_empty` does."""
+    there = keywords.get("device")
+    like = args[0] if args else None
+    return isinstance(like, nn.Parameter) and like.is_meta and there is not None and torch.device(there).type != "meta"
