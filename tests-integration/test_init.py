@@ -34,6 +34,13 @@ class InParent(nn.Module):
             self.blocks[0].down.bias.data.uniform_(-1, 1)
         self.blocks.insert(1, zoo.Block())
 
+        class DeclaredInside(nn.Linear):
+            def reset_parameters(self) -> None:
+                nn.init.uniform_(self.weight, -0.1, 0.1)
+                nn.init.ones_(self.bias)
+
+        self.blocks.append(DeclaredInside(zoo.WIDTH, zoo.WIDTH))
+
     @staticmethod
     def draw(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import RANKS, STAGES, adamw, batch, build, config, distance, outcome, start, weights
+from engine_cases import RANKS, STAGES, adamw, batch, build, config, distance, outcome, plain, start, train, weights
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -205,3 +205,42 @@ def test_one_loss_may_train_two_engines(stage: int) -> None:
             optimizer.zero_grad()
     for seen in run_ranks(one_loss, RANKS, stage):
         assert distance(seen[0], weights(one)) <= 1e-12 and distance(seen[1], weights(two)) <= 1e-12
+
+
+class Late(nn.Module):
+    """A model that gets one more module, with a weight that another one has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+        self.extra: nn.Module | None = None
+
+    def attach(self) -> None:
+        self.extra = nn.Linear(self.inner.blocks[0].in_features, 1, bias=False)
+        self.extra.weight = self.inner.blocks[1].weight
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = self.inner(x, y)
+        return loss if self.extra is None else loss + self.extra(torch.tanh(self.inner.enter(x))).square().mean()
+
+
+def attached_late(stage: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+    model = Late()
+    engine = start(stage, model)
+    train(engine, 0, 1)
+    model.attach()
+    train(engine, 1, 3)
+    result = weights(engine)
+    engine.destroy()
+    return result, sorted({type(m._parameters).__name__ for m in model.modules()})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_attached_late_shares_a_weight_that_is_there_when_it_runs(stage: int) -> None:
+    model = Late()
+    optimizer = adamw(model)
+    plain(model, optimizer, 0, 1)
+    model.attach()
+    plain(model, optimizer, 1, 3)
+    for ours, kinds in run_ranks(attached_late, RANKS, stage):
+        assert distance(ours, weights(model)) <= 1e-12 and kinds == ["dict"]

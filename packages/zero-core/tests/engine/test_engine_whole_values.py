@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_cases import LR, RANKS, STAGES, adamw, batch, build, distance, outcome, plain, start, train, weights
 from torch import nn
 
+import zero_core
 from zero_comm import run_ranks
 
 
@@ -244,3 +246,29 @@ def test_whole_parameters_gradients_and_states_can_be_replaced(stage: int) -> No
         assert seen["grad"].tolist() == [2.0] * 3 and seen["norm"] == pytest.approx(norm, rel=1e-12)
         assert distance(seen["weights"], weights(reference)) <= 1e-12
         assert "Error" in seen["shape"] and "blocks.0.weight" in seen["shape"], seen["shape"]
+
+
+def nested(stage: int) -> dict[str, Any]:
+    """One gather of two models' parameters, and another inside it that changes one of them."""
+    first, second = start(stage), start(stage, build(seed=1))
+    inner = first.module.head.weight
+    everything = [*first.module.parameters(), None, torch.ones(2), *second.module.parameters()]
+    before = distance(weights(second), weights(second.module)) if stage < 3 else 0.0
+    with zero_core.gathered(iter(everything)):
+        whole = distance(
+            {n: p.detach() for n, p in second.module.named_parameters()}, dict(build(seed=1).named_parameters())
+        )
+        with zero_core.gathered(inner, modifier_rank=1), torch.no_grad():
+            inner.fill_(2.0 + dist.get_rank())
+        still = bool((inner == 3.0).all()) and not bool(first.module.enter.weight.isnan().any())
+    absent = bool(inner.isnan().all())
+    after = first.full_param(inner).unique().tolist()
+    first.destroy(whole=False)
+    second.destroy(whole=False)
+    return {"before": before, "whole": whole, "still": still, "absent": absent, "after": after}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathers_nest_and_take_parameters_of_several_models(stage: int) -> None:
+    for found in run_ranks(nested, RANKS, stage):
+        assert found == {"before": 0.0, "whole": 0.0, "still": True, "absent": stage == 3, "after": [3.0]}

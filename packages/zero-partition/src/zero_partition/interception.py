@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .hooks import eager
 from .unit import Unit
@@ -45,17 +47,34 @@ def _is_present(parameter: nn.Parameter) -> bool:
 
 
 class Interception:
-    """Watches every module that owns a parameter of a releasable unit; `remove` gives the plain dicts back."""
+    """Watches every module that owns a parameter of a releasable unit, also one that gets it later; `remove` gives the
+    plain dicts back."""
 
     def __init__(self, model: nn.Module, units: list[Unit], on_read: Callable[[nn.Parameter], None]) -> None:
-        held = {id(p) for unit in units if unit.releasable for p in unit.parameters}
-        self._modules = [m for m in model.modules() if any(id(p) in held for p in m._parameters.values())]
-        on_read = eager(on_read)
-        for module in self._modules:
-            module.__dict__["_parameters"] = WatchedParameters(module._parameters, on_read)
+        self._held = {id(p) for unit in units if unit.releasable for p in unit.parameters}
+        self._on_read = eager(on_read)
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        for module in model.modules():
+            if any(id(p) in self._held for p in module._parameters.values()):
+                self._watch(module)
+        reference = weakref.ref(self)
+
+        def registered(module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+            watching = reference()
+            if watching is not None and id(parameter) in watching._held:
+                watching._watch(module)
+
+        self._stop = weakref.finalize(self, register_module_parameter_registration_hook(registered).remove)
+        self._stop.atexit = False
 
     def remove(self) -> None:
         """Stop watching."""
+        self._stop()
         for module in self._modules:
             module.__dict__["_parameters"] = dict(module._parameters)
         self._modules.clear()
+
+    def _watch(self, module: nn.Module) -> None:
+        if not isinstance(module._parameters, WatchedParameters):
+            module.__dict__["_parameters"] = WatchedParameters(module._parameters, self._on_read)
+            self._modules.add(module)
