@@ -7,8 +7,9 @@ import weakref
 
 import pytest
 import torch
-import zero_core
 from torch import nn
+
+import zero_core
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
