@@ -20,7 +20,7 @@ uint64_t mix(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// What one optimizer call is about, as Python's `_call.py` hands it over.
+// What one optimizer call is about, as Python's `steps.py` hands it over.
 struct Call {
     int rule;
     py::object n, param, param_low, grad, state1, state2, scale1, scale2, copy_out, update;

@@ -1,32 +1,27 @@
 // Sums of squares, sums of slices and the non-finite scan. The order of every sum is part of its definition and the same for every
 // instruction set: 32 interleaved float64 lanes, folded in halves.
 
-constexpr int kLanes = 32, kRegisters = kLanes / Vector::kDoubles;
-
-typedef double Doubles __attribute__((vector_size(8 * Vector::kDoubles)));
-typedef double LooseDoubles __attribute__((vector_size(8 * Vector::kDoubles), aligned(8)));
-typedef float LooseFloats __attribute__((vector_size(4 * Vector::kDoubles), aligned(4)));
-
-ZOK_INLINE Doubles load_doubles(const float* x) { return __builtin_convertvector(*reinterpret_cast<const LooseFloats*>(x), Doubles); }
-ZOK_INLINE Doubles load_doubles(const double* x) { return *reinterpret_cast<const LooseDoubles*>(x); }
+constexpr int kLanes = 32;
 
 // Adds the squares of n elements to kLanes sums, the first element to lane 0.
-template <class E>
-ZOK_INLINE void add_squares(double* lanes, const E* x, int64_t n) {
-    Doubles sums[kRegisters];
-    for (int r = 0; r < kRegisters; ++r) sums[r] = load_doubles(lanes + r * Vector::kDoubles);
+template <class Load>
+ZOK_INLINE void add_squares(double* lanes, const char* x, int64_t n) {
+    constexpr int kVectors = kLanes / Vector::W;
+    typename Vector::Wide sums[kVectors];
+    __builtin_memcpy(sums, lanes, sizeof(sums));
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
-        for (int r = 0; r < kRegisters; ++r) {
-            const Doubles wide = load_doubles(x + i + r * Vector::kDoubles);
-            sums[r] += wide * wide;
-        }
+        ZOK_UNROLL for (int r = 0; r < kVectors; ++r) Vector::add_square(sums[r], Load::template load<Vector>(x, i + r * Vector::W));
     }
     __builtin_memcpy(lanes, sums, sizeof(sums));
-    for (int lane = 0; i < n; ++i, ++lane) {
-        const double wide = static_cast<double>(x[i]);
-        lanes[lane] += wide * wide;
-    }
+    for (int lane = 0; i < n; ++i, ++lane) Scalar::add_square(lanes[lane], Load::template load<Scalar>(x, i));
+}
+
+ZOK_INLINE void add_squares_f64(double* lanes, const double* x, int64_t n) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += x[i + lane] * x[i + lane];
+    for (int lane = 0; i < n; ++i, ++lane) lanes[lane] += x[i] * x[i];
 }
 
 ZOK_INLINE double fold(double* lanes) {
@@ -37,18 +32,10 @@ ZOK_INLINE double fold(double* lanes) {
 
 static double sum_squares(const char* x, Dtype dtype, int64_t n) {
     alignas(64) double lanes[kLanes] = {};
-    if (dtype == Dtype::f32) {
-        add_squares(lanes, reinterpret_cast<const float*>(x), n);
-    } else if (dtype == Dtype::f64) {
-        add_squares(lanes, reinterpret_cast<const double*>(x), n);
-    } else {
-        alignas(64) float wide[kTile];
-        for (int64_t begin = 0; begin < n; begin += kTile) {
-            const int64_t length = n - begin < kTile ? n - begin : kTile;
-            widen(x + 2 * begin, dtype, wide, length);
-            add_squares(lanes, wide, length);
-        }
-    }
+    if (dtype == Dtype::f64) add_squares_f64(lanes, reinterpret_cast<const double*>(x), n);
+    else if (dtype == Dtype::bf16) add_squares<LoadBf16>(lanes, x, n);
+    else if (dtype == Dtype::f16) add_squares<LoadF16>(lanes, x, n);
+    else add_squares<LoadF32>(lanes, x, n);
     return fold(lanes);
 }
 

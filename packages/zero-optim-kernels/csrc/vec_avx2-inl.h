@@ -6,7 +6,9 @@ struct Vector {
     typedef uint32_t U __attribute__((vector_size(32)));
     using M = __m256i;
     using H = __m128i;
-    static constexpr int kDoubles = 4;  // of the registers that sums use
+    struct Wide {
+        __m256d low, high;
+    };
     static constexpr int W = 8;
     static constexpr int kGroup = 2;  // vectors of one pass of an update loop
 
@@ -18,6 +20,11 @@ struct Vector {
     ZOK_INLINE U bits(F x) { return (U)x; }
     ZOK_INLINE F from_bits(U u) { return (F)u; }
     ZOK_INLINE F sqrt(F x) { return _mm256_sqrt_ps(x); }
+    ZOK_INLINE void add_square(Wide& sum, F x) {
+        const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)), high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+        sum.low += low * low;
+        sum.high += high * high;
+    }
     ZOK_INLINE U max_u(U a, U b) { return (U)_mm256_max_epu32((__m256i)a, (__m256i)b); }
     ZOK_INLINE U min_u(U a, U b) { return (U)_mm256_min_epu32((__m256i)a, (__m256i)b); }
     ZOK_INLINE M gt_u(U a, U b) { return _mm256_cmpgt_epi32((__m256i)a, (__m256i)b); }

@@ -7,7 +7,9 @@ struct Vector {
     typedef uint32_t U __attribute__((vector_size(64)));
     using M = __mmask16;
     using H = __m256i;
-    static constexpr int kDoubles = 8;  // of the registers that sums use
+    struct Wide {
+        __m512d low, high;
+    };
     static constexpr int W = 16;
     static constexpr int kGroup = 4;  // vectors of one pass of an update loop
 
@@ -19,6 +21,11 @@ struct Vector {
     ZOK_INLINE U bits(F x) { return (U)x; }
     ZOK_INLINE F from_bits(U u) { return (F)u; }
     ZOK_INLINE F sqrt(F x) { return _mm512_sqrt_ps(x); }
+    ZOK_INLINE void add_square(Wide& sum, F x) {
+        const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x)), high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+        sum.low += low * low;
+        sum.high += high * high;
+    }
     ZOK_INLINE U max_u(U a, U b) { return (U)_mm512_max_epu32((__m512i)a, (__m512i)b); }
     ZOK_INLINE U min_u(U a, U b) { return (U)_mm512_min_epu32((__m512i)a, (__m512i)b); }
     ZOK_INLINE M gt_u(U a, U b) { return _mm512_cmpgt_epu32_mask((__m512i)a, (__m512i)b); }

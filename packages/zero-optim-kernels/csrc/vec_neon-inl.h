@@ -6,7 +6,9 @@ struct Vector {
     using U = uint32x4_t;
     using M = uint32x4_t;
     using H = uint16x4_t;
-    static constexpr int kDoubles = 2;  // of the registers that sums use
+    struct Wide {
+        float64x2_t low, high;
+    };
     static constexpr int W = 4;
     static constexpr int kGroup = 2;  // vectors of one pass of an update loop
 
@@ -18,6 +20,11 @@ struct Vector {
     ZOK_INLINE U bits(F x) { return vreinterpretq_u32_f32(x); }
     ZOK_INLINE F from_bits(U u) { return vreinterpretq_f32_u32(u); }
     ZOK_INLINE F sqrt(F x) { return vsqrtq_f32(x); }
+    ZOK_INLINE void add_square(Wide& sum, F x) {
+        const float64x2_t low = vcvt_f64_f32(vget_low_f32(x)), high = vcvt_high_f64_f32(x);
+        sum.low = vaddq_f64(sum.low, vmulq_f64(low, low));
+        sum.high = vaddq_f64(sum.high, vmulq_f64(high, high));
+    }
     ZOK_INLINE U max_u(U a, U b) { return vmaxq_u32(a, b); }
     ZOK_INLINE U min_u(U a, U b) { return vminq_u32(a, b); }
     ZOK_INLINE M gt_u(U a, U b) { return vcgtq_u32(a, b); }

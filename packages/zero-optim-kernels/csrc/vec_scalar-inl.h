@@ -6,8 +6,8 @@ struct Scalar {
     using E = float;
     using U = uint32_t;
     using M = bool;
-    using H = uint16_t;  // one 16-bit item
-    static constexpr int kDoubles = 2;  // of the registers that sums use
+    using H = uint16_t;   // one 16-bit item
+    using Wide = double;  // a sum for each lane
     static constexpr int W = 1;
     static constexpr int kGroup = 1;  // vectors of one pass of an update loop
 
@@ -19,6 +19,7 @@ struct Scalar {
     ZOK_INLINE U bits(F x) { U u; __builtin_memcpy(&u, &x, 4); return u; }
     ZOK_INLINE F from_bits(U u) { F x; __builtin_memcpy(&x, &u, 4); return x; }
     ZOK_INLINE F sqrt(F x) { return __builtin_sqrtf(x); }
+    ZOK_INLINE void add_square(Wide& sum, F x) { sum += static_cast<double>(x) * static_cast<double>(x); }
     ZOK_INLINE U max_u(U a, U b) { return a > b ? a : b; }
     ZOK_INLINE U min_u(U a, U b) { return a < b ? a : b; }
     ZOK_INLINE M gt_u(U a, U b) { return a > b; }            // both below 2^31

@@ -1,6 +1,6 @@
 """The coefficients that each rule's kernel reads, in the order of `csrc/rules-inl.h`, prepared in float64.
 
-The reference in `reference.py` and the kernels both start from these, so that what is compared is the arithmetic.
+The reference in `reference/steps.py` and the kernels both start from these, so that what is compared is the arithmetic.
 """
 
 from __future__ import annotations

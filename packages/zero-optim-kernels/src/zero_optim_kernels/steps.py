@@ -2,23 +2,19 @@
 
 Every function updates one contiguous range (``n`` an int) or a list of tensors (``n`` a list, and every operand a
 list of the same length). Dtypes: ``param_dtype`` ``"f32"``, ``"bf16"`` or ``"f64"``; ``grad_dtype`` ``"f32"``,
-``"bf16"``, ``"f16"``; ``state_dtype``
-``"f32"``, ``"bf16"`` or ``"int8"``; with ``"f64"`` parameters everything is ``"f64"``.
+``"bf16"``, ``"f16"``; ``state_dtype`` ``"f32"``, ``"bf16"`` or ``"int8"``; with ``"f64"`` parameters everything is
+``"f64"``.
 
 * A ``"bf16"`` parameter without ``param_low`` is rounded stochastically; with it, the pair is an exact float32.
 * ``"int8"`` state is one code per element plus one float32 scale per block of 256 elements (``*_scale``); zeros are
-the initial state.
-  Blocks are anchored at multiples of 256 from ``element_offset``, which must be one too; tensors of a list each start
-  a block.
+  the initial state. Blocks are anchored at multiples of 256 from ``element_offset``, which must be one too; tensors
+  of a list each start a block.
 * ``grad_scale`` multiplies the gradient; ``zero_grad`` clears it after it was read; ``copy_out`` receives the new
-weights in
-  ``copy_dtype`` (``"f32"``, ``"bf16"``, ``"f16"``).
+  weights in ``copy_dtype`` (``"f32"``, ``"bf16"``, ``"f16"``).
 * ``element_offset`` is the global position of element 0: with ``seed`` and ``step`` it fixes the random numbers, so a
-buffer that is
-  split into several calls (at block boundaries for 8-bit state) ends with the same bits.
+  buffer that is split into several calls (at block boundaries for 8-bit state) ends with the same bits.
 * ``segments`` is a table of rows ``(end, lr, weight_decay, beta1, beta2)`` sorted by ``end``, counted from element 0
-of the call, the last
-  one equal to ``n``; it replaces the scalars.
+  of the call, the last one equal to ``n``; it replaces the scalars.
 * ``step`` counts from 1. ``threads=0`` uses `default_threads`.
 
 Wrong arguments raise ``TypeError`` or ``ValueError`` before anything is written. The caller keeps the memory behind

@@ -55,9 +55,7 @@ class CPUAdagrad(KernelOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; as in torch, its accumulators exist from now on."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for param in group["params"]:
-            self._ensure_state(group, param)
+        self._ensure_states(self.param_groups[-1], self.param_groups[-1]["params"])
 
     def _initial_moment(self, group: dict[str, Any], moment: Moment) -> float:
         return float(group["initial_accumulator_value"])
