@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .codec import Codec
 from .control import Control, Message
+from .discovery import Place, discover
 from .errors import CommError, DesyncError, PeerError
 from .group import Group
 from .ledger import Ledger, LedgerRow
@@ -29,11 +30,13 @@ __all__ = [
     "Mesh",
     "Message",
     "PeerError",
+    "Place",
     "RankFailure",
     "SliceSum",
     "Tag",
     "Work",
     "default_device",
+    "discover",
     "init",
     "open_group",
     "run_ranks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 from .errors import CommError, DesyncError, PeerError
 from .leaving import close_at_exit, leave
 from .ledger import Ledger
+from .ring import Track
 from .tag import Tag
 from .work import Work
 
@@ -53,6 +55,7 @@ class Control:
         self._sequence = 0
         if process_group is not None:
             self._stays = close_at_exit(self)
+        self._track = Track("" if process_group is None else process_group.group_name)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -134,16 +137,18 @@ class Control:
         if self.world_size > _DIRECT_RANKS:
             received = [torch.empty(len(body), dtype=torch.uint8) for _ in range(self.world_size)]
             self.ledger.count(tag, len(body) * (self.world_size - 1))
-            Work(
-                tag, [(dist.all_gather(received, _tensor(body), group=self._process_group, async_op=True), None)]
-            ).wait()
+            ticket = self._track.start(tag, 0)
+            work = dist.all_gather(received, _tensor(body), group=self._process_group, async_op=True)
+            Work(tag, [(work, None)], ticket=ticket).wait()
             return [bytes(r.numpy()) for r in received]
         awaited: int | None = None
+        ticket = self._track.start(tag, 0)
         try:
             received_by_rank, pending = self._start(body, tag)
-            for peer, arrival in pending:
-                awaited = peer
-                arrival.wait()
+            with ticket or nullcontext():
+                for peer, arrival in pending:
+                    awaited = peer
+                    arrival.wait()
         except RuntimeError as error:
             who = "a rank" if awaited is None else f"rank {awaited}"
             failure = PeerError(f"{who} left or did not answer while this rank was at {doing}: {error}")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from .errors import CommError, PeerError
 from .leaving import close_at_exit, leave
 from .ledger import Ledger
+from .ring import Ticket, Track
 from .slices import SliceSum, sum_slices
 from .tag import Tag
 from .work import Work
@@ -48,6 +49,7 @@ class Group:
         self._sequence = 0
         if process_group is not None:
             self._stays = close_at_exit(self)
+        self._track = Track("" if process_group is None else process_group.group_name)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
         """Fill ``out`` (N*s elements, contiguous) with the ranks' ``shard`` (s elements) in rank order.
@@ -62,6 +64,7 @@ class Group:
         if self.world_size == 1 or size == 0:
             return Work(tag)
         self.ledger.count(tag, (self.world_size - 1) * size * shard.element_size())
+        ticket = self._track.start(tag, out.nbytes)
         if self._direct(out):
             slices = out.view(self.world_size, size)
             return Work(
@@ -69,9 +72,10 @@ class Group:
                 self._exchange([shard] * self.world_size, slices.unbind(), tag),
                 buffers=(out, shard),
                 explain=self._explain,
+                ticket=ticket,
             )
         work = dist.all_gather_into_tensor(out, mine, group=self._process_group, async_op=True)
-        return Work(tag, [(work, None)], buffers=(out, shard), explain=self._explain)
+        return Work(tag, [(work, None)], buffers=(out, shard), explain=self._explain, ticket=ticket)
 
     def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Average the ranks' ``flat`` (N*s elements) into the owners' ``out`` (s elements): the one reduction.
@@ -86,8 +90,9 @@ class Group:
         if self.world_size == 1 or size == 0:
             return Work(tag, finish=lambda: self._slice_sum([own], out, divisor=1, accumulate=accumulate))
         self.ledger.count(tag, (self.world_size - 1) * size * flat.element_size())
+        ticket = self._track.start(tag, flat.nbytes)
         if not self._direct(flat) and not self._deterministic:
-            return self._native_reduce(flat, out, tag, accumulate)
+            return self._native_reduce(flat, out, tag, accumulate, ticket)
         received = flat.new_empty(self.world_size - 1, size)
         parts = list(received.unbind())
         parts.insert(self.rank, own)
@@ -102,15 +107,17 @@ class Group:
         def finish() -> None:
             self._slice_sum(parts, out, divisor=self.world_size, accumulate=accumulate)
 
-        return Work(tag, pending, buffers=(flat, received, out), finish=finish, explain=self._explain)
+        buffers = (flat, received, out)
+        return Work(tag, pending, buffers=buffers, finish=finish, explain=self._explain, ticket=ticket)
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> Work:
         """Copy rank ``source``'s ``tensor`` (contiguous) to every rank of the group."""
         if self.world_size == 1 or tensor.numel() == 0:
             return Work(tag)
         self.ledger.count(tag, tensor.nbytes if self.rank == source else 0)
+        ticket = self._track.start(tag, tensor.nbytes)
         work = dist.broadcast(tensor, group=self._process_group, async_op=True, group_src=source)
-        return Work(tag, [(work, None)], buffers=(tensor,), explain=self._explain)
+        return Work(tag, [(work, None)], buffers=(tensor,), explain=self._explain, ticket=ticket)
 
     def close(self) -> None:
         """Give the process group back; peers that still wait on it are told that this rank left."""
@@ -139,7 +146,9 @@ class Group:
             pending += [(arrival, source), (departure, target)]
         return pending
 
-    def _native_reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, accumulate: bool) -> Work:
+    def _native_reduce(
+        self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, accumulate: bool, ticket: Ticket | None
+    ) -> Work:
         source = flat if flat.dtype == out.dtype else flat.to(out.dtype)
         result = torch.empty_like(out) if accumulate else out
         work = dist.reduce_scatter_tensor(result, source, group=self._process_group, async_op=True)
@@ -149,7 +158,8 @@ class Group:
             if accumulate:
                 out.add_(result)
 
-        return Work(tag, [(work, None)], buffers=(flat, source, result, out), finish=finish, explain=self._explain)
+        buffers = (flat, source, result, out)
+        return Work(tag, [(work, None)], buffers=buffers, finish=finish, explain=self._explain, ticket=ticket)
 
 
 def _check(condition: bool, tag: Tag, expected: str, got: int) -> None:

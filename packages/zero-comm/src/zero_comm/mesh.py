@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .control import Control
+from .discovery import discover
 from .group import Group
 from .ledger import Ledger
 from .setup import default_device
@@ -83,8 +84,10 @@ class Mesh:
 
     @classmethod
     def node_local(cls, *, device: torch.device | None = None) -> Mesh:
-        """One copy of the model per node: the shard axis is the ranks of a node (LOCAL_WORLD_SIZE of the launcher)."""
-        return cls(shard_size=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None, device=device)
+        """One copy of the model per node: the shard axis is the ranks of a node, as the launcher's environment says."""
+        place = discover()
+        known = place is not None and (place.source != "torchrun" or "LOCAL_WORLD_SIZE" in os.environ)
+        return cls(shard_size=place.local_world_size if place is not None and known else None, device=device)
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from .discovery import discover, local_rank
+
 
 def init(
     device: torch.device | str | None = None, *, backend: str | None = None, timeout: timedelta | None = None
@@ -17,27 +19,34 @@ def init(
 
     ``device``: the compute device; by default the machine's accelerator, else the CPU. ``backend``: overrides the
     choice (gloo for the CPU; on an accelerator its own backend with gloo beside it for control messages). Ranks come
-    from the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without it a group of one rank is
-    made. Changes no environment variable.
+    from the environment of whatever started them (see `discover`: torchrun, zero-launch, Open MPI, PMI, Slurm,
+    Kubernetes); without it a group of one rank is made. Changes no environment variable. Raises ValueError when the
+    ranks are on several hosts and nothing says where rank 0 is.
     """
     if dist.is_initialized():
         return
     where = torch.device(device) if device is not None else default_device()
     chosen = backend or _backend_for(where)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    place = discover()
+    if place is None:
+        dist.init_process_group(chosen, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+    elif place.source == "torchrun" and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         dist.init_process_group(chosen, timeout=timeout)
     else:
-        dist.init_process_group(chosen, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+        # An MPI's or Slurm's variables: torch does not read them, and they stay as they are.
+        url = f"tcp://{place.address}:{place.port}"
+        ranks = {"rank": place.rank, "world_size": place.world_size}
+        dist.init_process_group(chosen, timeout=timeout, init_method=url, **ranks)
 
 
 def default_device() -> torch.device:
-    """This rank's compute device: accelerator number LOCAL_RANK when there is one, else the CPU."""
+    """This rank's compute device: accelerator number `local_rank` when there is one, else the CPU."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         return torch.device("cpu")
-    return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+    return torch.device(kind.type, local_rank() % torch.accelerator.device_count())
 
 
 def _backend_for(device: torch.device) -> str:

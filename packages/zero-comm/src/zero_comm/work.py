@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 
 from .errors import CommError, PeerError
+from .ring import Ticket
 from .tag import Tag
 
 
@@ -32,18 +34,30 @@ class Work:
         buffers: Sequence[torch.Tensor] = (),
         finish: Callable[[], None] | None = None,
         explain: Callable[[CommError], CommError] | None = None,
+        ticket: Ticket | None = None,
     ) -> None:
         self.tag = tag
         self._pending = list(pending)
         self._buffers = tuple(buffers)
         self._finish = finish
         self._explain = explain
+        self._ticket = ticket
 
     def wait(self) -> None:
         """Block until the result is in place (on an accelerator: until the current stream is ordered behind it).
 
         Raises `PeerError` when the transport reports that a rank is gone.
         """
+        if self._pending:
+            with self._ticket or nullcontext():
+                self._wait_for_transport()
+        self._pending.clear()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._buffers = ()
+
+    def _wait_for_transport(self) -> None:
         for waitable, peer in self._pending:
             try:
                 waitable.wait()
@@ -51,8 +65,3 @@ class Work:
                 who = "a rank" if peer is None else f"rank {peer}"
                 failure: CommError = PeerError(f"{self.tag}: {who} did not answer: {error}")
                 raise (failure if self._explain is None else self._explain(failure)) from error
-        self._pending.clear()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        self._buffers = ()

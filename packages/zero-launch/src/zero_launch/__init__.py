@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from zero_launch.cli import main
+from zero_launch.cluster import ClusterSpec, launch_cluster
 from zero_launch.hostfile import Hostfile
 from zero_launch.job import launch
 from zero_launch.notebook import notebook_launch
 from zero_launch.report import LaunchError, RankFailure
 from zero_launch.spec import LaunchSpec
 
-__all__ = ["Hostfile", "LaunchError", "LaunchSpec", "RankFailure", "launch", "main", "notebook_launch"]
+__all__ = [
+    "ClusterSpec",
+    "Hostfile",
+    "LaunchError",
+    "LaunchSpec",
+    "RankFailure",
+    "launch",
+    "launch_cluster",
+    "main",
+    "notebook_launch",
+]

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,37 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from zero_launch.desync import Record, Watcher, explain
 from zero_launch.processes import end_job, exit_status, wait_for_helpers
 from zero_launch.report import LaunchError, RankFailure, describe_exit, read_error_file, signal_name, tail
-from zero_launch.streams import Streamer
+from zero_launch.streams import Sink, Streamer
 
 
 class RankFiles(LogsSpecs):
-    """Where the ranks' output goes: `<run folder>/rank0/stdout.log`, `stderr.log` and `error.json`."""
+    """Where the ranks' output goes: `<run folder>/rank0/stdout.log`, `stderr.log` and `error.json`.
 
-    def __init__(self, folder: Path, direct_rank: int | None, env: Mapping[str, str]) -> None:
+    ``env`` is for every rank, ``own_env`` by local rank. ``rings`` is the folder for the ranks' rings (see desync.py).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        direct_rank: int | None,
+        env: Mapping[str, str],
+        *,
+        own_env: Sequence[Mapping[str, str]] = (),
+        rings: Path,
+    ) -> None:
         super().__init__(log_dir=str(folder))
         self._folder = folder
         self._direct_rank = direct_rank
         self._env = dict(env)
+        self._own_env = own_env
+        self._rings = rings
         self.ranks: dict[int, Path] = {}
         """Local rank to the folder of its files, for the attempt that runs."""
+        self.rings: dict[int, Path] = {}
+        """Rank to its ring, for the attempt that runs."""
 
     @property
     def root_log_dir(self) -> str:
@@ -43,6 +59,7 @@ class RankFiles(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Make the folders, and put our variables into the environments, which the agent hands over for this."""
         stdouts, stderrs, errors = {}, {}, {}
+        self.rings = {}
         for local_rank, env in envs.items():
             attempt = int(env["TORCHELASTIC_RESTART_COUNT"])
             folder = self._folder / (f"rank{env['RANK']}" + (f".restart{attempt}" if attempt else ""))
@@ -53,7 +70,11 @@ class RankFiles(LogsSpecs):
             stderrs[local_rank] = "" if direct else str(folder / "stderr.log")
             errors[local_rank] = str(folder / "error.json")
             env["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
-            env.update(self._env)
+            ring = self._rings / folder.name
+            self.rings[int(env["RANK"])] = ring
+            env.update({"ZERO_COMM_RING": str(ring), **self._env})
+            if self._own_env:
+                env.update(self._own_env[local_rank])
         return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=errors)
 
 
@@ -82,16 +103,35 @@ class RankRecord:
 class Agent(LocalElasticAgent):
     """The elastic agent, ending a job within `grace_seconds` of its first failure, with everything it started."""
 
-    def __init__(self, spec: WorkerSpec, files: RankFiles, job_id: str, grace_seconds: float) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        files: RankFiles,
+        job_id: str,
+        grace_seconds: float,
+        *,
+        sinks: tuple[Sink, Sink] | None = None,
+        colours: tuple[bool, bool] | None = None,
+        host: str | None = None,
+        started: Callable[[Mapping[int, int]], None] = lambda pids: None,
+    ) -> None:
         super().__init__(spec, logs_specs=files, shutdown_timeout=1)
         self._files = files
         self._job_id = job_id
         self._grace_seconds = grace_seconds
+        self._sinks: tuple[Sink, Sink] = (sys.stdout, sys.stderr) if sinks is None else sinks
+        self._colours = _terminal_colours() if colours is None else colours
+        self._host = socket.gethostname() if host is None else host
+        self._started = started
         self._ignored = [s for s in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(s) is signal.SIG_IGN]
         self._streamer = Streamer()
         self._records: list[RankRecord] = []
         self._started_at = time.time()
         self._stopping = False
+        self._watcher = Watcher({})
+        self._world_size = 0
+        self.divergence: str | None = None
+        """Why the ranks of this host cannot go on together, when that is why the job was ended."""
         self.notes: list[str] = []
         """What ranks left behind and did not end when it was asked to."""
 
@@ -99,6 +139,7 @@ class Agent(LocalElasticAgent):
         self._streamer = Streamer()
         self._started_at = time.time()
         self._stopping = False
+        self.divergence = None
         ids: dict[int, Any] = super()._start_workers(worker_group)
         for sig in self._ignored:  # `nohup` and `&` ignore these; the engine's start put a handler in their place
             signal.signal(sig, signal.SIG_IGN)
@@ -107,9 +148,12 @@ class Agent(LocalElasticAgent):
             RankRecord(worker.global_rank, ids[worker.local_rank], folders[worker.global_rank], time.time())
             for worker in worker_group.workers
         ]
-        for name, sink in (("stdout.log", sys.stdout), ("stderr.log", sys.stderr)):
+        self._world_size = worker_group.workers[0].world_size
+        self._started({record.rank: record.pid for record in self._records})
+        self._watcher = Watcher(self._files.rings)
+        for name, sink, colour in zip(("stdout.log", "stderr.log"), self._sinks, self._colours, strict=True):
             paths = {r: str(folder / name) for r, folder in folders.items() if (folder / name).exists()}
-            self._streamer.add(paths, sink, colour=sink.isatty() and "NO_COLOR" not in os.environ)
+            self._streamer.add(paths, sink, colour=colour)
         self._streamer.start()
         return ids
 
@@ -119,13 +163,37 @@ class Agent(LocalElasticAgent):
         for record in self._records:
             record.look()
         if any(record.status for record in self._records) or self._stuck_after_exception():
-            self._end(signal.SIGTERM)
+            self._watcher.read()
+            self.divergence = self._explain(self._watcher.records, stalled=False)
+            self._fail()
         elif any(record.status is None for record in self._records):
-            # Not asking the engine before all is over keeps it from ending a job by itself: it would wait 30 s for the
-            # other ranks whatever its settings say, and it reaps, which would take the statuses from us.
-            return RunResult(state=WorkerState.HEALTHY)
+            if self._watcher.look():
+                self.divergence = self._explain(self._watcher.records, stalled=self._watcher.stalled)
+                if self.divergence is not None:
+                    self._fail()
+            if self.divergence is None:
+                # Not asking the engine before all is over keeps it from ending a job by itself: it would wait 30 s for
+                # the other ranks whatever its settings say, and it reaps, which would take the statuses from us.
+                return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _explain(self, records: Mapping[int, Record], *, stalled: bool) -> str | None:
+        """Why the ranks cannot go on, as far as this host's ranks tell."""
+        return explain(records, stalled=stalled and len(records) == self._world_size)
+
+    def _fail(self) -> None:
+        """The attempt has failed: end what is left of it."""
+        self._end(signal.SIGTERM)
+        if self._remaining_restarts > 0:
+            self._tell_restart()
+
+    def _tell_restart(self) -> None:
+        number, total = self._attempt() + 1, self._worker_group.spec.max_restarts
+        print(f"zero-launch: {self.error([])}\nzero-launch: restart {number} of {total}", file=sys.stderr, flush=True)
+
+    def _attempt(self) -> int:
+        return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         for record in self._records:
@@ -150,6 +218,7 @@ class Agent(LocalElasticAgent):
     def _end(self, signum: signal.Signals) -> None:
         if not self._stopping:
             self._stopping = True
+            self._watcher.read()
             for record in self._records:
                 record.status_before_stop = record.status
         pids = {record.pid for record in self._records}
@@ -177,14 +246,13 @@ class Agent(LocalElasticAgent):
                 continue
             code = record.status if error is None or (record.status or 0) > 0 else None
             seconds = when - self._started_at
-            failure = RankFailure(record.rank, socket.gethostname(), record.pid, code, cause, detail, seconds)
+            failure = RankFailure(record.rank, self._host, record.pid, code, cause, detail, seconds)
             found.append((when, failure))
         return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
 
-    def error(self, notes: Sequence[str]) -> LaunchError:
-        """The job's failure, with what became of the ranks that did not fail by themselves, and then ``notes``."""
-        failures = self.failures()
-        failed = {failure.rank for failure in failures}
+    def fates(self) -> list[str]:
+        """What became of the ranks that did not fail by themselves."""
+        failed = {failure.rank for failure in self.failures()}
         fates = []
         for record in self._records:
             if record.rank in failed:
@@ -196,4 +264,14 @@ class Agent(LocalElasticAgent):
             else:
                 how = signal_name(-record.status) if record.status < 0 else f"exit status {record.status}"
                 fates.append(f"rank {record.rank} was stopped by zero-launch ({how})")
-        return LaunchError(failures, len(self._records), [*fates, *self.notes, *notes])
+        return fates
+
+    def error(self, notes: Sequence[str]) -> LaunchError:
+        """The job's failure, with what became of the other ranks, and then ``notes``."""
+        notes = [*self.fates(), *self.notes, *notes]
+        return LaunchError(self.failures(), self._world_size, notes, divergence=self.divergence)
+
+
+def _terminal_colours() -> tuple[bool, bool]:
+    wanted = "NO_COLOR" not in os.environ
+    return wanted and sys.stdout.isatty(), wanted and sys.stderr.isatty()

@@ -3,45 +3,189 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import os
+import shlex
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from zero_launch import doctor, slurm
+from zero_launch.cluster import ClusterSpec, launch_cluster
+from zero_launch.environment import Forwarded, env_files, forwarded, read_env_file
+from zero_launch.hostfile import Hostfile
 from zero_launch.job import launch
+from zero_launch.nodes import Node, discover_node
+from zero_launch.options import parser
+from zero_launch.remote_node import join
 from zero_launch.report import LaunchError
+from zero_launch.schedulers import mpirun_command, srun_command
 from zero_launch.spec import LaunchSpec
+from zero_launch.transport import Transport
 
-_EPILOG = """examples:
-  zero-launch --nproc 2 train.py --lr 3e-4
-  zero-launch --nproc 4 --log-dir runs -m project.train
-"""
+_DEFAULT_HOSTFILE = Path("/job/hostfile")
+_COMMANDS = {"doctor": doctor.main, "slurm-script": slurm.main}
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line: options of zero-launch, then the target, then the target's own arguments."""
-    parser = argparse.ArgumentParser(
-        prog="zero-launch",
-        description="Start one process per rank and tell the truth about how they died.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: the first failing rank's, 2 for a wrong command line."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words and words[0] in _COMMANDS:
+            return _COMMANDS[words[0]](words[1:])
+        options = parser().parse_args(words)
+        with _pid_file() if options.save_pid else contextlib.nullcontext():
+            _run(options)
+    except LaunchError as error:
+        print(f"zero-launch: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except (ConnectionError, RuntimeError) as error:
+        print(f"zero-launch: {error}", file=sys.stderr, flush=True)
+        return 1
+    except BrokenPipeError:
+        # Whoever read our output is gone, and the job was ended for it. What is buffered has no reader either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (OSError, ValueError) as error:
+        print(f"zero-launch: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    node = _node(options)
+    if options.launcher == "slurm":
+        _become(srun_command(_job(options, _ranks(options)), _node_count(options)[1], [], _arguments(options)))
+    elif node is not None:
+        _run_node(options, node)
+    else:
+        hosts = chosen_hosts(options)
+        if options.launcher in ("mpi", "openmpi"):
+            job = _job(options, 1 if hosts else _ranks(options))
+            variables = _variables(options).variables
+            _become(mpirun_command(job, hosts, options.master_addr, variables, _arguments(options)))
+        elif hosts is None:
+            launch(_job(options, _ranks(options)))
+        elif len(hosts.hosts) == 1 and _is_here(next(iter(hosts.hosts))) and not options.force_multi:
+            slots = next(iter(hosts.hosts.values()))
+            env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if options.include or options.exclude else {}
+            launch(dataclasses.replace(_job(options, len(slots)), env=env))
+        else:
+            _run_hosts(options, hosts)
+
+
+def _run_hosts(options: argparse.Namespace, hosts: Hostfile) -> None:
+    minimum, maximum = _node_count(options)
+    if maximum is not None and maximum != len(hosts.hosts):
+        hosts = hosts.first(hosts=maximum)
+    chosen = _variables(options)
+    job = _job(options, 1)
+    job.check_target()
+    if not options.quiet:
+        _say(_greeting(hosts, chosen))
+    launch_cluster(
+        ClusterSpec(
+            job,
+            hosts,
+            Transport(options.launcher, _arguments(options), options.ssh_port),
+            min_hosts=minimum,
+            variables=chosen.variables,
+            master_address=options.master_addr,
+            master_port=options.master_port or 0,
+            bind_devices=bool(options.include or options.exclude),
+        )
     )
-    parser.add_argument(
-        "--nproc", default="auto", metavar="N", help="ranks to start; auto (default): one per accelerator"
+
+
+def _run_node(options: argparse.Namespace, node: Node) -> None:
+    job = _job(options, _ranks(options))
+    job.check_target()
+    if not 0 <= node.rank < node.nodes:
+        raise ValueError(f"--node_rank must be from 0 to {node.nodes - 1}, got {node.rank}")
+    if not options.quiet:
+        _say(f"node {node.rank} of {node.nodes}, led by {node.address}:{node.port}")
+    if node.rank > 0:
+        join(node, job)
+        return
+    here = Hostfile({socket.gethostname(): tuple(range(job.nproc))})
+    launch_cluster(
+        ClusterSpec(
+            job,
+            here,
+            Transport("local"),
+            master_address=node.address,
+            master_port=node.port,
+            nodes=node.nodes,
+        )
     )
-    parser.add_argument("--log-dir", metavar="DIR", help="keep each rank's output in a new folder under DIR")
-    parser.add_argument(
-        "--grace", type=float, default=3.0, metavar="S", help="seconds to end by oneself before SIGKILL (default 3)"
+
+
+def _node(options: argparse.Namespace) -> Node | None:
+    """The node that this command line is, when every node has one of its own."""
+    if not options.no_ssh:
+        if options.hostfile or options.launcher != "ssh":
+            return None
+        return discover_node(os.environ)
+    _, nodes = _node_count(options)
+    nodes = nodes or options.num_nodes
+    needed = {"--nnodes": nodes, "--node_rank": options.node_rank, "--master_addr": options.master_addr}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        raise ValueError(f"--no_ssh needs {', '.join(missing)}, the same on every node except --node_rank")
+    return Node("--no_ssh", options.node_rank, int(nodes), options.master_addr, options.master_port or 29500)
+
+
+def chosen_hosts(options: argparse.Namespace) -> Hostfile | None:
+    """The hosts that the options select; None for this machine alone."""
+    if options.hostfile is not None:
+        hosts = Hostfile.read(options.hostfile)
+    elif _DEFAULT_HOSTFILE.is_file():
+        hosts = Hostfile.read(_DEFAULT_HOSTFILE)
+        _say(f"hosts of {_DEFAULT_HOSTFILE}")
+    elif options.include or options.exclude:
+        hosts = Hostfile({"localhost": tuple(range(ranks_for("auto")))})
+    else:
+        return None
+    hosts = hosts.select(include=options.include, exclude=options.exclude)
+    slots = None if options.nproc in (None, "auto") else ranks_for(options.nproc)
+    return hosts.first(hosts=options.num_nodes, slots=slots)
+
+
+def _node_count(options: argparse.Namespace) -> tuple[int | None, int | None]:
+    """The fewest and the most hosts that `--nnodes` asks for."""
+    if options.nnodes is None:
+        return None, None
+    first, colon, last = options.nnodes.partition(":")
+    if not first.isdigit() or (colon and not last.isdigit()) or int(first) < 1 or int(last or first) < int(first):
+        raise ValueError(f"--nnodes: expected N or MIN:MAX with 1 <= MIN <= MAX, got {options.nnodes!r}")
+    return int(first), int(last or first)
+
+
+def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
+    return LaunchSpec(
+        options.target,
+        args=tuple(options.args),
+        nproc=nproc,
+        module=options.module,
+        program=options.no_python,
+        log_dir=options.log_dir,
+        grace_seconds=options.grace,
+        direct_rank=options.direct_rank,
+        quiet=options.quiet,
+        max_restarts=options.max_restarts,
+        bind_cores=options.bind_cores_to_rank or bool(options.bind_core_list),
+        core_list=options.bind_core_list,
     )
-    parser.add_argument(
-        "--direct-rank", type=int, metavar="R", help="rank R writes straight to the terminal: for live displays"
-    )
-    parser.add_argument("--quiet", action="store_true", help="print only what the ranks print, and failures")
-    parser.add_argument("-m", "--module", action="store_true", help="TARGET is a module, as in python -m")
-    parser.add_argument("target", metavar="TARGET", help="script (or, with -m, module) to run in every rank")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the target")
-    return parser
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    return ranks_for(options.nproc or "auto")
 
 
 def ranks_for(nproc: str) -> int:
@@ -56,31 +200,44 @@ def ranks_for(nproc: str) -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: the first failing rank's, 2 for a wrong command line."""
-    options = parser().parse_args(argv)
+def _variables(options: argparse.Namespace) -> Forwarded:
+    files = [read_env_file(path) for path in env_files(os.environ, Path.cwd(), Path.home())]
+    return forwarded(os.environ, files, options.forward)
+
+
+def _arguments(options: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(shlex.split(options.launcher_args))
+
+
+def _greeting(hosts: Hostfile, chosen: Forwarded) -> str:
+    ranks = ", ".join(f"{name} {len(slots)}" for name, slots in hosts.hosts.items())
+    text = f"{hosts.world_size} ranks on {len(hosts.hosts)} hosts ({ranks}); {len(chosen.variables)} variables go along"
+    if chosen.withheld:
+        text += f", but not {', '.join(chosen.withheld)}: they look secret (--forward NAME sends one)"
+    return text
+
+
+def _is_here(host: str) -> bool:
+    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+
+
+def _become(command: list[str]) -> None:
+    _say(shlex.join(command))
     try:
-        spec = LaunchSpec(
-            options.target,
-            args=tuple(options.args),
-            nproc=ranks_for(options.nproc),
-            module=options.module,
-            log_dir=options.log_dir,
-            grace_seconds=options.grace,
-            direct_rank=options.direct_rank,
-            quiet=options.quiet,
-        )
-        launch(spec)
-    except LaunchError as error:
-        print(f"zero-launch: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except (FileNotFoundError, ValueError) as error:
-        print(f"zero-launch: {error}", file=sys.stderr, flush=True)
-        return 2
-    except BrokenPipeError:
-        # Whoever read our output is gone, and the job was ended for it. What is buffered has no reader either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no {command[0]} in PATH; install it, or choose another --launcher") from None
+
+
+@contextlib.contextmanager
+def _pid_file() -> Iterator[None]:
+    path = Path(tempfile.gettempdir()) / f"{os.getpid()}.ds"
+    path.write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _say(text: str) -> None:
+    print(f"zero-launch: {text}", file=sys.stderr, flush=True)

@@ -1,10 +1,13 @@
-"""How many cores the ranks have between them."""
+"""How many cores the ranks have between them, and which of them each rank gets when they are bound."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+_SYSTEM = Path("/sys/devices/system")
 
 
 def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -22,3 +25,59 @@ def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 def threads_per_rank(nproc: int) -> int:
     """OpenMP threads for each of ``nproc`` ranks, so that together they fill the cores without crowding them."""
     return max(1, usable_cores() // nproc)
+
+
+def parse_cores(text: str) -> list[int]:
+    """The cores of `1,3-5`: 1, 3, 4, 5. Raises ValueError for anything else, and for a core named twice."""
+    cores: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+            raise ValueError(f"--bind_core_list {text!r}: expected numbers and ranges as in 0,2-5, got {part!r}")
+        cores += range(int(first), int(last) + 1) if dash else [int(first)]
+    twice = sorted({core for core in cores if cores.count(core) > 1})
+    if twice:
+        raise ValueError(f"--bind_core_list {text!r}: core {twice[0]} is named twice")
+    return cores
+
+
+def bindings(nproc: int, core_list: str = "", system: Path = _SYSTEM) -> list[tuple[int, ...]]:
+    """The cores of each of ``nproc`` ranks: equally many, neighbours in the host's topology.
+
+    Ranks are laid over the NUMA nodes in order; hyperthreads of one core stay together. When the nodes divide the
+    ranks evenly, no rank spans two nodes. ``core_list`` restricts the cores (see `parse_cores`). Raises ValueError for
+    a core that this process may not use, and when there are fewer cores than ranks.
+    """
+    usable = os.sched_getaffinity(0)
+    wanted = set(parse_cores(core_list)) if core_list else set(usable)
+    if not wanted <= usable:
+        missing = ", ".join(map(str, sorted(wanted - usable)))
+        raise ValueError(f"--bind_core_list {core_list!r}: this process may not use core {missing}")
+    if len(wanted) < nproc:
+        raise ValueError(f"{nproc} ranks cannot be bound to {len(wanted)} cores; start fewer ranks or bind none")
+    nodes = [cores for node in _numa_nodes(system) if (cores := [c for c in node if c in wanted])]
+    rest = sorted(wanted - {core for node in nodes for core in node})
+    nodes += [rest] if rest else []
+    ordered = [sorted(node, key=lambda core: (_siblings(core, system), core)) for node in nodes]
+    if nproc % len(ordered) == 0 and all(len(node) >= nproc // len(ordered) for node in ordered):
+        return [part for node in ordered for part in _split(node, nproc // len(ordered))]
+    return _split([core for node in ordered for core in node], nproc)
+
+
+def _split(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
+    size = len(cores) // parts
+    return [tuple(cores[n * size : (n + 1) * size]) for n in range(parts)]
+
+
+def _numa_nodes(system: Path) -> list[list[int]]:
+    folders = sorted(system.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:]))
+    texts = [(folder / "cpulist").read_text().strip() for folder in folders]
+    return [parse_cores(text) for text in texts if text]
+
+
+def _siblings(core: int, system: Path) -> list[int]:
+    """The hyperthreads of the physical core, lowest first, as a sorting key."""
+    try:
+        return parse_cores((system / f"cpu/cpu{core}/topology/thread_siblings_list").read_text().strip())
+    except OSError:
+        return [core]

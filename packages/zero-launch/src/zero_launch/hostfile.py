@@ -88,6 +88,19 @@ class Hostfile:
             raise ValueError(f"exclude {exclude!r} leaves no slot of {', '.join(self.hosts)}")
         return Hostfile(left)
 
+    def first(self, *, hosts: int | None = None, slots: int | None = None) -> Hostfile:
+        """The first ``hosts`` hosts, with the first ``slots`` slots of each; None means all.
+
+        Raises ValueError when there are not so many.
+        """
+        if hosts is not None and not 1 <= hosts <= len(self.hosts):
+            raise ValueError(f"--num_nodes {hosts}: the hostfile leaves {len(self.hosts)}: {', '.join(self.hosts)}")
+        chosen = dict(list(self.hosts.items())[:hosts])
+        for host, have in chosen.items():
+            if slots is not None and not 1 <= slots <= len(have):
+                raise ValueError(f"--num_gpus {slots}: host {host!r} has {len(have)} slots")
+        return Hostfile({host: have[:slots] for host, have in chosen.items()})
+
     def _parse_filter(self, text: str, what: str) -> dict[str, set[int]]:
         named: dict[str, set[int]] = {}
         for part in text.split("@"):

@@ -16,12 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from zero_launch.cores import threads_per_rank, usable_cores
-from zero_launch.processes import LAUNCHER_PID_VARIABLE, end_job
+from zero_launch.cores import bindings, threads_per_rank, usable_cores
+from zero_launch.guard import Guard
+from zero_launch.processes import CORES_VARIABLE, LAUNCHER_PID_VARIABLE, end_job
 from zero_launch.report import LaunchError, signal_name
 from zero_launch.spec import LaunchSpec
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
     from zero_launch.agent import Agent
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -36,30 +40,20 @@ def launch(spec: LaunchSpec) -> None:
     process is passed to the ranks, and takes effect here when they are gone. Call it from the main thread: elsewhere
     signals do not reach the ranks.
     """
-    run_job(spec, kind="module" if spec.module else "script")
-
-
-def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "call"]) -> None:
-    """Like `launch`; ``kind`` says how a rank runs the target (see rank.py)."""
     spec.check_target()
+    run_job(spec, kind=spec.kind)
+
+
+def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "call"]) -> None:
+    """Like `launch`, without looking for the target; ``kind`` says how a rank runs it (see rank.py)."""
     job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    folder, keep = _run_folder(spec, job_id)
-    env = _environment(spec)
+    cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []
+    folder, keep = run_folder(spec.log_dir, job_id)
+    env = job_environment(spec, cores)
     if not spec.quiet:
         _say(_greeting(spec, env, folder if keep else None))
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    with _own_signal_handlers():
-        agent = make_agent(spec, kind, job_id, folder, env)
-        interrupted: int | None = None
-        failed = False
-        try:
-            with _quiet_engine():
-                failed = agent.run().is_failed()
-        except SignalException as stop:
-            interrupted = stop.sigval
-        finally:
-            _sweep(agent, job_id)
+    with ring_folder() as rings, guarded(job_id, rings) as guard:
+        agent, interrupted, failed = _run_agent(spec, kind, job_id, folder, env, cores, rings, guard)
     if interrupted is not None:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -74,49 +68,116 @@ def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "call"]) -> N
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_agent(spec: LaunchSpec, kind: str, job_id: str, folder: Path, env: dict[str, str]) -> Agent:
-    """An elastic agent for ranks on this machine: rendezvous over c10d on a free port of the loopback interface."""
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+def _run_agent(
+    spec: LaunchSpec,
+    kind: str,
+    job_id: str,
+    folder: Path,
+    env: dict[str, str],
+    cores: list[tuple[int, ...]],
+    rings: Path,
+    guard: Guard,
+) -> tuple[Agent, int | None, bool]:
+    """Run the job to its end: the agent, the signal that interrupted it, and whether it failed."""
+    from torch.distributed.elastic.multiprocessing import SignalException
 
     from zero_launch.agent import Agent, RankFiles
 
-    rendezvous = RendezvousParameters(
+    interrupted: int | None = None
+    failed = False
+    with _own_signal_handlers():
+        files = RankFiles(folder, spec.direct_rank, env, own_env=core_variables(cores), rings=rings)
+        worker_spec = worker_group_spec(spec, kind, local_rendezvous(job_id), "localhost")
+        agent = Agent(
+            worker_spec,
+            files,
+            job_id,
+            spec.grace_seconds,
+            started=lambda pids: guard.watch(list(pids.values())),
+        )
+        try:
+            with quiet_engine():
+                failed = agent.run().is_failed()
+        except SignalException as stop:
+            interrupted = stop.sigval
+        finally:
+            sweep(agent, job_id)
+    return agent, interrupted, failed
+
+
+def local_rendezvous(job_id: str) -> RendezvousHandler:
+    """torch's c10d rendezvous for one agent, on a free port of the loopback interface."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    parameters = RendezvousParameters(
         backend="c10d", endpoint="localhost:0", run_id=job_id, min_nodes=1, max_nodes=1, local_addr="localhost"
     )
-    worker_spec = WorkerSpec(
+    return get_rendezvous_handler(parameters)
+
+
+def worker_group_spec(
+    spec: LaunchSpec, kind: str, rendezvous: RendezvousHandler, local_address: str | None
+) -> WorkerSpec:
+    """What the elastic agent starts on this host."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    return WorkerSpec(
         role="rank",
         local_world_size=spec.nproc,
         entrypoint=sys.executable,
         args=("-m", "zero_launch.rank", kind, spec.target, *spec.args),
-        rdzv_handler=get_rendezvous_handler(rendezvous),
-        max_restarts=0,
+        rdzv_handler=rendezvous,
+        max_restarts=spec.max_restarts,
         monitor_interval=_MONITOR_SECONDS,
-        local_addr="localhost",
+        local_addr=local_address,
     )
-    return Agent(worker_spec, RankFiles(folder, spec.direct_rank, env), job_id, spec.grace_seconds)
 
 
-def _run_folder(spec: LaunchSpec, job_id: str) -> tuple[Path, bool]:
-    """The folder for the files of this run, and whether it stays when the job succeeds."""
-    if spec.log_dir is None:
+def run_folder(log_dir: str | os.PathLike[str] | None, job_id: str) -> tuple[Path, bool]:
+    """The folder for the files of this run on this host, and whether it stays when the job succeeds."""
+    if log_dir is None:
         return Path(tempfile.mkdtemp(prefix="zero-launch-")), False
-    folder = Path(spec.log_dir).absolute() / job_id
-    folder.mkdir(parents=True)
+    folder = Path(log_dir).absolute() / job_id
+    folder.mkdir(parents=True, exist_ok=True)  # hosts that share the file system share it
     return folder, True
 
 
-def _environment(spec: LaunchSpec) -> dict[str, str]:
+@contextlib.contextmanager
+def ring_folder() -> Iterator[Path]:
+    """A folder in shared memory for the ranks' rings, gone afterwards."""
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="zero-launch-rings-", dir=shared, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def guarded(job_id: str, rings: Path) -> Iterator[Guard]:
+    """Have a guard that ends the job's processes should this one be killed."""
+    guard = Guard(job_id, str(rings))
+    try:
+        yield guard
+    finally:
+        guard.dismiss()
+
+
+def job_environment(spec: LaunchSpec, cores: list[tuple[int, ...]]) -> dict[str, str]:
+    """What every rank of this host gets on top of the environment."""
     env = {LAUNCHER_PID_VARIABLE: str(os.getpid())}
     if "OMP_NUM_THREADS" not in os.environ:
-        env["OMP_NUM_THREADS"] = str(threads_per_rank(spec.nproc))
+        env["OMP_NUM_THREADS"] = str(len(cores[0]) if cores else threads_per_rank(spec.nproc))
     return {**env, **spec.env}
+
+
+def core_variables(cores: list[tuple[int, ...]]) -> list[dict[str, str]]:
+    """How each rank is told its cores (see rank.py)."""
+    return [{CORES_VARIABLE: ",".join(map(str, own))} for own in cores]
 
 
 def _greeting(spec: LaunchSpec, env: dict[str, str], folder: Path | None) -> str:
     threads = env.get("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS"))
     source = f"{usable_cores()} cores" if "OMP_NUM_THREADS" in env and "OMP_NUM_THREADS" not in spec.env else "as set"
+    source += ", bound" if spec.bind_cores else ""
     logs = f", logs in {folder}" if folder else ""
     return f"{spec.nproc} {'rank' if spec.nproc == 1 else 'ranks'}, OMP_NUM_THREADS={threads} ({source}){logs}"
 
@@ -138,7 +199,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_engine() -> Iterator[None]:
+def quiet_engine() -> Iterator[None]:
     """Hold back the engine's own log lines about ends and signals: the report says the same, in order."""
     loggers = [
         logger
@@ -155,7 +216,7 @@ def _quiet_engine() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _sweep(agent: Agent, job_id: str) -> None:
+def sweep(agent: Agent, job_id: str) -> None:
     """After the engine has ended, however it did: nothing of the job may run. Signals wait until this is done."""
     main_thread = threading.current_thread() is threading.main_thread()
     for sig in _SIGNALS if main_thread else ():

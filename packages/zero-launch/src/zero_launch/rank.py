@@ -1,4 +1,4 @@
-"""What runs in each rank: `python -m zero_launch.rank (script|module|call) TARGET ARGS...`.
+"""What runs in each rank: `python -m zero_launch.rank (script|module|program|call) TARGET ARGS...`.
 
 The target runs as `__main__`, as if Python had been started with it. Around it this file does three things: the
 process dies with its launcher, lines reach the log when they are complete, and an exception that nobody caught is
@@ -18,7 +18,7 @@ import time
 import traceback
 from types import TracebackType
 
-from zero_launch.processes import LAUNCHER_PID_VARIABLE
+from zero_launch.processes import CORES_VARIABLE, LAUNCHER_PID_VARIABLE
 
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1
@@ -27,11 +27,16 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Run the target that `sys.argv` names."""
     _die_with_launcher()
+    cores = os.environ.get(CORES_VARIABLE)
+    if cores:
+        os.sched_setaffinity(0, map(int, cores.split(",")))
     faulthandler.enable()
     if not sys.stdout.isatty():
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _, kind, target, *args = sys.argv
     sys.argv = [target, *args]
+    if kind == "program":
+        os.execvp(target, sys.argv)  # it keeps the cores, and dies with the launcher too
     try:
         if kind == "script":
             if not getattr(sys.flags, "safe_path", False):

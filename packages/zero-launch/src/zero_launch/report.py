@@ -55,12 +55,24 @@ class RankFailure:
 
 
 class LaunchError(RuntimeError):
-    """A job that failed. ``failures`` holds the ranks that failed by themselves, the first cause first."""
+    """A job that failed. ``failures`` holds the ranks that failed by themselves, the first cause first.
 
-    def __init__(self, failures: Sequence[RankFailure], nproc: int, notes: Sequence[str] = ()) -> None:
+    ``divergence`` says where the ranks stopped asking for the same collectives, when they did; ``nproc`` is the number
+    of ranks of the job.
+    """
+
+    def __init__(
+        self,
+        failures: Sequence[RankFailure],
+        nproc: int,
+        notes: Sequence[str] = (),
+        *,
+        divergence: str | None = None,
+    ) -> None:
         self.failures = tuple(failures)
         self.nproc = nproc
         self.notes = tuple(notes)
+        self.divergence = divergence
         super().__init__(self._text())
 
     @property
@@ -69,15 +81,18 @@ class LaunchError(RuntimeError):
         return self.failures[0].shell_code if self.failures else 1
 
     def _text(self) -> str:
+        lines = [] if self.divergence is None else [self.divergence]
         if not self.failures:
-            return "\n".join(["the job failed", *self.notes])
+            return "\n".join([*(lines or ["the job failed"]), *self.notes])
         first, *others = self.failures
-        lines = [f"rank {first.rank} of {self.nproc} failed first: {first.cause}"]
-        lines.append(f"  on {first.host}, pid {first.pid}, {first.seconds:.1f} s after start")
+        lines.append(f"rank {first.rank} of {self.nproc} failed first: {first.cause}")
+        pid = f", pid {first.pid}" if first.pid else ""
+        lines.append(f"  on {first.host}{pid}, {first.seconds:.1f} s after start")
         lines += [f"  | {line}" for line in first.detail.splitlines()]
         for other in others:
             later = other.seconds - first.seconds
-            lines.append(f"rank {other.rank} failed {later:.1f} s later: {other.cause}")
+            where = f" (on {other.host})" if other.host != first.host else ""
+            lines.append(f"rank {other.rank} failed {later:.1f} s later{where}: {other.cause}")
         return "\n".join([*lines, *self.notes])
 
 

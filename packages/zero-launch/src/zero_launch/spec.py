@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,9 @@ class LaunchSpec:
     ``direct_rank``: this rank writes to the terminal itself, without prefix and without log files, so that progress
     bars and live displays work; None sends every rank through the prefixed stream.
     ``quiet``: say nothing but what the ranks say and, when the job fails, why.
+    ``program``: ``target`` is a program to run as it is, not a Python script.
+    ``max_restarts``: how often all ranks are started again after a failure.
+    ``bind_cores``: give each rank cores of its own, near each other; ``core_list`` restricts them, as in `0,2-5`.
 
     Raises ValueError for values out of range.
     """
@@ -34,6 +39,10 @@ class LaunchSpec:
     grace_seconds: float = 3.0
     direct_rank: int | None = None
     quiet: bool = False
+    program: bool = False
+    max_restarts: int = 0
+    bind_cores: bool = False
+    core_list: str = ""
 
     def __post_init__(self) -> None:
         if not self.target:
@@ -42,10 +51,22 @@ class LaunchSpec:
             raise ValueError(f"nproc must be at least 1, got {self.nproc}")
         if self.grace_seconds < 0:
             raise ValueError(f"grace_seconds must not be negative, got {self.grace_seconds}")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts must not be negative, got {self.max_restarts}")
+        if self.module and self.program:
+            raise ValueError(f"{self.target!r} is either a module or a program: give one of --module and --no_python")
         if self.direct_rank is not None and not 0 <= self.direct_rank < self.nproc:
             raise ValueError(f"direct_rank must be a rank from 0 to {self.nproc - 1}, got {self.direct_rank}")
 
+    @property
+    def kind(self) -> Literal["script", "module", "program"]:
+        """How a rank runs the target (see rank.py)."""
+        return "module" if self.module else "program" if self.program else "script"
+
     def check_target(self) -> None:
-        """Raise FileNotFoundError when the script is not there; a module is looked up by the ranks."""
-        if not self.module and not Path(self.target).exists():
+        """Raise FileNotFoundError when the script or program is not there; a module is looked up by the ranks."""
+        if self.program:
+            if shutil.which(self.target) is None:
+                raise FileNotFoundError(f"no program {self.target!r} in {Path.cwd()} or in PATH")
+        elif not self.module and not Path(self.target).exists():
             raise FileNotFoundError(f"no script {self.target!r} in {Path.cwd()}; to run a module by name, say -m")

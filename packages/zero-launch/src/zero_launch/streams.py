@@ -6,11 +6,19 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, Protocol
 
 _POLL_SECONDS = 0.05
 _PROGRESS_SECONDS = 1.0
 _COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+class Sink(Protocol):
+    """Where lines go: a text stream, or a channel to the launcher."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
 
 
 def prefix(rank: int, *, colour: bool) -> str:
@@ -25,7 +33,7 @@ class _Tail:
 
     path: str
     prefix: str
-    sink: TextIO
+    sink: Sink
     file: BinaryIO | None = None
     rest: bytes = b""
     shown_at: float = field(default_factory=time.monotonic)
@@ -65,7 +73,7 @@ class Streamer:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zero-launch-streams", daemon=True)
 
-    def add(self, files: Mapping[int, str], sink: TextIO, *, colour: bool) -> None:
+    def add(self, files: Mapping[int, str], sink: Sink, *, colour: bool) -> None:
         """Follow the file of each rank; the files need not exist yet. Call before `start`."""
         self._tails += [_Tail(path, prefix(rank, colour=colour), sink) for rank, path in files.items()]
 

@@ -1,0 +1,146 @@
+"""Which rank this process is, by the environment of whatever started it."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_PORTS = (20000, 10000)  # first port and number of ports for jobs whose starter names none; below the ephemeral range
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks of its job, and where rank 0 can be reached.
+
+    ``source`` names the kind of starter: `torchrun`, `Open MPI`, `PMI`, `Slurm`, `Kubernetes`. ``port`` is a TCP port
+    on ``address``.
+    """
+
+    source: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+
+
+def discover(environ: Mapping[str, str] | None = None) -> Place | None:
+    """Read the place from ``environ`` (this process's by default); None when nothing says that there are ranks.
+
+    In this order: RANK and WORLD_SIZE (torchrun, zero-launch, Kubernetes' training operator); Open MPI's mpirun; PMI
+    (MPICH, Intel MPI); Slurm's srun with one task per rank; a Kubernetes indexed Job with WORLD_SIZE. MASTER_ADDR and
+    MASTER_PORT are used wherever they are set. Raises ValueError when ranks are on several hosts and nothing says where
+    rank 0 is.
+    """
+    env = os.environ if environ is None else environ
+    for find in (_torchrun, _open_mpi, _pmi, _slurm, _indexed_job):
+        place = find(env)
+        if place is not None:
+            return place
+    return None
+
+
+def local_rank() -> int:
+    """The number of this process among those of its host; 0 when nothing says so."""
+    place = discover()
+    return 0 if place is None else place.local_rank
+
+
+def _torchrun(env: Mapping[str, str]) -> Place | None:
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    # One process per pod or host says no local rank, and is then alone there.
+    local, locals_ = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
+    if world_size > 1 and "MASTER_ADDR" not in env:
+        raise ValueError(f"RANK={rank} and WORLD_SIZE={world_size} are set, but not MASTER_ADDR: name rank 0's host")
+    address, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "29500"))
+    return Place("torchrun", rank, world_size, local, locals_, address, port)
+
+
+def _open_mpi(env: Mapping[str, str]) -> Place | None:
+    if "OMPI_COMM_WORLD_RANK" not in env:
+        return None
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("OMPI_MCA_orte_ess_jobid", "")
+    rank, world_size = int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"])
+    local, locals_ = int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")), int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    return _place(env, "Open MPI", (rank, world_size, local, locals_), job, "mpirun -x MASTER_ADDR=<host of rank 0>")
+
+
+def _pmi(env: Mapping[str, str]) -> Place | None:
+    if "PMI_RANK" not in env or "PMI_SIZE" not in env or "SLURM_PROCID" in env:
+        return None
+    rank, world_size = int(env["PMI_RANK"]), int(env["PMI_SIZE"])
+    local, locals_ = int(env.get("MPI_LOCALRANKID", "0")), int(env.get("MPI_LOCALNRANKS", "1"))
+    job = env.get("PMI_ID", "") or env.get("PMI_PORT", "")
+    return _place(env, "PMI", (rank, world_size, local, locals_), job, "mpiexec -genv MASTER_ADDR <host of rank 0>")
+
+
+def _slurm(env: Mapping[str, str]) -> Place | None:
+    # SLURM_STEP_ID is only there inside srun: a batch script's own shell is no rank.
+    if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env:
+        return None
+    rank, world_size = int(env["SLURM_PROCID"]), int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "1"))
+    tasks = expand_counts(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1"))
+    node = int(env.get("SLURM_NODEID", "0"))
+    locals_ = tasks[node] if node < len(tasks) else 1
+    hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1")
+    address = env.get("MASTER_ADDR") or (hosts[0] if len(hosts) > 1 else "127.0.0.1")
+    step = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    port = int(env["MASTER_PORT"]) if "MASTER_PORT" in env else _port(step)
+    return Place("Slurm", rank, world_size, int(env.get("SLURM_LOCALID", "0")), locals_, address, port)
+
+
+def _indexed_job(env: Mapping[str, str]) -> Place | None:
+    if "JOB_COMPLETION_INDEX" not in env or "WORLD_SIZE" not in env:
+        return None
+    place = (int(env["JOB_COMPLETION_INDEX"]), int(env["WORLD_SIZE"]), 0, 1)
+    return _place(env, "Kubernetes", place, "", "MASTER_ADDR, the name of the pod with index 0, in the Job's template")
+
+
+def _place(env: Mapping[str, str], source: str, numbers: tuple[int, int, int, int], job: str, hint: str) -> Place:
+    rank, world_size, local, locals_ = numbers
+    address = env.get("MASTER_ADDR")
+    if address is None:
+        if locals_ != world_size:
+            raise ValueError(
+                f"{source} started {world_size} ranks on several hosts, and nothing says where rank 0 is: set {hint}"
+            )
+        address = "127.0.0.1"
+    port = int(env["MASTER_PORT"]) if "MASTER_PORT" in env else _port(job)
+    return Place(source, rank, world_size, local, locals_, address, port)
+
+
+def _port(job: str) -> int:
+    """The same port on every rank of a job, and most likely another one for another job."""
+    first, count = _PORTS
+    return first + zlib.crc32(job.encode()) % count
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Host names of Slurm's notation: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login."""
+    hosts = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        names = [""]
+        for literal, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
+            endings = [literal] if literal else [number for piece in ranges.split(",") for number in _numbers(piece)]
+            names = [name + ending for name in names for ending in endings]
+        hosts += names
+    return hosts
+
+
+def _numbers(piece: str) -> list[str]:
+    first, dash, last = piece.partition("-")
+    return [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)] if dash else [first]
+
+
+def expand_counts(text: str) -> list[int]:
+    """Slurm's tasks per node: `2(x3),1` is 2, 2, 2, 1."""
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or "1")
+    return counts

@@ -1,0 +1,141 @@
+"""The last collectives of this rank, in a file that a watcher can read while the rank hangs.
+
+[Note: ring format 1] All numbers are little-endian. A header of 64 bytes: magic `ZCRING01`, slots (u32), bytes per
+slot (u32), rank (u32), world size (u32), entries written so far (u64), the entry that this rank waits for or 0 (u64),
+entries finished so far (u64), padding. Then the slots; entry n (from 1) is in slot (n - 1) mod slots: its number (u64),
+its sequence in its group (u64), step (i64), bytes that must be equal on every rank or 0 (u64), seconds since the epoch
+(f64), and four zero-padded UTF-8 strings: group (24 bytes), phase (16), name (112; of a longer one its end), call site
+(64). A reader takes entries up to the header's count, which is written after the slot.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import struct
+import sys
+import time
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+from .tag import Tag
+
+RING_VARIABLE = "ZERO_COMM_RING"
+"""The environment variable that names the file; a launcher sets it. Without it nothing is recorded."""
+_SLOTS = 1024
+_HEADER = struct.Struct("<8sIIIIQQQ")
+_COUNTS = struct.Struct("<Q")
+_COUNT_AT, _WAITING_AT, _FINISHED_AT = 24, 32, 40
+_SLOT = struct.Struct("<QQqQd24s16s112s64s")
+_HEADER_BYTES = 64
+_LIBRARIES = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+
+
+class Ring:
+    """Writes entries into the mapped file; see [Note: ring format 1]."""
+
+    def __init__(self, path: Path, *, rank: int, world_size: int, slots: int = _SLOTS) -> None:
+        size = _HEADER_BYTES + slots * _SLOT.size
+        scratch = path.with_name(f"{path.name}.part")
+        scratch.write_bytes(_HEADER.pack(b"ZCRING01", slots, _SLOT.size, rank, world_size, 0, 0, 0).ljust(size, b"\0"))
+        with scratch.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), size)
+        scratch.replace(path)  # a watcher finds the file whole or not at all
+        self._slots = slots
+        self._count = 0
+        self._finished = 0
+
+    def record(self, group: bytes, sequence: int, tag: Tag, same_bytes: int) -> int:
+        """Write one entry and return its number."""
+        number = self._count + 1
+        _SLOT.pack_into(
+            self._map,
+            _HEADER_BYTES + (self._count % self._slots) * _SLOT.size,
+            number,
+            sequence,
+            tag.step,
+            same_bytes,
+            time.time(),
+            group,
+            tag.phase.encode(),
+            tag.name.encode()[-112:],
+            call_site(),
+        )
+        self._count = number
+        _COUNTS.pack_into(self._map, _COUNT_AT, number)
+        return number
+
+    def waiting(self, number: int) -> None:
+        """This rank now blocks until entry ``number`` is complete."""
+        _COUNTS.pack_into(self._map, _WAITING_AT, number)
+
+    def finished(self) -> None:
+        """The entry that this rank waited for is complete."""
+        self._finished += 1
+        _COUNTS.pack_into(self._map, _WAITING_AT, 0)
+        _COUNTS.pack_into(self._map, _FINISHED_AT, self._finished)
+
+
+class Track:
+    """The entries of one process group: numbers them, so that ranks can be compared entry by entry.
+
+    Without a ring it does nothing.
+    """
+
+    def __init__(self, group_name: str) -> None:
+        self._ring = process_ring()
+        self._group = group_name.encode()[:24]
+        self._sequence = 0
+
+    def start(self, tag: Tag, same_bytes: int) -> Ticket | None:
+        """Record a collective that is about to start; ``same_bytes`` must be equal on all ranks (0: may differ)."""
+        if self._ring is None:
+            return None
+        self._sequence += 1
+        return Ticket(self._ring, self._ring.record(self._group, self._sequence, tag, same_bytes))
+
+
+class Ticket:
+    """An entry that somebody will wait for: use it as a context around the waiting."""
+
+    __slots__ = ("_number", "_ring")
+
+    def __init__(self, ring: Ring, number: int) -> None:
+        self._ring = ring
+        self._number = number
+
+    def __enter__(self) -> None:
+        self._ring.waiting(self._number)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None:
+            self._ring.finished()
+
+
+@functools.cache
+def process_ring() -> Ring | None:
+    """This process's ring, or None when no launcher asked for one."""
+    path = os.environ.get(RING_VARIABLE)
+    if not path:
+        return None
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return Ring(Path(path), rank=rank, world_size=world_size)
+
+
+def call_site() -> bytes:
+    """`train.py:31` of the innermost caller that is in none of the libraries; empty when all are."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if not _of_library(frame.f_code):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}".encode()[-64:]
+        frame = frame.f_back
+    return b""
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_library(code: CodeType) -> bool:
+    name = code.co_filename
+    return name.startswith(("<", *_LIBRARIES)) or f"{os.sep}zero_" in name

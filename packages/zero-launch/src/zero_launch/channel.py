@@ -1,0 +1,93 @@
+"""Messages between the launcher and the process that it has on each host: one line of JSON each, over a pair of pipes.
+
+Both ends send something at least twice a second. An end that hears nothing for `SILENCE_SECONDS` takes the other for
+lost; that is how a dead link is told from a quiet job.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from typing import Any, BinaryIO
+
+BEAT_SECONDS = 0.5
+SILENCE_SECONDS = 4.0
+_BACKLOG = 1000
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """Sends and receives messages in threads of its own, so that neither a full pipe nor a dead peer blocks the caller.
+
+    Received messages go to ``inbox`` as ``(name, message)``; the end of the stream as a message of kind `eof`.
+    """
+
+    def __init__(
+        self, name: str, reader: BinaryIO, writer: BinaryIO, inbox: queue.SimpleQueue[tuple[str, Message]]
+    ) -> None:
+        self.name = name
+        self.heard_at = time.monotonic()
+        """When the last message came."""
+        self.clock_offset = float("inf")
+        """Seconds that this clock is ahead of the other end's, at most; each message makes it more exact."""
+        self.broken = False
+        self._reader, self._writer, self._inbox = reader, writer, inbox
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._write)]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Queue a message; never blocks."""
+        self._outbox.put({"kind": kind, **content})
+
+    def wait_for_room(self) -> None:
+        """Wait while the other end is behind with reading."""
+        while self._outbox.qsize() > _BACKLOG and not self.broken:
+            time.sleep(0.01)
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the other end was last heard."""
+        return time.monotonic() - self.heard_at
+
+    def close(self, seconds: float = 1.0) -> None:
+        """Send what is queued, within ``seconds``, and close our end."""
+        self._outbox.put(None)
+        self._threads[1].join(seconds)
+
+    def _write(self) -> None:
+        try:
+            while True:
+                try:
+                    message = self._outbox.get(timeout=BEAT_SECONDS)
+                except queue.Empty:
+                    message = {"kind": "beat"}
+                if message is None:
+                    break
+                line = json.dumps({**message, "at": time.time()})
+                self._writer.write(line.encode() + b"\n")
+                self._writer.flush()
+        except (OSError, ValueError):
+            self.broken = True  # the reader sees the end of the stream, and that is reported
+        try:
+            self._writer.close()
+        except OSError:
+            self.broken = True
+
+    def _read(self) -> None:
+        why = "the connection was closed"
+        try:
+            for line in self._reader:
+                message = json.loads(line)
+                self.heard_at = time.monotonic()
+                self.clock_offset = min(self.clock_offset, time.time() - message.pop("at"))
+                if message["kind"] != "beat":
+                    self._inbox.put((self.name, message))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = f"the connection broke: {error}"
+        self.broken = True
+        self._inbox.put((self.name, {"kind": "eof", "why": why}))

@@ -1,0 +1,422 @@
+"""A job on several hosts, seen from the launcher: call the hosts, lead them through rounds, and end them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from zero_launch.channel import SILENCE_SECONDS, Message
+from zero_launch.desync import Record, difference, explain
+from zero_launch.facts import versions
+from zero_launch.hostfile import Hostfile
+from zero_launch.peers import Inbox, Listener, Peer, call
+from zero_launch.report import LaunchError, RankFailure, describe_exit, signal_name
+from zero_launch.spec import LaunchSpec
+from zero_launch.transport import Transport
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_START_SECONDS = 120.0
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """A job on several hosts.
+
+    ``job``: what each rank runs; its number of ranks comes from the hosts' slots. ``hosts``: in rank order.
+    ``min_hosts``: with how many of them the job may begin, and go on after a restart. ``variables``: the environment
+    that travels. ``master_address``, ``master_port``: where the ranks' store listens on the first host; by default the
+    address at which this process reached it, and a free port. ``nodes``: for hosts that are not called but call
+    (`--no_ssh`): how many there are, this one included; they come to ``master_port`` of this host, and ``hosts`` then
+    holds this host only.
+    """
+
+    job: LaunchSpec
+    hosts: Hostfile
+    transport: Transport = field(default_factory=Transport)
+    min_hosts: int | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    master_address: str | None = None
+    master_port: int = 0
+    bind_devices: bool = False
+    nodes: int = 1
+
+
+def launch_cluster(spec: ClusterSpec) -> None:
+    """Run the job and return when every rank has ended with status 0.
+
+    Raises LaunchError when a host cannot take part, a host is lost, or a rank fails: then every process of the job on
+    every host that can be reached has been ended, and a host that cannot be reached ends its own within seconds.
+    Signals to this process end the job. Call it from the main thread.
+    """
+    Cluster(spec).run()
+
+
+class Cluster:
+    """The launcher's side of one job."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._spec = spec
+        self._inbox: Inbox = Inbox()
+        self._job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        self._peers = {name: Peer(name, slots) for name, slots in spec.hosts.hosts.items()}
+        self._callers = [Peer(str(number), ()) for number in range(1, spec.nodes)]
+        self._peers.update({peer.name: peer for peer in self._callers})
+        self._listener: Listener | None = None
+        self._attempt = 0
+        self._began_at = time.time()
+        self._restarting = False
+        self._round_open = False
+        self._stopping: str | None = None
+        self._interrupted: int | None = None
+        self._divergence: str | None = None
+        self._lost: list[tuple[float, RankFailure]] = []
+        self._troubles: list[str] = []
+        self._handlers: dict[str, Callable[[Peer, Message], None]] = {
+            "hello": self._on_hello,
+            "environment": self._on_environment,
+            "ready": self._on_ready,
+            "store": self._on_store,
+            "started": self._on_started,
+            "lines": self._on_lines,
+            "failed": self._on_failed,
+            "stalled": self._on_stalled,
+            "done": self._on_done,
+            "ended": self._on_ended,
+            "refused": self._on_refused,
+            "eof": self._on_eof,
+        }
+
+    # -- from start to end
+
+    def run(self) -> None:
+        """Everything, in order; see `launch_cluster`."""
+        self._spec.transport.check()
+        saved = self._take_signals()
+        try:
+            self._call_all()
+            self._greet_all()
+            if self._stopping is None:
+                self._lead()
+            self._end_all()
+        finally:
+            for peer in self._peers.values():
+                peer.close()
+            if self._listener is not None:
+                self._listener.close()
+            for signum, handler in saved.items():
+                signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+        self._conclude()
+
+    def _take_signals(self) -> dict[signal.Signals, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        saved = {s: signal.getsignal(s) for s in _SIGNALS if signal.getsignal(s) is not signal.SIG_IGN}
+
+        def hear(signum: int, frame: FrameType | None) -> None:
+            self._inbox.put(("", {"kind": "signal", "signal": signum}))
+
+        for signum in saved:
+            signal.signal(signum, hear)
+        return saved
+
+    def _call_all(self) -> None:
+        spec = self._spec
+        if self._callers or not spec.transport.carries_input:
+            self._listener = Listener(self._inbox, port=spec.master_port if self._callers else 0)
+        for peer in self._callers:
+            if self._listener is not None:
+                self._listener.await_peer(peer)
+        for peer in self._peers.values():
+            if peer not in self._callers:
+                call(peer, spec.transport, self._inbox, None if spec.transport.carries_input else self._listener)
+
+    def _greet_all(self) -> None:
+        """Wait for every host's hello; then the job goes out to all, or the reasons why it cannot."""
+        end = time.monotonic() + (_START_SECONDS if self._callers else self._spec.transport.connect_seconds + 20)
+        while self._stopping is None and any(peer.state == "called" for peer in self._peers.values()):
+            if time.monotonic() > end:
+                for peer in self._peers.values():
+                    if peer.state == "called":
+                        self._drop(peer, f"{_title(peer)} did not answer in time")
+            self._next_message()
+        if self._stopping is not None:
+            return
+        minimum = self._minimum
+        if len(self._there()) < minimum:
+            self._stop(f"{len(self._there())} of {len(self._peers)} hosts can take part, {minimum} are needed")
+            return
+        for trouble in self._troubles:
+            self._say(trouble)
+        self._troubles.clear()
+        for peer in self._there():
+            self._send_job(peer)
+
+    @property
+    def _minimum(self) -> int:
+        return len(self._peers) if self._spec.min_hosts is None else self._spec.min_hosts
+
+    def _send_job(self, peer: Peer) -> None:
+        job = self._spec.job
+        env = dict(job.env)
+        if self._spec.bind_devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, peer.slots))
+        fields = dataclasses.asdict(dataclasses.replace(job, nproc=len(peer.slots), env=env, direct_rank=None))
+        colour = sys.stdout.isatty(), sys.stderr.isatty()
+        peer.send(
+            "job",
+            job_id=self._job_id,
+            spec=fields,
+            how=job.kind,
+            variables=dict(self._spec.variables),
+            colours=colour,
+            host=peer.name,
+        )
+
+    def _lead(self) -> None:
+        while self._stopping is None and self._there():
+            self._next_message()
+            self._find_the_silent()
+
+    def _end_all(self) -> None:
+        """Have every host end what it runs; whoever does not say so in time is let go of."""
+        for peer in self._there():
+            peer.send("stop")
+        end = time.monotonic() + self._spec.job.grace_seconds + 2 * SILENCE_SECONDS
+        while self._there() and time.monotonic() < end:
+            self._next_message()
+            self._find_the_silent()
+
+    def _conclude(self) -> None:
+        failures = self._failures()
+        if self._interrupted is not None:
+            name = signal_name(self._interrupted)
+            self._say(f"interrupted by {name}; every process of the job has ended on every host")
+            signal.raise_signal(self._interrupted)
+            raise LaunchError([], self._world_size, [f"interrupted by {name}"])
+        notes = [note for peer in self._peers.values() for note in _named(peer, peer.notes)]
+        if self._stopping is None and not failures:
+            for note in notes:
+                self._say(note)
+            return
+        notes = [*(fate for peer in self._peers.values() for fate in peer.fates), *notes]
+        records = {rank: record for peer in self._peers.values() for rank, record in peer.records.items()}
+        divergence = self._divergence or (difference(records) if len(records) > 1 else None)
+        why = [self._stopping] if self._stopping and not failures and divergence is None else []
+        folders = [f"logs on {peer.name}: {peer.folder}" for peer in self._peers.values() if peer.folder]
+        raise LaunchError(failures, self._world_size, [*why, *self._troubles, *notes, *folders], divergence=divergence)
+
+    # -- what hosts say
+
+    def _next_message(self) -> None:
+        try:
+            name, message = self._inbox.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            return
+        if message["kind"] == "signal":
+            self._interrupted = message["signal"]
+            self._stop(f"interrupted by {signal_name(message['signal'])}")
+            return
+        peer = self._peers[name]
+        if peer.there:
+            self._handlers[message["kind"]](peer, message)
+
+    def _on_hello(self, peer: Peer, message: Message) -> None:
+        peer.hello = message
+        here = versions()
+        for package in sorted(here.keys() | message["versions"].keys()):
+            mine, theirs = here.get(package, "not installed"), message["versions"].get(package, "not installed")
+            if mine != theirs:
+                self._drop(peer, f"{_title(peer)}: {package} is {theirs} there and {mine} here; install the same")
+                return
+        peer.state = "greeted"
+
+    def _on_environment(self, peer: Peer, message: Message) -> None:
+        kept: dict[str, str] = message["kept"]
+        if kept and not self._spec.job.quiet:
+            listing = ", ".join(f"{name}={value}" for name, value in sorted(kept.items()))
+            self._say(f"{_title(peer)} keeps its own {listing}")
+
+    def _on_ready(self, peer: Peer, message: Message) -> None:
+        peer.state = "ready"
+        peer.failures += message["failures"]
+        if all(other.state == "ready" for other in self._there()):
+            self._begin_round()
+
+    def _begin_round(self) -> None:
+        if self._restarting:
+            self._restarting = False
+            error = LaunchError(self._failures(), self._world_size, divergence=self._divergence)
+            self._say(f"{error}\nzero-launch: restart {self._attempt} of {self._spec.job.max_restarts}")
+            self._divergence = None
+            self._lost.clear()
+        for peer in self._there():
+            peer.failures, peer.records, peer.stalled, peer.divergence = [], {}, False, None
+        self._began_at = time.time()
+        self._there()[0].send("serve", port=0 if self._callers else self._spec.master_port)
+
+    def _on_store(self, peer: Peer, message: Message) -> None:
+        address = self._spec.master_address or peer.hello.get("address") or "127.0.0.1"
+        peers = self._there()
+        for number, other in enumerate(peers):
+            other.state = "running"
+            other.send(
+                "round",
+                attempt=self._attempt,
+                group_rank=number,
+                groups=len(peers),
+                address=address,
+                port=message["port"],
+            )
+
+    def _on_started(self, peer: Peer, message: Message) -> None:
+        peer.ranks = {int(rank): pid for rank, pid in message["pids"].items()}
+
+    def _on_lines(self, peer: Peer, message: Message) -> None:
+        stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
+        stream.write(message["text"])
+        stream.flush()
+
+    def _on_failed(self, peer: Peer, message: Message) -> None:
+        if message["attempt"] != self._attempt:
+            return
+        self._divergence = self._divergence or message["divergence"]
+        if not self._restart():
+            # It ends by itself and says what happened; the others are told to.
+            for other in self._there():
+                if other is not peer:
+                    other.send("stop")
+
+    def _restart(self) -> bool:
+        """Begin another attempt if there is one left and the hosts for it; whether that is so."""
+        done = any(peer.state == "done" for peer in self._there())
+        enough = len(self._there()) >= self._minimum
+        if self._attempt >= self._spec.job.max_restarts or done or not enough:
+            return False
+        self._restarting = True
+        self._attempt += 1
+        for peer in self._there():
+            if peer.state == "running":
+                peer.send("restart")
+        return True
+
+    def _on_stalled(self, peer: Peer, message: Message) -> None:
+        peer.stalled = message["stalled"]
+        peer.records = {int(rank): Record.from_json(data) for rank, data in message["records"].items()}
+        records = {rank: record for other in self._there() for rank, record in other.records.items()}
+        if all(other.stalled for other in self._there()):
+            self._divergence = explain(records, stalled=len(records) == self._world_size)
+            if self._divergence is not None:
+                self._stop("the ranks diverged")
+
+    def _on_done(self, peer: Peer, message: Message) -> None:
+        peer.state = "done"
+        if all(other.state == "done" for other in self._there()):
+            for other in self._there():
+                other.send("finish")
+
+    def _on_ended(self, peer: Peer, message: Message) -> None:
+        peer.failures += message["failures"]
+        peer.fates, peer.notes, peer.folder = message["fates"], message["notes"], message.get("folder", "")
+        peer.records = {int(rank): Record.from_json(data) for rank, data in message["records"].items()}
+        self._divergence = self._divergence or message.get("divergence")
+        peer.state = "ended"
+        if message["failed"] and self._stopping is None:
+            self._stop(f"{_title(peer)} failed")
+
+    def _on_refused(self, peer: Peer, message: Message) -> None:
+        self._drop(peer, f"{_title(peer)}: {message['why']}")
+        self._stop(f"{_title(peer)} cannot run the job")
+
+    def _on_eof(self, peer: Peer, message: Message) -> None:
+        status = self._exit_status(peer)
+        if peer.state == "called":
+            why = message["why"] if status is None else self._spec.transport.explain(status)
+            self._drop(peer, "\n".join([f"{_title(peer)}: {why}", *(f"  | {line}" for line in peer.errors)]))
+            return
+        how = "" if status is None else f" ({self._spec.transport.launcher}: {describe_exit(status)})"
+        self._lose(peer, f"{_title(peer)} was lost: {message['why']}{how}")
+
+    def _exit_status(self, peer: Peer) -> int | None:
+        if peer.process is None:
+            return None
+        try:
+            return peer.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    # -- losing hosts
+
+    def _find_the_silent(self) -> None:
+        for peer in self._there():
+            # A host that imports torch may not get a word out until that is done.
+            limit = _START_SECONDS if peer.state in ("called", "greeted") else SILENCE_SECONDS
+            if peer.channel is not None and peer.channel.silence > limit:
+                self._lose(peer, f"{_title(peer)} was lost: no sign of life for {peer.channel.silence:.1f} s")
+
+    def _drop(self, peer: Peer, why: str) -> None:
+        """A host that never began."""
+        peer.state = "lost"
+        self._troubles.append(why)
+
+    def _lose(self, peer: Peer, why: str) -> None:
+        """A host that had begun: its ranks count as failed when it was last heard."""
+        heard_at = time.time() - (0.0 if peer.channel is None else peer.channel.silence)
+        ended_well = peer.state == "done"
+        peer.state = "lost"
+        seconds = heard_at - self._began_at
+        detail = peer.last_words()
+        for rank, pid in sorted(peer.ranks.items()):
+            self._lost.append((heard_at, RankFailure(rank, peer.name, pid, None, why, detail, seconds)))
+            detail = ""
+        if not peer.ranks or ended_well:
+            self._troubles.append(why)
+        if self._stopping is None and not self._restarting and not self._restart():
+            self._stop(why)
+        elif self._restarting and all(other.state == "ready" for other in self._there()):
+            self._begin_round()
+
+    # -- small things
+
+    def _there(self) -> list[Peer]:
+        return [peer for peer in self._peers.values() if peer.there]
+
+    @property
+    def _world_size(self) -> int:
+        return sum(len(peer.slots) for peer in self._peers.values())
+
+    def _stop(self, why: str) -> None:
+        if self._stopping is None:
+            self._stopping = why
+
+    def _failures(self) -> list[RankFailure]:
+        """Every rank that failed by itself, by this host's clock, the first one first."""
+        found = list(self._lost)
+        for peer in self._peers.values():
+            offset = 0.0 if peer.channel is None else peer.channel.clock_offset
+            for message in peer.failures:
+                fields = {key: value for key, value in message.items() if key != "at"}
+                at = message["at"] + offset
+                found.append((at, RankFailure(**{**fields, "seconds": at - self._began_at})))
+        return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
+
+    def _say(self, text: str) -> None:
+        print(f"zero-launch: {text}", file=sys.stderr, flush=True)
+
+
+def _title(peer: Peer) -> str:
+    return f"host {peer.name}"
+
+
+def _named(peer: Peer, notes: list[str]) -> list[str]:
+    return [f"{note} on {peer.name}" for note in notes]

@@ -1,0 +1,104 @@
+"""torch's elastic agent on one of several hosts: the same rules as agent.py, with the launcher told of everything."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+
+from zero_launch.agent import Agent, RankFiles
+from zero_launch.channel import Channel, Message
+from zero_launch.cores import bindings
+from zero_launch.desync import Record
+from zero_launch.guard import Guard
+from zero_launch.host import ChannelSink, failure_message
+from zero_launch.job import core_variables, job_environment, worker_group_spec
+from zero_launch.rendezvous import LedRendezvous
+from zero_launch.spec import LaunchSpec
+
+
+class ClusterAgent(Agent):
+    """The agent of one host. ``rendezvous`` is where the launcher's orders about rounds go."""
+
+    rendezvous: LedRendezvous
+    channel: Channel
+
+    @classmethod
+    def for_host(
+        cls,
+        channel: Channel,
+        spec: LaunchSpec,
+        job_id: str,
+        folder: Path,
+        rings: Path,
+        guard: Guard,
+        order: Message,
+    ) -> ClusterAgent:
+        """The agent for ``order``, the message that brought the job."""
+        cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []
+        files = RankFiles(folder, None, job_environment(spec, cores), own_env=core_variables(cores), rings=rings)
+        rendezvous = LedRendezvous(channel, job_id)
+
+        def started(pids: Mapping[int, int]) -> None:
+            guard.watch(list(pids.values()))
+            channel.send("started", pids={str(rank): pid for rank, pid in pids.items()})
+
+        agent = cls(
+            worker_group_spec(spec, order["how"], rendezvous, None),
+            files,
+            job_id,
+            spec.grace_seconds,
+            sinks=(ChannelSink(channel, "stdout"), ChannelSink(channel, "stderr")),
+            colours=tuple(order["colours"]),
+            host=order["host"],
+            started=started,
+        )
+        agent.rendezvous, agent.channel = rendezvous, channel
+        agent.finish = threading.Event()
+        agent._said_stalled = False
+        return agent
+
+    finish: threading.Event
+    """Set when every host has said that its ranks are done."""
+    _said_stalled: bool
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks of this host."""
+        return [record.pid for record in self._records]
+
+    def account(self) -> dict[str, Any]:
+        """What the launcher needs to know of the attempt that ended."""
+        return {
+            "failures": [failure_message(f, self._started_at + f.seconds) for f in self.failures()],
+            "fates": self.fates() if self._records else [],
+            "notes": self.notes,
+            "divergence": self.divergence,
+            "records": {str(rank): record.to_json() for rank, record in self._watcher.records.items()},
+        }
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._store = worker_group.store = None  # the last attempt's store gives its port back
+        super()._rendezvous(worker_group)
+        self._remaining_restarts = worker_group.spec.max_restarts - self.rendezvous.attempt
+
+    def _fail(self) -> None:
+        self.channel.send("failed", attempt=self._attempt(), divergence=self.divergence)
+        self._end(signal.SIGTERM)
+        self.rendezvous.failures = self.account()["failures"]
+
+    def _explain(self, records: Mapping[int, Record], *, stalled: bool) -> str | None:
+        if stalled or self._said_stalled:
+            data = {str(rank): record.to_json() for rank, record in records.items()}
+            self.channel.send("stalled", stalled=stalled, records=data)
+            self._said_stalled = stalled
+        return super()._explain(records, stalled=stalled)
+
+    def _exit_barrier(self) -> None:
+        self.channel.send("done")
+        while not self.finish.wait(0.2):
+            continue

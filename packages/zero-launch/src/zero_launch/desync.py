@@ -1,0 +1,174 @@
+"""Why ranks that hang, hang: what each of them last asked of the others, and where that first differs.
+
+Each rank writes its collectives into a ring that zero-comm describes (its `ring.py`, [Note: ring format 1]). This file
+reads the rings and compares them, entry by entry within each process group.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STALL_SECONDS = 2.0
+"""Ranks that all wait, and among which nothing has moved for so long, do not get any further."""
+_LOOK_SECONDS = 0.5
+_HEADER = struct.Struct("<8sIIIIQQQ")
+_SLOT = struct.Struct("<QQqQd24s16s112s64s")
+_HEADER_BYTES = 64
+_RECENT = 256
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One collective of one rank."""
+
+    number: int
+    sequence: int
+    step: int
+    same_bytes: int
+    group: str
+    phase: str
+    name: str
+    site: str
+
+    @property
+    def what(self) -> tuple[str, str, int]:
+        """What must be the same on every rank."""
+        return self.phase, self.name, self.same_bytes
+
+    def __str__(self) -> str:
+        size = f", {self.same_bytes} bytes" if self.same_bytes else ""
+        site = f" at {self.site}" if self.site else ""
+        return f"{self.phase} of '{self.name}' in step {self.step}{size}{site}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a ring says: the newest entries in order, how many began and finished, and the one waited for (0: none)."""
+
+    entries: tuple[Entry, ...]
+    started: int
+    finished: int
+    waiting: int
+
+    @property
+    def awaited(self) -> Entry | None:
+        """The collective in which the rank waits."""
+        return next((entry for entry in self.entries if entry.number == self.waiting), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a message; `from_json` is its inverse."""
+        rows = [list(vars(entry).values()) for entry in self.entries]
+        return {"entries": rows, "started": self.started, "finished": self.finished, "waiting": self.waiting}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Record:
+        entries = tuple(Entry(*row) for row in data["entries"])
+        return cls(entries, data["started"], data["finished"], data["waiting"])
+
+
+def read_ring(path: Path) -> Record | None:
+    """The record of one rank; None when it has none, because it does not use zero-comm or has not begun to."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    magic, slots, slot_bytes, _, _, started, waiting, finished = _HEADER.unpack_from(data)
+    if magic != b"ZCRING01" or slot_bytes != _SLOT.size:
+        raise ValueError(f"{path}: not a ring of collectives in format 1")
+    entries = []
+    for number in range(max(1, started - min(slots, _RECENT) + 1), started + 1):
+        row = _SLOT.unpack_from(data, _HEADER_BYTES + (number - 1) % slots * slot_bytes)
+        if row[0] == number:  # else it is being written over
+            sequence, step, same_bytes, _, *texts = row[1:]
+            group, phase, name, site = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+            entries.append(Entry(number, sequence, step, same_bytes, group, phase, name, site))
+    return Record(tuple(entries), started, finished, waiting)
+
+
+def difference(records: Mapping[int, Record]) -> str | None:
+    """The first entry in which ranks that made it differ, per rank; None when all that both have is the same."""
+    tables = {rank: {(e.group, e.sequence): e for e in record.entries} for rank, record in records.items()}
+    shared = [key for key in set().union(*tables.values()) if sum(key in table for table in tables.values()) > 1]
+    differing = []
+    for key in shared:
+        found = {rank: table[key] for rank, table in tables.items() if key in table}
+        # Control messages may differ; zero-comm compares them itself, and 0 bytes say so.
+        if len({entry.what for entry in found.values() if entry.same_bytes}) > 1:
+            differing.append((min(entry.number for entry in found.values()), key[1], found))
+    if not differing:
+        return None
+    _, sequence, found = min(differing, key=lambda item: item[:2])
+    return f"the ranks ask for different things in collective {sequence} of the same group:\n{_listing(found)}"
+
+
+def stall(records: Mapping[int, Record]) -> str:
+    """What every rank waits for, for ranks that all wait and do not differ in what they both have."""
+    awaited = {rank: record.awaited for rank, record in records.items()}
+    lines = ["every rank waits for another, and none of them gets any further:"]
+    for rank, entry in sorted(awaited.items()):
+        if entry is None:
+            continue
+        key = (entry.group, entry.sequence)
+        others = [other for other in records if other != rank]
+        missing = [r for r in others if not any((e.group, e.sequence) == key for e in records[r].entries)]
+        note = f", which {_ranks(missing)} did not ask for" if missing else ""
+        lines.append(f"  rank {rank}: {entry}{note}")
+    return "\n".join(lines)
+
+
+def _listing(found: Mapping[int, Entry]) -> str:
+    alike: dict[str, list[int]] = {}
+    for rank, entry in sorted(found.items()):
+        alike.setdefault(str(entry), []).append(rank)
+    return "\n".join(f"  {_ranks(ranks)}: {text}" for text, ranks in alike.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+class Watcher:
+    """Looks at the rings of this host's ranks now and then."""
+
+    def __init__(self, rings: Mapping[int, Path]) -> None:
+        self._rings = dict(rings)
+        self._looked_at = 0.0
+        self._progress: dict[int, tuple[int, int]] = {}
+        self._moved_at = time.monotonic()
+        self.records: dict[int, Record] = {}
+        """What was seen when last looked at."""
+
+    def look(self) -> bool:
+        """Read the rings when it is time to; True when that was done."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_SECONDS:
+            return False
+        self._looked_at = now
+        self.read()
+        return True
+
+    def read(self) -> None:
+        """Read the rings now."""
+        found = {rank: read_ring(path) for rank, path in self._rings.items()}
+        self.records = {rank: record for rank, record in found.items() if record is not None}
+        progress = {rank: (record.started, record.finished) for rank, record in self.records.items()}
+        if progress != self._progress:
+            self._progress, self._moved_at = progress, time.monotonic()
+
+    @property
+    def stalled(self) -> bool:
+        """Whether every rank of this host waits in a collective, and none has moved for `STALL_SECONDS`."""
+        all_wait = len(self.records) == len(self._rings) and all(record.waiting for record in self.records.values())
+        return all_wait and time.monotonic() - self._moved_at > STALL_SECONDS
+
+
+def explain(records: Mapping[int, Record], *, stalled: bool) -> str | None:
+    """Why these ranks will not finish, or None while they may."""
+    if len(records) < 2:
+        return None
+    return difference(records) or (stall(records) if stalled else None)

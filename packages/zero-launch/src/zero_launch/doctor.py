@@ -1,0 +1,204 @@
+"""The command `zero-launch doctor`: what every host of a job has, and what will go wrong with it.
+
+`ds_report` prints the same for this machine alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import secrets
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_launch.facts import examination
+from zero_launch.hostfile import Hostfile
+from zero_launch.peers import Inbox, Listener, Peer, call
+from zero_launch.transport import Transport
+
+_ANSWER_SECONDS = 90.0
+_SKEW_SECONDS = 1.0
+_LITTLE_SHARED_MEMORY = 1 << 30
+_LITTLE_MEMLOCK = 4 << 20
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one host said (``facts``), or why it said nothing (``trouble``). ``skew`` is in seconds."""
+
+    host: str
+    facts: Mapping[str, Any] | None = None
+    trouble: str = ""
+    skew: float = 0.0
+    shared_folder: bool | None = None
+
+
+def report() -> int:
+    """`ds_report`: the table for this machine."""
+    return main(["--local"])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table and return 0, or 1 when something in it stops a job."""
+    parser = argparse.ArgumentParser(
+        prog="zero-launch doctor",
+        description="Look at every host of a job before it starts. Exit status 1 when something would stop it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-H", "--hostfile", metavar="FILE", help="the hosts; without it, this machine")
+    parser.add_argument("-i", "--include", default="", metavar="SPEC")
+    parser.add_argument("-e", "--exclude", default="", metavar="SPEC")
+    parser.add_argument("--launcher", default="ssh", choices=("ssh", "pdsh", "local"))
+    parser.add_argument("--launcher_args", default="", metavar="ARGS")
+    parser.add_argument("--ssh_port", type=int, metavar="PORT")
+    parser.add_argument("--local", action="store_true", help="this machine only")
+    options = parser.parse_args(argv)
+    if options.local or options.hostfile is None:
+        reports = [Report("this machine", examination(str(Path.cwd())))]
+    else:
+        hosts = Hostfile.read(options.hostfile).select(include=options.include, exclude=options.exclude)
+        transport = Transport(options.launcher, tuple(shlex.split(options.launcher_args)), options.ssh_port)
+        transport.check()
+        reports = examine(hosts, transport)
+    problems, remarks = diagnose(reports)
+    _print(reports, problems, remarks)
+    return 1 if problems else 0
+
+
+def examine(hosts: Hostfile, transport: Transport) -> list[Report]:
+    """Ask every host at the same time, and see which of them have this working directory in common."""
+    inbox: Inbox = queue.SimpleQueue()
+    peers = {name: Peer(name, slots) for name, slots in hosts.hosts.items()}
+    listener = None if transport.carries_input else Listener(inbox)
+    file = Path.cwd() / f".zero-launch-doctor-{secrets.token_hex(4)}"
+    mark: Path | None = file
+    try:
+        file.touch()
+    except OSError:
+        mark = None  # not writable here: whether it is shared stays open
+    reports: dict[str, Report] = {}
+    try:
+        for peer in peers.values():
+            call(peer, transport, inbox, listener)
+        end = time.monotonic() + _ANSWER_SECONDS
+        while len(reports) < len(peers) and time.monotonic() < end:
+            try:
+                name, message = inbox.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            _take(peers[name], message, transport, mark, reports)
+    finally:
+        for peer in peers.values():
+            peer.close()
+        if listener is not None:
+            listener.close()
+        if mark is not None:
+            mark.unlink(missing_ok=True)
+    return [reports.get(name, Report(name, trouble=f"no answer within {_ANSWER_SECONDS:.0f} s")) for name in peers]
+
+
+def _take(
+    peer: Peer, message: Mapping[str, Any], transport: Transport, mark: Path | None, reports: dict[str, Report]
+) -> None:
+    if peer.name in reports:
+        return
+    if message["kind"] == "hello":
+        peer.send("examine", mark=None if mark is None else str(mark))
+    elif message["kind"] == "examination":
+        offset = 0.0 if peer.channel is None else peer.channel.clock_offset
+        reports[peer.name] = Report(peer.name, message["facts"], skew=offset, shared_folder=message["sees_mark"])
+    elif message["kind"] == "eof":
+        status = None if peer.process is None else peer.process.wait()
+        why = message["why"] if status is None else transport.explain(status)
+        reports[peer.name] = Report(peer.name, trouble="; ".join([why, *list(peer.errors)[-2:]]))
+
+
+def diagnose(reports: Sequence[Report]) -> tuple[list[str], list[str]]:
+    """What stops a job, and what is only worth knowing."""
+    problems = [f"{r.host}: {r.trouble}" for r in reports if r.facts is None]
+    remarks = []
+    there = [(r, r.facts) for r in reports if r.facts is not None]
+    for what in ("python", *sorted({name for _, facts in there for name in facts["versions"]})):
+        values = {r.host: str(facts.get(what) or facts["versions"].get(what, "not installed")) for r, facts in there}
+        if len(set(values.values())) > 1:
+            problems.append(f"{what} differs: " + ", ".join(f"{host} {value}" for host, value in values.items()))
+    for r, facts in there:
+        if "torch_error" in facts:
+            problems.append(f"{r.host}: torch cannot be imported: {facts['torch_error']}")
+        if facts["free_port"] is None:
+            problems.append(f"{r.host}: no free TCP port")
+        if abs(r.skew) > _SKEW_SECONDS:
+            remarks.append(f"{r.host}: its clock is off by {-r.skew:+.1f} s; logs of several hosts will not line up")
+        if facts["shared_memory_free"] is not None and facts["shared_memory_free"] < _LITTLE_SHARED_MEMORY:
+            remarks.append(f"{r.host}: {_size(facts['shared_memory_free'])} free in /dev/shm; data loaders want more")
+        if facts["memlock"] is not None and facts["memlock"] < _LITTLE_MEMLOCK:
+            remarks.append(f"{r.host}: only {_size(facts['memlock'])} may be locked (ulimit -l); NVMe I/O stages less")
+        if r.shared_folder is False:
+            remarks.append(f"{r.host}: the working directory is not shared; checkpoints stay on each host")
+    counts = {len(facts["devices"]) for _, facts in there}
+    if len(counts) > 1:
+        remarks.append("hosts have different numbers of devices: " + ", ".join(map(str, sorted(counts))))
+    return problems, remarks
+
+
+def _print(reports: Sequence[Report], problems: Sequence[str], remarks: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title="hosts of the job", title_justify="left")
+    table.add_column("")
+    for r in reports:
+        table.add_column(r.host, overflow="fold")
+    for label, cell in _rows():
+        table.add_row(label, *(cell(r) if r.facts is not None else "-" for r in reports))
+    console.print(table)
+    for text in problems:
+        console.print(f"[red]problem[/red] {text}", highlight=False)
+    for text in remarks:
+        console.print(f"[yellow]note[/yellow] {text}", highlight=False)
+    if not problems:
+        console.print("nothing here stops a job", highlight=False)
+
+
+def _rows() -> list[tuple[str, Any]]:
+    def fact(name: str) -> Any:
+        return lambda r: str(r.facts[name])
+
+    def size(name: str) -> Any:
+        return lambda r: "unlimited" if r.facts[name] is None else _size(r.facts[name])
+
+    def listing(name: str) -> Any:
+        return lambda r: ", ".join(r.facts[name]) or "none"
+
+    return [
+        ("host name", fact("hostname")),
+        ("address", lambda r: r.facts["address"] or "local"),
+        ("python", lambda r: f"{r.facts['python']}\n{r.facts['executable']}"),
+        ("packages", lambda r: "\n".join(f"{name} {version}" for name, version in r.facts["versions"].items())),
+        ("clock", lambda r: f"{-r.skew:+.3f} s"),
+        ("cores", fact("cores")),
+        ("memory free", lambda r: f"{_size(r.facts['memory_free'])} of {_size(r.facts['memory'])}"),
+        ("/dev/shm free", size("shared_memory_free")),
+        ("memlock", size("memlock")),
+        ("open files", fact("open_files")),
+        ("free port", fact("free_port")),
+        ("disk free here", size("disk_free")),
+        ("shared folder", lambda r: {None: "-", True: "yes", False: "no"}[r.shared_folder]),
+        ("devices", listing("devices")),
+        ("backends", listing("backends")),
+        ("I/O engine", fact("io_engine")),
+    ]
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,102 @@
+"""Which of the user's environment variables travel to other hosts, and which stay."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# What describes this machine, this login or this process, and would be wrong elsewhere.
+HOST_BOUND = (
+    *("_", "HOME", "HOST", "HOSTNAME", "LOGNAME", "MAIL", "OLDPWD", "PATH", "PWD", "SHELL", "SHLVL", "USER"),
+    *("TMPDIR", "TMP", "TEMP", "TERM", "TERM_*", "COLORTERM", "COLUMNS", "LINES", "LS_COLORS", "LESS*", "PS1"),
+    *("DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY", "XDG_*", "DBUS_*", "SSH_*", "SUDO_*", "TMUX*", "STY", "WINDOW"),
+    *("SYSTEMD_*", "INVOCATION_ID", "JOURNAL_STREAM", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    *("SLURM_*", "SLURMD_*", "SBATCH_*", "SRUN_*", "PMI_*", "PMIX_*", "OMPI_*", "PRTE_*", "KUBERNETES_*", "PET_*"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_*", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_*", "ZERO_LAUNCH_*", "ZERO_COMM_RING"),
+)
+# What one does not want in the memory of every process of a cluster unless one says so.
+SECRET = (
+    *("*TOKEN*", "*SECRET*", "*PASSWORD*", "*PASSWD*", "*PASSPHRASE*", "*CREDENTIAL*"),
+    *("*API_KEY*", "*APIKEY*", "*ACCESS_KEY*", "*PRIVATE_KEY*", "*_AUTH", "*COOKIE*", "*_DSN"),
+)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """What travels (``variables``), and the names of secrets that do not (``withheld``)."""
+
+    variables: Mapping[str, str]
+    withheld: tuple[str, ...]
+
+
+def forwarded(
+    environ: Mapping[str, str], files: Collection[Mapping[str, str]] = (), names: Collection[str] = ()
+) -> Forwarded:
+    """Choose from ``environ`` what travels: all but host-bound variables and secrets, unless ``names`` asks for them.
+
+    ``files`` are what `.deepspeed_env` files say; a variable that ``environ`` has keeps its value from there. Raises
+    ValueError for a name in ``names`` that is not set.
+    """
+    for name in names:
+        if name not in environ and not any(name in file for file in files):
+            raise ValueError(f"--forward {name}: no such variable is set here; set it, or take the option away")
+    chosen: dict[str, str] = {}
+    withheld: list[str] = []
+    for name, value in environ.items():
+        if name in names:
+            chosen[name] = value
+        elif _matches(name, HOST_BOUND) or not _NAME.fullmatch(name):
+            continue
+        elif _matches(name, SECRET):
+            withheld.append(name)
+        else:
+            chosen[name] = value
+    for file in files:
+        chosen = {**file, **chosen}
+    return Forwarded(dict(sorted(chosen.items())), tuple(sorted(set(withheld) - set(chosen))))
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in patterns)
+
+
+def env_files(environ: Mapping[str, str], folder: Path, home: Path) -> list[Path]:
+    """The `.deepspeed_env` files that exist: in ``folder`` and in ``home``; DS_ENV_FILE names another file."""
+    name = environ.get("DS_ENV_FILE", ".deepspeed_env")
+    candidates = [Path(name)] if os.path.isabs(name) else [folder / name, home / name]
+    return list(dict.fromkeys(path.resolve() for path in candidates if path.is_file()))
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """Read lines of `NAME=value`; `#` at the start of a line is a comment.
+
+    Raises ValueError with the file and line for anything else.
+    """
+    found: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        content = line.strip()
+        if not content or content.startswith("#"):
+            continue
+        name, equals, value = content.removeprefix("export ").partition("=")
+        if not equals or not _NAME.fullmatch(name.strip()):
+            raise ValueError(f"{path}:{number}: expected NAME=value, got {content!r}")
+        found[name.strip()] = _unquoted(value.strip())
+    return found
+
+
+def _unquoted(value: str) -> str:
+    quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
+    return value[1:-1] if quoted else value
+
+
+def applied(variables: Mapping[str, str], environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """On the other host: what to add to ``environ``, and what stays because the host has another value already."""
+    new = {name: value for name, value in variables.items() if name not in environ}
+    kept = {name: environ[name] for name, value in variables.items() if environ.get(name, value) != value}
+    return new, kept

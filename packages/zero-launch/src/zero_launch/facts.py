@@ -1,0 +1,129 @@
+"""What a host says of itself: software, clock, memory, limits. Read by the check before a start and by the doctor."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = (
+    "torch",
+    "zero-ckpt",
+    "zero-comm",
+    "zero-core",
+    "zero-launch",
+    "zero-nvme-aio",
+    "zero-offload",
+    "zero-optim-kernels",
+    "zero-partition",
+    "zero-precision",
+)
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of torch and of this family's packages."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def greeting() -> dict[str, Any]:
+    """What can be said at once, without importing torch: enough to decide whether a job can start here."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return {
+        "hostname": socket.gethostname(),
+        "pid": os.getpid(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "folder": os.getcwd(),
+        "versions": versions(),
+        "address": connection[2] if len(connection) == 4 else "",
+    }
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that carries ``address``, or None when none does."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
+            return str(name)
+    return None
+
+
+def memlock_bytes() -> int | None:
+    """How much memory this user may lock; None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def examination(folder: str) -> dict[str, Any]:
+    """Everything about this host that a job may stumble over; imports torch."""
+    import psutil
+
+    from zero_launch.cores import usable_cores
+
+    memory = psutil.virtual_memory()
+    shared = psutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return {
+        **greeting(),
+        "cores": usable_cores(),
+        "memory": memory.total,
+        "memory_free": memory.available,
+        "shared_memory_free": None if shared is None else shared.free,
+        "memlock": memlock_bytes(),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "free_port": free_port(),
+        "disk_free": psutil.disk_usage(folder).free,
+        **_torch_facts(),
+        "io_engine": _io_engine(),
+    }
+
+
+def free_port() -> int | None:
+    """A TCP port that can be listened on now; None when none can."""
+    try:
+        with socket.create_server(("", 0)) as server:
+            return int(server.getsockname()[1])
+    except OSError:
+        return None
+
+
+def _torch_facts() -> dict[str, Any]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        return {"torch_error": str(error), "devices": [], "backends": []}
+    devices = []
+    if torch.accelerator.is_available():
+        module = torch.get_device_module()
+        devices = [str(module.get_device_name(index)) for index in range(torch.accelerator.device_count())]
+    known = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+        "mpi": dist.is_mpi_available,
+        "ucc": dist.is_ucc_available,
+        "xccl": dist.is_xccl_available,
+    }
+    return {"devices": devices, "backends": [name for name, there in known.items() if there()]}
+
+
+def _io_engine() -> str:
+    """What zero-nvme-aio's own command says, where it is installed: this package imports no sibling."""
+    if importlib.util.find_spec("zero_nvme_aio") is None:
+        return "zero-nvme-aio is not installed"
+    code = "import zero_nvme_aio; print(zero_nvme_aio.probe().chosen)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else f"probe failed: {done.stderr.strip().splitlines()[-1]}"

@@ -1,0 +1,68 @@
+"""`python -m zero_launch.guard JOB_ID FOLDER`: ends what is left of a job whose launcher was killed.
+
+Ranks ask the kernel to die with their launcher; what they started themselves does not. This small process, in a
+session of its own, holds the other end of a pipe of the launcher's. The launcher writes its ranks' pids into it, and
+`done` when all is over. When the pipe ends without that, the launcher was killed, and every process of the job gets
+SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import time
+
+_ROUNDS = 3
+_ROUND_SECONDS = 0.3
+
+
+class Guard:
+    """The launcher's end of the pipe. ``folder`` is removed when the launcher was killed."""
+
+    def __init__(self, job_id: str, folder: str) -> None:
+        command = [sys.executable, "-m", "zero_launch.guard", job_id, folder]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+        )
+
+    def watch(self, pids: list[int]) -> None:
+        """From now on these are the ranks."""
+        self._say(" ".join(map(str, pids)))
+
+    def dismiss(self) -> None:
+        """All is over; the guard ends."""
+        self._say("done")
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._process.wait()
+
+    def _say(self, line: str) -> None:
+        if self._process.stdin is None or self._process.poll() is not None:
+            return
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard; the job itself is well
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+
+
+def main() -> None:
+    """Wait for the end of standard input, then act unless the last line was `done`."""
+    job_id, folder = sys.argv[1:]
+    pids: set[int] = set()
+    for line in sys.stdin:
+        if line.strip() == "done":
+            return
+        pids |= set(map(int, line.split()))
+    from zero_launch.processes import end_job
+
+    # A rank may have been starting something at the moment when it died.
+    for _ in range(_ROUNDS):
+        end_job(job_id, pids, grace_seconds=0.0)
+        time.sleep(_ROUND_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""`python -m zero_launch.host`: the launcher's hand on one host of a job.
+
+It says hello, gets the job, and runs torch's elastic agent for the ranks of this host, led by the launcher: see
+rendezvous.py for how rounds begin. Everything that happens goes up the channel. When the channel ends or falls silent,
+the launcher or the way to it is gone, and every process of the job ends here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from zero_launch.channel import SILENCE_SECONDS, Channel, Message
+from zero_launch.environment import applied
+from zero_launch.facts import examination, greeting, interface_of
+from zero_launch.processes import end_job
+from zero_launch.report import RankFailure
+from zero_launch.spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from zero_launch.cluster_agent import ClusterAgent
+    from zero_launch.rendezvous import LedRendezvous
+
+_FORCE_SECONDS = 2.0
+
+
+class _Stopped(BaseException):
+    """The job is to end before torch's agent has put its own signal handlers in place."""
+
+
+class ChannelSink:
+    """Sends the lines of one stream to the launcher, no faster than it takes them."""
+
+    def __init__(self, channel: Channel, stream: str) -> None:
+        self._channel = channel
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        self._channel.wait_for_room()
+        self._channel.send("lines", stream=self._stream, text=text)
+
+    def flush(self) -> None:
+        """Lines go out as they come."""
+
+
+class Hand:
+    """Carries out what the launcher orders, on this host."""
+
+    def __init__(self, channel: Channel, inbox: queue.SimpleQueue[tuple[str, Message]]) -> None:
+        self._channel = channel
+        self._inbox = inbox
+        self._why: str | None = None
+        self._over = threading.Event()
+
+    def run(self, own_spec: LaunchSpec | None = None) -> int:
+        """Serve the launcher until the job is over, and return the exit status for this process.
+
+        ``own_spec`` is the job where this host was given it by its own command line.
+        """
+        order = self._first_order()
+        if order["kind"] == "examine":
+            sees_mark = None if order["mark"] is None else os.path.exists(order["mark"])
+            self._channel.send("examination", facts=examination(os.getcwd()), sees_mark=sees_mark)
+            self._channel.close()
+            return 0
+        if order["kind"] != "job":
+            return 1
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(signum, _stop_early)
+        try:
+            return self._job(order, own_spec)
+        except _Stopped:
+            self._channel.send("ended", failed=True, failures=[], fates=[], notes=[], records={})
+            return 1
+        except Exception as error:  # whatever it is, it happened before the ranks began, and the launcher reports it
+            self._channel.send("refused", why=f"{type(error).__name__}: {error}")
+            return 1
+        finally:
+            self._over.set()
+            self._channel.close()
+
+    def _first_order(self) -> Message:
+        while True:
+            try:
+                return self._inbox.get(timeout=SILENCE_SECONDS)[1]
+            except queue.Empty:
+                if self._channel.silence > SILENCE_SECONDS:
+                    return {"kind": "eof"}
+
+    def _job(self, order: Message, own_spec: LaunchSpec | None) -> int:
+        from zero_launch.cluster_agent import ClusterAgent
+        from zero_launch.job import guarded, ring_folder, run_folder, sweep
+
+        new, retained = applied(order["variables"], os.environ)
+        os.environ.update(new)
+        self._channel.send("environment", kept=retained)
+        job_id = str(order["job_id"])
+        if own_spec is None:
+            given = order["spec"]
+            own_spec = LaunchSpec(**{**given, "args": tuple(given["args"])})
+        spec = _with_interface(own_spec, order["spec"]["env"])
+        spec.check_target()
+        folder, keep = run_folder(spec.log_dir, job_id)
+        with ring_folder() as rings, guarded(job_id, rings) as guard:
+            agent = ClusterAgent.for_host(self._channel, spec, job_id, folder, rings, guard, order)
+            self._follow(agent, agent.rendezvous, job_id, spec.grace_seconds)
+            failed, stopped = True, False
+            try:
+                failed, stopped = _run(agent)
+            finally:
+                sweep(agent, job_id)
+        self._over.set()
+        account = agent.account()
+        kept = keep or (failed and not (stopped and not account["failures"]))
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._channel.send("ended", failed=failed, folder=str(folder) if kept else "", **account)
+        return int(failed)
+
+    def _follow(self, agent: ClusterAgent, rendezvous: LedRendezvous, job_id: str, grace_seconds: float) -> None:
+        """From now on a thread does what the launcher says."""
+
+        def follow() -> None:
+            while not self._over.is_set():
+                try:
+                    _, message = self._inbox.get(timeout=0.25)
+                except queue.Empty:
+                    message = {"kind": ""}
+                kind = message["kind"]
+                if kind in ("serve", "round"):
+                    rendezvous.orders.put(message)
+                elif kind == "restart":
+                    rendezvous.restart_asked = True
+                elif kind == "finish":
+                    agent.finish.set()
+                elif kind in ("stop", "eof") or self._channel.silence > SILENCE_SECONDS:
+                    break
+            else:
+                return
+            os.kill(os.getpid(), signal.SIGTERM)
+            if not self._over.wait(grace_seconds + _FORCE_SECONDS):
+                # The main thread hangs in a call of torch's that signals do not interrupt.
+                end_job(job_id, agent.pids, grace_seconds=0.0)
+                os._exit(1)
+
+        threading.Thread(target=follow, name="zero-launch-follow", daemon=True).start()
+
+
+def _run(agent: ClusterAgent) -> tuple[bool, bool]:
+    """Run the agent to its end: whether it failed, and whether it was stopped."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    from zero_launch.job import quiet_engine
+
+    try:
+        with quiet_engine():
+            return agent.run().is_failed(), False
+    except (SignalException, _Stopped):
+        return True, True
+
+
+def _stop_early(signum: int, frame: FrameType | None) -> None:
+    raise _Stopped
+
+
+def _with_interface(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpec:
+    """The spec with gloo told the interface by which the launcher reached this host.
+
+    gloo asks the host name otherwise, which many distributions resolve to a loopback address.
+    """
+    more = dict(env)
+    address = greeting()["address"]
+    if address and "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_of(address)
+        if interface is not None:
+            more["GLOO_SOCKET_IFNAME"] = interface
+    return dataclasses.replace(spec, env={**more, **spec.env})
+
+
+def failure_message(failure: RankFailure, at: float) -> dict[str, Any]:
+    """A failure as plain data; ``at`` is when, in seconds since the epoch by this host's clock."""
+    return {**vars(failure), "at": at}
+
+
+def connect(address: str, port: int, seconds: float) -> tuple[BinaryIO, BinaryIO]:
+    """Streams to a launcher that listens; tries for ``seconds``, because it may start later than we do."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            connection = socket.create_connection((address, port), timeout=5)
+            break
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ConnectionError(
+                    f"no launcher answers at {address}:{port} after {seconds:.0f} s ({error}); "
+                    "is node 0 running, with the same --master_addr and --master_port?"
+                ) from error
+            time.sleep(0.5)
+    connection.settimeout(None)
+    return connection.makefile("rb"), connection.makefile("wb")
+
+
+def main() -> int:
+    """Serve on the standard streams or, with arguments `PORT TOKEN`, on a connection back to who called."""
+    inbox: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
+    reader: BinaryIO
+    writer: BinaryIO
+    if len(sys.argv) > 1:
+        caller = os.environ["SSH_CONNECTION"].split()[0]
+        reader, writer = connect(caller, int(sys.argv[1]), 10.0)
+    else:
+        # The channel gets the pipes for itself: nobody else may write into it or read from it.
+        reader, writer = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)
+        with open(os.devnull) as null:
+            os.dup2(null.fileno(), 0)
+    channel = Channel("launcher", reader, writer, inbox)
+    channel.send("hello", token=sys.argv[2] if len(sys.argv) > 2 else "", **greeting())
+    return Hand(channel, inbox).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

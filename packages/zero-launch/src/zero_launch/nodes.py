@@ -1,0 +1,48 @@
+"""Which node of a job this process is, when something else starts one launcher per node."""
+
+from __future__ import annotations
+
+import subprocess
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_PORTS = (20000, 10000)  # first port and number of ports, below the ephemeral range
+
+
+@dataclass(frozen=True)
+class Node:
+    """This node among ``nodes``, and where node 0 listens. ``source`` says who told: `Slurm`, `Kubernetes`."""
+
+    source: str
+    rank: int
+    nodes: int
+    address: str
+    port: int
+
+
+def discover_node(environ: Mapping[str, str]) -> Node | None:
+    """Read the node from the environment of `srun` with one task per node, or of torchrun's variables in a pod (PET_*).
+
+    None when there is only one node or nothing is said. Raises RuntimeError when Slurm's node list cannot be read.
+    """
+    nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    if "SLURM_STEP_ID" in environ and nodes > 1 and environ.get("SLURM_STEP_NUM_TASKS", "") == str(nodes):
+        job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
+        address = environ.get("MASTER_ADDR") or slurm_hosts(environ["SLURM_STEP_NODELIST"])[0]
+        port = int(environ.get("MASTER_PORT", _PORTS[0] + zlib.crc32(job.encode()) % _PORTS[1]))
+        return Node("Slurm", int(environ["SLURM_NODEID"]), nodes, address, port)
+    told = environ.get("PET_NNODES", "1")
+    if told.isdigit() and int(told) > 1 and "PET_NODE_RANK" in environ and "PET_MASTER_ADDR" in environ:
+        port = int(environ.get("PET_MASTER_PORT", "29500"))
+        return Node("Kubernetes", int(environ["PET_NODE_RANK"]), int(told), environ["PET_MASTER_ADDR"], port)
+    return None
+
+
+def slurm_hosts(node_list: str) -> list[str]:
+    """The names that Slurm's `scontrol` gives for its list notation. Raises RuntimeError with its message."""
+    command = ["scontrol", "show", "hostnames", node_list]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout.split()

@@ -1,0 +1,115 @@
+"""The command line of `zero-launch`: every option, and what each means for the job."""
+
+from __future__ import annotations
+
+import argparse
+
+_EPILOG = """examples:
+  zero-launch --nproc 2 train.py --lr 3e-4
+  zero-launch --nproc 4 --log-dir runs -m project.train
+  zero-launch --hostfile hosts --exclude node7 train.py
+  zero-launch --no_ssh --nnodes 2 --node_rank 0 --master_addr node0 --master_port 29500 --nproc 8 train.py
+
+also: zero-launch doctor, zero-launch slurm-script (each has --help)
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of zero-launch, then the target, then the target's own arguments."""
+    parser = argparse.ArgumentParser(
+        prog="zero-launch",
+        description="Start one process per rank, here or on many hosts, and tell the truth about how they died.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_target_options(parser)
+    add_placement_options(parser)
+    add_host_options(parser)
+    add_output_options(parser)
+    parser.add_argument("target", metavar="TARGET", help="script (or module, or program) to run in every rank")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the target")
+    return parser
+
+
+def add_target_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what runs")
+    group.add_argument("-m", "--module", action="store_true", help="TARGET is a module, as in python -m")
+    group.add_argument("--no_python", "--no-python", action="store_true", help="TARGET is a program, run as it is")
+    group.add_argument(
+        "--no_local_rank",
+        action="store_true",
+        help="accepted: ranks get LOCAL_RANK in the environment, never as an argument",
+    )
+    group.add_argument(
+        "--max_restarts",
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start all ranks again, at most N times, when one fails",
+    )
+    group.add_argument(
+        "--grace", type=float, default=3.0, metavar="S", help="seconds to end by oneself before SIGKILL (default 3)"
+    )
+
+
+def add_placement_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how many ranks, and where")
+    group.add_argument(
+        *("--nproc", "--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num_accelerators"),
+        dest="nproc",
+        metavar="N",
+        help="ranks per host; auto (default): one per accelerator, or the hostfile's slots",
+    )
+    group.add_argument("-H", "--hostfile", metavar="FILE", help="lines of 'host slots=N' (default: /job/hostfile)")
+    group.add_argument("-i", "--include", default="", metavar="SPEC", help="only these: host[:slot,...][@host...]")
+    group.add_argument("-e", "--exclude", default="", metavar="SPEC", help="all but these; the same grammar")
+    group.add_argument("--num_nodes", type=int, metavar="N", help="the first N hosts of the hostfile")
+    group.add_argument(
+        "--nnodes",
+        metavar="N or MIN:MAX",
+        help="number of hosts; with MIN:MAX, MIN are enough after a restart",
+    )
+    group.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank its own cores, by NUMA node")
+    group.add_argument("--bind_core_list", default="", metavar="LIST", help="with these cores only, as in 0,2-5")
+
+
+def add_host_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how hosts are reached")
+    group.add_argument(
+        "--launcher",
+        default="ssh",
+        type=str.lower,
+        choices=("ssh", "pdsh", "slurm", "mpi", "openmpi", "local"),
+        help="default ssh; local starts every host's ranks on this machine",
+    )
+    group.add_argument("--launcher_args", default="", metavar="ARGS", help="extra arguments of the launcher's program")
+    group.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the hosts' sshd")
+    group.add_argument("--force_multi", action="store_true", help="use the launcher for a single host too")
+    group.add_argument(
+        "--master_addr", "--master-addr", metavar="ADDR", help="where rank 0 is reached (default: as we reached it)"
+    )
+    group.add_argument(
+        "--master_port", "--master-port", type=int, metavar="PORT", help="TCP port there (default: a free one)"
+    )
+    group.add_argument("--no_ssh", "--no-ssh", action="store_true", help="this command runs on every host by itself")
+    group.add_argument("--node_rank", "--node-rank", type=int, metavar="R", help="with --no_ssh: number of this host")
+    group.add_argument(
+        "--forward", action="append", default=[], metavar="NAME", help="send this variable too, though it looks secret"
+    )
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        *("--log-dir", "--log_dir", "--enable_each_rank_log"),
+        dest="log_dir",
+        metavar="DIR",
+        help="keep each rank's output in a new folder under DIR",
+    )
+    group.add_argument(
+        "--direct-rank", type=int, metavar="R", help="rank R writes straight to the terminal: for live displays"
+    )
+    group.add_argument("--save_pid", action="store_true", help="write the pid to <pid>.ds in the temporary folder")
+    group.add_argument("-q", "--quiet", action="store_true", help="print only what the ranks print, and failures")

@@ -1,0 +1,89 @@
+"""A rendezvous for torch's elastic agent in which the launcher, who knows all hosts, says who comes when.
+
+torch's own rendezvous finds its members through a store on one of them: when that member's link is down, every agent
+hangs in the store's timeouts, and ranks are numbered by address. Here membership travels on the launcher's channels, a
+lost host is known within seconds, and ranks follow the host list. The store of the ranks is torch's TCPStore, on the
+first host, fresh for every attempt.
+"""
+
+from __future__ import annotations
+
+import queue
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from zero_launch.channel import Channel, Message
+
+_STORE_SECONDS = 60
+
+
+class LedRendezvous(RendezvousHandler):
+    """The rendezvous of one host's agent; the launcher leads it through ``channel``.
+
+    Per attempt: we say `ready`; the first host gets `serve`, opens the store and says `store`; everyone gets `round`
+    with the store's address. `restart` makes the agent come back here.
+    """
+
+    def __init__(self, channel: Channel, job_id: str) -> None:
+        self._channel = channel
+        self._job_id = job_id
+        self.orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        """What the launcher says about rounds, put here by whoever reads the channel."""
+        self.attempt = 0
+        """The number of the attempt that runs: 0, then one more with each restart."""
+        self.failures: list[Message] = []
+        """What the attempt that just ended died of; goes out with `ready`."""
+        self.restart_asked = False
+        self._server: TCPStore | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "zero-launch"
+
+    def get_run_id(self) -> str:
+        return self._job_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until the launcher has all hosts together; the order is the host list's."""
+        self._server = None
+        self.restart_asked = False
+        self._channel.send("ready", failures=self.failures)
+        self.failures = []
+        order = self.orders.get()
+        if order["kind"] == "serve":
+            self._serve(order["port"])
+            order = self.orders.get()
+        self.attempt = order["attempt"]
+        address, port = order["address"], order["port"]
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS))
+        info = RendezvousStoreInfo(address, port)
+        return RendezvousInfo(PrefixStore("zero-launch", store), order["group_rank"], order["groups"], info)
+
+    def _serve(self, port: int) -> None:
+        try:
+            self._server = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+        except RuntimeError as error:
+            raise OSError(
+                f"cannot listen on port {port} for the ranks' store: {str(error).splitlines()[0]}; "
+                "choose another with --master_port, or leave the option away for a free one"
+            ) from error
+        self._channel.send("store", port=self._server.port)
+
+    def num_nodes_waiting(self) -> int:
+        """The agent restarts its ranks when this is positive."""
+        return int(self.restart_asked)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to do: the launcher decides when the job is over."""
+
+    def shutdown(self) -> bool:
+        self._server = None
+        return True
