@@ -5,7 +5,7 @@ import os
 import pytest
 
 import zero_launch
-from zero_launch.cores import threads_per_rank, usable_cores
+from zero_launch.cores import bindings, threads_per_rank, usable_cores
 
 
 @pytest.mark.parametrize(("content", "expected"), [("150000 100000", 2), ("50000 100000", 1), ("100000 100000\n", 1)])
@@ -30,3 +30,35 @@ def test_more_ranks_than_cores_get_one_thread_each():
 def test_the_list_of_public_names_is_sorted_and_exact():
     public = {n for n, v in vars(zero_launch).items() if not n.startswith("_") and callable(v)}
     assert zero_launch.__all__ == sorted(public)
+
+
+def write_topology(system, nodes, siblings):
+    for number, cpus in enumerate(nodes):
+        folder = system / "node" / f"node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+    for cpu, text in siblings.items():
+        folder = system / "cpu" / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{text}\n")
+
+
+def test_ranks_are_laid_over_numa_nodes_with_hyperthreads_together(tmp_path, monkeypatch):
+    siblings = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}
+    write_topology(tmp_path, ["0-1,4-5", "2-3,6-7"], siblings)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    assert bindings(2, system=tmp_path) == [(0, 4, 1, 5), (2, 6, 3, 7)]
+    assert bindings(4, system=tmp_path) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert bindings(1, system=tmp_path) == [(0, 4, 1, 5, 2, 6, 3, 7)]
+    assert bindings(3, system=tmp_path) == [(0, 4), (1, 5), (2, 6)]
+    assert bindings(2, "0-1,2,6", system=tmp_path) == [(0, 1), (2, 6)]
+
+
+def test_cores_that_cannot_be_given_are_refused(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    with pytest.raises(ValueError, match="3 ranks cannot be bound to 2 cores"):
+        bindings(3)
+    with pytest.raises(ValueError, match="may not use core 2, 3"):
+        bindings(1, "1-3")
+    with pytest.raises(ValueError, match="core 1 is named twice"):
+        bindings(1, "0-1,1")

@@ -21,7 +21,6 @@ from zero_launch.hostfile import Hostfile
 from zero_launch.job import launch
 from zero_launch.nodes import Node, discover_node
 from zero_launch.options import parser
-from zero_launch.remote_node import join
 from zero_launch.report import LaunchError
 from zero_launch.schedulers import mpirun_command, srun_command
 from zero_launch.spec import LaunchSpec
@@ -111,6 +110,8 @@ def _run_node(options: argparse.Namespace, node: Node) -> None:
     if not options.quiet:
         _say(f"node {node.rank} of {node.nodes}, led by {node.address}:{node.port}")
     if node.rank > 0:
+        from zero_launch.remote_node import join
+
         join(node, job)
         return
     here = Hostfile({socket.gethostname(): tuple(range(job.nproc))})

@@ -38,10 +38,11 @@ class ClusterAgent(Agent):
         guard: Guard,
         order: Message,
     ) -> ClusterAgent:
-        """The agent for ``order``, the message that brought the job."""
+        """The agent for ``order``, the message that brought the job; ``job_id`` is that of the job on this host."""
         cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []
-        files = RankFiles(folder, None, job_environment(spec, cores), own_env=core_variables(cores), rings=rings)
-        rendezvous = LedRendezvous(channel, job_id)
+        env = job_environment(spec, cores, job_id)
+        files = RankFiles(folder, None, env, own_env=core_variables(cores), rings=rings)
+        rendezvous = LedRendezvous(channel, order["job_id"])
 
         def started(pids: Mapping[int, int]) -> None:
             guard.watch(list(pids.values()))

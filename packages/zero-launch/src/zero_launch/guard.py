@@ -1,4 +1,4 @@
-"""`python -m zero_launch.guard JOB_ID FOLDER`: ends what is left of a job whose launcher was killed.
+"""The guard: a process that ends what is left of a job whose launcher was killed.
 
 Ranks ask the kernel to die with their launcher; what they started themselves does not. This small process, in a
 session of its own, holds the other end of a pipe of the launcher's. The launcher writes its ranks' pids into it, and
@@ -22,7 +22,7 @@ class Guard:
     """The launcher's end of the pipe. ``folder`` is removed when the launcher was killed."""
 
     def __init__(self, job_id: str, folder: str) -> None:
-        command = [sys.executable, "-m", "zero_launch.guard", job_id, folder]
+        command = [sys.executable, "-c", "from zero_launch.guard import main; main()", job_id, folder]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
         )
@@ -48,7 +48,7 @@ class Guard:
 
 
 def main() -> None:
-    """Wait for the end of standard input, then act unless the last line was `done`."""
+    """In the guard: wait for the end of standard input, then act unless the last line was `done`."""
     job_id, folder = sys.argv[1:]
     pids: set[int] = set()
     for line in sys.stdin:
@@ -62,7 +62,3 @@ def main() -> None:
         end_job(job_id, pids, grace_seconds=0.0)
         time.sleep(_ROUND_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()

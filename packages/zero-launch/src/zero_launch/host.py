@@ -104,13 +104,13 @@ class Hand:
         new, retained = applied(order["variables"], os.environ)
         os.environ.update(new)
         self._channel.send("environment", kept=retained)
-        job_id = str(order["job_id"])
+        job_id = f"{order['job_id']}@{order['host']}"
         if own_spec is None:
             given = order["spec"]
             own_spec = LaunchSpec(**{**given, "args": tuple(given["args"])})
         spec = _with_interface(own_spec, order["spec"]["env"])
         spec.check_target()
-        folder, keep = run_folder(spec.log_dir, job_id)
+        folder, keep = run_folder(spec.log_dir, order["job_id"])
         with ring_folder() as rings, guarded(job_id, rings) as guard:
             agent = ClusterAgent.for_host(self._channel, spec, job_id, folder, rings, guard, order)
             self._follow(agent, agent.rendezvous, job_id, spec.grace_seconds)

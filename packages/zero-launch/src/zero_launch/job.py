@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from zero_launch.cores import bindings, threads_per_rank, usable_cores
 from zero_launch.guard import Guard
-from zero_launch.processes import CORES_VARIABLE, LAUNCHER_PID_VARIABLE, end_job
+from zero_launch.processes import CORES_VARIABLE, JOB_VARIABLE, LAUNCHER_PID_VARIABLE, end_job
 from zero_launch.report import LaunchError, signal_name
 from zero_launch.spec import LaunchSpec
 
@@ -49,7 +49,7 @@ def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "c
     job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []
     folder, keep = run_folder(spec.log_dir, job_id)
-    env = job_environment(spec, cores)
+    env = job_environment(spec, cores, job_id)
     if not spec.quiet:
         _say(_greeting(spec, env, folder if keep else None))
     with ring_folder() as rings, guarded(job_id, rings) as guard:
@@ -161,9 +161,9 @@ def guarded(job_id: str, rings: Path) -> Iterator[Guard]:
         guard.dismiss()
 
 
-def job_environment(spec: LaunchSpec, cores: list[tuple[int, ...]]) -> dict[str, str]:
-    """What every rank of this host gets on top of the environment."""
-    env = {LAUNCHER_PID_VARIABLE: str(os.getpid())}
+def job_environment(spec: LaunchSpec, cores: list[tuple[int, ...]], job_id: str) -> dict[str, str]:
+    """What every rank of this host gets on top of the environment; ``job_id`` is that of the job on this host."""
+    env = {LAUNCHER_PID_VARIABLE: str(os.getpid()), JOB_VARIABLE: job_id}
     if "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(len(cores[0]) if cores else threads_per_rank(spec.nproc))
     return {**env, **spec.env}

@@ -4,7 +4,8 @@
 A rank is started as the leader of a session of its own, with the job's id in its environment. What it starts inherits
 both, and either is enough: a helper that was given a clean environment is still in the session, and one that made its
 own session still carries the id. Parenthood is no criterion, because it ends with the parent. Only a process that
-sheds both, a daemon on purpose, is out of reach.
+sheds both, a daemon on purpose, is out of reach. The id is that of the job on this host: several "hosts" may be one
+machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import psutil
 
-JOB_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
+JOB_VARIABLE = "ZERO_LAUNCH_JOB"
 LAUNCHER_PID_VARIABLE = "ZERO_LAUNCH_PID"
 CORES_VARIABLE = "ZERO_LAUNCH_CORES"
 _POLL_SECONDS = 0.02
@@ -50,7 +51,7 @@ def job_processes(job_id: str, rank_pids: Collection[int]) -> list[psutil.Proces
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             inside = process.pid in rank_pids or os.getsid(process.pid) in rank_pids
-            if inside or process.environ().get(JOB_ID_VARIABLE) == job_id:
+            if inside or process.environ().get(JOB_VARIABLE) == job_id:
                 found.append(process)
         except (psutil.Error, ProcessLookupError, PermissionError):
             continue  # it ended while we looked, or it is another user's and so none of ours

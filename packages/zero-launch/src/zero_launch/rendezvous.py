@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from zero_launch.channel import Channel, Message

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from zero_launch.desync import Entry, Record, Watcher, difference, explain, read_ring, stall
+
+HEADER = struct.Struct("<8sIIIIQQQ")
+SLOT = struct.Struct("<QQqQd24s16s112s64s")
+
+
+def write_ring(path, names, *, waiting=0, slots=4):
+    """A ring as zero-comm writes it, by its description."""
+    data = bytearray(HEADER.pack(b"ZCRING01", slots, SLOT.size, 0, 2, len(names), waiting, 0).ljust(64, b"\0"))
+    data += bytes(slots * SLOT.size)
+    for number, name in enumerate(names, start=1):
+        row = (number, number, 5, 64, 0.0, b"1", b"gather", name.encode(), b"train.py:3")
+        SLOT.pack_into(data, 64 + (number - 1) % slots * SLOT.size, *row)
+    path.write_bytes(data)
+
+
+def record(names, waiting=0, first=1):
+    entries = [Entry(n, n, 5, 64, "1", "gather", name, "") for n, name in enumerate(names, start=first)]
+    return Record(tuple(entries), first + len(names) - 1, 0, waiting)
+
+
+def test_a_ring_is_read_with_its_newest_entries(tmp_path):
+    write_ring(tmp_path / "ring", list("abcdef"), waiting=6)
+    found = read_ring(tmp_path / "ring")
+    assert [entry.name for entry in found.entries] == list("cdef")
+    assert str(found.awaited) == "gather of 'f' in step 5, 64 bytes at train.py:3"
+    assert Record.from_json(found.to_json()) == found
+    assert read_ring(tmp_path / "none") is None
+    (tmp_path / "other").write_bytes(bytes(200))
+    with pytest.raises(ValueError, match="not a ring of collectives in format 1"):
+        read_ring(tmp_path / "other")
+
+
+def test_the_first_difference_is_found_and_ranks_that_agree_are_listed_together():
+    records = {0: record("abcd"), 1: record("axcd"), 2: record("abcd")}
+    text = difference(records)
+    assert "collective 2 of the same group" in text
+    assert "ranks 0, 2: gather of 'b' in step 5" in text and "rank 1: gather of 'x' in step 5" in text
+
+
+def test_ranks_that_are_at_different_places_of_the_same_order_do_not_differ():
+    records = {0: record("ab"), 1: record("abcdef"), 2: record("cdef", first=3)}
+    assert difference(records) is None
+    assert explain(records, stalled=False) is None
+
+
+def test_a_stall_says_who_waits_for_what_the_others_did_not_ask_for():
+    text = stall({0: record("ab", waiting=2), 1: record("abc", waiting=3)})
+    assert "rank 1: gather of 'c' in step 5, 64 bytes, which rank 0 did not ask for" in text
+    assert "rank 0: gather of 'b' in step 5, 64 bytes\n" in text + "\n"
+
+
+def test_ranks_are_stalled_only_when_all_wait_and_nothing_moves(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    paths = {0: tmp_path / "0", 1: tmp_path / "1"}
+    watcher = Watcher(paths)
+    write_ring(paths[0], "ab", waiting=2)
+    write_ring(paths[1], "ab")
+    assert watcher.look()
+    clock[0] += 10
+    assert watcher.look() and not watcher.stalled  # rank 1 computes
+    write_ring(paths[1], "abc", waiting=3)
+    watcher.read()
+    assert not watcher.stalled  # it moved just now
+    clock[0] += 3
+    watcher.read()
+    assert watcher.stalled

@@ -1,0 +1,182 @@
+"""Hosts for the launcher's tests: network namespaces on one bridge, each with an address, a host name and an sshd.
+
+Nothing of the machine's own network, sshd or keys is touched: the bridge is in a namespace too, and keys and
+configuration live in the test's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+NAMES = ("alpha", "beta", "gamma")
+PORT = 2222
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+
+
+def why_not() -> str | None:
+    """Why there can be no such hosts here; None when there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for program in ("ip", "ssh", "ssh-keygen", SSHD):
+        if shutil.which(program) is None:
+            return f"no {program} here (Debian: iproute2, openssh-client, openssh-server)"
+    mark = f"zl{os.getpid()}probe"
+    probe = subprocess.run(["ip", "netns", "add", mark], capture_output=True, text=True)
+    if probe.returncode:
+        return f"no network namespaces here: {probe.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", mark], check=True)
+    return None
+
+
+class Hosts:
+    """Three hosts, as a context. `front` is the namespace from which jobs are launched."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.front = f"zl{os.getpid()}front"
+        self._namespaces = {name: f"zl{os.getpid()}{name}" for name in NAMES}
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._jobs: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._build_network()
+            self._start_daemons()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for job in self._jobs:
+            if job.poll() is None:
+                job.kill()
+            job.communicate()
+        for daemon in self._daemons:
+            daemon.kill()
+            daemon.wait()
+        for namespace in (self.front, *self._namespaces.values()):
+            for process in _inside(namespace):
+                process.kill()
+            subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
+
+    def _build_network(self) -> None:
+        for namespace in (self.front, *self._namespaces.values()):
+            _ip("netns", "add", namespace)
+            _ip("-n", namespace, "link", "set", "lo", "up")
+        _ip("-n", self.front, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", self.front, "addr", "add", "10.77.0.254/24", "dev", "bridge0")
+        _ip("-n", self.front, "link", "set", "bridge0", "up")
+        for number, (name, namespace) in enumerate(self._namespaces.items(), start=1):
+            _ip("-n", self.front, "link", "add", name, "type", "veth", "peer", "name", "net0", "netns", namespace)
+            _ip("-n", self.front, "link", "set", name, "master", "bridge0", "up")
+            _ip("-n", namespace, "addr", "add", f"10.77.0.{number}/24", "dev", "net0")
+            _ip("-n", namespace, "link", "set", "net0", "up")
+
+    def _start_daemons(self) -> None:
+        for name in ("host_key", "user_key"):
+            path = str(self.folder / name)
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
+        Path("/run/sshd").mkdir(exist_ok=True)  # where every sshd wants to have an empty folder
+        lines = ["Host *", f"  Port {PORT}", f"  IdentityFile {self.folder}/user_key", "  StrictHostKeyChecking no"]
+        lines += ["  UserKnownHostsFile /dev/null", "  LogLevel ERROR"]
+        for number, (name, namespace) in enumerate(self._namespaces.items(), start=1):
+            address = f"10.77.0.{number}"
+            lines += [f"Host {name}", f"  HostName {address}"]
+            config = self.folder / f"sshd_{name}"
+            config.write_text(
+                f"Port {PORT}\nListenAddress {address}\nHostKey {self.folder}/host_key\nPidFile none\n"
+                f"AuthorizedKeysFile {self.folder}/user_key.pub\nStrictModes no\nUsePAM no\nUseDNS no\n"
+                "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+            )
+            shell = f"hostname {name}; exec {SSHD} -D -e -f {config}"
+            command = ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-c", shell]
+            log = (self.folder / f"sshd_{name}.log").open("wb")
+            self._daemons.append(subprocess.Popen(command, stdout=log, stderr=log))
+        (self.folder / "ssh_config").write_text("\n".join(lines) + "\n")
+        for name in NAMES:
+            log = self.folder / f"sshd_{name}.log"
+            if not wait_until(lambda log=log: b"listening on" in log.read_bytes(), 20):  # type: ignore[misc]
+                raise RuntimeError(f"sshd of {name} does not listen: {log.read_text()}")
+
+    def launch(self, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+        """Start `zero-launch` in the front namespace."""
+        ssh = f"-F {self.folder}/ssh_config"
+        command = ["ip", "netns", "exec", self.front, sys.executable, "-m", "zero_launch", "--launcher_args", ssh]
+        env = {**os.environ, "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1", **variables}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        words = [*command, *map(str, arguments)]
+        job: subprocess.Popen[str] = subprocess.Popen(words, cwd=self.folder, env=env, **pipes)  # type: ignore[call-overload]
+        self._jobs.append(job)
+        return job
+
+    def hostfile(self, slots: int = 2) -> Path:
+        """A hostfile with so many slots per host."""
+        path = self.folder / f"hosts{slots}"
+        path.write_text("".join(f"{name} slots={slots}\n" for name in NAMES))
+        return path
+
+    def unplug(self, name: str) -> None:
+        """Take the host's link down, without a word to anybody."""
+        _ip("-n", self.front, "link", "set", name, "down")
+
+    def plug(self, name: str) -> None:
+        _ip("-n", self.front, "link", "set", name, "up")
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """What runs on the host, but for its sshd."""
+        return [process for process in _inside(self._namespaces[name]) if process.name() != "sshd"]
+
+    def ssh_clients(self) -> dict[str, psutil.Process]:
+        """The launcher's connections, by host."""
+        found = {}
+        for process in _inside(self.front):
+            words = process.cmdline()
+            if words[:1] == ["ssh"]:
+                found[next(word for word in words if word in NAMES)] = process
+        return found
+
+    def all_gone(self) -> bool:
+        """Whether nothing of a job runs on any host."""
+        return not any(self.processes(name) for name in NAMES)
+
+
+def _inside(namespace: str) -> list[psutil.Process]:
+    listing = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
+    found = []
+    for pid in map(int, listing.split()):
+        try:
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                process.name(), process.cmdline()
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll until the condition holds; False when it does not within the time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def kill(process: psutil.Process) -> None:
+    process.send_signal(signal.SIGKILL)

@@ -1,0 +1,116 @@
+"""The launcher with ranks that use the other packages: why they hang, and what a job on several hosts trains."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TRAINING = Path(__file__).with_name("_launch_training.py")
+EXPLAINED_SECONDS = 5
+# The same three divergences without an engine around them: a stall, and two mismatches.
+GROUPS = """
+import os, sys, time, torch, torch.distributed as dist, zero_comm
+from zero_comm import Tag
+zero_comm.init("cpu")
+groups, rank = zero_comm.Mesh(device=torch.device("cpu")).open_groups(), dist.get_rank()
+def gather(name, size=64):
+    world = dist.get_world_size()
+    groups.gather.all_gather(torch.empty(world * size), torch.zeros(size), Tag("gather", name, 3)).wait()
+for layer in range(3):
+    gather(f"layers.{layer}.weight")
+open(f"diverged{rank}", "w").close()
+how = sys.argv[1]
+if how == "extra" and rank == 1:
+    gather("extra.weight")
+if how == "skip" and rank != 1:
+    gather("layers.3.weight")
+gather("layers.4.weight", 32 if how == "shape" and rank == 1 else 64)
+flat = torch.zeros(64 * dist.get_world_size())
+groups.reduce.reduce(flat, torch.zeros(64), Tag("reduce", "layers.4.weight", 3)).wait()
+groups.control.exchange(zero_comm.Message("step", "engine", 3))
+gather("layers.5.weight")
+"""
+EXPLANATIONS = {
+    "extra": ("layers.4.weight' in step 3, 512 bytes", "extra.weight' in step 3, 512 bytes"),
+    "skip": ("layers.3.weight' in step 3, 512 bytes", "layers.4.weight' in step 3, 512 bytes"),
+    "shape": ("layers.4.weight' in step 3, 512 bytes", "layers.4.weight' in step 3, 256 bytes"),
+}
+
+
+def said(how: str, text: str) -> bool:
+    """Whether a report says what each of the two ranks asked for."""
+    return all(f"rank {rank}: gather of '{words}" in text for rank, words in enumerate(EXPLANATIONS[how]))
+
+
+def launch(folder: Path, *arguments: object) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "zero_launch", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=200)
+    return done.returncode, done.stdout, done.stderr
+
+
+def explained(folder: Path, *arguments: object) -> tuple[float, str]:
+    """Run a job that diverges: how long after that the explanation came, and the whole report."""
+    command = [sys.executable, "-m", "zero_launch", *map(str, arguments)]
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder)
+    text, seconds = "", float("inf")
+    for line in job.stderr or ():
+        text += line
+        if "zero-launch: the ranks ask for different things" in line or "zero-launch: every rank waits" in line:
+            seconds = time.time() - min(path.stat().st_mtime for path in folder.glob("diverged*"))
+    assert job.wait(30) != 0, text
+    return seconds, text
+
+
+@pytest.mark.parametrize("how", ["extra", *(pytest.param(how, marks=pytest.mark.soak) for how in ("skip", "shape"))])
+def test_a_divergence_is_explained_by_rank_and_name_within_five_seconds(tmp_path: Path, how: str) -> None:
+    (tmp_path / "groups.py").write_text(GROUPS)
+    seconds, text = explained(tmp_path, "--nproc", 2, "groups.py", how)
+    assert seconds < EXPLAINED_SECONDS, (seconds, text)
+    assert said(how, text), text
+    assert "at groups.py:" in text
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", EXPLANATIONS)
+def test_a_divergence_between_hosts_is_explained_too(tmp_path: Path, how: str) -> None:
+    (tmp_path / "groups.py").write_text(GROUPS)
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    seconds, text = explained(tmp_path, "--hostfile", "hosts", "--launcher", "local", "groups.py", how)
+    assert seconds < EXPLAINED_SECONDS, (seconds, text)
+    assert said(how, text), text
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["extra", "skip", "shape"])
+def test_a_divergence_inside_a_stage_3_training_is_explained_by_parameter(tmp_path: Path, how: str) -> None:
+    status, _, err = launch(tmp_path, "--nproc", 2, TRAINING, 6, "-", how)
+    report = err[err.index("zero-launch: the ranks") :]
+    assert status != 0
+    names = {"extra": "decoder.extra.weight", "skip": "decoder.1.weight", "shape": "decoder.norm.weight"}
+    assert f"gather of '{names[how]}' in step 3" in report and "_launch_training.py:" in report, err
+
+
+@pytest.mark.soak
+def test_a_job_on_several_hosts_restarts_and_passes_its_status_on(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=2\n")
+    (tmp_path / "job.py").write_text(
+        "import os, sys, time\n"
+        "rank, attempt = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('rank', rank, 'of', os.environ['WORLD_SIZE'], 'local', os.environ['LOCAL_RANK'], attempt, flush=True)\n"
+        "if rank == '2': sys.exit(4 + int(attempt))\n"
+        "time.sleep(60)\n"
+    )
+    options = ["--hostfile", "hosts", "--launcher", "local", "--max_restarts", 1, "--grace", 1]
+    status, out, err = launch(tmp_path, *options, "job.py")
+    assert sorted(out.splitlines()) == sorted(
+        f"[rank {rank}] rank {rank} of 3 local {local} {attempt}"
+        for attempt in (0, 1)
+        for rank, local in ((0, 0), (1, 0), (2, 1))
+    )
+    assert "rank 2 of 3 failed first: exit status 4" in err and "restart 1 of 1" in err
+    assert "rank 2 of 3 failed first: exit status 5" in err and "  on b, pid" in err
+    assert status == 5

@@ -1,0 +1,165 @@
+"""Real schedulers: Slurm's daemons with munge on this machine, and Open MPI's mpirun."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launch_hosts import wait_until
+
+pytestmark = pytest.mark.soak
+SCRIPT = """
+import os, torch, torch.distributed as dist, zero_comm
+zero_comm.init("cpu")
+total = torch.ones(1) * (dist.get_rank() + 1)
+dist.all_reduce(total)
+who = zero_comm.discover()
+print("rank", who.rank, "of", dist.get_world_size(), "total", total.item(), who.source, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Slurm:
+    """slurmctld, two slurmd and munged with everything of theirs in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "MASTER_ADDR": "127.0.0.1"}
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Slurm:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def _start(self) -> None:
+        folder, host = self.folder, socket.gethostname()
+        key = folder / "munge.key"
+        key.write_bytes(secrets.token_bytes(1024))
+        key.chmod(0o400)
+        (folder / "state").mkdir()
+        ports = [free_port() for _ in range(3)]
+        (folder / "slurm.conf").write_text(
+            f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={ports[0]}\n"
+            f"AuthType=auth/munge\nAuthInfo=socket={folder}/munge.sock\nSlurmUser=root\nSlurmdUser=root\n"
+            f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool-%n\n"
+            f"SlurmctldPidFile={folder}/slurmctld.pid\nSlurmdPidFile={folder}/slurmd-%n.pid\n"
+            "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\nReturnToService=2\n"
+            "SelectType=select/cons_tres\nMailProg=/bin/true\nJobAcctGatherType=jobacct_gather/none\n"
+            "AccountingStorageType=accounting_storage/none\n"
+            f"NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] CPUs=4\n"
+            "PartitionName=test Nodes=ALL Default=YES MaxTime=5 State=UP\n"
+        )
+        munged = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.sock"]
+        munged += [
+            f"--pid-file={folder}/munge.pid",
+            f"--log-file={folder}/munge.log",
+            f"--seed-file={folder}/munge.seed",
+        ]
+        self._daemon("munged", munged)
+        assert wait_until((folder / "munge.sock").exists, 10), (folder / "munged.log").read_text()
+        self._daemon("slurmctld", ["slurmctld", "-D"])
+        for node in ("n1", "n2"):
+            self._daemon(node, ["slurmd", "-D", "-N", node])
+        assert wait_until(lambda: "idle n[1-2]" in self.run("sinfo", "-h", "-o", "%t %N"), 30), self.logs()
+
+    def _daemon(self, name: str, command: list[str]) -> None:
+        log = (self.folder / f"{name}.log").open("wb")
+        self._daemons.append(subprocess.Popen(command, env=self.env, stdout=log, stderr=log, cwd=self.folder))
+
+    def run(self, *command: object, seconds: float = 120) -> str:
+        words = list(map(str, command))
+        done = subprocess.run(words, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=seconds)
+        return done.stdout + done.stderr
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in self.folder.glob("*.log"))
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
+    missing = [name for name in ("munged", "slurmctld", "slurmd", "srun", "sbatch") if shutil.which(name) is None]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"needs root and {', '.join(missing) or 'nothing else'} (Debian: slurm-wlm, munge)")
+    (tmp_path / "ranks.py").write_text(SCRIPT)
+    with Slurm(tmp_path) as slurm:
+        yield slurm
+
+
+def test_the_written_batch_file_runs_two_nodes_and_srun_alone_starts_ranks_too(slurm: Slurm, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zero_launch", "slurm-script", "--nodes", "2", "--nproc", "2", "--name", "job"]
+    done = subprocess.run([*command, "ranks.py"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "job.sh").write_text(done.stdout)
+    slurm.run("sbatch", "--wait", "job.sh")
+    (output,) = tmp_path.glob("job-*.out")
+    lines = [line for line in output.read_text().splitlines() if line.startswith("[rank")]
+    expected = [f"[rank {rank}] rank {rank} of 4 total 10.0 torchrun" for rank in range(4)]
+    assert sorted(lines) == expected, output.read_text() + slurm.logs()
+
+    text = slurm.run("srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", sys.executable, "ranks.py")
+    assert sorted(line for line in text.splitlines() if line.startswith("rank")) == [
+        f"rank {rank} of 4 total 10.0 Slurm" for rank in range(4)
+    ], text
+
+
+def test_a_failure_under_slurm_ends_the_job_with_its_status(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(
+        "import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(100)"
+    )
+    begin = time.monotonic()
+    command = [
+        "srun",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        sys.executable,
+        "-m",
+        "zero_launch",
+        "--nproc",
+        "1",
+        "ranks.py",
+    ]
+    done = subprocess.run(command, env=slurm.env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert "rank 1 of 2 failed first: exit status 3" in done.stderr, done.stderr
+    assert done.returncode == 3, done.stderr
+    assert time.monotonic() - begin < 60
+
+
+def test_open_mpi_starts_ranks_that_find_each_other(tmp_path: Path) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun here (Debian: openmpi-bin)")
+    (tmp_path / "ranks.py").write_text(SCRIPT)
+    env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    plain = ["mpirun", "--oversubscribe", "-np", "2", sys.executable, "ranks.py"]
+    ours = [sys.executable, "-m", "zero_launch", "--launcher", "mpi", "--launcher_args", "--oversubscribe"]
+    for command in (plain, [*ours, "--nproc", "2", "ranks.py"]):
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+        assert lines == [f"rank {rank} of 2 total 3.0 Open MPI" for rank in range(2)], done.stdout
