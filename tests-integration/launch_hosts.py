@@ -108,10 +108,14 @@ class Hosts:
             if not wait_until(lambda log=log: b"listening on" in log.read_bytes(), 20):  # type: ignore[misc]
                 raise RuntimeError(f"sshd of {name} does not listen: {log.read_text()}")
 
-    def launch(self, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+    def launch(self, *arguments: object, launcher: str = "ssh", **variables: str) -> subprocess.Popen[str]:
         """Start `zero-launch` in the front namespace."""
-        ssh = f"-F {self.folder}/ssh_config"
-        command = ["ip", "netns", "exec", self.front, sys.executable, "-m", "zero_launch", "--launcher_args", ssh]
+        command = ["ip", "netns", "exec", self.front, sys.executable, "-m", "zero_launch", "--launcher", launcher]
+        if launcher == "ssh":
+            command += ["--launcher_args", f"-F {self.folder}/ssh_config"]
+        else:
+            variables["PDSH_SSH_ARGS_APPEND"] = f"-F{self.folder}/ssh_config"
+        command += ["--log-dir", str(self.folder / "logs")]
         env = {**os.environ, "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1", **variables}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         words = [*command, *map(str, arguments)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -92,6 +93,20 @@ def test_include_and_exclude_select_and_the_environment_comes_along(hosts: Hosts
     job = hosts.launch("--hostfile", hosts.hostfile(1), "-e", "alpha", "wait.py", "short")
     out, err = finish(job)
     assert sorted(line.split()[6] for line in out.splitlines()) == ["beta", "gamma"], err
+
+
+def test_pdsh_carries_a_job_too_and_its_end_is_the_jobs(hosts: Hosts, tmp_path: Path) -> None:
+    if shutil.which("pdsh") is None:
+        pytest.skip("no pdsh here (Debian: pdsh)")
+    job = hosts.launch("--hostfile", hosts.hostfile(1), "wait.py", launcher="pdsh", FOO="bar")
+    assert wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 3, 60), finish(job, 1)
+    time.sleep(1)  # for the lines to arrive
+    begin = time.monotonic()
+    job.kill()
+    assert wait_until(hosts.all_gone, GONE_SECONDS), [hosts.processes(name) for name in NAMES]
+    out, _ = finish(job, 10)
+    assert sorted(line.split()[6:8] for line in out.splitlines()) == [[name, "bar"] for name in NAMES]
+    print(f"pdsh: {time.monotonic() - begin:.1f} s")
 
 
 @pytest.mark.parametrize(

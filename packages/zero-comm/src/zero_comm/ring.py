@@ -17,7 +17,7 @@ import struct
 import sys
 import time
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 import torch
 
@@ -27,8 +27,7 @@ RING_VARIABLE = "ZERO_COMM_RING"
 """The environment variable that names the file; a launcher sets it. Without it nothing is recorded."""
 _SLOTS = 1024
 _HEADER = struct.Struct("<8sIIIIQQQ")
-_COUNTS = struct.Struct("<Q")
-_COUNT_AT, _WAITING_AT, _FINISHED_AT = 24, 32, 40
+_COUNT, _WAITING, _FINISHED = 3, 4, 5  # of the header's 8-byte words
 _SLOT = struct.Struct("<QQqQd24s16s112s64s")
 _HEADER_BYTES = 64
 _LIBRARIES = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
@@ -44,9 +43,9 @@ class Ring:
         with scratch.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
         scratch.replace(path)  # a watcher finds the file whole or not at all
+        self._words = memoryview(self._map)[:_HEADER_BYTES].cast("Q")
         self._slots = slots
         self._count = 0
-        self._finished = 0
 
     def record(self, group: bytes, sequence: int, tag: Tag, same_bytes: int) -> int:
         """Write one entry and return its number."""
@@ -60,23 +59,21 @@ class Ring:
             same_bytes,
             time.time(),
             group,
-            tag.phase.encode(),
-            tag.name.encode()[-112:],
+            _text(tag.phase),
+            _text(tag.name),
             call_site(),
         )
-        self._count = number
-        _COUNTS.pack_into(self._map, _COUNT_AT, number)
+        self._count = self._words[_COUNT] = number
         return number
 
     def waiting(self, number: int) -> None:
         """This rank now blocks until entry ``number`` is complete."""
-        _COUNTS.pack_into(self._map, _WAITING_AT, number)
+        self._words[_WAITING] = number
 
     def finished(self) -> None:
         """The entry that this rank waited for is complete."""
-        self._finished += 1
-        _COUNTS.pack_into(self._map, _WAITING_AT, 0)
-        _COUNTS.pack_into(self._map, _FINISHED_AT, self._finished)
+        self._words[_WAITING] = 0
+        self._words[_FINISHED] += 1
 
 
 class Track:
@@ -125,17 +122,27 @@ def process_ring() -> Ring | None:
     return Ring(Path(path), rank=rank, world_size=world_size)
 
 
+@functools.lru_cache(maxsize=4096)
+def _text(text: str) -> bytes:
+    return text.encode()[-112:]
+
+
 def call_site() -> bytes:
     """`train.py:31` of the innermost caller that is in none of the libraries; empty when all are."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if not _of_library(frame.f_code):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}".encode()[-64:]
+        path = frame.f_code.co_filename  # a string keeps its hash, a code object does not
+        if not _of_library(path):
+            return _site(path, frame.f_lineno)
         frame = frame.f_back
     return b""
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_library(code: CodeType) -> bool:
-    name = code.co_filename
-    return name.startswith(("<", *_LIBRARIES)) or f"{os.sep}zero_" in name
+def _of_library(path: str) -> bool:
+    return path.startswith(("<", *_LIBRARIES)) or f"{os.sep}zero_" in path
+
+
+@functools.lru_cache(maxsize=4096)
+def _site(path: str, line: int) -> bytes:
+    return f"{os.path.basename(path)}:{line}".encode()[-64:]

@@ -35,8 +35,8 @@ def init(
     else:
         # An MPI's or Slurm's variables: torch does not read them, and they stay as they are.
         url = f"tcp://{place.address}:{place.port}"
-        ranks = {"rank": place.rank, "world_size": place.world_size}
-        dist.init_process_group(chosen, timeout=timeout, init_method=url, **ranks)
+        rank, world_size = place.rank, place.world_size
+        dist.init_process_group(chosen, url, timeout=timeout, rank=rank, world_size=world_size)
 
 
 def default_device() -> torch.device:
