@@ -7,6 +7,7 @@ configuration live in the test's folder.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -48,6 +49,7 @@ class Hosts:
         self._jobs: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Hosts:
+        _remove_stale()
         try:
             self._build_network()
             self._start_daemons()
@@ -152,6 +154,16 @@ class Hosts:
     def all_gone(self) -> bool:
         """Whether nothing of a job runs on any host."""
         return not any(self.processes(name) for name in NAMES)
+
+
+def _remove_stale() -> None:
+    """Remove what a test run left that was killed itself."""
+    for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
+        match = re.match(r"zl(\d+)(?:front|alpha|beta|gamma)\b", line)
+        if match is not None and not psutil.pid_exists(int(match[1])):
+            for process in _inside(match[0]):
+                process.kill()
+            subprocess.run(["ip", "netns", "del", match[0]], check=False, capture_output=True)
 
 
 def _inside(namespace: str) -> list[psutil.Process]:

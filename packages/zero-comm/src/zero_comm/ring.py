@@ -30,7 +30,8 @@ _HEADER = struct.Struct("<8sIIIIQQQ")
 _COUNT, _WAITING, _FINISHED = 3, 4, 5  # of the header's 8-byte words
 _SLOT = struct.Struct("<QQqQd24s16s112s64s")
 _HEADER_BYTES = 64
-_LIBRARIES = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+_LIBRARIES = ("<", os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(__file__))
+_FAMILY = tuple(f"{os.sep}zero_{name}{os.sep}" for name in ("core", "offload", "partition", "precision", "launch"))
 
 
 class Ring:
@@ -140,7 +141,7 @@ def call_site() -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _of_library(path: str) -> bool:
-    return path.startswith(("<", *_LIBRARIES)) or f"{os.sep}zero_" in path
+    return path.startswith(_LIBRARIES) or any(name in path for name in _FAMILY)
 
 
 @functools.lru_cache(maxsize=4096)
