@@ -26,7 +26,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "frozen": (False, True),
 }
 ORACLE = 1e-12
-CI_STEPS = 20
+CI_STEPS = 10
 
 
 class Case(NamedTuple):
