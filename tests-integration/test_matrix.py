@@ -65,7 +65,12 @@ SPREAD = every_pair(ALL)
 
 @functools.cache
 def one_process(run: Run) -> dict[str, torch.Tensor]:
-    return training.plain(run)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks; the models are too small for more
+    try:
+        return training.plain(run)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def check(case: Case, steps: int) -> None:

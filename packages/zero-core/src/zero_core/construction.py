@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from zero_comm import EngineGroups, init
 from zero_partition import Init as PartitionInit
 from zero_partition import (
+    NewShard,
     TiledLinear,
     gathered_anywhere,
     register_external_parameter,
@@ -21,6 +24,8 @@ from zero_partition import (
 from .config import Config
 from .model_parallel import model_parallel
 from .observing import supervisor
+
+_LEAST_FILE = 1 << 20  # bytes; smaller shards stay in memory, as a process may map only so many files
 
 __all__ = [
     "Init",
@@ -46,7 +51,8 @@ class Init:
 
     ``config``: as for `initialize`; without one, or below stage 3, the context does nothing. ``enabled``: false
     switches it off. ``mpu``: as for `initialize`. Initial values equal those that one process with the same seed
-    draws. See `zero_partition.Init`. Collective.
+    draws. With ``offload_param`` on NVMe the shards wait in files of ``nvme_path``, so that the model need not fit in
+    all ranks' memory either. See `zero_partition.Init`. Collective.
     """
 
     def __init__(
@@ -65,7 +71,7 @@ class Init:
             resolved = Config.load(supervisor().config(self._config), world_size=place.data_parallel_size)
             if resolved.zero_optimization.stage >= 3:
                 groups = EngineGroups.open(place.data_rows)
-                self._inner = PartitionInit(groups.gather, groups.control)
+                self._inner = PartitionInit(groups.gather, groups.control, new_shard=_shards_in(resolved))
                 self._inner.__enter__()
         return self
 
@@ -74,3 +80,22 @@ class Init:
     ) -> None:
         if self._inner is not None:
             self._inner.__exit__(kind, error, trace)
+
+
+def _shards_in(config: Config) -> NewShard | None:
+    """Shards in files where parameters will live in files; None for memory."""
+    section = config.zero_optimization.offload_param
+    if section.device != "nvme":
+        return None
+    folder = Path(str(section.nvme_path))
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def new_shard(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        if device.type != "cpu" or nbytes < _LEAST_FILE:
+            return torch.empty(numel, dtype=dtype, device=device)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="init-") as file:  # the mapping outlives the name
+            file.truncate(nbytes)
+            return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+
+    return new_shard

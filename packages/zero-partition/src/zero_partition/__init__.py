@@ -17,7 +17,7 @@ from .access import (
 )
 from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
-from .initialisation import Init
+from .initialisation import Init, NewShard
 from .layout import Entry, Fragment, Layout, UnitLayout
 from .model_parts import ModelParts, TensorParallelModel, WholeModel
 from .needs import NormOptimizer
@@ -39,6 +39,7 @@ __all__ = [
     "Layout",
     "MakeStates",
     "ModelParts",
+    "NewShard",
     "NonFiniteGradientError",
     "NormOptimizer",
     "NormSquared",

@@ -118,6 +118,10 @@ class Gatherer:
             del self._pinned[unit.index]
             unit.hand_over()
 
+    def has(self, unit: Unit) -> bool:
+        """Whether this rank has needed ``unit`` in the running pass before and it is still whole."""
+        return unit.index in self._used and unit.index in self._fresh and unit.state is UnitState.GATHERED
+
     def need(self, unit: Unit) -> None:
         """Make ``unit`` present; returns when its parameters are whole."""
         if not unit.releasable:

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,6 +35,12 @@ _METADATA = frozenset(
 )
 
 
+class NewShard(Protocol):
+    """Makes the memory of a shard: 1-D, ``numel`` elements of any value."""
+
+    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, /) -> torch.Tensor: ...
+
+
 class CutParameter:
     """A parameter of which this rank holds 1/N: ``shard`` (1-D, padded) in the dtype that the user's code asked for.
 
@@ -42,9 +48,10 @@ class CutParameter:
     work on it.
     """
 
-    def __init__(self, parameter: nn.Parameter, group: Group) -> None:
+    def __init__(self, parameter: nn.Parameter, group: Group, new_shard: NewShard) -> None:
         self._parameter = weakref.ref(parameter)
         self._group = group
+        self._new_shard = new_shard
         self._shape = parameter.shape
         self.whole = True
         setattr(parameter, _RECORD, self)
@@ -62,8 +69,9 @@ class CutParameter:
         self._shape = parameter.shape
         size = -(-self.numel // self._group.world_size)
         part = parameter.data.reshape(-1)[self._group.rank * size : (self._group.rank + 1) * size]
-        self.shard = parameter.data.new_zeros(size)
+        self.shard = self._new_shard(size, parameter.dtype, parameter.device)
         self.shard[: part.numel()].copy_(part)
+        self.shard[part.numel() :].zero_()
         named = [("built inside Init", parameter)]
         self._placeholder = Placeholders(named, parameter.dtype, parameter.device)
         self._placeholder.install()
@@ -119,13 +127,22 @@ class Init:
     compared on entry, and where they differ rank 0's is used, with a warning.
 
     A model on the meta device may be given memory inside (``model.to_empty(device=…)``): its parameters stay without
-    any until code writes their values, and are cut from those.
+    any until code writes their values, and are cut from those. ``new_shard``: where shards live until the model is
+    partitioned (default: in memory, on the parameter's device).
     """
 
-    def __init__(self, group: Group, control: Control, *, max_whole_numel: int = 1 << 26) -> None:
+    def __init__(
+        self,
+        group: Group,
+        control: Control,
+        *,
+        max_whole_numel: int = 1 << 26,
+        new_shard: NewShard | None = None,
+    ) -> None:
         self._group = group
         self._control = control
         self._max_whole_numel = max_whole_numel
+        self._new_shard: NewShard = new_shard if new_shard is not None else _in_memory
         self._handles: list[RemovableHandle] = []
         self._built: dict[int, weakref.ref[nn.Module]] = {}
         self._touched: dict[int, CutParameter] = {}
@@ -175,7 +192,7 @@ class Init:
                     record.cut()
                     self._touched.pop(id(record), None)
                 elif parameter.numel() > 1 and not parameter.is_meta and reason_uncut(parameter) is None:
-                    CutParameter(parameter, self._group).cut()
+                    CutParameter(parameter, self._group, self._new_shard).cut()
 
     def _touch(self, records: list[CutParameter]) -> None:
         for record in records:
@@ -201,7 +218,7 @@ class Init:
         if blank is not None and parameter.untyped_storage().data_ptr() == blank.untyped_storage().data_ptr():
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             if parameter.numel() > 1:
-                CutParameter(parameter, self._group)
+                CutParameter(parameter, self._group, self._new_shard)
 
     def _data_assigned(self, record: CutParameter) -> None:
         record.replaced()
@@ -264,3 +281,7 @@ def _leaves_meta(args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     there = keywords.get("device")
     like = args[0] if args else None
     return isinstance(like, nn.Parameter) and like.is_meta and there is not None and torch.device(there).type != "meta"
+
+
+def _in_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)

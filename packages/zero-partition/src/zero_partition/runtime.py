@@ -300,7 +300,7 @@ class Runtime:
     def parameter_read(self, parameter: nn.Parameter) -> None:
         """Code asked a module for a parameter; bring it when a pass of this engine runs on this rank."""
         unit = self._unit_of.get(id(parameter))
-        if unit is None or not self.gatherer.active:
+        if unit is None or not self.gatherer.active or self.gatherer.has(unit):
             return
         self.gatherer.need(unit)
         self._note_present(unit)
