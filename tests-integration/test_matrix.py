@@ -39,6 +39,11 @@ class Case(NamedTuple):
     recomputed: str
     frozen: bool
 
+    def __str__(self) -> str:
+        trained = "frozen" if self.frozen else "trained"
+        numbers = f"stage{self.stage}-{self.world_size}ranks-{self.accumulation}times"
+        return f"{self.model}-{numbers}-{self.recomputed}-{trained}".replace(" ", "_")
+
     def run(self, steps: int) -> Run:
         """What to train."""
         parts = [self.model, *([self.recomputed] if self.recomputed != "no" else []), *(["frozen"] * self.frozen)]
