@@ -165,6 +165,7 @@ class Reset(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
         self.gain = nn.Parameter(torch.empty(()))
         self.table = nn.Parameter(torch.empty(7, 8))
+        self.codes = nn.Parameter(torch.empty(4, dtype=torch.int8), requires_grad=False)
         self.register_buffer("shift", torch.empty(8))
 
     def reset_parameters(self) -> None:
@@ -172,6 +173,7 @@ class Reset(nn.Module):
         with torch.no_grad():
             self.gain.fill_(0.5)
             self.shift.fill_(1.0)
+            self.codes.fill_(3)
             self.layers[0].bias.copy_(self.layers[1].bias + self.table[0])
 
 
@@ -195,7 +197,10 @@ def from_meta() -> dict[str, Any]:
         materialise(model, held)
     after = sum(p.untyped_storage().nbytes() for p in model.parameters())
     partition = cut(model, 3)
-    weights = {name: full_parameter(partition, p) for name, p in model.named_parameters()}
+    weights = {
+        name: full_parameter(partition, p) if partition.find(p) else p.detach().clone()
+        for name, p in model.named_parameters()
+    }
     return {"weights": weights, "held": held, "after": after, "shift": model.shift.clone()}
 
 

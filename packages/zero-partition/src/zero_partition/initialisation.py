@@ -277,10 +277,12 @@ class _TouchMode(TorchFunctionMode):
 
 
 def _leaves_meta(args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether ``empty_like`` was asked to give a parameter on the meta device memory, as `nn.Module.to_empty` does."""
-    there = keywords.get("device")
-    like = args[0] if args else None
-    return isinstance(like, nn.Parameter) and like.is_meta and there is not None and torch.device(there).type != "meta"
+    """Whether ``empty_like`` was asked to give a floating parameter on the meta device memory, as `nn.Module.to_empty`
+    does."""
+    there, like = keywords.get("device"), args[0] if args else None
+    if not isinstance(like, nn.Parameter) or not like.is_meta or there is None:
+        return False
+    return (keywords.get("dtype") or like.dtype).is_floating_point and torch.device(there).type != "meta"
 
 
 def _in_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
