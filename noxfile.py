@@ -118,6 +118,11 @@ def install_tools(session: nox.Session, python: str, names: Sequence[str], *more
     pip_install(session, python, *group("build"), *test_requirements(names), *third_party(names), *more)
 
 
+def frameworks() -> list[str]:
+    """The training frameworks that the integration tests run; only where torch is tested."""
+    return group("frameworks") if sys.version_info[:2] == TORCH_PYTHON else []
+
+
 def install_packages(session: nox.Session, python: str, names: Sequence[str]) -> None:
     """Install local packages in one pip command: siblings are on no index, and pip must not look for them there."""
     pip_install(session, python, "--no-build-isolation", "--no-deps", *(str(PACKAGES[name]) for name in names))
@@ -125,7 +130,7 @@ def install_packages(session: nox.Session, python: str, names: Sequence[str]) ->
 
 def install_peers(session: nox.Session, python: str, names: Sequence[str]) -> None:
     """Install the packages beside the projects that they are compared with. A missing one is an error."""
-    install_tools(session, python, names)
+    install_tools(session, python, names, *frameworks())
     # DeepSpeed's build imports torch, and builds no native code ahead of time.
     build_env = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
     command = [python, "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), "--no-build-isolation"]
@@ -158,10 +163,17 @@ def shared(session: nox.Session) -> str:
     if not stamp:
         run(session, sys.executable, "-m", "venv", "--clear", str(SHARED))
     tools = repr(
-        [CONSTRAINTS.read_text(), group("lint"), group("build"), test_requirements(PACKAGES), *third_party(PACKAGES)]
+        [
+            CONSTRAINTS.read_text(),
+            group("lint"),
+            group("build"),
+            frameworks(),
+            test_requirements(PACKAGES),
+            *third_party(PACKAGES),
+        ]
     )
     if stamp.get("tools") != tools:
-        install_tools(session, python, list(PACKAGES), *group("lint"))
+        install_tools(session, python, list(PACKAGES), *group("lint"), *frameworks())
     wanted = {name: fingerprint(path) for name, path in PACKAGES.items()}
     changed = [name for name in PACKAGES if stamp.get(name) != wanted[name]]
     if changed:

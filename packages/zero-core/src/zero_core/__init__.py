@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from . import checkpointing
     from .assembly import initialize
     from .config import Config, ConfigError
+    from .config.auto import resolve_auto
     from .construction import (
         Init,
         TiledLinear,
@@ -38,6 +39,7 @@ _LAZY = {
     "gathered": "construction",
     "initialize": "assembly",
     "register_external_parameter": "construction",
+    "resolve_auto": "config.auto",
     "set_leaf_modules": "construction",
     "unregister_external_parameter": "construction",
 }
@@ -54,6 +56,7 @@ __all__ = [
     "gathered",
     "initialize",
     "register_external_parameter",
+    "resolve_auto",
     "set_leaf_modules",
     "unregister_external_parameter",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from .schedules import Scheduler, build_scheduler
 
 if TYPE_CHECKING:
     from zero_partition import Partition
+
+_EngineType = TypeVar("_EngineType", bound=Engine)
 
 
 def initialize(
@@ -58,14 +60,44 @@ def initialize(
     and get rank 0's values. Raises `ConfigError`, `UsageError` or `zero_partition.PartitionError`, each naming what
     is wrong.
     """
+    where = torch.device(device) if device is not None else None
+    source = supervisor().config(_source(args, config, config_params))
+    engine = assemble(
+        Engine,
+        model,
+        lambda world_size: Config.load(source, world_size=world_size),
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        collate_fn=collate_fn,
+        device=where,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def assemble(
+    kind: type[_EngineType],
+    model: nn.Module | None,
+    load: Callable[[int], Config],
+    *,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Any = None,
+    lr_scheduler: Scheduler | Callable[[Optimizer], Scheduler] | None = None,
+    mpu: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    device: torch.device | None = None,
+) -> _EngineType:
+    """What `initialize` does, for an engine of class ``kind`` and a configuration that ``load`` resolves for a number
+    of ranks. Collective."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=…): expected a torch.nn.Module, got {type(model).__name__}")
-    where = torch.device(device) if device is not None else None
-    init(where)
-    source = supervisor().config(_source(args, config, config_params))
+    init(device)
     place = model_parallel(mpu)
-    resolved = Config.load(source, world_size=place.data_parallel_size)
-    on = where if where is not None else default_device()
+    resolved = load(place.data_parallel_size)
+    on = device if device is not None else default_device()
     if on.type != "cpu":
         torch.accelerator.set_device_index(on)
     check_clients(resolved)
@@ -87,11 +119,11 @@ def initialize(
     )
     sharded = _shard(torch_optimizer, parts, resolved, model_part)
     scheduler = build_scheduler(lr_scheduler, resolved, torch_optimizer)
-    engine = Engine(model, parts, sharded, scheduler, resolved, ledger, model_part, collate_fn)
+    engine = kind(model, parts, sharded, scheduler, resolved, ledger, model_part, collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     engine.observer = supervisor().observer(engine)
-    return engine, torch_optimizer, engine.training_dataloader, scheduler
+    return engine
 
 
 def _source(args: argparse.Namespace | None, config: Any, config_params: Any) -> Any:

@@ -71,7 +71,7 @@ class Init:
             resolved = Config.load(supervisor().config(self._config), world_size=place.data_parallel_size)
             if resolved.zero_optimization.stage >= 3:
                 groups = EngineGroups.open(place.data_rows)
-                self._inner = PartitionInit(groups.gather, groups.control, new_shard=_shards_in(resolved))
+                self._inner = PartitionInit(groups.gather, groups.control, new_shard=shards_in(resolved))
                 self._inner.__enter__()
         return self
 
@@ -82,7 +82,7 @@ class Init:
             self._inner.__exit__(kind, error, trace)
 
 
-def _shards_in(config: Config) -> NewShard | None:
+def shards_in(config: Config) -> NewShard | None:
     """Shards in files where parameters will live in files; None for memory."""
     section = config.zero_optimization.offload_param
     if section.device != "nvme":

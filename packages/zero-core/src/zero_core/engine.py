@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -92,6 +93,7 @@ class Engine(Preparation):
         self.observer: Observer = Unobserved()
         self.checkpointing = Checkpointing(config.activation_checkpointing, model_part.place.group)
         self._compiled: list[str] = []
+        partition.user = weakref.ref(self)
         partition.runtime.reduces_now = self._reduces_now
         partition.runtime.allows_plain_backward = self._refuse_plain_backward
         self.reports = dist.get_rank() == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import shlex
 import signal
@@ -74,7 +75,8 @@ def _run(options: argparse.Namespace) -> None:
         elif len(hosts.hosts) == 1 and _is_here(next(iter(hosts.hosts))) and not options.force_multi:
             slots = next(iter(hosts.hosts.values()))
             env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if options.include or options.exclude else {}
-            launch(dataclasses.replace(_job(options, len(slots)), env=env))
+            job = _job(options, len(slots))
+            launch(dataclasses.replace(job, env={**job.env, **env}))
         else:
             _run_hosts(options, hosts)
 
@@ -174,6 +176,7 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
         args=tuple(options.args),
         nproc=nproc,
         module=options.module,
+        env=deepspeed_names() if options.as_deepspeed else {},
         program=options.no_python,
         log_dir=options.log_dir,
         grace_seconds=options.grace,
@@ -203,7 +206,8 @@ def ranks_for(nproc: str) -> int:
 
 def _variables(options: argparse.Namespace) -> Forwarded:
     files = [read_env_file(path) for path in env_files(os.environ, Path.cwd(), Path.home())]
-    return forwarded(os.environ, files, options.forward)
+    names = deepspeed_names() if options.as_deepspeed else {}
+    return forwarded({**os.environ, **names}, files, options.forward)
 
 
 def _arguments(options: argparse.Namespace) -> tuple[str, ...]:
@@ -242,3 +246,21 @@ def _pid_file() -> Iterator[None]:
 
 def _say(text: str) -> None:
     print(f"zero-launch: {text}", file=sys.stderr, flush=True)
+
+
+def deepspeed_names() -> dict[str, str]:
+    """PYTHONPATH and PATH of ranks in which zero-core answers the names of DeepSpeed.
+
+    Raises ValueError when zero-core, which is only looked for and not imported, is not installed.
+    """
+    found = importlib.util.find_spec("zero_core")
+    if found is None or found.origin is None:
+        raise ValueError("--as-deepspeed needs zero-core; run: pip install zero-core")
+    entry = Path(found.origin).parent / "as_deepspeed" / "path_entry"
+    return {name: _first_on(name, folder) for name, folder in (("PYTHONPATH", entry), ("PATH", entry / "bin"))}
+
+
+def _first_on(variable: str, folder: Path) -> str:
+    """The search path of a variable with ``folder`` in front."""
+    parts = os.environ.get(variable, "").split(os.pathsep)
+    return os.pathsep.join([str(folder), *(part for part in parts if part and part != str(folder))])

@@ -35,6 +35,9 @@ def parser() -> argparse.ArgumentParser:
 def add_target_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what runs")
     group.add_argument("-m", "--module", action="store_true", help="TARGET is a module, as in python -m")
+    group.add_argument(
+        "--as-deepspeed", action="store_true", help="in the ranks, `import deepspeed` means zero-core's answer to it"
+    )
     group.add_argument("--no_python", "--no-python", action="store_true", help="TARGET is a program, run as it is")
     group.add_argument(
         "--no_local_rank",

@@ -17,12 +17,13 @@ from .access import (
 )
 from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
-from .initialisation import Init, NewShard
+from .initialisation import CutParameter, Init, NewShard, cut_record
 from .layout import Entry, Fragment, Layout, UnitLayout
 from .model_parts import ModelParts, TensorParallelModel, WholeModel
 from .needs import NormOptimizer
 from .norm import NormSquared, norm_squared
 from .optimizer import ShardedOptimizer, StepResult
+from .ownership import owner_of
 from .partition import Partition, PartitionOptions, partition
 from .residency import DeviceResidency, Residency
 from .tier import MakeStates, ShardNeeds, StateTier
@@ -32,6 +33,7 @@ from .units import UnitLimits, UnitPlan, plan_units
 from .updates import OwnedFragment, start_in_reduced
 
 __all__ = [
+    "CutParameter",
     "DeviceResidency",
     "Entry",
     "Fragment",
@@ -61,6 +63,7 @@ __all__ = [
     "UnitPlan",
     "UnitState",
     "WholeModel",
+    "cut_record",
     "full_gradient",
     "full_parameter",
     "full_state",
@@ -68,6 +71,7 @@ __all__ = [
     "gathered_anywhere",
     "leaf_marker",
     "norm_squared",
+    "owner_of",
     "partition",
     "plan_units",
     "register_external_parameter",

@@ -64,7 +64,8 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
     ``parameters``: one or an iterable; None, plain tensors and whole parameters in it are left as they are. Collective.
     """
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
-    cut = list({id(r): r for p in given if (r := cut_record(p)) is not None and not r.whole}.values())
+    found = {r.number: r for p in given if (r := cut_record(p)) is not None and not r.whole}
+    cut = [found[number] for number in sorted(found)]  # every rank gathers in the same order
     owners = {id(owner): owner for p in given if (owner := owner_of(p)) is not None}
     with ExitStack() as stack:
         for owner in owners.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ from .units import reason_uncut
 logger = logging.getLogger("zero_partition")
 
 _RECORD = "_zero_cut"  # the one attribute that a parameter carries, from Init until a unit owns it
+_NUMBERS = itertools.count()
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _METADATA = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim")]
@@ -46,6 +48,9 @@ class CutParameter:
 
     It is whole at first. `cut` takes the present values and releases it, `gather` makes it whole again so that code can
     work on it.
+
+    Attributes:
+        number: position in the order of creation, which is the same on all ranks.
     """
 
     def __init__(self, parameter: nn.Parameter, group: Group, new_shard: NewShard) -> None:
@@ -53,6 +58,7 @@ class CutParameter:
         self._group = group
         self._new_shard = new_shard
         self._shape = parameter.shape
+        self.number = next(_NUMBERS)
         self.whole = True
         setattr(parameter, _RECORD, self)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class ShardedOptimizer:
         connect_norms(optimizer, partition, self.fragments)
         self._move_states_to_tier()
         optimizer.register_step_pre_hook(self._refuse_direct_step)
+        partition.optimizer = weakref.ref(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,6 +25,9 @@ from .runtime import Runtime
 from .tier import MakeStates, ShardNeeds
 from .unit import Unit
 from .units import UnitLimits, UnitPlan, check_trainable_uncut, plan_units, uncut_parameters
+
+if TYPE_CHECKING:
+    from .optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Partition:
         runtime: the passes.
         uncut: parameter name -> why every rank keeps it whole.
         states: the tier that keeps masters, moments and gradients; None where they are on the device.
+        optimizer: returns the optimizer that updates this partition, None when there is none.
+        user: returns whoever trains with this partition, None when nobody has said so.
     """
 
     def __init__(
@@ -79,6 +85,8 @@ class Partition:
         self.groups = groups
         self.device = device
         self.residency = residency
+        self.optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
+        self.user: Callable[[], object] = lambda: None
         self.rank = groups.gather.rank
         self.world_size = groups.gather.world_size
         _refuse_owned(model)

@@ -76,6 +76,7 @@ class Runtime:
         self._trains = False
         self._failure: str | None = None
         self._synced = False
+        self._paused = False
         self._storages: dict[int, Unit] = {}
         self._frozen = [
             (n, p) for u in self.units for n, p in zip(u.names, u.parameters, strict=True) if not p.requires_grad
@@ -212,6 +213,16 @@ class Runtime:
         finally:
             self._synced = False
 
+    def pause(self) -> None:
+        """Until `resume`, calls of modules are not followed: for a model that is whole inside `gathered`."""
+        if self.gatherer.active:
+            raise PartitionError("the hooks were switched off inside a forward or backward pass; do it before or after")
+        self._paused = True
+
+    def resume(self) -> None:
+        """Follow calls of modules again."""
+        self._paused = False
+
     def close(self) -> None:
         """Remove the hooks; parameters stay as they are."""
         if self._compiled is not None:
@@ -227,6 +238,8 @@ class Runtime:
         What torch.func's transforms (`grad`, `jvp`, …) compute is none: their derivatives concern no parameter's
         ``.grad``, and tensors that are made inside have no memory to send. They need the parameters whole.
         """
+        if self._paused:
+            return False
         if self._outermost is None:
             if wraps_tensors():
                 self._check_present()
@@ -246,6 +259,8 @@ class Runtime:
 
     def exit_module(self, name: str, units: list[Unit], aliased: list[Unit], failure: BaseException | None) -> None:
         """A hooked module's forward is over."""
+        if self._paused:
+            return
         for unit in aliased:
             unit.lent = True
         for unit in units:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,8 @@ class Prepared:
     """Canonical path of everything that the user gave -> the path as it was written."""
     auto: set[str] = field(default_factory=set)
     """Canonical paths whose value was "auto"."""
+    dialect: set[str] = field(default_factory=set)
+    """Canonical paths that nobody wrote and that have another default in this dialect."""
     notes: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -52,14 +55,33 @@ class Prepared:
         return self.written.get(head, "") + tail
 
 
-def prepare(raw: dict[str, Any]) -> Prepared:
-    """Return the configuration under canonical keys; raise `ConfigError` with all unknown and removed keys."""
+def prepare(raw: dict[str, Any], defaults: Mapping[str, tuple[Any, str]]) -> Prepared:
+    """Return the configuration under canonical keys; raise `ConfigError` with all unknown and removed keys.
+
+    ``defaults``: canonical path -> value and reason, for what is not written.
+    """
     prepared = Prepared()
     _refuse_removed(raw, prepared)
     prepared.data = _clean(_modernised(raw, prepared), ConfigFile, "", "", prepared)
     if prepared.problems:
         raise ConfigError(*prepared.problems)
+    for path, (value, reason) in defaults.items():
+        if path not in prepared.written:
+            _set(prepared.data, path.split("."), value)
+            prepared.dialect.add(path)
+            prepared.notes[path] = reason
     return prepared
+
+
+def _set(data: dict[str, Any], names: list[str], value: Any) -> None:
+    """Put a value at a path, unless something that is no object is in its way."""
+    *parents, last = names
+    for name in parents:
+        inner = data.setdefault(name, {})
+        if not isinstance(inner, dict):
+            return
+        data = inner
+    data[last] = value
 
 
 def _refuse_removed(raw: dict[str, Any], prepared: Prepared) -> None:

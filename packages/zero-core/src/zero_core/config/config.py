@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from zero_core.config.keys import ConfigFile
 class ReportRow(NamedTuple):
     """One value: its path, itself, where it came from, and what there is to say about it.
 
-    `provenance` is `user`, `default`, `derived`, `auto->default` or `auto->derived`.
+    `provenance` is `user`, `default`, `dialect` (see `Config.load`), `derived`, `auto->default` or `auto->derived`.
     """
 
     path: str
@@ -47,13 +48,21 @@ class Config(ConfigFile):
     _notes: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod
-    def load(cls, source: Any, *, world_size: int, model_hint: Any = None) -> Config:
+    def load(
+        cls,
+        source: Any,
+        *,
+        world_size: int,
+        model_hint: Any = None,
+        defaults: Mapping[str, tuple[Any, str]] | None = None,
+    ) -> Config:
         """Read, check and resolve a configuration.
 
         Args:
             source: a dict, the path of a JSON file, or a `Config` (which is resolved again for `world_size`).
             world_size: ranks that each process their own samples.
             model_hint: the model, its Hugging Face config, or a hidden size; fills bucket sizes that are "auto".
+            defaults: path -> value and reason, for keys whose default is another in the dialect of ``source``.
 
         Raises `ConfigError` with every problem of the phase that found one: the file, the keys, the values, the rules
         between values, features that are not available.
@@ -61,7 +70,7 @@ class Config(ConfigFile):
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(Problem("world_size", "expected the number of ranks", show(world_size)))
         raw = source._raw if isinstance(source, Config) else read(source)
-        prepared = prepare(raw)
+        prepared = prepare(raw, defaults or {})
         try:
             file = ConfigFile.model_validate(prepared.data)
         except ValidationError as error:
@@ -108,7 +117,7 @@ class Config(ConfigFile):
 
     def _row(self, path: str, value: Any) -> ReportRow:
         provenance = self._provenance[path]
-        given = provenance in ("user", "auto->derived", "auto->default")
+        given = provenance in ("user", "dialect", "auto->derived", "auto->default")
         notes = [self._notes[place] for place in _ancestry(path) if place in self._notes and given]
         if path == "optimizer.type" and value == "adam" and self.optimizer and self.optimizer.decoupled_weight_decay:
             notes.append("decays weights as AdamW: set adam_w_mode to false for L2 regularisation")
@@ -136,6 +145,8 @@ def _provenance(config: Config, prepared: Prepared, derived: dict[str, Any]) -> 
         auto = path in prepared.auto
         if path in derived:
             found[path] = "auto->derived" if auto else "derived"
+        elif path in prepared.dialect:
+            found[path] = "dialect"
         elif auto:
             found[path] = "auto->default"
         else:

@@ -168,14 +168,18 @@ _BY_CLASS: Sequence[tuple[type, Rule]] = (
 
 
 def has_rule(optimizer: str | type) -> bool:
-    """Whether there is a kernel for a name ("AdamW", any case) or a class."""
+    """Whether there is a kernel for a name ("AdamW", any case) or a class.
+
+    A class that only builds another one differently names that one in its attribute ``same_arithmetic_as``.
+    """
     return _lookup(optimizer) is not None
 
 
 def _lookup(optimizer: str | type) -> Rule | None:
     if isinstance(optimizer, str):
         return _BY_NAME.get(optimizer.lower())
-    return next((rule for known, rule in _BY_CLASS if known is optimizer), None)
+    kind = getattr(optimizer, "same_arithmetic_as", optimizer)
+    return next((rule for known, rule in _BY_CLASS if known is kind), None)
 
 
 def find_rule(optimizer: str | type) -> Rule:

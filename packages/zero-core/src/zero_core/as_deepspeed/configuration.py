@@ -1,0 +1,44 @@
+"""`deepspeed.DeepSpeedConfig`: a configuration, resolved."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from zero_core.config import Config
+
+from .settings import load_config, raw_config
+
+
+class DeepSpeedConfig:
+    """Resolves a configuration as `initialize` does; its values are attributes, as those of `zero_core.Config`.
+
+    ``mpu`` and ``mesh_device`` have no effect: there is data parallelism alone. Raises `ConfigError`.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        self._param_dict = raw_config(config)
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        self._resolved: Config = load_config(self._param_dict, ranks)
+
+    @property
+    def zero_config(self) -> Any:
+        """The section zero_optimization."""
+        return self._resolved.zero_optimization
+
+    @property
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self._resolved.zero_optimization.stage
+
+    @property
+    def zero_enabled(self) -> bool:
+        """Whether anything is sharded."""
+        return self._resolved.zero_optimization.stage > 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._resolved, name)

@@ -1,0 +1,167 @@
+"""`deepspeed.ops`: CPU optimizers with DeepSpeed's arguments, over the kernels of zero-optim-kernels.
+
+They are built over the model's parameters, released or in half precision, before `initialize`; the arithmetic runs on
+fragments in the optimizer's precision. Param groups that were another optimizer's stay the same dict objects, and
+options in them that belong to that one are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_core.errors import UsageError
+from zero_core.optimizers.lion import Lion
+from zero_optim_kernels.torch import CPUAdagrad, CPUAdam, CPULion
+
+Parameters = Any
+
+
+class DeepSpeedCPUAdam(CPUAdam):
+    """Adam, or AdamW with ``adamw_mode``."""
+
+    same_arithmetic_as = CPUAdam
+
+    def __init__(
+        self,
+        model_params: Parameters,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if not bias_correction:
+            raise UsageError("DeepSpeedCPUAdam(bias_correction=False) is not available; leave it true")
+        if amsgrad:
+            raise UsageError("DeepSpeedCPUAdam(amsgrad=True) is not available; leave it false")
+
+        def build(params: Any) -> None:
+            CPUAdam.__init__(
+                self,
+                params,
+                lr,
+                betas,
+                eps,
+                weight_decay,
+                decoupled_weight_decay=adamw_mode,
+                state_dtype=_state_dtype(fp32_optimizer_states),
+            )
+
+        _over_stand_ins(self, model_params, build, {"decoupled_weight_decay": adamw_mode})
+
+
+class DeepSpeedCPUAdagrad(CPUAdagrad):
+    """Adagrad."""
+
+    same_arithmetic_as = CPUAdagrad
+
+    def __init__(
+        self,
+        model_params: Parameters,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise UsageError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no such variant; leave it false")
+
+        def build(params: Any) -> None:
+            CPUAdagrad.__init__(
+                self,
+                params,
+                lr,
+                eps=eps,
+                weight_decay=weight_decay,
+                state_dtype=_state_dtype(fp32_optimizer_states),
+            )
+
+        _over_stand_ins(self, model_params, build, {})
+
+
+class DeepSpeedCPULion(CPULion):
+    """Lion."""
+
+    same_arithmetic_as = CPULion
+
+    def __init__(
+        self,
+        model_params: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        def build(params: Any) -> None:
+            CPULion.__init__(self, params, lr, betas, weight_decay, state_dtype=_state_dtype(fp32_optimizer_states))
+
+        _over_stand_ins(self, model_params, build, {})
+
+
+class FusedAdam(torch.optim.AdamW):
+    """Adam, or AdamW with ``adam_w_mode``: torch's fused one."""
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if not bias_correction:
+            raise UsageError("FusedAdam(bias_correction=False) is not available; leave it true")
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, fused=True)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = adam_w_mode
+
+
+class FusedLion(Lion):
+    """Lion."""
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+def _over_stand_ins(
+    optimizer: Optimizer, parameters: Parameters, build: Callable[[Any], None], forced: dict[str, Any]
+) -> None:
+    """Build over one empty parameter, then take the user's groups as they are; ``forced``: what they must say."""
+    given = list(parameters)
+    if not given:
+        raise UsageError(f"{type(optimizer).__name__}: there are no parameters to optimise")
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    build([nn.Parameter(torch.empty(0))])
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
+    for group in groups:
+        params = group["params"]
+        group["params"] = [params] if isinstance(params, nn.Parameter) else list(params)
+        for key, value in optimizer.defaults.items():
+            group.setdefault(key, value)
+        group.update(forced)
+        optimizer.param_groups.append(group)
+
+
+def _state_dtype(fp32: bool) -> str:
+    return "float32" if fp32 else "bfloat16"

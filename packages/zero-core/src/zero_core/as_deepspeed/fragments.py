@@ -1,0 +1,222 @@
+"""Whole and local values of sharded parameters, by DeepSpeed's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from zero_core.errors import UsageError
+from zero_partition import (
+    Fragment,
+    Partition,
+    ShardedOptimizer,
+    Unit,
+    full_gradient,
+    full_parameter,
+    full_state,
+    owner_of,
+    set_full_gradient,
+    set_full_parameter,
+    set_full_state,
+)
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole parameter in the optimizer's precision; None when no engine has it. Collective."""
+    owner = owner_of(param)
+    return None if owner is None or owner.find(param) is None else full_parameter(owner, param)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole averaged gradient; None when there is none. Collective."""
+    owner = owner_of(param)
+    if param.grad is not None or owner is None or owner.find(param) is None:
+        return param.grad
+    return full_gradient(owner, param)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """The whole optimizer state of that name; None when no engine has the parameter. Collective."""
+    owner = owner_of(param)
+    return None if owner is None else full_state(owner, _optimizer(owner), param, optim_state_key)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the parameter, its master included, by rank 0's ``value``. Collective."""
+    set_full_parameter(_owner(param), param, value)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the averaged gradient by rank 0's ``value`` until the next step. Collective."""
+    set_full_gradient(_owner(param), param, value)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace the optimizer state of that name by rank 0's ``value``. Collective."""
+    owner = _owner(param)
+    set_full_state(owner, _optimizer(owner), param, optim_state_key, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: list[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace the gradient of each parameter that has one by ``update_func(gradient, parameter)``. Collective."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """A copy of this rank's part in the optimizer's precision, 1-D; empty when this rank has none."""
+    return _local(param, lambda place: place.master())
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """A copy of this rank's part of the averaged gradient, 1-D; None when there is no gradient yet."""
+    return _local(param, lambda place: place.gradient())
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A copy of this rank's part of an optimizer state, 1-D; None when it has none yet."""
+    return _local(param, lambda place: place.state(optim_state_key))
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's part of the parameter, its master included."""
+    for place in _places(param):
+        place.set_master(value)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's part of the averaged gradient until the next step."""
+    for place in _places(param):
+        place.set_gradient(value)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace this rank's part of an optimizer state."""
+    for place in _places(param):
+        place.set_state(optim_state_key, value)
+
+
+class _Place:
+    """This rank's part of one parameter."""
+
+    def __init__(self, partition: Partition, unit: Unit, fragment: Fragment) -> None:
+        self._partition, self._unit, self._fragment = partition, unit, fragment
+
+    def master(self) -> torch.Tensor:
+        kept = self._kept("master")
+        if kept is not None:
+            return kept
+        if self._unit.master is not None and self._unit.master.numel() == self._unit.layout.shard_numel:
+            return self._cut(self._unit.master).clone()
+        shard = self._partition.residency.acquire(self._unit.name)
+        copied = self._cut(shard).clone()
+        self._partition.residency.release(self._unit.name, dirty=False)
+        return copied
+
+    def set_master(self, value: torch.Tensor) -> None:
+        flat = self._checked(value)
+        if self._unit.states is not None and "master" in self._unit.states.kinds(self._name):
+            self._unit.states.write({self._name: {"master": flat.cpu()}})
+        if self._unit.master is not None:
+            self._cut(self._unit.master).copy_(flat)
+        shard = self._partition.residency.acquire(self._unit.name)
+        self._cut(shard).copy_(flat)
+        self._partition.residency.release(self._unit.name, dirty=True)
+
+    def gradient(self) -> torch.Tensor | None:
+        gradients = self._partition.runtime.gradients.get(self._unit.index)
+        if gradients is None or not gradients.is_reduced:
+            return None
+        with gradients.averaged() as averaged:
+            return self._cut(averaged).clone()
+
+    def set_gradient(self, value: torch.Tensor) -> None:
+        gradients = self._partition.runtime.gradients.get(self._unit.index)
+        if gradients is None or not gradients.is_reduced:
+            raise UsageError(f"parameter '{self._name}' has no gradient to replace; run backward first")
+        with gradients.averaged(dirty=True) as averaged:
+            self._cut(averaged).copy_(self._checked(value))
+
+    def state(self, key: str) -> torch.Tensor | None:
+        kept = self._kept(key)
+        return kept if kept is not None else self._state(key)
+
+    def set_state(self, key: str, value: torch.Tensor) -> None:
+        if self._unit.states is not None:
+            self._unit.states.write({self._name: {key: self._checked(value).cpu()}})
+            return
+        state = self._state(key, copied=False)
+        if state is None:
+            raise UsageError(f"parameter '{self._name}' has no optimizer state '{key}' yet; take a step first")
+        state.view(-1).copy_(self._checked(value))
+
+    @property
+    def _name(self) -> str:
+        return self._fragment.entry.name
+
+    def _state(self, key: str, copied: bool = True) -> torch.Tensor | None:
+        optimizer = _optimizer(self._partition)
+        for owned in optimizer.fragments:
+            if owned.fragment is self._fragment or owned.fragment == self._fragment:
+                state = optimizer.state.get(owned.tensor, {}).get(key)
+                if isinstance(state, torch.Tensor) and state.dim():
+                    return state.flatten().clone() if copied else state
+        return None
+
+    def _kept(self, kind: str) -> torch.Tensor | None:
+        if self._unit.states is not None:
+            for _, kept in self._unit.states.states([self._name]):
+                if kind in kept:
+                    return kept[kind].flatten().clone()
+        return None
+
+    def _cut(self, shard: torch.Tensor) -> torch.Tensor:
+        start = self._fragment.shard_offset
+        return shard[start : start + self._fragment.length]
+
+    def _checked(self, value: torch.Tensor) -> torch.Tensor:
+        if value.numel() != self._fragment.length:
+            raise UsageError(
+                f"this rank's part of '{self._name}' has {self._fragment.length} elements, got {value.numel()}"
+            )
+        return value.detach().flatten()
+
+
+def _places(param: nn.Parameter) -> Iterator[_Place]:
+    owner = _owner(param)
+    if owner.options.stage < 3:
+        raise UsageError("the safe_*_local_* functions are for parameters that stage 3 has partitioned")
+    found = owner.find(param)
+    if found is None:
+        raise UsageError("the parameter is kept whole on every rank and has no part of its own")
+    unit, index = found
+    entry = unit.layout.entries[index]
+    for fragment in unit.layout.fragments(owner.rank):
+        if fragment.entry is entry:
+            yield _Place(owner, unit, fragment)
+
+
+def _local(param: nn.Parameter, read: Callable[[_Place], torch.Tensor | None]) -> torch.Tensor | None:
+    for place in _places(param):
+        return read(place)
+    return param.new_empty(0)
+
+
+def _owner(param: nn.Parameter) -> Partition:
+    owner = owner_of(param)
+    if owner is None:
+        raise UsageError(f"a parameter of shape {tuple(param.shape)} does not belong to a model given to initialize")
+    return owner
+
+
+def _optimizer(owner: Partition) -> ShardedOptimizer:
+    optimizer = owner.optimizer()
+    if optimizer is None:
+        raise UsageError("the engine of this parameter has no optimizer, hence no optimizer state")
+    return optimizer

@@ -1,0 +1,112 @@
+"""Small things that scripts import from DeepSpeed."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from .accelerator import get_accelerator
+from .parameters import ZeroParameter
+
+logger = logging.getLogger("DeepSpeed")
+
+_CONSTRUCTORS = frozenset([torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.tensor])
+
+
+class OnDevice(TorchFunctionMode):
+    """Context manager: tensors made inside are on ``device`` (by default one without memory), in ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.enabled = enabled
+        self.device = torch.device(device)
+
+    def __enter__(self) -> OnDevice:
+        if self.enabled:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.enabled:
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        if func not in _CONSTRUCTORS:
+            return func(*args, **keywords)
+        if keywords.get("device") is None:
+            keywords["device"] = self.device
+        made = func(*args, **keywords)
+        return made.to(self.dtype) if made.is_floating_point() else made
+
+
+class DummyOptim:
+    """Param groups without an optimizer, for schedules."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": params}]
+
+
+def unchanged(function: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Callable[..., Any]:
+    """``function`` itself: nothing in torch is replaced, and no ranges are added to profiles."""
+    return function
+
+
+def is_zero_param(parameter: object) -> bool:
+    """Whether stage 3 or `Init` keeps a parameter in parts."""
+    return isinstance(parameter, ZeroParameter)
+
+
+def is_zero_supported_optimizer(optimizer: object) -> bool:
+    """Whether an optimizer can be tried: every torch optimizer can, and is checked for what it needs."""
+    return isinstance(optimizer, torch.optim.Optimizer)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """A copy of nested containers whose tensors are detached and have memory of their own, on ``device``."""
+    return tree_map(lambda leaf: _copied(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, item)
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Nested containers with their tensors (those that ``criterion_func`` chooses) on ``device``."""
+
+    def moved(leaf: Any) -> Any:
+        chosen = isinstance(leaf, torch.Tensor) and (criterion_func is None or criterion_func(leaf))
+        return leaf.to(device) if chosen else leaf
+
+    return tree_map(moved, item)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """With ``force``, log the memory in use and its peak, in GiB."""
+    if force:
+        device = get_accelerator()
+        used, most = device.memory_allocated() / 2**30, device.max_memory_allocated() / 2**30
+        logger.info("%s: %.2f GiB in use, at most %.2f GiB", message, used, most)
+
+
+def _copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    copied = tensor.detach().to(device, copy=True)
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied

@@ -1,0 +1,22 @@
+"""`deepspeed.utils.logging`: the logger `DeepSpeed`, which this layer speaks through."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+logger = logging.getLogger("DeepSpeed")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log ``message`` on the ranks given (-1 or none: all)."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if not ranks or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level by name (debug, info, warning, error, critical). Raises ValueError for another name."""
+    (custom_logger if custom_logger is not None else logger).setLevel(log_level_str.upper())

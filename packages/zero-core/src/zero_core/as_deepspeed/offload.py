@@ -1,0 +1,39 @@
+"""What drives gathers at stage 3, by the names with which scripts switch it off for generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from zero_partition import Partition
+
+from .optimizer import DeepSpeedOptimizer
+
+
+class ParameterOffload(DeepSpeedOptimizer):
+    """Has the hooks of an engine's model as things that can be removed and registered again.
+
+    Without the hooks the model runs as a plain module, which is of use inside `GatheredParameters(model.parameters())`:
+    ranks may then call it a different number of times.
+
+    Attributes:
+        module: the model.
+        forward_hooks, backward_hooks: lists of handles with ``remove()``.
+    """
+
+    def __init__(self, module: nn.Module, partition: Partition) -> None:
+        self.module = module
+        self._partition = partition
+        self.forward_hooks: list[Any] = [self]
+        self.backward_hooks: list[Any] = []
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        self._partition.runtime.pause()
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        self._partition.runtime.resume()
+        self.forward_hooks = [self]
+
+    setup_zero_stage3_hooks = register_deepspeed_module = lambda self: self._register_deepspeed_module(self.module)

@@ -1,0 +1,132 @@
+"""`engine.optimizer` by DeepSpeed's names."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_core.errors import UsageError
+from zero_partition import Partition, ShardedOptimizer, Unit
+
+if TYPE_CHECKING:
+    from zero_core.engine import Engine
+
+    from .offload import ParameterOffload
+
+
+class DeepSpeedOptimizer:
+    """The base of what `engine.optimizer` is."""
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """The torch optimizer of an engine, its param groups live, and the facts about its step.
+
+    ``param_groups``, ``state`` and ``defaults`` are the torch optimizer's own objects. The update happens in
+    `engine.step`.
+    """
+
+    def __init__(self, engine: Engine, sharded: ShardedOptimizer, parameter_offload: ParameterOffload | None) -> None:
+        self._reference = weakref.ref(engine)
+        self._sharded = sharded
+        if parameter_offload is not None:
+            self.parameter_offload = parameter_offload
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer."""
+        return self._sharded.inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The torch optimizer's param groups; what is written to them takes effect at the next step."""
+        return self._sharded.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The torch optimizer's state, by fragment."""
+        return self._sharded.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The torch optimizer's defaults."""
+        return self._sharded.inner.defaults
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite."""
+        return self._engine.get_global_grad_norm() is not None and not self._engine.was_step_applied()
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss."""
+        return self._engine.loss_scale()
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the factor adapts itself."""
+        return self._engine.dynamic_loss_scale()
+
+    @property
+    def clip_grad(self) -> float:
+        """The largest global gradient norm; 0 when gradients are not clipped."""
+        return self._sharded.clip
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """This rank's masters: one flat tensor per unit where they are on the device, else one per parameter."""
+        partition = self._engine.partition
+        return [tensor for unit in partition.units for tensor in _masters(partition, unit)]
+
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch optimizer's state dict: of this rank's fragments. `engine.save_checkpoint` saves everything."""
+        return self._sharded.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **_options: Any) -> None:
+        """Load what `state_dict` gave on this rank, at the same number of ranks."""
+        self._sharded.inner.load_state_dict(dict(state_dict))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients collected so far (`engine.step` does it by itself)."""
+        self._engine.zero_grad(set_to_none)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, **_options: Any) -> None:
+        """`engine.backward` without the division by the accumulation steps."""
+        self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+
+    def step(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Refused: the step is a transaction of the engine."""
+        raise UsageError("engine.optimizer.step(): the engine holds the gradients; call engine.step()")
+
+    def get_full_hp_param(self, parameter: nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
+        """The whole master of a parameter, or one of its states. Collective."""
+        if optim_state_key is None:
+            return self._engine.full_param(parameter)
+        return self._engine.full_state(parameter, optim_state_key)
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._reference()
+        if engine is None:
+            raise UsageError("engine.optimizer outlived its engine; keep a reference to the engine")
+        return engine
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._sharded.inner!r})"
+
+
+def _masters(partition: Partition, unit: Unit) -> list[torch.Tensor]:
+    if unit.master is not None:
+        return [unit.master]
+    if unit.states is None:
+        return []
+    names = [f.entry.name for f in unit.layout.fragments(partition.rank) if "master" in unit.states.kinds(f.entry.name)]
+    return [kept["master"] for _, kept in unit.states.states(names)]

@@ -1,0 +1,248 @@
+"""What a parameter says about itself under stage 3, by DeepSpeed's names."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_partition import Partition, Unit, UnitState, cut_record, gathered_anywhere, owner_of
+
+_NUMBERS = itertools.count()
+_FACTS = "_ds_facts"
+
+
+class ZeroParamType(enum.Enum):
+    """How a parameter is kept; here those of `Init` and of stage 3 are PARTITIONED, all others NORMAL."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether the whole values are here (AVAILABLE), not here, or on their way."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class _Facts:
+    """What a `ZeroParameter` keeps besides its data; copies and pickles of the parameter carry none of it."""
+
+    def __init__(self) -> None:
+        self.number = next(_NUMBERS)
+        self.gathers = 0
+        self.external = False
+        self.active: set[Any] = set()
+        self.held: Any = None
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class ZeroParameter(nn.Parameter):
+    """The class that parameters have while stage 3 or `Init` keeps them; every name is computed when it is read.
+
+    Under one rank a parameter is always whole; ``ds_status`` still says NOT_AVAILABLE outside of
+    `GatheredParameters`, so that scripts take the path that they take under more ranks.
+    """
+
+    @property
+    def ds_id(self) -> int:
+        """A number of its own, in order of creation: the same on all ranks."""
+        return _facts(self).number
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """The shape of the whole parameter."""
+        return self.shape
+
+    @property
+    def ds_numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self.shape.numel()
+
+    @property
+    def ds_param_type(self) -> ZeroParamType:
+        """PARTITIONED."""
+        return ZeroParamType.PARTITIONED
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Whether the whole values are in ``data`` now."""
+        place = _place(self)
+        if place is not None:
+            unit = place[0]
+            if unit.releasable and unit.state is not UnitState.GATHERED:
+                inflight = unit.state is UnitState.GATHERING
+                return ZeroParamStatus.INFLIGHT if inflight else ZeroParamStatus.NOT_AVAILABLE
+            if unit.releasable or unit.plan.resident:
+                return ZeroParamStatus.AVAILABLE
+        record = cut_record(self)
+        if record is not None and record.whole:
+            return ZeroParamStatus.AVAILABLE
+        return ZeroParamStatus.AVAILABLE if _facts(self).gathers else ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """A copy of the part that this rank holds, 1-D."""
+        place = _place(self)
+        if place is None:
+            record = cut_record(self)
+            return self.data.flatten() if record is None else record.shard
+        partition, (unit, index) = owner_of(self), place
+        if partition is None:
+            return self.data.flatten()
+        entry = unit.layout.entries[index]
+        shard = partition.residency.acquire(unit.name)
+        parts = [
+            shard[f.shard_offset : f.shard_offset + f.length].detach().clone()
+            for f in unit.layout.fragments(partition.rank)
+            if f.entry is entry
+        ]
+        partition.residency.release(unit.name, dirty=False)
+        return parts[0] if parts else shard.new_empty(0)
+
+    @property
+    def ds_persist(self) -> bool:
+        """Whether it stays whole on every rank, as small parameters do."""
+        place = _place(self)
+        return place is not None and place[0].plan.resident
+
+    @property
+    def ds_active_sub_modules(self) -> set[Any]:
+        """A set that scripts may clear; nothing here depends on it."""
+        return _facts(self).active
+
+    @property
+    def is_external_param(self) -> bool:
+        """Whether a module that does not own it registered it."""
+        return _facts(self).external
+
+    @property
+    def ds_process_group(self) -> Any:
+        """The process group whose ranks hold the parts."""
+        return dist.group.WORLD
+
+    @property
+    def ds_zero_partition_rank(self) -> int:
+        """This rank."""
+        return dist.get_rank()
+
+    @property
+    def ds_zero_partition_world_size(self) -> int:
+        """The ranks that hold the parts."""
+        return dist.get_world_size()
+
+    @property
+    def ds_secondary_tensor(self) -> None:
+        """None: there is no second partition."""
+        return
+
+    @property
+    def nvme_swapper(self) -> None:
+        """None: the store that keeps the part belongs to the engine."""
+        return
+
+    def all_gather(self, param_list: Iterable[nn.Parameter] | None = None, **_options: Any) -> None:
+        """Have this parameter (or those of ``param_list``) whole until `partition`. Collective."""
+        for parameter in [self] if param_list is None else list(param_list):
+            if isinstance(parameter, ZeroParameter) and _facts(parameter).held is None:
+                _facts(parameter).held = gathered_anywhere(parameter)
+                _facts(parameter).held.__enter__()
+                note_gather([parameter], 1)
+
+    def all_gather_coalesced(self, params: Iterable[nn.Parameter], **_options: Any) -> None:
+        """`all_gather` of ``params``. Collective."""
+        self.all_gather(params)
+
+    def partition(self, param_list: Iterable[nn.Parameter] | None = None, **_options: Any) -> None:
+        """Let go what `all_gather` brought. Collective."""
+        for parameter in [self] if param_list is None else list(param_list):
+            if isinstance(parameter, ZeroParameter) and _facts(parameter).held is not None:
+                held, _facts(parameter).held = _facts(parameter).held, None
+                held.__exit__(None, None, None)
+                note_gather([parameter], -1)
+
+    def partition_numel(self) -> int:
+        """Elements of a rank's part, the last one's padding included."""
+        return math.ceil(self.ds_numel / dist.get_world_size())
+
+    def aligned_size(self) -> int:
+        """Elements of all parts together."""
+        return self.partition_numel() * dist.get_world_size()
+
+    def padding_size(self) -> int:
+        """Elements of padding."""
+        return self.aligned_size() - self.ds_numel
+
+    def ds_summary(self, **_options: Any) -> dict[str, Any]:
+        """The facts about this parameter as a dict."""
+        return {
+            "id": self.ds_id,
+            "status": self.ds_status.name,
+            "numel": self.ds_numel,
+            "ds_numel": self.ds_numel,
+            "shape": tuple(self.shape),
+            "ds_shape": tuple(self.ds_shape),
+            "requires_grad": self.requires_grad,
+            "persist": self.ds_persist,
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied: nn.Parameter = memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def adopt(parameters: Iterable[nn.Parameter]) -> None:
+    """Give plain parameters the names of `ZeroParameter`; others are left as they are."""
+    for parameter in parameters:
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = ZeroParameter
+            setattr(parameter, _FACTS, _Facts())
+
+
+def release(parameters: Iterable[nn.Parameter]) -> None:
+    """Take the names away again."""
+    for parameter in parameters:
+        if type(parameter) is ZeroParameter:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+            delattr(parameter, _FACTS)
+
+
+def note_gather(parameters: Iterable[object], change: int) -> None:
+    """A gather of ``parameters`` begins (1) or ends (-1)."""
+    for parameter in parameters:
+        if isinstance(parameter, ZeroParameter):
+            _facts(parameter).gathers += change
+
+
+def note_external(parameter: nn.Parameter) -> None:
+    """A module that does not own the parameter registered it."""
+    if isinstance(parameter, ZeroParameter):
+        _facts(parameter).external = True
+
+
+def _facts(parameter: nn.Parameter) -> _Facts:
+    facts: _Facts = getattr(parameter, _FACTS)
+    return facts
+
+
+def _place(parameter: nn.Parameter) -> tuple[Unit, int] | None:
+    """The unit that holds the parameter, and its number there."""
+    owner: Partition | None = owner_of(parameter)
+    return None if owner is None else owner.find(parameter)

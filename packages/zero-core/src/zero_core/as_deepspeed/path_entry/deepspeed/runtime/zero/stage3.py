@@ -1,0 +1,9 @@
+"""Stage 3."""
+
+from zero_core.as_deepspeed.naming import names
+
+_FOUND = {
+    "DeepSpeedZeroOptimizer_Stage3": "zero_core.as_deepspeed.optimizer:ZeROOptimizer",
+    "unwrap_model_for_generation": "zero_core.as_deepspeed.construction:unwrap_model_for_generation",
+}
+__getattr__, __dir__ = names(__name__, _FOUND)

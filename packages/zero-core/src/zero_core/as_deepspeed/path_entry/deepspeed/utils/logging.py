@@ -1,0 +1,10 @@
+"""The logger."""
+
+from zero_core.as_deepspeed.naming import names
+
+_FOUND = {
+    "log_dist": "zero_core.as_deepspeed.logging_names:log_dist",
+    "logger": "zero_core.as_deepspeed.logging_names:logger",
+    "set_log_level_from_string": "zero_core.as_deepspeed.logging_names:set_log_level_from_string",
+}
+__getattr__, __dir__ = names(__name__, _FOUND)

@@ -1,0 +1,288 @@
+"""The engine through DeepSpeed's names, where its semantics differ from `zero_core.Engine`."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from named_cases import BATCH, WIDTH, Net, batch, build, settings, start, train
+from torch import nn
+
+from zero_comm import run_ranks
+from zero_core.as_deepspeed.construction import GatheredParameters, Init, unwrap_model_for_generation
+from zero_core.as_deepspeed.cpu_optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
+from zero_core.as_deepspeed.engine import DeepSpeedEngine, initialize
+from zero_core.as_deepspeed.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+    safe_update_full_grad_vectorized,
+)
+from zero_core.as_deepspeed.leaf_modules import set_z3_leaf_modules, z3_leaf_module
+from zero_core.as_deepspeed.naming import UnsupportedError
+from zero_core.as_deepspeed.optimizer import DeepSpeedOptimizer
+from zero_core.as_deepspeed.parameters import ZeroParamStatus
+from zero_core.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_training_is_that_of_torch_with_clipping_at_one(stage: int) -> None:
+    engine = start(stage)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
+    expected = []
+    for number in range(4):
+        loss = model(batch(number) * 30)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append((loss.item(), float(norm)))
+    seen = []
+    for number in range(4):
+        loss = engine(batch(number) * 30)
+        engine.backward(loss)
+        engine.step()
+        seen.append((loss.item(), engine.get_global_grad_norm()))
+    assert max(norm for _, norm in expected) > 1.0
+    assert torch.allclose(torch.tensor(seen), torch.tensor(expected), rtol=1e-5)
+
+
+def test_the_four_results_and_the_raw_configuration(caplog: pytest.LogCaptureFixture) -> None:
+    source = settings(2, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}})
+    with caplog.at_level(logging.INFO, logger="DeepSpeed"):
+        engine, optimizer, loader, scheduler = initialize(model=build(), config_params=source, training_data=[1.0] * 8)
+    assert "DeepSpeed info" in caplog.text
+    assert type(engine) is DeepSpeedEngine and engine.config is source
+    assert optimizer is engine.optimizer and isinstance(optimizer, DeepSpeedOptimizer)
+    assert loader is engine.training_dataloader and scheduler is engine.lr_scheduler
+    assert optimizer.param_groups is engine.basic_optimizer.param_groups
+    row = next(row for row in engine.resolved_config.report() if row.path == "gradient_clipping")
+    assert (row.value, row.provenance) == (1.0, "dialect") and "DeepSpeed" in row.note
+    assert "'gradient_clipping'" not in str(engine.config)
+
+
+def test_the_configuration_may_come_from_arguments_a_file_or_base64(tmp_path: Path) -> None:
+    import base64
+
+    text = json.dumps(settings(1))
+    (tmp_path / "ds.json").write_text(text)
+    for source in (str(tmp_path / "ds.json"), base64.urlsafe_b64encode(text.encode()).decode()):
+        engine = initialize(argparse.Namespace(deepspeed_config=source, device_rank=0), build())[0]
+        assert engine.config == json.loads(text)
+    with pytest.raises(UsageError, match="once"):
+        initialize(argparse.Namespace(deepspeed_config="a"), build(), config=settings(1))
+    with pytest.raises(ValueError, match="expected a dict"):
+        initialize(model=build(), config="no such file")
+
+
+def test_keys_of_older_templates_are_accepted_when_they_ask_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    idle = {
+        "amp": {"enabled": False, "opt_level": "O1"},
+        "elasticity": {"enabled": False},
+        "sparse_gradients": False,
+        "compression_training": {},
+        "my_note": 1,
+        "aio": {"thread_count": 2, "surprise": 1},
+        "steps_per_print": float("inf"),
+    }
+    zero = {"stage": 2, "mics_shard_size": -1, "offload_param": {"device": "cpu"}, "reduce_bucket_size": 5e8}
+    engine = start(2, zero_optimization=zero, **idle)
+    assert train(engine, 0, 1)
+    assert "my_note" in caplog.text and "aio.surprise" in caplog.text
+    for key, value in (("amp", {"enabled": True}), ("sparse_gradients", True)):
+        with pytest.raises(ValueError, match=key):
+            start(2, **{key: value})
+
+
+def test_accumulation_by_the_framework_and_learning_rates_written_into_groups() -> None:
+    engine = start(1, gradient_accumulation_steps=4)
+    seen = []
+    for number in range(4):
+        engine.set_gradient_accumulation_boundary(is_boundary=number % 2 == 1)
+        engine.optimizer.param_groups[0]["lr"] = 0.0 if number < 2 else 1e-2
+        before = engine.module.head.weight.clone()
+        engine.backward(engine(batch(number)), scale_wrt_gas=False)
+        engine.step()
+        seen.append(bool((engine.module.head.weight != before).any()))
+    assert seen == [False, False, False, True]
+    assert engine.global_steps == 2 and not engine.optimizer.overflow
+
+
+def test_no_sync_is_refused_above_stage_1_as_an_assertion() -> None:
+    with start(1).no_sync():
+        pass
+    with pytest.raises(AssertionError, match="stage 2"), start(2).no_sync():
+        pass
+
+
+def test_overflow_is_seen_when_a_step_was_skipped() -> None:
+    engine = start(2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    model = engine.module
+    engine.backward(model(batch(0).half()).float() * float("inf"))
+    engine.step()
+    assert engine.optimizer.overflow and engine.skipped_steps == 1
+    engine.backward(model(batch(1).half()).float())
+    engine.step()
+    assert not engine.optimizer.overflow
+
+
+def test_a_checkpoint_resumes_exactly_and_a_missing_one_is_none(tmp_path: Path) -> None:
+    engine = start(2)
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
+    assert (tmp_path / "latest").read_text().strip() == "global_step2"
+    expected = train(engine, 2, 4)
+    again = start(2, build(seed=7))
+    path, client = again.load_checkpoint(tmp_path)
+    assert path is not None and Path(path).name == "global_step2" and client == {"epoch": 3}
+    assert train(again, 2, 4) == expected
+
+
+@pytest.mark.parametrize("asked", (False, True))
+def test_save_16bit_model_at_stage_3_needs_the_key(asked: bool, tmp_path: Path) -> None:
+    engine = start(3, zero_optimization={"stage": 3, "stage3_gather_16bit_weights_on_model_save": asked})
+    assert engine.save_16bit_model(tmp_path, "model.bin") is asked
+    assert (tmp_path / "model.bin").exists() is asked
+
+
+def test_a_new_engine_takes_the_model_over() -> None:
+    model = build()
+    first = start(3, model)
+    train(first, 0, 1)
+    trained = {name: p.detach().clone() for name, p in model.named_parameters()}
+    second = start(3, model)
+    assert all(torch.equal(trained[name], p) for name, p in second.module.named_parameters())
+    second.destroy()
+    assert all(type(p) is nn.Parameter and not hasattr(p, "ds_id") for p in model.parameters())
+
+
+def test_an_engine_without_an_optimizer_evaluates() -> None:
+    engine, optimizer, _, _ = initialize(
+        model=build(), model_parameters=[], config={"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    )
+    assert optimizer is engine.optimizer and [hook.remove for hook in optimizer.forward_hooks]
+    assert engine.eval()(batch(0)).item() == build()(batch(0)).item()
+
+
+def test_what_is_not_available_is_refused_by_name() -> None:
+    mesh: Any = (1, 2)
+    with pytest.raises(UnsupportedError, match=r"mesh_param\[1\]"):
+        initialize(model=build(), config=settings(1), mesh_param=mesh)
+    with pytest.raises(UnsupportedError, match="module="):
+        Init(module=build())
+    with pytest.raises(UnsupportedError, match="custom_load_fn"):
+        start(0).load_checkpoint("x", custom_load_fn=print)
+
+
+@pytest.mark.parametrize("kind", (DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion))
+def test_cpu_optimizers_share_the_groups_of_the_optimizer_that_they_replace(kind: Any) -> None:
+    model = build()
+    theirs = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.8, 0.9))
+    ours = kind(theirs.param_groups, lr=3e-3)
+    assert ours.param_groups[0] is theirs.param_groups[0]
+    engine = initialize(
+        model=model, optimizer=ours, config={"train_batch_size": BATCH, "zero_optimization": {"stage": 2}}
+    )[0]
+    theirs.param_groups[0]["lr"] = 0.0
+    before = model.head.weight.clone()
+    theirs.param_groups[0]["weight_decay"] = 0.0
+    train(engine, 0, 1)
+    assert torch.equal(model.head.weight, before)
+    theirs.param_groups[0]["lr"] = 1e-2
+    train(engine, 1, 2)
+    assert not torch.equal(model.head.weight, before)
+
+
+def named_parameters(_: int) -> dict[str, Any]:
+    unresolved = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "train_batch_size": "auto"}
+    with Init(config_dict_or_path=unresolved):
+        torch.manual_seed(0)
+        model = Net()
+    weight = model.blocks[0].weight
+    seen: dict[str, Any] = {"built": (weight.ds_numel, tuple(weight.ds_shape), weight.ds_status.name)}
+    with GatheredParameters({*model.parameters(), None}, modifier_rank=None):
+        seen["whole"] = weight.detach().clone()
+        seen["inside"] = weight.ds_status.name
+    with GatheredParameters([model.head.weight, None], modifier_rank=1), torch.no_grad():
+        model.head.weight.fill_(dist.get_rank())
+    engine = start(3, model)
+    seen["owned"] = (weight.ds_status.name, weight.ds_tensor.numel(), weight.partition_numel())
+    seen["ids"] = [p.ds_id for p in model.parameters()]
+    seen["head"] = safe_get_full_fp32_param(model.head.weight)
+    engine.backward(engine(batch(0)))
+    gradient = safe_get_full_grad(weight)
+    safe_update_full_grad_vectorized([weight], lambda g, p: g * 0)
+    seen["gradient"] = (gradient.abs().sum().item() > 0, safe_get_full_grad(weight).abs().sum().item())
+    local = safe_get_local_grad(weight)
+    seen["local"] = (local.numel(), weight.ds_tensor.numel())
+    engine.step()
+    seen["state"] = safe_get_full_optimizer_state(weight, "exp_avg").abs().sum().item()
+    seen["local state"] = safe_get_local_optimizer_state(model.head.weight, "exp_avg").shape
+    part = safe_get_local_fp32_param(weight)
+    safe_set_local_fp32_param(weight, torch.full_like(part, 2.0))
+    seen["set"] = bool((safe_get_full_fp32_param(weight) == 2.0).all())
+    safe_set_full_fp32_param(weight, torch.full(weight.ds_shape, 3.0))
+    with GatheredParameters(weight):
+        seen["set whole"] = bool((weight == 3.0).all())
+    weight.all_gather()
+    seen["gathered"] = (weight.ds_status.name, weight.sum().isnan().item())
+    weight.partition()
+    seen["copies"] = (type(copy.deepcopy(weight)).__name__, type(pickle.loads(pickle.dumps(weight))).__name__)
+    with unwrap_model_for_generation(engine) as plain:
+        seen["calls"] = [plain(batch(0)).isnan().item() for _ in range(1 + dist.get_rank())]
+    seen["after"] = train(engine, 0, 1)
+    return seen
+
+
+def test_parameters_answer_to_deepspeeds_names_on_two_ranks() -> None:
+    first, second = run_ranks(named_parameters, 2, 0)
+    torch.manual_seed(0)
+    expected = Net()
+    for seen in (first, second):
+        assert seen["built"] == (WIDTH * WIDTH, (WIDTH, WIDTH), "NOT_AVAILABLE") and seen["inside"] == "AVAILABLE"
+        assert torch.equal(seen["whole"], expected.blocks[0].weight)
+        status, _, share = seen["owned"]
+        assert (status, share) == ("NOT_AVAILABLE", WIDTH * WIDTH // 2)
+        assert (seen["head"] == 1.0).all()
+        assert seen["gradient"] == (True, 0.0) and seen["state"] == 0.0
+        assert seen["local"][0] == seen["local"][1]
+        assert seen["set"] and seen["set whole"] and seen["gathered"] == ("AVAILABLE", False)
+        assert seen["copies"] == ("Parameter", "Parameter")
+        assert not any(seen["calls"])
+    assert first["ids"] == second["ids"]
+    assert first["owned"][1] + second["owned"][1] == WIDTH * WIDTH
+
+
+def test_one_rank_says_not_available_outside_of_a_gather() -> None:
+    engine = start(3)
+    weight: Any = engine.module.head.weight
+    assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    with GatheredParameters([weight]):
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE
+    assert weight.ds_summary()["ds_shape"] == (1, WIDTH)
+
+
+def test_leaf_modules_are_marked_and_found() -> None:
+    model = build()
+    assert set_z3_leaf_modules(model, [nn.ModuleList]) == [model.blocks]
+    assert z3_leaf_module(model.blocks) and model.blocks._z3_leaf is True and not z3_leaf_module(model)
+    with pytest.raises(ValueError, match="no module"):
+        set_z3_leaf_modules(model, ["Conv2d"])
+    assert train(start(3, model), 0, 1)
