@@ -22,9 +22,17 @@ if {destroyed}:
 """
 
 
+def left_by(script: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout.strip()
+
+
 @pytest.mark.parametrize("destroyed", [True, False])
 def test_what_a_script_leaves_open_is_closed_before_the_interpreter_ends(destroyed: bool) -> None:
-    code = SCRIPT.format(destroyed=destroyed)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[('Group', None), ('Control', None), ('Group', None)]"
+    status, held = left_by(SCRIPT.format(destroyed=destroyed))
+    assert (status, held) == (0, "[('Group', None), ('Control', None), ('Group', None)]")
+
+
+def test_a_script_that_fails_waits_for_nobody() -> None:
+    status, held = left_by(SCRIPT.format(destroyed=False) + "raise KeyboardInterrupt")
+    assert status != 0 and held.count("ProcessGroup object") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,13 +29,15 @@ def close_at_exit(holder: Closable) -> Callable[[], None]:
 
     [Note: threads at the end] gloo's threads may still let go of tensors, for which they need the interpreter's lock. A
     thread that asks for it when the interpreter is being taken down is ended on the spot, and the C++ runtime aborts
-    the process ("terminate called without an active exception"). So the threads are joined before that.
+    the process ("terminate called without an active exception"). So the threads are joined before that; unless the
+    process ends by an exception, when one of them may wait for a peer that waits for this process to end.
     """
     reference = weakref.ref(holder)
 
     def close() -> None:
         alive = reference()
-        if alive is not None:
+        ends_by_an_exception = hasattr(sys, "last_value")
+        if alive is not None and not ends_by_an_exception:
             alive.close()
 
     atexit.register(close)
