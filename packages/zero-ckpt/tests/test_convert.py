@@ -307,3 +307,90 @@ def test_a_universal_checkpoint_holds_everything_and_is_read_back(tmp_path: Path
 def _weights(root: Path) -> Path:
     zero_ckpt.save(root / "weights", {"model": torch.nn.Linear(2, 2)})
     return root / "weights"
+
+
+def blocks(tmp_path: Path) -> torch.nn.Sequential:
+    """A saved model of eight layers, two of them frozen, one trained but never with a gradient."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
+    model[1].requires_grad_(False)
+    model[5].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    hidden = torch.randn(3, 64)
+    for number in (0, 1, 2, 4, 5, 6, 7):
+        hidden = model[number](hidden)
+    hidden.square().mean().backward()
+    optimizer.step()
+    zero_ckpt.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer}, step=1)
+    return model
+
+
+@pytest.mark.parametrize("shards", [None, "40KB"])
+def test_an_interrupted_pytorch_file_goes_on_where_it_stopped(tmp_path: Path, shards: str | None) -> None:
+    model = blocks(tmp_path)
+    target = tmp_path / ("out.bin" if shards is None else "out")
+
+    def run(source: Any) -> list[Path]:
+        return convert(source, target, to="pytorch", max_shard_size=shards, workers=2)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Counting(open_source(tmp_path / "ckpt"), stop=6))
+    left = [path.name for path in [*tmp_path.glob("*.partial"), *tmp_path.glob("out/*.partial")]]
+    assert left == (["out.bin.partial"] if shards is None else ["pytorch_model-00003-of-00004.bin.partial"])
+    again = Counting(open_source(tmp_path / "ckpt"))
+    files = run(again)
+    assert 0 < again.reads < 8
+    loaded = {name: value for file in files for name, value in torch.load(file, weights_only=True).items()}
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    names = {path.name for path in tmp_path.iterdir()} | {path.name for path in tmp_path.glob("out/*")}
+    assert not [name for name in names if name.startswith(".") or name.endswith(".partial")]
+    for file in files:
+        with zipfile.ZipFile(file) as archive:
+            assert archive.testzip() is None
+
+
+def test_an_interrupted_universal_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    blocks(tmp_path)
+    (whole,) = convert(tmp_path / "ckpt", tmp_path / "whole", to="deepspeed-universal")
+    first = Counting(open_source(tmp_path / "ckpt"), stop=15)
+    with pytest.raises(KeyboardInterrupt):
+        convert(first, tmp_path / "out", to="deepspeed-universal", workers=3)
+    again = Counting(open_source(tmp_path / "ckpt"))
+    (written,) = convert(again, tmp_path / "out", to="deepspeed-universal", workers=3)
+    assert again.reads < 30
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
+    files = sorted(path.relative_to(whole) for path in whole.rglob("*.pt"))
+    assert files == sorted(path.relative_to(written) for path in written.rglob("*.pt")) and len(files) > 20
+    for file in files:
+        expected, found = (torch.load(folder / file, weights_only=True) for folder in (whole, written))
+        assert repr(expected) == repr(found), file
+
+
+def test_a_trained_parameter_without_a_gradient_is_exported_as_trained(tmp_path: Path) -> None:
+    model = blocks(tmp_path)
+    assert open_checkpoint(tmp_path / "ckpt").frozen == {"1.weight", "5.weight"}
+    (universal,) = convert(tmp_path / "ckpt", tmp_path / "out", to="deepspeed-universal")
+    found = {path.name: path for path in (universal / "zero").iterdir() if path.is_dir()}
+    assert set(found) == {f"{number}.weight" for number in (0, 2, 3, 4, 6, 7)}
+    moments = torch.load(found["3.weight"] / "exp_avg.pt", weights_only=True)["param"]
+    assert moments.shape == (64, 64) and not moments.any()
+    assert torch.load(found["3.weight"] / "step.pt", weights_only=True) == 1
+    assert torch.equal(torch.load(found["3.weight"] / "fp32.pt", weights_only=True)["param"], model[3].weight)
+    state = torch.load(universal / "mp_rank_00_model_states.pt", weights_only=True)
+    assert set(state["frozen_param_shapes"]) == {"1.weight", "5.weight"}
+    assert torch.equal(state["frozen_param_fragments"]["5.weight"], model[5].weight)
+    again = convert(universal, tmp_path / "again", to="zero-ckpt")[0]
+    assert open_checkpoint(again).frozen == {"1.weight", "5.weight"}
+
+
+def test_two_conversions_to_one_target_do_not_mix(tmp_path: Path) -> None:
+    blocks(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        convert(Counting(open_source(tmp_path / "ckpt"), stop=6), tmp_path / "out.bin", workers=1)
+    with (tmp_path / ".out.bin.conversion").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match="is being written by another conversion"):
+            convert(tmp_path / "ckpt", tmp_path / "out.bin")
+    blocks(tmp_path)  # another source: nothing of the first is kept
+    again = Counting(open_source(tmp_path / "ckpt"))
+    convert(again, tmp_path / "out.bin")
+    assert again.reads == 8

@@ -114,6 +114,8 @@ class Manifest:
     rank_state: tuple[Any, ...] = ()
     per_node: bool = False
     """Whether nodes had file systems of their own, so that files of other nodes may be absent here."""
+    frozen: frozenset[str] | None = None
+    """Parameters that were not trained; None where the saver did not say."""
 
     def encode(self) -> bytes:
         """The bytes of the manifest file."""
@@ -139,6 +141,7 @@ class Manifest:
                 "config": self.config,
                 "rank_state": list(self.rank_state),
                 **({"per_node": True} if self.per_node else {}),
+                **({"frozen": sorted(self.frozen)} if self.frozen is not None else {}),
             }
         )
         return MAGIC + xxhash.xxh3_64_digest(body) + body
@@ -198,6 +201,7 @@ class _Decoder:
             config=table.get("config"),
             rank_state=tuple(_typed(table.get("rank_state", []), list, "rank_state")),
             per_node=_typed(table.get("per_node", False), bool, "per_node"),
+            frozen=_names(table["frozen"], "frozen") if "frozen" in table else None,
         )
 
     def _file(self, value: Any, at: str) -> FileEntry:
@@ -307,6 +311,10 @@ def _safe_path(path: str, at: str) -> str:
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path or ":" in parts[0]:
         raise DamagedError(f"{at}: {path!r} is not a path inside the checkpoint directory")
     return path
+
+
+def _names(value: Any, at: str) -> frozenset[str]:
+    return frozenset(_typed(item, str, f"{at}[{index}]") for index, item in enumerate(_typed(value, list, at)))
 
 
 def _typed(value: Any, kind: type, at: str) -> Any:

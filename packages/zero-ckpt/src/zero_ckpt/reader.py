@@ -90,6 +90,11 @@ class Checkpoint:
         return self._manifest.aliases
 
     @property
+    def frozen(self) -> frozenset[str] | None:
+        """Parameters that were not trained; None where the saver did not say."""
+        return self._manifest.frozen
+
+    @property
     def client_state(self) -> Any:
         """What the saver passed as `client_state`."""
         return self._manifest.client_state

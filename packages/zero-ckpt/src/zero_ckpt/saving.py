@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ def save_sharded(
     *,
     step: int,
     aliases: Mapping[str, str] | None = None,
+    frozen: Collection[str] | None = None,
     client_state: Any = None,
     config: Any = None,
     rank_state: Any = None,
@@ -41,10 +42,10 @@ def save_sharded(
     """Write the intervals of all ranks as checkpoint `<root>/<tag>` and return that path; collective.
 
     Together the ranks must hold every element of every tensor; what several hold is written once, balanced by bytes.
-    `aliases` (tied names to the name that is stored), `client_state`, `config` and `step` are taken from rank 0,
-    `rank_state` from every rank; all are plain data. `save_latest` points `<root>/latest` at the new checkpoint,
-    `keep_last` then removes all but the newest so many. `open_sink` decides how bytes reach the disk: by
-    default directly with the `nvme` extra, through ordinary files without. An interval that is a `FileExtent` of a
+    `aliases` (tied names to the name that is stored), `frozen` (names of parameters that are not trained),
+    `client_state`, `config` and `step` are taken from rank 0, `rank_state` from every rank; all are plain data.
+    `save_latest` points `<root>/latest` at the new checkpoint, `keep_last` then removes all but the newest so many.
+    `open_sink` decides how bytes reach the disk: by default directly with the `nvme` extra, through ordinary files without. An interval that is a `FileExtent` of a
     sealed file is linked instead (see [Note: linked files]).
 
     Where nodes do not share a file system, `node` names this rank's: each node then has its own directory with its
@@ -57,6 +58,7 @@ def save_sharded(
     group = coordinator or SoloCoordinator()
     job = _Save(Path(root), tag, group, open_sink, node)
     extras = {"step": step, "aliases": dict(aliases or {}), "client_state": client_state, "config": config}
+    extras["frozen"] = None if frozen is None else sorted(frozen)
     described = together(group, job.what, lambda: job.describe(intervals, extras, rank_state, keep_last))
     job.plan(described)
     try:
@@ -195,13 +197,14 @@ def _manifest(
         for name, kind, shape, dtype in plan.tensors
     )
     rank_state = tuple(part["rank_state"] for part in described)
+    extras = described[0]["extras"]
     return Manifest(
         world_size=len(described),
         files=tuple(files),
         tensors=tensors,
         rank_state=rank_state if any(state is not None for state in rank_state) else (),
         per_node=len(own_ranks) < len(described),
-        **described[0]["extras"],
+        **{**extras, "frozen": None if extras["frozen"] is None else frozenset(extras["frozen"])},
     )
 
 

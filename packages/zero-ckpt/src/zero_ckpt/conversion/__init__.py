@@ -35,16 +35,16 @@ def convert(
     applies to floating-point tensors of a model; `deepspeed-universal` and `zero-ckpt` keep everything as it is,
     optimizer state included.
 
-    A few pieces of 8 MiB are in memory at a time; for `deepspeed-universal` one tensor, and finally the frozen ones. An
-    interrupted conversion to `safetensors` goes on where it was when it is started again. `progress` is called with
-    bytes written since its last call, from several threads. Raises CheckpointError.
+    A few pieces of 8 MiB are in memory at a time, `workers` of them at work. An interrupted conversion goes on where it
+    was when it is started again (to `zero-ckpt`, which is saved as any checkpoint is, it starts anew). `progress` is
+    called with bytes written since its last call, from several threads. Raises CheckpointError.
     """
     opened = open_source(source) if isinstance(source, (str, os.PathLike)) else source
     path, kind, report = Path(target), _kind(target, to), progress or _ignore
     if kind == "deepspeed-universal":
         from .universal_sink import write_universal
 
-        return [write_universal(opened, path, progress=report)]
+        return [write_universal(opened, path, workers=workers, progress=report)]
     if kind == "zero-ckpt":
         from .checkpoint_sink import write_checkpoint
 

@@ -21,6 +21,7 @@ def write_checkpoint(source: Source, root: Path, *, progress: Progress) -> Path:
         step=source.step,
         aliases=dict(source.aliases),
         client_state=source.client_state,
+        frozen=source.frozen,
     )
 
 

@@ -62,6 +62,14 @@ class ModelFile:
                     found[name] = first
         return found
 
+    def frozen(self) -> frozenset[str] | None:
+        """Parameters that are in no group; None where the file does not list those that are (stage 0)."""
+        trained = {name for group in self.shapes() for name in group}
+        if not trained:
+            return None
+        every = frozenset(self.module).union(self.data.get("frozen_param_shapes") or ())
+        return every - trained - self.buffers - set(self.aliases())
+
     def step(self) -> int:
         """Optimizer steps taken."""
         return int(self.data.get("global_steps") or 0)
@@ -122,7 +130,7 @@ def assemble(tensors: Tensors, model: ModelFile, client: dict[str, Any]) -> Segm
     if missing:
         raise DamagedError(f"{model.path.parent}: {', '.join(missing)} is listed, but not there")
     kept = {alias: name for alias, name in aliases.items() if name in known}
-    return SegmentSource(tensors, kept, model.step(), client)
+    return SegmentSource(tensors, kept, model.step(), client, model.frozen())
 
 
 def param_groups(optimizer: Any) -> dict[str, Any]:

@@ -15,10 +15,9 @@ from ..types import ITEMSIZE
 from .dtypes import convert_dtype
 from .model import ModelTensor, model_aliases, split_files
 from .partial_file import PartialFile
+from .record import RECORD_BYTES
 from .sources import Progress, Source, pieces
 
-RECORD_BYTES = 256 << 20
-"""After so many bytes a conversion notes how far it is."""
 _SOURCE = "zero_ckpt_source"
 
 

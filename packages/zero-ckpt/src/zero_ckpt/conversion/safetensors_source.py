@@ -33,6 +33,7 @@ class SafetensorsSource:
 
     step = 0
     client_state: Any = None
+    frozen: frozenset[str] | None = None
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._tensors: dict[tuple[str, str], _Place] = {}

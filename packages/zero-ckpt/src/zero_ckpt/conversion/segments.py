@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -60,9 +60,10 @@ class SegmentSource:
         aliases: Mapping[str, str],
         step: int,
         client_state: Any,
+        frozen: Collection[str] | None = None,
     ) -> None:
         self.tensors = {key: tensor.checked(f"{key[0]} ({key[1]})") for key, tensor in tensors.items()}
-        self.aliases, self.step, self.client_state = aliases, step, client_state
+        self.aliases, self.step, self.client_state, self.frozen = aliases, step, client_state, frozen
 
     @property
     def fingerprint(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,6 +46,11 @@ class Source(Protocol):
 
     @property
     def client_state(self) -> Any: ...
+
+    @property
+    def frozen(self) -> Collection[str] | None:
+        """Parameters that are not trained; None where that is not known."""
+        ...
 
     @property
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Write a DeepSpeed universal checkpoint, one trained tensor in memory at a time; frozen ones are one file.
+"""Write a DeepSpeed universal checkpoint, piece by piece.
 
 `zero/<name>/` holds `fp32.pt` and one file per optimizer state; `zero/optimizer_state.pt` and the model state file hold
 what DeepSpeed keeps once. The same directory loads at stages 1, 2 and 3.
@@ -7,62 +7,109 @@ what DeepSpeed keeps once. The same directory loads at stages 1, 2 and 3.
 from __future__ import annotations
 
 import os
+import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checksum import checksum
 from ..commit import fsync_directory, remove_directory, staging_path, write_durably
 from ..errors import CheckpointError
+from ..filing import share_file
 from ..types import is_optimizer_kind, numel, state_key
 from .dtypes import output_dtype
+from .filled import Frame, empty_tensor, write_filled
 from .model import ModelTensor
 from .pytorch_sink import read_model_tensor
+from .record import Record
 from .sources import Progress, Source
 
 _WRITTEN_FOR = "0.19.8"
+_RECORD = ".conversion"
 # how an optimizer computes, which is the target run's own business
 _IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"})
 
 
-def write_universal(source: Source, root: Path, *, progress: Progress) -> Path:
+def write_universal(source: Source, root: Path, *, workers: int, progress: Progress) -> Path:
     """Write `<root>/global_step<step>` and `<root>/latest_universal`; returns the directory.
 
     Hyperparameters come from `param_groups` in the source's client state, or from an optimizer that `zero_ckpt.save`
-    stored; without either the target run's own configuration stays in force. Raises CheckpointError when the source
-    holds no optimizer state.
+    stored; without either the target run's own configuration stays in force. Trained parameters that never had a
+    gradient get zeros as their state, which is what DeepSpeed gives them. Memory is bounded by `workers` times 64 MiB.
+    A run that was interrupted is gone on with (see [Note: records of conversions]). Raises CheckpointError when the
+    source holds no optimizer state.
     """
-    tag = f"global_step{source.step}"
-    staging = staging_path(root, tag, os.urandom(6).hex())
-    names = _trainable(source)
+    tag, names = f"global_step{source.step}", _trainable(source)
+    staging = staging_path(root, tag, "conversion")
+    staging.mkdir(parents=True, exist_ok=True)
+    record = Record(staging / _RECORD, checksum(repr((source.fingerprint, names, _WRITTEN_FOR)).encode()))
     try:
-        for name in names:
-            _write_parameter(source, name, staging / "zero" / _folder(name), progress)
+        if record.is_new:
+            _clear(staging)
+        _write_parameters(source, names, staging / "zero", record, workers, progress)
         _save(_optimizer_state(source, names), staging / "zero" / "optimizer_state.pt")
-        model = _model_state(source, names, progress)
-        for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-            _save(model, staging / file)
-        if (root / tag).exists():
-            remove_directory(root / tag)
-        staging.rename(root / tag)
-    except BaseException:
-        if staging.exists():
+        _write_model_files(source, names, staging, record, workers, progress)
+    except BaseException as error:
+        record.close(keep=not isinstance(error, Exception))  # an interrupted run may be gone on with
+        if isinstance(error, Exception):
             remove_directory(staging)
         raise
+    record.close(keep=False)
+    if (root / tag).exists():
+        remove_directory(root / tag)
+    staging.rename(root / tag)
     write_durably(root / "latest_universal", tag.encode())
     fsync_directory(root)
     return root / tag
 
 
+def _clear(staging: Path) -> None:
+    """Remove what an earlier run made from something else."""
+    for path in staging.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != _RECORD:
+            path.unlink()
+
+
 def _trainable(source: Source) -> list[str]:
-    """Parameters with optimizer state, in the source's order."""
+    """Parameters that are trained, in the source's order; where that is not recorded, those with optimizer state."""
     stateful = {name for name, kind in source.tensors if is_optimizer_kind(kind)}
     names = list(dict.fromkeys(name for name, kind in source.tensors if kind in ("param", "master")))
-    found = [name for name in names if name in stateful]
-    if not found:
+    if not stateful.intersection(names):
         raise CheckpointError("the source holds no optimizer state, which a universal checkpoint is made of")
+    return [name for name in names if (name in stateful if source.frozen is None else name not in source.frozen)]
+
+
+def _write_parameters(
+    source: Source, names: list[str], folder: Path, record: Record, workers: int, progress: Progress
+) -> None:
+    kinds = _moments(source, names)
+    step = _common_step(source, names)
+    with ThreadPoolExecutor(workers, thread_name_prefix="zero-ckpt-universal") as pool:
+        jobs = [
+            pool.submit(_write_parameter, source, name, folder / _folder(name), kinds, step, record, progress)
+            for name in names
+        ]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _moments(source: Source, names: list[str]) -> dict[str, str]:
+    """The elementwise states that trained parameters have, with their dtypes."""
+    found: dict[str, str] = {}
+    for name in names:
+        for kind in _state_kinds(source, name):
+            if state_key(kind) != "step":
+                found.setdefault(kind, source.tensors[name, kind].dtype)
     return found
 
 
@@ -73,35 +120,54 @@ def _folder(name: str) -> str:
     return name
 
 
-def _write_parameter(source: Source, name: str, folder: Path, progress: Progress) -> None:
+def _write_parameter(
+    source: Source, name: str, folder: Path, moments: dict[str, str], step: Any, record: Record, progress: Progress
+) -> None:
     kind = "master" if (name, "master") in source.tensors else "param"
-    _save({"param": _read(source, name, kind, "F32", progress), "cat_dim": 0}, folder / "fp32.pt")
-    shape = source.tensors[name, kind].shape
+    tensor = source.tensors[name, kind]
+    shape = _shape(source, name)
+    files = {"fp32": ModelTensor(name, kind, shape, tensor.dtype, output_dtype(tensor.dtype, "F32"))}
+    for other, dtype in moments.items():
+        files[other] = ModelTensor(name, other, shape, dtype, dtype)
     for other in _state_kinds(source, name):
-        tensor = source.tensors[name, other]
-        value = _read(source, name, other, None, progress)
+        own = source.tensors[name, other]
         if state_key(other) == "step":
-            _save(_step(value), folder / "step.pt")
-        elif tuple(tensor.shape) == tuple(shape):
-            _save({"param": value, "cat_dim": 0}, folder / f"{other}.pt")
-        else:
+            step = _step(_read(source, name, other))
+        elif tuple(own.shape) != shape:
             raise CheckpointError(
-                f"{name!r}: state {other!r} of shape {tuple(tensor.shape)} is not elementwise, so DeepSpeed cannot "
+                f"{name!r}: state {other!r} of shape {tuple(own.shape)} is not elementwise, so DeepSpeed cannot "
                 "partition it"
             )
+        else:
+            files[other] = ModelTensor(name, other, shape, own.dtype, own.dtype)
+    for stem, item in files.items():
+        value = {"param": empty_tensor(item), "cat_dim": 0}
+        frame = Frame(folder / f"{stem}.pt", value, {"param": item}, lambda loaded: {"param": loaded["param"]})
+        write_filled(source, frame, record, workers=1, progress=progress)
+    if step is not None:
+        _save(step, folder / "step.pt")
 
 
 def _state_kinds(source: Source, name: str) -> Iterator[str]:
     return (kind for owner, kind in source.tensors if owner == name and is_optimizer_kind(kind))
 
 
-def _read(source: Source, name: str, kind: str, dtype: str | None, progress: Progress) -> torch.Tensor:
+def _read(source: Source, name: str, kind: str) -> torch.Tensor:
+    """A small tensor, whole."""
     tensor = source.tensors[name, kind]
-    wanted = output_dtype(tensor.dtype, dtype)
     value: torch.Tensor = read_model_tensor(
-        source, ModelTensor(name, kind, tuple(tensor.shape), tensor.dtype, wanted), progress
+        source, ModelTensor(name, kind, tuple(tensor.shape), tensor.dtype, tensor.dtype), lambda nbytes: None
     )
     return value
+
+
+def _common_step(source: Source, names: list[str]) -> Any:
+    """The number of steps of the first trained parameter that has one; None without any."""
+    for name in names:
+        for kind in _state_kinds(source, name):
+            if state_key(kind) == "step":
+                return _step(_read(source, name, kind))
+    return None
 
 
 def _step(value: torch.Tensor) -> Any:
@@ -145,28 +211,40 @@ def _optimizer_state(source: Source, names: list[str]) -> dict[str, Any]:
     common = {
         key: value for key, value in groups[0].items() if all(key in group and group[key] == value for group in groups)
     }
-    step: Any = torch.tensor(float(source.step))
-    for kind in _state_kinds(source, names[0]):
-        if state_key(kind) == "step":
-            step = _step(_read(source, names[0], kind, None, lambda nbytes: None))
+    step = _common_step(source, names)
     return {
         "ds_version": _WRITTEN_FOR,
         "param_groups": groups,
         # stage 3 applies one group to all, so only what they have in common is given
-        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": [common]},
+        "optimizer_state_dict": {
+            "state": {0: {"step": torch.tensor(float(source.step)) if step is None else step}},
+            "param_groups": [common],
+        },
     }
 
 
-def _model_state(source: Source, names: list[str], progress: Progress) -> dict[str, Any]:
+def _write_model_files(
+    source: Source, names: list[str], folder: Path, record: Record, workers: int, progress: Progress
+) -> None:
+    """The model state file under the names that stages 1 and 2, and stage 3, look for."""
     trained = set(names)
+    members = {
+        name: ModelTensor(name, kind, tuple(tensor.shape), tensor.dtype, tensor.dtype)
+        for (name, kind), tensor in source.tensors.items()
+        if kind == "buffer" or (kind == "param" and name not in trained)
+    }
+    first, second = (folder / f"{prefix}mp_rank_00_model_states.pt" for prefix in ("", "zero_pp_rank_0_"))
+    frame = Frame(first, _model_state(source, names, members), members, lambda loaded: loaded["module"])
+    write_filled(source, frame, record, workers=workers, progress=progress)
+    second.unlink(missing_ok=True)
+    if not share_file(first, second):
+        shutil.copyfile(first, second)
+
+
+def _model_state(source: Source, names: list[str], members: dict[str, ModelTensor]) -> dict[str, Any]:
     client = source.client_state if isinstance(source.client_state, dict) else {}
-    module: dict[str, torch.Tensor] = OrderedDict()
-    frozen: dict[str, torch.Size] = OrderedDict()
-    for (name, kind), tensor in source.tensors.items():
-        if kind == "buffer" or (kind == "param" and name not in trained):
-            module[name] = _read(source, name, kind, None, progress)
-            if kind == "param":
-                frozen[name] = torch.Size(tensor.shape)
+    module = OrderedDict((name, empty_tensor(member)) for name, member in members.items())
+    frozen = OrderedDict((name, torch.Size(m.shape)) for name, m in members.items() if m.kind == "param")
     shapes = OrderedDict((name, torch.Size(_shape(source, name))) for name in names)
     return {
         **{str(key): value for key, value in client.items() if not _is_ours(value)},

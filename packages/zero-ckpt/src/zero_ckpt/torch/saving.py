@@ -59,6 +59,7 @@ def save(
     options: dict[str, Any] = {
         "step": step,
         "aliases": aliases,
+        "frozen": parts.frozen() if parts.modules else None,
         "client_state": client,
         "rank_state": own or None,
         "keep_last": keep_last,
@@ -79,6 +80,15 @@ class Parts:
         found = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
         self.modules = {key: module_state(value, "" if len(found) == 1 else f"{key}.") for key, value in found.items()}
         self.names = parameter_names(list(self.modules.values()))
+
+    def frozen(self) -> list[str]:
+        """Parameters that need no gradient."""
+        return [
+            name
+            for module in self.modules.values()
+            for name, tensor in module.tensors.items()
+            if module.kind(name) == "param" and not tensor.requires_grad
+        ]
 
     def describe(
         self, exclude_frozen: bool

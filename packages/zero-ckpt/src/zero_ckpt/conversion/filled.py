@@ -1,0 +1,171 @@
+"""Files of `torch.save` whose tensors are never in memory.
+
+[Note: filled frames]
+`torch.save` writes the file without its tensors' bytes, from memory that is reserved but never touched. The bytes are
+then written where they belong, piece by piece, and the archive's checksums set. So the file is what `torch.save` of the
+whole would make. Until it is complete it is called `<name>.partial`.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..commit import fsync_directory
+from ..errors import CheckpointError
+from ..types import ITEMSIZE
+from .dtypes import convert_dtype
+from .model import ModelTensor
+from .partial_file import write_at
+from .record import RECORD_BYTES, Record
+from .sources import PIECE_BYTES, Progress, Source, pieces
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A file to be: `value` is what `torch.save` is given, `tensors` say where its tensors' bytes come from.
+
+    `find` returns the tensors of the value when it is loaded, by the same names. A tensor whose kind the source does
+    not have is zeros.
+    """
+
+    path: Path
+    value: Any
+    tensors: Mapping[str, ModelTensor]
+    find: Callable[[Any], Mapping[str, Any]]
+
+
+def empty_tensor(tensor: ModelTensor) -> Any:
+    """A tensor of that shape and dtype whose memory is never touched."""
+    import torch
+
+    from ..torch.buffers import torch_dtype
+
+    return torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
+
+
+def write_filled(source: Source, frame: Frame, record: Record, *, workers: int, progress: Progress) -> None:
+    """Write one file, going on where `record` says, and note that it is complete."""
+    name = frame.path.relative_to(record.folder).as_posix()
+    if record.is_complete(name) and frame.path.is_file():
+        progress(sum(tensor.nbytes for tensor in frame.tensors.values()))
+        return
+    partial = frame.path.with_name(frame.path.name + ".partial")
+    done = record.done(name) if partial.is_file() else {}
+    if not done:
+        _write_frame(frame, partial)
+    try:
+        places = _places(frame, partial)
+        fd = os.open(partial, os.O_RDWR | os.O_CLOEXEC)
+        try:
+
+            def note(tensors: dict[str, int], nbytes: int, fd: int = fd) -> None:
+                os.fdatasync(fd)
+                record.note(name, dict(tensors), nbytes)
+
+            _fill_all(source, frame, fd, places, done, note, workers, progress)
+            _set_checksums(partial, fd, {places[key]: found for key, found in done.items()})
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        partial.replace(frame.path)
+        fsync_directory(frame.path.parent)
+        record.complete(name, sum(tensor.nbytes for tensor in frame.tensors.values()))
+    except Exception:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _write_frame(frame: Frame, partial: Path) -> None:
+    import torch
+
+    frame.path.parent.mkdir(parents=True, exist_ok=True)
+    with torch.serialization.skip_data():
+        torch.save(frame.value, partial)
+
+
+def _places(frame: Frame, partial: Path) -> dict[str, int]:
+    """At which byte the data of each tensor that has any begins."""
+    from .torch_file import load_structure, stored
+
+    found = frame.find(load_structure(partial))
+    if set(found) != set(frame.tensors):
+        raise CheckpointError(f"{partial} is not what an earlier run should have left; remove it")
+    return {name: stored(value, partial).begin for name, value in found.items() if value.numel()}
+
+
+def _fill_all(
+    source: Source,
+    frame: Frame,
+    fd: int,
+    places: Mapping[str, int],
+    done: dict[str, int],
+    note: Callable[[dict[str, int], int], None],
+    workers: int,
+    progress: Progress,
+) -> None:
+    """Write the bytes of every tensor that is not in `done` to its place, and put its CRC-32 there."""
+    progress(sum(frame.tensors[name].nbytes for name in done))
+    unsaid = 0
+    with ThreadPoolExecutor(workers, thread_name_prefix="zero-ckpt-convert") as pool:
+        jobs = {
+            pool.submit(_fill, source, frame.tensors[name], fd, begin, progress): name
+            for name, begin in places.items()
+            if name not in done
+        }
+        try:
+            for job in as_completed(jobs):
+                done[jobs[job]] = job.result()
+                unsaid += frame.tensors[jobs[job]].nbytes
+                if unsaid >= RECORD_BYTES:
+                    note(done, unsaid)
+                    unsaid = 0
+        except BaseException as error:
+            pool.shutdown(wait=True, cancel_futures=True)
+            if not isinstance(error, Exception):
+                note(done, unsaid)
+            raise
+
+
+def _fill(source: Source, tensor: ModelTensor, fd: int, begin: int, progress: Progress) -> int:
+    """Write a tensor's bytes from byte `begin` of a file on; returns their CRC-32."""
+    found, size = 0, ITEMSIZE[tensor.dtype]
+    if (tensor.name, tensor.kind) not in source.tensors:
+        return _zeros(tensor.nbytes, progress)
+    for offset, length in pieces(source, tensor.name, tensor.kind, tensor.numel, ITEMSIZE[tensor.stored]):
+        raw = bytearray(length * ITEMSIZE[tensor.stored])
+        source.read_into(tensor.name, tensor.kind, offset, raw)
+        data = convert_dtype(raw, tensor.stored, tensor.dtype)
+        found = zlib.crc32(data, found)
+        write_at(fd, data, begin + offset * size)
+        progress(data.nbytes)
+    return found
+
+
+def _zeros(nbytes: int, progress: Progress) -> int:
+    """The CRC-32 of zeros, which a frame holds already."""
+    found, zeros = 0, bytes(min(nbytes, PIECE_BYTES))
+    for begin in range(0, nbytes, PIECE_BYTES):
+        found = zlib.crc32(zeros[: nbytes - begin], found)
+    progress(nbytes)
+    return found
+
+
+def _set_checksums(path: Path, fd: int, found: Mapping[int, int]) -> None:
+    """Set the CRC-32 of the records of a zip file whose data begins at these bytes, in both of their headers."""
+    with zipfile.ZipFile(path) as archive:
+        entry, records = archive.start_dir, archive.infolist()  # the central directory is in the order of the records
+    for record in records:
+        local, central = os.pread(fd, 30, record.header_offset), os.pread(fd, 46, entry)
+        begin = record.header_offset + 30 + sum(int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
+        if begin in found:
+            checksum = found[begin].to_bytes(4, "little")
+            write_at(fd, checksum, record.header_offset + 14)
+            write_at(fd, checksum, entry + 16)
+        entry += 46 + sum(int.from_bytes(central[at : at + 2], "little") for at in (28, 30, 32))

@@ -1,0 +1,104 @@
+"""What a conversion that is not finished has done already, in a file beside its output.
+
+[Note: records of conversions]
+The record says what the output is made from, which files are complete, and of the file that is being filled, which
+tensors are on disk, with the CRC-32 of their bytes. A run that makes the same from the same source goes on behind it.
+It is written after the bytes it speaks of are on disk, and is removed when the output is complete.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+
+from ..commit import fsync_directory, write_durably
+from ..errors import CheckpointError, DamagedError
+from ..plain import pack, unpack
+
+RECORD_BYTES = 256 << 20
+"""After so many bytes a conversion notes how far it is."""
+
+
+class Record:
+    """The record at `path` of an output that `made_from` identifies; what an earlier run did is in it.
+
+    Raises CheckpointError when another process is writing the same output. Safe to use from several threads.
+    """
+
+    def __init__(self, path: Path, made_from: str) -> None:
+        self.folder, self._path, self._made_from = path.parent, path, made_from
+        self._lock = threading.Lock()
+        self._unsaid = 0
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._take()
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._files: dict[str, dict[str, int] | None] = self._read()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no earlier run has done anything for this output."""
+        return not self._files
+
+    def is_complete(self, file: str) -> bool:
+        """Whether an earlier run finished that file."""
+        return file in self._files and self._files[file] is None
+
+    def done(self, file: str) -> dict[str, int]:
+        """The tensors of a file that are on disk, with their CRC-32."""
+        return dict(self._files.get(file) or {})
+
+    def note(self, file: str, tensors: dict[str, int], nbytes: int) -> None:
+        """These tensors of a file are on disk now, `nbytes` more than before."""
+        self._note(file, tensors, nbytes)
+
+    def complete(self, file: str, nbytes: int) -> None:
+        """A file is on disk under its name, `nbytes` more than before."""
+        self._note(file, None, nbytes)
+
+    def _note(self, file: str, what: dict[str, int] | None, nbytes: int) -> None:
+        with self._lock:
+            self._files[file] = what
+            self._unsaid += nbytes
+            if self._unsaid >= RECORD_BYTES:
+                self._write()
+
+    def _write(self) -> None:
+        temporary = self._path.with_name(self._path.name + ".new")
+        write_durably(temporary, pack({"made_from": self._made_from, "files": self._files}))
+        temporary.replace(self._path)
+        os.close(self._fd)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        self._take()
+        self._unsaid = 0
+
+    def close(self, *, keep: bool) -> None:
+        """Give the lock up; `keep` the record for another run, or remove it."""
+        if keep:
+            self._write()
+        else:
+            self._path.unlink(missing_ok=True)
+            fsync_directory(self._path.parent)
+        os.close(self._fd)
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"{self._path.parent} is being written by another conversion") from error
+        except OSError:  # a file system without locks
+            return
+
+    def _read(self) -> dict[str, dict[str, int] | None]:
+        try:
+            found = unpack(self._path.read_bytes())
+        except DamagedError:  # new, or cut short: nothing is known
+            return {}
+        if not isinstance(found, dict) or found.get("made_from") != self._made_from:
+            return {}
+        files = found.get("files")
+        return files if isinstance(files, dict) else {}
