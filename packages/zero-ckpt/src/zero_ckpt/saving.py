@@ -45,8 +45,8 @@ def save_sharded(
     `aliases` (tied names to the name that is stored), `frozen` (names of parameters that are not trained),
     `client_state`, `config` and `step` are taken from rank 0, `rank_state` from every rank; all are plain data.
     `save_latest` points `<root>/latest` at the new checkpoint, `keep_last` then removes all but the newest so many.
-    `open_sink` decides how bytes reach the disk: by default directly with the `nvme` extra, through ordinary files without. An interval that is a `FileExtent` of a
-    sealed file is linked instead (see [Note: linked files]).
+    `open_sink` decides how bytes reach the disk: by default directly with the `nvme` extra, through ordinary files
+    without. An interval that is a `FileExtent` of a sealed file is linked instead (see [Note: linked files]).
 
     Where nodes do not share a file system, `node` names this rank's: each node then has its own directory with its
     ranks' files and a manifest of the whole, and what several nodes hold is written on each. Such a checkpoint loads
