@@ -107,10 +107,12 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Source:
 
 
 def _chosen(source: Source, exclude_frozen: bool) -> list[ModelTensor]:
-    """The tensors to write; a parameter without a master or optimizer state is frozen."""
+    """The tensors to write; where it is not recorded, a parameter without a master or optimizer state is frozen."""
     found = model_tensors(source, "F32")
     if not exclude_frozen:
         return found
+    if source.frozen is not None:
+        return [item for item in found if item.name not in source.frozen]
     trained = {name for name, kind in source.tensors if kind == "master" or is_optimizer_kind(kind)}
     if not trained:
         raise CheckpointError("the checkpoint holds no optimizer state, which tells frozen parameters from the others")
