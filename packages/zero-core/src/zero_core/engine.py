@@ -16,6 +16,7 @@ from zero_comm import Ledger
 from zero_partition import NonFiniteGradientError, Partition, ShardedOptimizer, StepResult
 from zero_precision import LossScaleError, cast_floating, parse_dtype
 
+from .checkpoint import Saver
 from .checkpointing import Checkpointing
 from .config import Config
 from .errors import UsageError
@@ -53,6 +54,7 @@ class Engine(Preparation):
         instruments: what is timed, counted and printed.
         checkpointing: where `zero_core.checkpointing.checkpoint` keeps activations inside this engine's forward.
         observer: told of losses and steps.
+        load_report: what the last `load_checkpoint` did to each name (a `zero_ckpt.LoadReport`); None before.
         model_part: what this rank's model is of the whole one, under an mpu.
         reports: whether this rank, the first of the job, prints and logs for all.
     """
@@ -91,6 +93,7 @@ class Engine(Preparation):
         self._collate_fn = collate_fn
         self.training_dataloader: RankLoader[Any] | None = None
         self.observer: Observer = Unobserved()
+        self._saver = Saver.of(config)
         self.checkpointing = Checkpointing(config.activation_checkpointing, model_part.place.group)
         self._compiled: list[str] = []
         partition.user = weakref.ref(self)
@@ -169,6 +172,7 @@ class Engine(Preparation):
             self.instruments.after_step()
         self.checkpointing.after_step(reports=self.reports)
         self.observer.after_step(self._last)
+        self._saver.check()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch ends an accumulation."""
@@ -228,15 +232,19 @@ class Engine(Preparation):
     def destroy(self, whole: bool = True) -> None:
         """Bring the parameters back in one piece, remove all hooks and leave the process groups. Collective.
 
-        ``whole``: false leaves sharded parameters released, for models that do not fit on one rank.
+        ``whole``: false leaves sharded parameters released, for models that do not fit on one rank. Waits for
+        checkpoints that are written behind training, and raises `zero_ckpt.CheckpointError` when one failed.
         """
         if self._destroyed:
             return
         self._destroyed = True
-        self._partition.close(whole=whole)
-        self._partition.groups.close()
-        self.model_part.close()
-        self.monitor.close()
+        try:
+            self._saver.close()
+        finally:
+            self._partition.close(whole=whole)
+            self._partition.groups.close()
+            self.model_part.close()
+            self.monitor.close()
 
     def __getattr__(self, name: str) -> Any:
         try:

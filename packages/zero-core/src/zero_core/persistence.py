@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from zero_ckpt import LoadReport
+
 from . import checkpoint
 from .errors import UsageError
 from .parking import ParkedStates, kinds_of
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 class Persistence(WholeValues):
     """The part of `Engine` between steps. Every call is collective."""
 
+    load_report: LoadReport | None = None
+    _saver: checkpoint.Saver
+
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -30,7 +35,8 @@ class Persistence(WholeValues):
         """Write everything needed to go on into ``save_dir/tag`` (default ``global_step{N}``), atomically. Collective.
 
         ``client_state`` is plain data and comes back from `load_checkpoint`. Raises `zero_ckpt.CheckpointError` on
-        every rank.
+        every rank. With ``checkpoint.writer.decoupled`` it returns once the state is copied into host memory; a save
+        that failed then raises from a later `step`, `save_checkpoint`, `load_checkpoint` or `destroy`.
         """
         self._check_open("save_checkpoint")
         if not str(save_dir):
@@ -38,7 +44,7 @@ class Persistence(WholeValues):
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         root = self.model_part.folder(Path(save_dir))
         with self.model_part.together("save_checkpoint"):
-            checkpoint.save(
+            self._saver.save(
                 self._engine(), root, name, dict(client_state or {}), save_latest, exclude_frozen_parameters
             )
         return True
@@ -51,20 +57,29 @@ class Persistence(WholeValues):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: checkpoint.CustomLoad | None = None,
     ) -> tuple[str, dict[str, Any]]:
         """Load ``load_dir/tag`` (default: the newest whole one), written at any world size and stage; return ``(path,
         client_state)``.
 
+        ``custom_load_fn(src=tensors by name, dst=module)`` loads the weights instead of names that fit: it runs on
+        every rank with the module whole, and what it leaves there on rank 0 counts. What was loaded, converted,
+        defaulted and ignored is in `load_report`.
+
         Collective. Raises `zero_ckpt.CheckpointError` on every rank: there is never a silent fresh start.
         """
         self._check_open("load_checkpoint")
+        self._saver.wait()
         wanted = checkpoint.Wanted(
             strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only and self._sharded is not None,
             scheduler=load_lr_scheduler_states and not load_module_only,
             counters=not load_module_only,
+            custom=custom_load_fn,
         )
-        return checkpoint.load(self._engine(), self.model_part.folder(Path(load_dir)), tag, wanted)
+        root = self.model_part.folder(Path(load_dir))
+        self.load_report, client_state = checkpoint.load(self._engine(), root, tag, wanted)
+        return str(self.load_report.path), client_state
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_cases import RANKS, STAGES, build, config, outcome, train, weights
 from torch import nn
 
@@ -113,3 +117,176 @@ def test_a_checkpoint_that_is_not_there_or_cannot_be_written_is_an_error_on_ever
     for messages in run_ranks(refused, RANKS, str(tmp_path)):
         assert all("Error" in message.split(":")[0] for message in messages), messages
         assert "no such tag" in messages[1] and "directory" in messages[2] and "client_state" in messages[3], messages
+
+
+def save_behind(folder: str, stage: int) -> dict[str, Any]:
+    """Save while training goes on; what is saved is the state at the call."""
+    settings = {**config(stage), "checkpoint": {"writer": {"decoupled": True}}}
+    engine = zero_core.initialize(model=build(), config=settings)[0]
+    train(engine, 0, 2)
+    saved = bits(engine)
+    engine.save_checkpoint(folder)
+    train(engine, 2, 4)
+    fresh = zero_core.initialize(model=build(seed=1), config=settings)[0]
+    engine.save_checkpoint(folder)
+    after = bits(engine)
+    path, _ = engine.load_checkpoint(folder, tag="global_step2")
+    found = {"same": bits(engine) == saved, "path": path}
+    engine.destroy()
+    fresh.load_checkpoint(folder)
+    return {**found, "newest": bits(fresh) == after, "steps": fresh.global_steps}
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_a_save_behind_training_holds_the_state_at_its_call(stage: int, tmp_path: Path) -> None:
+    for seen in run_ranks(save_behind, RANKS, str(tmp_path), stage):
+        assert seen["same"] and seen["newest"] and seen["steps"] == 4
+        assert seen["path"].endswith("global_step2")
+
+
+def fail_behind(folder: str) -> tuple[list[str], list[str]]:
+    settings = {**config(2), "checkpoint": {"writer": {"decoupled": True}}}
+    engine = zero_core.initialize(model=build(), config=settings)[0]
+    Path(folder).write_text("a file where the directory should be")
+    engine.save_checkpoint(folder)
+    failures = []
+    for step in range(200):
+        failures.append(outcome(lambda step=step: train(engine, step, step + 1)))  # type: ignore[misc]
+        if failures[-1] != "no error":
+            break
+        time.sleep(0.01)
+    after = [outcome(lambda: train(engine, 200, 202)), outcome(engine.destroy)]
+    return failures[-1:], after
+
+
+def test_what_a_save_behind_met_surfaces_at_a_later_step_and_training_goes_on(tmp_path: Path) -> None:
+    for failures, after in run_ranks(fail_behind, RANKS, str(tmp_path / "taken")):
+        assert "CheckpointError" in failures[0] and "taken" in failures[0], failures
+        assert after == ["no error", "no error"], after
+
+
+DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
+PRECISION: dict[str, Any] = {
+    "fp64": config,
+    "bf16": lambda stage: config(stage, bf16={"enabled": True}, data_types={}),
+}
+
+
+def on_nodes(root: str, stage: int, how: str) -> dict[str, Any]:
+    """Each rank is a node with a file system of its own."""
+    rank = dist.get_rank()
+    Path(root, f"node{rank}").mkdir(exist_ok=True)
+    os.chdir(Path(root, f"node{rank}"))
+    socket.gethostname = lambda: f"node{rank}"  # type: ignore[assignment]
+    settings = {**PRECISION[how](stage), "checkpoint": {"use_node_local_storage": True}}
+    dtype = DTYPES[how]
+
+    def make(seed: int) -> zero_core.Engine:
+        model = build(seed=seed)
+        model.register_buffer("running", torch.full((3,), float(seed)))
+        return zero_core.initialize(model=model, config=settings)[0]
+
+    engine = make(0)
+    train(engine, 0, 2, dtype)
+    engine.save_checkpoint("ckpt")
+    train(engine, 2, 4, dtype)
+    fresh = make(1)
+    fresh.load_checkpoint("ckpt")
+    train(fresh, 2, 4, dtype)
+    files = sorted(path.name for path in Path("ckpt", "global_step2").glob("rank-*"))
+    return {"same": bits(fresh) == bits(engine), "files": files, "buffer": fresh.module.running.tolist()}
+
+
+@pytest.mark.parametrize("how", ("fp64", "bf16"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_nodes_without_a_common_file_system_keep_what_their_ranks_need(stage: int, how: str, tmp_path: Path) -> None:
+    for rank, seen in enumerate(run_ranks(on_nodes, RANKS, str(tmp_path), stage, how)):
+        assert seen["same"] and seen["files"] == [f"rank-{rank:05d}.safetensors"] and seen["buffer"] == [0.0] * 3
+
+
+def load_by(folder: str, stage: int, how: str) -> dict[str, Any]:
+    settings, dtype = PRECISION[how](stage), DTYPES[how]
+    engine = zero_core.initialize(model=build(), config=settings)[0]
+    train(engine, 0, 3, dtype)
+    engine.save_checkpoint(folder)
+    train(engine, 3, 5, dtype)
+
+    other = nn.Module()  # another tree: the same model one level deeper
+    other.inner = build(seed=1)
+    fresh = zero_core.initialize(model=_Wrapped(other), config=settings)[0]
+    seen: list[Any] = []
+
+    def custom(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+        seen.append(sorted(src))
+        found = dict(dst.named_parameters())
+        found_names = {name.removeprefix("inner.inner.") for name in found}
+        for name, value in src.items():
+            if name in found_names:
+                found[f"inner.inner.{name}"].copy_(value)
+
+    fresh.load_checkpoint(folder, load_optimizer_states=False, custom_load_fn=custom)
+    names = [name for name, _ in [*engine.module.named_parameters(), *engine.module.named_buffers()]]
+    engine.load_checkpoint(folder)
+    ours = {f"inner.inner.{name}": value for name, value in bits(engine).items()}
+    same_names = sorted(seen[0]) == sorted(names)
+
+    def zeros(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+        for name, parameter in dst.named_parameters():
+            parameter.copy_(src[name])
+
+    again = zero_core.initialize(model=build(seed=2), config=settings)[0]
+    again.load_checkpoint(folder, custom_load_fn=zeros)
+    train(again, 3, 5, dtype)
+    train(engine, 3, 5, dtype)
+    return {"weights": ours, "fresh": bits(fresh), "names": same_names, "goes_on": bits(again) == bits(engine)}
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner.inner(*args)
+
+
+@pytest.mark.parametrize("how", ("fp64", "bf16"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_function_of_the_users_loads_the_weights_under_other_names(stage: int, how: str, tmp_path: Path) -> None:
+    for seen in run_ranks(load_by, RANKS, str(tmp_path), stage, how):
+        assert seen["names"] and seen["goes_on"]
+        if how == "fp64":
+            assert seen["fresh"] == seen["weights"]
+
+
+def report_of_partial(folder: str) -> dict[str, Any]:
+    engine = zero_core.initialize(model=build(), config=config(3))[0]
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder)
+    model = build(seed=1)
+    model.extra = nn.Linear(2, 2)
+    other = zero_core.initialize(model=model, config=PRECISION["bf16"](1))[0]
+    other.load_checkpoint(folder, load_module_strict=False, load_optimizer_states=False)
+    report = other.load_report
+    assert report is not None
+    return {name: getattr(report, name) for name in ("loaded", "defaulted", "ignored", "converted", "not_requested")}
+
+
+def test_what_a_load_did_is_kept_name_by_name(tmp_path: Path) -> None:
+    names = {f"{name} (param)" for name, _ in build().named_parameters()}
+    for seen in run_ranks(report_of_partial, RANKS, str(tmp_path)):
+        assert set(seen["loaded"]) == {*names, "shift (buffer)"} and not seen["ignored"]
+        assert set(seen["converted"]) == names
+        assert sorted(seen["defaulted"]) == ["extra.bias (param)", "extra.weight (param)"]
+        assert "exp_avg" in seen["not_requested"]
+
+
+def save_callable(folder: str) -> str:
+    engine = zero_core.initialize(model=build(), config=config(1))[0]
+    engine.optimizer.param_groups[0]["hook"] = {"inner": print}  # type: ignore[union-attr]
+    return outcome(lambda: engine.save_checkpoint(folder))
+
+
+def test_a_function_in_a_param_group_is_refused_with_its_path(tmp_path: Path) -> None:
+    for message in run_ranks(save_callable, RANKS, str(tmp_path)):
+        assert "client_state['param_groups'][0]['hook']['inner']" in message

@@ -18,7 +18,7 @@ REMOVED = {
     "eigenvalue": "it only served quantize_training, which is gone too; remove it",
     "elasticity": 'set the batch sizes directly; checkpoints load at any world size, and "zero-launch" restarts ranks',
     "graph_harvesting": "use torch.cuda.make_graphed_callables in the model",
-    "nebula": "checkpoints are written asynchronously by zero-ckpt's AsyncSaver",
+    "nebula": 'set "checkpoint.writer.decoupled": true to write checkpoints while training goes on',
     "progressive_layer_drop": "drop layers in the model's own forward",
     "quantize_training": "use torchao's quantisation-aware training",
     "sparse_attention": "use torch.nn.attention.flex_attention in the model",

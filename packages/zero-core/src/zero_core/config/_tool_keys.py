@@ -36,7 +36,9 @@ class CheckpointWriter(Section):
     io_buffer_double: Flag = True
     show_statistics: Flag = False
     data_parallel: Annotated[Literal["REPLICA", "SOCKET", "MACHINE"], BeforeValidator(_upper)] | None = None
-    decoupled: Flag = False
+    decoupled: Flag = Field(
+        default=False, description="Copy the state into host memory and write it while training goes on."
+    )
     io_multiplier: PositiveInt = 1
 
 
@@ -49,7 +51,9 @@ class Checkpoint(Section):
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = "Warn"
     load_universal: Flag = False
-    use_node_local_storage: Flag = False
+    use_node_local_storage: Flag = Field(
+        default=False, description="Nodes do not share a file system: each keeps what its ranks need."
+    )
     parallel_write: ParallelWrite = ParallelWrite()
     checkpoint_serialization: Flag = True
     writer: CheckpointWriter | None = None

@@ -48,7 +48,6 @@ _OFF = "set it to false"
 
 REFUSED: tuple[Refusal, ...] = (
     Refusal("autotuning.enabled", is_on, "autotuning", _OFF),
-    Refusal("checkpoint.use_node_local_storage", is_on, "checkpoints on node-local disks", _OFF),
     Refusal("compile.autoep_non_moe", is_on, "DeepCompile", _OFF),
     Refusal("compile.deepcompile", is_on, "DeepCompile", 'set it to false; "engine.compile" uses torch.compile'),
     Refusal("compile.passes", is_given, "DeepCompile", "remove it"),
@@ -76,6 +75,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("zero_optimization.zero_quantized_weights", is_on, "quantised weights", _ZEROPP),
 )
 
+_WRITER = "the writer is chosen for the disk"
 _UNITS = "units are chosen from the module tree"
 _ALWAYS = "always on"
 _MEAN = "the mean is the same: gradients are summed in the accumulate dtype and divided once"
@@ -86,7 +86,12 @@ NO_EFFECT: dict[str, str] = {
     "checkpoint.checkpoint_serialization": "checkpoints hold tensors and plain data, never pickles",
     "checkpoint.load_universal": "every checkpoint loads at any world size and stage",
     "checkpoint.parallel_write": "all ranks always write in parallel",
-    "checkpoint.writer": "the writer is chosen for the disk",
+    "checkpoint.writer.data_parallel": "all ranks always write in parallel",
+    "checkpoint.writer.io_buffer_double": _WRITER,
+    "checkpoint.writer.io_buffer_size": _WRITER,
+    "checkpoint.writer.io_multiplier": _WRITER,
+    "checkpoint.writer.show_statistics": "`zero-ckpt inspect` has the sizes",
+    "checkpoint.writer.type": _WRITER,
     "checkpoint.tag_validation": "ranks always agree on the tag before anything is written",
     "comms_logger.debug": "every line names its unit or parameter",
     "compile": "DeepCompile is switched off",

@@ -1,0 +1,29 @@
+"""Which part of a unit's buffers belongs to which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from zero_partition import Fragment, Unit, start_in_reduced
+
+
+def pieces(unit: Unit, shard: torch.Tensor, rank: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
+    """Yield the fragments of this rank's shard with their part of it."""
+    for fragment in unit.layout.fragments(rank):
+        yield fragment, shard[fragment.shard_offset : fragment.shard_offset + fragment.length]
+
+
+def master_pieces(unit: Unit, ranks: range) -> Iterator[tuple[Fragment, torch.Tensor]]:
+    """Yield the fragments of ``ranks`` with their part of the unit's master, where this rank has one."""
+    if unit.master is not None:
+        for rank in ranks:
+            for fragment in unit.layout.fragments(rank):
+                start = start_in_reduced(unit, fragment)
+                yield fragment, unit.master[start : start + fragment.length]
+
+
+def has_own_master(unit: Unit) -> bool:
+    """Whether masters are more than the weights themselves."""
+    return unit.master is not None and unit.master.dtype != unit.plan.dtype

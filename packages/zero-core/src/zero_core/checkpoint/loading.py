@@ -1,0 +1,197 @@
+"""From a checkpoint's intervals to the engine's tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zero_ckpt import Checkpoint, LoadReport, restore
+from zero_ckpt.torch import torch_dtype
+from zero_comm import Tag
+from zero_partition import DeviceResidency, OwnedFragment, Unit
+
+from .fragments import has_own_master, master_pieces, pieces
+from .names import WEIGHT_KINDS, check_names, report_of, summary, uncut
+from .progress import engine_state, load_counters, load_hyperparameters, load_position, load_schedule
+from .reading import Reading
+from .saving import coordinator_of
+from .tiers import tier_values
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+logger = logging.getLogger("zero_core")
+
+CustomLoad = Callable[..., Any]
+"""Called as ``f(src=tensors by name, dst=module)``; copies what it wants into the module's parameters and buffers."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to load; ``strict``: the model's tensors and the checkpoint's must be the same set.
+
+    With ``custom`` the weights are loaded by that function, whatever their names.
+    """
+
+    strict: bool
+    optimizer: bool
+    scheduler: bool
+    counters: bool
+    custom: CustomLoad | None = None
+
+
+def load(engine: Engine, root: Path, tag: str | None, wanted: Wanted) -> tuple[LoadReport, dict[str, Any]]:
+    """Read ``root/tag`` into the engine; returns what happened to each name and the client state. Collective."""
+    parts = engine.partition
+    parts.runtime.agree("load", f"{root}/{tag or ''}", None)
+    everybody = engine.model_part.coordinator or coordinator_of(engine)
+    checkpoint, source = restore(root, lambda c: _fill(engine, c, wanted), tag, coordinator=everybody)
+    if wanted.custom is not None:
+        _load_by(engine, wanted.custom, source)
+    else:
+        _spread(engine)
+    if wanted.counters:
+        load_counters(engine, checkpoint)
+    if wanted.scheduler:
+        load_schedule(engine, checkpoint)
+    report = report_of(engine, checkpoint, optimizer=wanted.optimizer)
+    if engine.reports:
+        partial = report.defaulted or report.ignored or report.opened.skipped
+        logger.log(logging.WARNING if partial else logging.INFO, "%s", summary(report))
+    return report, engine_state(checkpoint)["client"]
+
+
+def _fill(engine: Engine, checkpoint: Checkpoint, wanted: Wanted) -> dict[str, torch.Tensor]:
+    """Read this rank's part, and with a custom function all tensors of the model, by name; does not communicate."""
+    if wanted.strict and wanted.custom is None:
+        check_names(engine, checkpoint)
+    if wanted.counters:
+        load_position(engine, checkpoint)
+    reading = Reading(checkpoint)
+    _fill_units(engine, reading, wanted)
+    if wanted.optimizer:
+        load_hyperparameters(engine, checkpoint)
+        _fill_states(engine, reading)
+    if wanted.custom is None:
+        _fill_whole(engine, reading)
+    reading.run()
+    return {} if wanted.custom is None else _whole_model(checkpoint)
+
+
+def _fill_units(engine: Engine, reading: Reading, wanted: Wanted) -> None:
+    """Weights and masters of this rank's shards, and what tiers keep of them."""
+    parts, tensors = engine.partition, reading.checkpoint.tensors
+    if parts.states is not None:
+        parts.states.reset()
+    for unit in parts.units:
+        if wanted.custom is None:
+            _fill_shard(engine, reading, unit)
+        if wanted.custom is None or has_own_master(unit):
+            for fragment, piece in master_pieces(unit, parts.owned_ranks()):
+                if (fragment.entry.name, "param") in tensors:
+                    reading.add_weights(fragment.entry.name, fragment.param_offset, piece)
+        if unit.states is not None:
+            unit.states.write(
+                tier_values(unit, unit.states, reading.checkpoint, parts.rank, optimizer=wanted.optimizer)
+            )
+
+
+def _fill_shard(engine: Engine, reading: Reading, unit: Unit) -> None:
+    parts = engine.partition
+    shard = parts.residency.acquire(unit.name)
+    for fragment, piece in pieces(unit, shard, parts.rank):
+        if (fragment.entry.name, "param") in reading.checkpoint.tensors:
+            reading.add_weights(fragment.entry.name, fragment.param_offset, piece)
+    if not isinstance(parts.residency, DeviceResidency):  # the shard is lent until it is released
+        reading.run()
+    parts.residency.release(unit.name, dirty=True)
+
+
+def _fill_states(engine: Engine, reading: Reading) -> None:
+    """What the optimizer keeps of its fragments, where no tier does."""
+    if engine.sharded_optimizer is None:
+        return
+    for owned in engine.sharded_optimizer.fragments:
+        if owned.unit.states is None and (owned.fragment.entry.name, "param") in reading.checkpoint.tensors:
+            state = _state(reading, owned)
+            engine.sharded_optimizer.state.pop(owned.tensor, None)
+            if state:
+                engine.sharded_optimizer.state[owned.tensor] = state
+
+
+def _state(reading: Reading, owned: OwnedFragment) -> dict[str, Any]:
+    """Tensors for an optimizer's state of one fragment, filled when the reading has run."""
+    checkpoint, fragment, name = reading.checkpoint, owned.fragment, owned.fragment.entry.name
+    state: dict[str, Any] = {}
+    for tensor_name, kind in checkpoint.tensors:
+        if tensor_name != name or kind in WEIGHT_KINDS:
+            continue
+        entry = checkpoint.tensors[name, kind]
+        if kind.endswith(".scalar"):
+            value = torch.empty(1, dtype=torch_dtype(entry.dtype))
+            reading.add(name, kind, 0, value)
+            state[kind.removesuffix(".scalar")] = value.reshape(())
+        else:
+            same = tuple(entry.shape) == tuple(fragment.entry.shape)
+            shape = owned.tensor.shape if same else entry.shape
+            values = torch.empty(tuple(shape), dtype=torch_dtype(entry.dtype), device=owned.tensor.device)
+            reading.add(name, kind, fragment.param_offset if same else 0, values.view(-1))
+            state[kind] = values
+    return state
+
+
+def _fill_whole(engine: Engine, reading: Reading) -> None:
+    """Buffers and the parameters that no unit holds."""
+    whole = [(name, "buffer", b) for name, b in engine.module.named_buffers() if type(b) is torch.Tensor]
+    whole += [(name, "param", tensor) for name, tensor in uncut(engine).items()]
+    for name, kind, tensor in whole:
+        if (name, kind) in reading.checkpoint.tensors:
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+            reading.add(name, kind, 0, flat)
+            reading.then(lambda tensor=tensor, flat=flat: _copy_into(tensor, flat))  # type: ignore[misc]
+
+
+def _copy_into(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def _whole_model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Every parameter in its best precision, and every buffer, whole, by name; tied names share a tensor."""
+    reading, found = Reading(checkpoint), {}
+    for (name, kind), entry in checkpoint.tensors.items():
+        if kind in ("param", "buffer"):
+            best = "master" if kind == "param" and (name, "master") in checkpoint.tensors else kind
+            found[name] = torch.empty(entry.shape, dtype=torch_dtype(checkpoint.tensors[name, best].dtype))
+            reading.add(name, best, 0, found[name].view(-1))
+    reading.run()
+    return {**found, **{alias: found[name] for alias, name in checkpoint.aliases.items() if name in found}}
+
+
+def _load_by(engine: Engine, custom: CustomLoad, source: dict[str, torch.Tensor]) -> None:
+    """Let the user's function load into the whole model; masters that round to what it leaves keep their digits."""
+    module: nn.Module = engine.module
+    with engine.gathered(list(module.parameters()), modifier_rank=0), torch.no_grad():
+        custom(src=source, dst=module)
+
+
+def _spread(engine: Engine) -> None:
+    """Every rank has read its shard; where parameters are whole on every rank, gather them."""
+    parts = engine.partition
+    works = []
+    for unit in parts.units:
+        if not unit.releasable:
+            start, end = unit.layout.shard_range(parts.rank)
+            shard = parts.residency.acquire(unit.name)
+            unit.flat[start:end].copy_(shard)
+            parts.residency.release(unit.name, dirty=False)
+            tag = Tag("checkpoint", unit.name, parts.runtime.step)
+            works.append(parts.groups.gather.all_gather(unit.flat, unit.flat[start:end], tag))
+    for work in works:
+        work.wait()

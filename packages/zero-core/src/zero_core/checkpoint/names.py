@@ -1,0 +1,122 @@
+"""Which names the model has, which a checkpoint has, and how they fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from zero_ckpt import Checkpoint, LoadReport, MismatchError
+from zero_ckpt.torch import dtype_name
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+WEIGHT_KINDS = frozenset(["param", "master", "buffer"])
+_SHOWN = 10
+
+
+def aliases(engine: Engine) -> dict[str, str]:
+    """Names of tied parameters -> the name under which they are stored."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            found[name] = first[id(parameter)]
+        else:
+            first[id(parameter)] = name
+    return found
+
+
+def shapes(engine: Engine) -> dict[tuple[str, str], tuple[int, ...]]:
+    """Shapes of the model's parameters and buffers by (name, kind)."""
+    ours: dict[tuple[str, str], tuple[int, ...]] = {
+        (e.name, "param"): tuple(e.shape) for unit in engine.partition.layout.units for e in unit.entries
+    }
+    ours |= {(name, "buffer"): tuple(b.shape) for name, b in engine.module.named_buffers()}
+    ours |= {(name, "param"): tuple(p.shape) for name, p in uncut(engine).items()}
+    return ours
+
+
+def uncut(engine: Engine) -> dict[str, torch.Tensor]:
+    """Parameters that no unit holds: every rank has them whole."""
+    return {
+        name: parameter.data
+        for name, parameter in engine.module.named_parameters()
+        if name in engine.partition.uncut and type(parameter.data) is torch.Tensor
+    }
+
+
+def check_names(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Every parameter and buffer is there with its shape, and nothing else is; raises MismatchError."""
+    ours = shapes(engine)
+    theirs = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key[1] in ("param", "buffer")}
+    problems = [
+        f"'{n}' ({k}) of shape {s} is not in the checkpoint" for (n, k), s in ours.items() if (n, k) not in theirs
+    ]
+    problems += [f"'{n}' ({k}) is only in the checkpoint" for (n, k) in theirs if (n, k) not in ours]
+    problems += [
+        f"'{n}' ({k}) has shape {ours[n, k]} here and {s} in the checkpoint"
+        for (n, k), s in theirs.items()
+        if (n, k) in ours and ours[n, k] != s
+    ]
+    if problems:
+        shown = "\n  ".join(problems[:_SHOWN])
+        raise MismatchError(
+            f"{checkpoint.path} does not fit the model ({len(problems)} differences):\n  {shown}\n"
+            "Pass load_module_strict=False to load what fits by name."
+        )
+
+
+def report_of(engine: Engine, checkpoint: Checkpoint, *, optimizer: bool) -> LoadReport:
+    """What a load by name does to each name; with ``optimizer`` masters' and states' kinds count as asked for."""
+    report = LoadReport(checkpoint.path, checkpoint.step, checkpoint.report)
+    ours = shapes(engine)
+    trained = {
+        entry.name
+        for unit in engine.partition.units
+        if unit.plan.trainable
+        for entry in unit.layout.entries
+        if engine.sharded_optimizer is not None
+    }
+    left_out = set()
+    for name, kind in checkpoint.tensors:
+        here = f"{name} ({kind})"
+        if kind in WEIGHT_KINDS:
+            known = (name, "buffer" if kind == "buffer" else "param") in ours
+            (report.loaded if known else report.ignored).append(here)
+        elif kind == "state" or not optimizer:
+            left_out.add(kind)
+        else:
+            (report.loaded if name in trained else report.ignored).append(here)
+    report.defaulted += [f"{name} ({kind})" for name, kind in ours if (name, kind) not in checkpoint.tensors]
+    report.converted += sorted(
+        f"{name} (param)" for name, dtype in _dtypes(engine).items() if _is_converted(checkpoint, name, dtype)
+    )
+    report.not_requested += sorted(left_out)
+    return report
+
+
+def _dtypes(engine: Engine) -> dict[str, torch.dtype]:
+    return {entry.name: unit.plan.dtype for unit in engine.partition.units for entry in unit.layout.entries}
+
+
+def _is_converted(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> bool:
+    stored = [
+        checkpoint.tensors[name, kind].dtype for kind in ("param", "master") if (name, kind) in checkpoint.tensors
+    ]
+    return bool(stored) and dtype_name(dtype) not in stored
+
+
+def summary(report: LoadReport) -> str:
+    """One line for the log."""
+    parts = [f"{len(report.loaded)} tensors loaded"]
+    for text, names in (("converted", report.converted), ("defaulted", report.defaulted), ("ignored", report.ignored)):
+        if names:
+            more = ", …" if len(names) > 3 else ""
+            parts.append(f"{len(names)} {text} ({', '.join(names[:3])}{more})")
+    if report.not_requested:
+        parts.append(f"left out: {', '.join(report.not_requested)}")
+    if report.opened.skipped:
+        parts.append(f"instead of {', '.join(tag for tag, _ in report.opened.skipped)}, which is damaged")
+    return f"{report.path}, step {report.step}: {'; '.join(parts)}"

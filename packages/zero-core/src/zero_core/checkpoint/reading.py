@@ -1,0 +1,61 @@
+"""Read many intervals of a checkpoint at once, into tensors of any dtype and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zero_ckpt import Checkpoint, ReadRequest
+from zero_ckpt.torch import tensor_buffer, torch_dtype
+
+_STAGED_BYTES = 256 << 20
+
+
+class Reading:
+    """Collects what to read; `run` reads it with several reads in flight.
+
+    CPU tensors of the stored dtype are read in place. Others go through staging memory of at most 256 MiB at a time,
+    besides the largest: when that is full, what was collected so far is read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._requests: list[ReadRequest] = []
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._then: list[Callable[[], None]] = []
+        self._staged_bytes = 0
+
+    def add(self, name: str, kind: str, offset: int, out: torch.Tensor) -> None:
+        """Fill ``out`` (1-D) with elements from ``offset`` on, converted to its dtype."""
+        dtype = torch_dtype(self.checkpoint.entry(name, kind).dtype)
+        target = out
+        if out.device.type != "cpu" or out.dtype != dtype or not out.is_contiguous():
+            target = torch.empty(out.numel(), dtype=dtype)
+            self._staged.append((out, target))
+            self._staged_bytes += target.nbytes
+        self._requests.append(ReadRequest(name, kind, offset, tensor_buffer(target)))
+        if self._staged_bytes >= _STAGED_BYTES:
+            self.run()
+
+    def add_weights(self, name: str, offset: int, out: torch.Tensor) -> None:
+        """`add` a parameter's elements in the stored precision that is nearest to ``out``'s."""
+        tensors = self.checkpoint.tensors
+        dtypes = {k: torch_dtype(tensors[name, k].dtype) for k in ("param", "master") if (name, k) in tensors}
+        exact = [kind for kind, dtype in dtypes.items() if dtype == out.dtype]
+        self.add(name, (exact or sorted(dtypes, key=lambda kind: -dtypes[kind].itemsize))[0], offset, out)
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when everything that was added so far is there, at the latest at the end of `run`."""
+        self._then.append(action)
+
+    def run(self) -> None:
+        """Read everything that was added. Raises DamagedError naming tensor and file."""
+        self.checkpoint.read_many(self._requests)
+        for out, target in self._staged:
+            with torch.no_grad():
+                out.copy_(target.view(out.shape))
+        actions, self._then = self._then, []
+        self._requests, self._staged, self._staged_bytes = [], [], 0
+        for action in actions:
+            action()

@@ -1,0 +1,165 @@
+"""The engine's tensors as intervals, and the two ways of writing them: at once, or while training goes on."""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from zero_ckpt import AsyncSaver, Coordinator, Interval, SoloCoordinator, save_sharded
+from zero_ckpt.torch import DistCoordinator, RngState, Stager
+from zero_partition import DeviceResidency, OwnedFragment
+
+from ..config import Config
+from .fragments import has_own_master, master_pieces, pieces
+from .names import aliases, uncut
+from .progress import progress_of
+from .tiers import stored_weights, tier_intervals
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+
+class Saver:
+    """Writes an engine's checkpoints: before `save` returns, or behind it (``checkpoint.writer.decoupled``).
+
+    Behind it, `save` returns when the state is copied into host memory that is kept for the next time; a save that
+    failed raises `zero_ckpt.CheckpointError` from the next `check`, `save`, `wait` or `close`.
+    """
+
+    def __init__(self, decoupled: bool, per_node: bool) -> None:
+        self._decoupled, self._per_node = decoupled, per_node
+        self._behind: AsyncSaver | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Saver:
+        """As a configuration's ``checkpoint`` section says."""
+        writer = config.checkpoint.writer
+        return cls(writer is not None and writer.decoupled, config.checkpoint.use_node_local_storage)
+
+    def save(
+        self, engine: Engine, root: Path, tag: str, client: dict[str, Any], save_latest: bool, exclude_frozen: bool
+    ) -> None:
+        """Write ``root/tag``; collective."""
+        parts = engine.partition
+        parts.runtime.agree("save", f"{root}/{tag}", None)
+        group = coordinator_of(engine)
+        node = socket.gethostname() if self._per_node else None
+        leads = parts.rank == 0 if node is None else _leads(group, node)
+        options: dict[str, Any] = {
+            "step": engine.global_steps,
+            "aliases": aliases(engine),
+            "frozen": [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad],
+            "client_state": progress_of(engine, client),
+            "config": engine.resolved_config.to_plain(),
+            "rank_state": {"random": RngState().state_dict()},
+            "save_latest": save_latest,
+            "node": node,
+        }
+        intervals = _intervals(engine, exclude_frozen, whole=leads, replicas=node is not None)
+        if self._decoupled:
+            self._open_behind(group).save(root, tag, intervals, **options)
+        else:
+            save_sharded(root, tag, intervals, coordinator=group, **options)
+
+    def check(self) -> None:
+        """Raise what a save behind met; call it once a step."""
+        if self._behind is not None:
+            self._behind.check()
+
+    def wait(self) -> None:
+        """Wait until what was started is on disk; raises as `check` does."""
+        if self._behind is not None:
+            self._behind.wait()
+
+    def close(self) -> None:
+        """Finish what was started; raises as `check` does."""
+        if self._behind is not None:
+            try:
+                self._behind.close()
+            finally:
+                if self._group is not None and dist.is_initialized():
+                    dist.destroy_process_group(self._group)
+                self._group = None
+
+    def _open_behind(self, group: Coordinator) -> AsyncSaver:
+        """The saver of this engine, made once: its ranks agree in a group of their own, beside training."""
+        if self._behind is None:
+            own: Coordinator = SoloCoordinator()
+            if group.world_size > 1:
+                ranks = group.all_gather_object(dist.get_rank())
+                self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+                own = DistCoordinator(self._group)
+            self._behind = AsyncSaver(own)
+            weakref.finalize(self, self._behind.close)  # a script may end without `engine.destroy()`
+        return self._behind
+
+
+def coordinator_of(engine: Engine) -> Coordinator:
+    """How the ranks of the engine agree about checkpoints."""
+    group = engine.partition.groups.control.process_group
+    return SoloCoordinator() if group is None else DistCoordinator(group)
+
+
+def _leads(group: Coordinator, node: str) -> bool:
+    """Whether this rank is the first of its node."""
+    nodes: list[str] = group.all_gather_object(node)
+    return nodes.index(node) == group.rank
+
+
+def _intervals(engine: Engine, exclude_frozen: bool, *, whole: bool, replicas: bool) -> Iterator[Interval]:
+    """What this rank contributes; ``whole``: what every rank has whole too. ``replicas``: also what other ranks hold as
+    well, for nodes that cannot read one another's files."""
+    stager, parts = Stager(), engine.partition
+    for unit in parts.units:
+        if exclude_frozen and not unit.plan.trainable:
+            continue
+        if isinstance(parts.residency, DeviceResidency):
+            shard = parts.residency.acquire(unit.name)
+            for fragment, piece in pieces(unit, shard, parts.rank):
+                yield from stager.intervals(
+                    fragment.entry.name, "param", piece, shape=fragment.entry.shape, offset=fragment.param_offset
+                )
+        else:
+            yield from stored_weights(parts.residency, unit, parts.rank)
+        if has_own_master(unit):
+            for fragment, piece in master_pieces(
+                unit, parts.owned_ranks() if replicas else range(parts.rank, parts.rank + 1)
+            ):
+                entry = fragment.entry
+                yield from stager.intervals(
+                    entry.name, "master", piece, shape=entry.shape, offset=fragment.param_offset
+                )
+        if unit.states is not None:
+            yield from tier_intervals(unit.states, unit, parts.rank, replicas=replicas)
+    if engine.sharded_optimizer is not None:
+        several = len(parts.owned_ranks()) > 1  # fragments of one parameter on this rank
+        for owned in engine.sharded_optimizer.fragments:
+            if replicas or owned.fragment.rank == parts.rank:
+                state = engine.sharded_optimizer.state.get(owned.tensor, {})
+                yield from _optimizer_intervals(stager, owned, state, replicas=replicas and not several)
+    if whole:
+        for name, buffer in engine.module.named_buffers():
+            yield from stager.intervals(name, "buffer", buffer.detach().contiguous())
+        for name, parameter in uncut(engine).items():
+            yield from stager.intervals(name, "param", parameter.contiguous())
+
+
+def _optimizer_intervals(
+    stager: Stager, owned: OwnedFragment, state: dict[str, Any], *, replicas: bool
+) -> Iterator[Interval]:
+    fragment, entry = owned.fragment, owned.fragment.entry
+    for key, value in state.items():
+        tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+        if tensor.dim() and tensor.numel() != fragment.length:
+            yield from stager.intervals(entry.name, key, tensor.contiguous())
+        elif tensor.dim():
+            yield from stager.intervals(entry.name, key, tensor, shape=entry.shape, offset=fragment.param_offset)
+        elif fragment.param_offset == 0 or replicas:
+            yield from stager.intervals(entry.name, f"{key}.scalar", tensor.reshape(()).cpu())
