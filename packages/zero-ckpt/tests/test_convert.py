@@ -215,8 +215,11 @@ def test_deepspeeds_functions_read_lazily_and_leave_out_what_is_frozen(tmp_path:
     assert torch.equal(lazy["head.weight"].contiguous(), values["master"])
     trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ckpt", exclude_frozen_parameters=True)
     assert set(trained) == {"embed.weight", "head.weight", "count"}
+    said = get_fp32_state_dict_from_zero_checkpoint(_weights(tmp_path), exclude_frozen_parameters=True)
+    assert set(said) == {"weight", "bias"}  # the checkpoint says which are trained, without any state
+    save_sharded(tmp_path / "unsaid", "t", [Interval("w", "param", (1,), "F32", 0, bytes(4))], step=0)
     with pytest.raises(CheckpointError, match="holds no optimizer state"):
-        get_fp32_state_dict_from_zero_checkpoint(_weights(tmp_path), exclude_frozen_parameters=True)
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "unsaid", exclude_frozen_parameters=True)
     model = torch.nn.ModuleDict({"mid": torch.nn.Linear(11, 11)})
     load_state_dict_from_zero_checkpoint(model, str(tmp_path / "ckpt"))
     assert torch.equal(model["mid"].weight, values["mid.weight"])

@@ -92,7 +92,7 @@ def _fill_units(engine: Engine, reading: Reading, wanted: Wanted) -> None:
     for unit in parts.units:
         if wanted.custom is None:
             _fill_shard(engine, reading, unit)
-        if wanted.custom is None or has_own_master(unit):
+        if has_own_master(unit) or (wanted.custom is None and not _is_spread(engine, unit)):
             for fragment, piece in master_pieces(unit, parts.owned_ranks()):
                 if (fragment.entry.name, "param") in tensors:
                     reading.add_weights(fragment.entry.name, fragment.param_offset, piece)
@@ -100,6 +100,16 @@ def _fill_units(engine: Engine, reading: Reading, wanted: Wanted) -> None:
             unit.states.write(
                 tier_values(unit, unit.states, reading.checkpoint, parts.rank, optimizer=wanted.optimizer)
             )
+
+
+def _is_spread(engine: Engine, unit: Unit) -> bool:
+    """Whether the master is the memory of the shard, or of the flat buffer that `_spread` fills."""
+    parts = engine.partition
+    if unit.master is None or not isinstance(parts.residency, DeviceResidency):
+        return False
+    shard = parts.residency.acquire(unit.name)
+    flat = 0 if unit.releasable else unit.flat.data_ptr()
+    return unit.master.data_ptr() in (shard.data_ptr(), flat)
 
 
 def _fill_shard(engine: Engine, reading: Reading, unit: Unit) -> None:

@@ -40,8 +40,7 @@ class Saver:
     @classmethod
     def of(cls, config: Config) -> Saver:
         """As a configuration's ``checkpoint`` section says."""
-        writer = config.checkpoint.writer
-        return cls(writer is not None and writer.decoupled, config.checkpoint.use_node_local_storage)
+        return cls(config.checkpoint.writer.decoupled, config.checkpoint.use_node_local_storage)
 
     def save(
         self, engine: Engine, root: Path, tag: str, client: dict[str, Any], save_latest: bool, exclude_frozen: bool

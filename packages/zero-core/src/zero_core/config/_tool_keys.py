@@ -56,7 +56,7 @@ class Checkpoint(Section):
     )
     parallel_write: ParallelWrite = ParallelWrite()
     checkpoint_serialization: Flag = True
-    writer: CheckpointWriter | None = None
+    writer: CheckpointWriter = CheckpointWriter()
 
 
 class CommsLogger(Section):
