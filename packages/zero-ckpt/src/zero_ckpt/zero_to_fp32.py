@@ -130,14 +130,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
     parser.add_argument("-d", "--debug", action="store_true", help="accepted; errors are complete without it")
     options = parser.parse_args(arguments)
-    convert_zero_checkpoint_to_fp32_state_dict(
-        options.checkpoint_dir,
-        options.output_dir,
-        max_shard_size=options.max_shard_size,
-        safe_serialization=options.safe_serialization,
-        tag=options.tag,
-        exclude_frozen_parameters=options.exclude_frozen_parameters,
-    )
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            options.checkpoint_dir,
+            options.output_dir,
+            max_shard_size=options.max_shard_size,
+            safe_serialization=options.safe_serialization,
+            tag=options.tag,
+            exclude_frozen_parameters=options.exclude_frozen_parameters,
+        )
+    except CheckpointError as error:
+        print(f"{SCRIPT_NAME}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

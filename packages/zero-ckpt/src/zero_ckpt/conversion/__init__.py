@@ -10,6 +10,7 @@ from ..errors import CheckpointError
 from ..types import ITEMSIZE, numel
 from .dtypes import NAMES
 from .model import ModelTensor, model_tensors, parse_size
+from .needs import require_torch
 from .sources import Source, open_source
 
 TARGETS = ("safetensors", "pytorch", "deepspeed-universal", "zero-ckpt")
@@ -42,6 +43,7 @@ def convert(
     opened = open_source(source) if isinstance(source, (str, os.PathLike)) else source
     path, kind, report = Path(target), _kind(target, to), progress or _ignore
     if kind == "deepspeed-universal":
+        require_torch("writing a universal checkpoint of DeepSpeed")
         from .universal_sink import write_universal
 
         return [write_universal(opened, path, workers=workers, progress=report)]

@@ -11,6 +11,7 @@ from ..types import ITEMSIZE
 from .dtypes import convert_dtype
 from .filled import Frame, empty_tensor, write_filled
 from .model import ModelTensor, model_aliases, split_files
+from .needs import require_torch
 from .record import Record
 from .safetensors_sink import write_index
 from .sources import Progress, Source, pieces
@@ -24,6 +25,7 @@ def write_pytorch(
     Memory is bounded by `workers` times 64 MiB, whatever the size. A run that was interrupted is gone on with (see
     [Note: records of conversions]).
     """
+    require_torch(f"writing {target} as torch.save does")
     aliases = model_aliases(source, tensors)
     is_file = target.suffix in (".bin", ".pt", ".pth")
     folder = target.parent if is_file else target

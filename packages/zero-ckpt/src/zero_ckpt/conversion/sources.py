@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..commit import has_manifest, is_tag, list_tags, read_latest
 from ..errors import CheckpointError, DamagedError, NotFoundError
 from ..locating import open_spec, split_spec
+from .needs import require_torch
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -109,6 +110,8 @@ def _text(path: Path) -> str | None:
 
 
 def _foreign(path: Path) -> Source:
+    if list(path.glob("*model_states.pt")) or (path / ".metadata").is_file():
+        require_torch(f"reading {path}, a checkpoint of DeepSpeed or torch,")
     if (path / "zero").is_dir() and list(path.glob("*model_states.pt")):
         from .universal import open_universal
 
