@@ -397,3 +397,15 @@ def test_two_conversions_to_one_target_do_not_mix(tmp_path: Path) -> None:
     again = Counting(open_source(tmp_path / "ckpt"))
     convert(again, tmp_path / "out.bin")
     assert again.reads == 8
+
+
+def test_without_torch_what_needs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks(tmp_path)
+    (universal,) = convert(tmp_path / "ckpt", tmp_path / "universal", to="deepspeed-universal")
+    monkeypatch.setattr("zero_ckpt.conversion.needs.find_spec", lambda name: None)
+    for source, target in ((tmp_path / "ckpt", "out.bin"), (universal, "out.safetensors")):
+        with pytest.raises(CheckpointError, match=r"needs torch: pip install zero-ckpt\[torch\]"):
+            convert(source, tmp_path / target)
+    with pytest.raises(CheckpointError, match="writing a universal checkpoint of DeepSpeed needs torch"):
+        convert(tmp_path / "ckpt", tmp_path / "other", to="deepspeed-universal")
+    assert convert(tmp_path / "ckpt", tmp_path / "out.safetensors")[0].is_file()
