@@ -72,7 +72,7 @@ class Slurm:
             f"SlurmctldPidFile={folder}/slurmctld.pid\nSlurmdPidFile={folder}/slurmd-%n.pid\n"
             "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\nReturnToService=2\n"
             "SelectType=select/cons_tres\nMailProg=/bin/true\nJobAcctGatherType=jobacct_gather/none\n"
-            "AccountingStorageType=accounting_storage/none\n"
+            "AccountingStorageType=accounting_storage/none\nSlurmdParameters=config_overrides\n"
             f"NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] CPUs=4\n"
             "PartitionName=test Nodes=ALL Default=YES MaxTime=5 State=UP\n"
         )
@@ -157,7 +157,7 @@ def test_open_mpi_starts_ranks_that_find_each_other(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(SCRIPT)
     env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     plain = ["mpirun", "--oversubscribe", "-np", "2", sys.executable, "ranks.py"]
-    ours = [sys.executable, "-m", "zero_launch", "--launcher", "mpi", "--launcher_args", "--oversubscribe"]
+    ours = [sys.executable, "-m", "zero_launch", "--launcher", "mpi", "--launcher_args=--oversubscribe"]
     for command in (plain, [*ours, "--nproc", "2", "ranks.py"]):
         done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr

@@ -70,6 +70,8 @@ def test_a_signal_to_the_launcher_ends_the_job_on_every_host(start, write_script
         (["--hostfile", "hosts", "--num_nodes", "3"], 2, "--num_nodes 3: the hostfile leaves 2: a, b"),
         (["--hostfile", "hosts", "--num_gpus", "2"], 2, "--num_gpus 2: host 'b' has 1 slots"),
         (["--hostfile", "hosts", "--nnodes", "3:2"], 2, "--nnodes: expected N or MIN:MAX"),
+        (["--hostfile", "hosts", "--nnodes", "3"], 2, "3 hosts are needed, but the host list has 2: a, b"),
+        (["--hostfile", "hosts", "--direct-rank", "0"], 2, "direct_rank: on several hosts"),
         (["--hostfile", "hosts", "--forward", "NOPE"], 2, "--forward NOPE: no such variable is set here"),
         (["--no_ssh", "--nnodes", "2"], 2, "--no_ssh needs --node_rank, --master_addr"),
         (["--bind_core_list", "0-x"], 2, "expected numbers and ranges as in 0,2-5"),

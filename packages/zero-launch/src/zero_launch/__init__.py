@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from zero_launch.cli import main
-from zero_launch.cluster import ClusterSpec, launch_cluster
+from zero_launch.cluster import launch_cluster
 from zero_launch.hostfile import Hostfile
 from zero_launch.job import launch
 from zero_launch.notebook import notebook_launch
 from zero_launch.report import LaunchError, RankFailure
-from zero_launch.spec import LaunchSpec
+from zero_launch.spec import ClusterSpec, LaunchSpec
 
 __all__ = [
     "ClusterSpec",

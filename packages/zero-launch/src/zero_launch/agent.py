@@ -164,11 +164,11 @@ class Agent(LocalElasticAgent):
             record.look()
         if any(record.status for record in self._records) or self._stuck_after_exception():
             self._watcher.read()
-            self.divergence = self._explain(self._watcher.records, stalled=False)
+            self._diverged(self._explain(self._watcher.records, stalled=False))
             self._fail()
         elif any(record.status is None for record in self._records):
             if self._watcher.look():
-                self.divergence = self._explain(self._watcher.records, stalled=self._watcher.stalled)
+                self._diverged(self._explain(self._watcher.records, stalled=self._watcher.stalled))
                 if self.divergence is not None:
                     self._fail()
             if self.divergence is None:
@@ -177,6 +177,11 @@ class Agent(LocalElasticAgent):
                 return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _diverged(self, why: str | None) -> None:
+        self.divergence = why
+        if why is not None:
+            self._remaining_restarts = 0  # the same would happen again
 
     def _explain(self, records: Mapping[int, Record], *, stalled: bool) -> str | None:
         """Why the ranks cannot go on, as far as this host's ranks tell."""

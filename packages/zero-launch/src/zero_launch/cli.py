@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zero_launch import doctor, slurm
-from zero_launch.cluster import ClusterSpec, launch_cluster
+from zero_launch.cluster import launch_cluster
 from zero_launch.environment import Forwarded, env_files, forwarded, read_env_file
 from zero_launch.hostfile import Hostfile
 from zero_launch.job import launch
@@ -24,7 +24,7 @@ from zero_launch.nodes import Node, discover_node
 from zero_launch.options import parser
 from zero_launch.report import LaunchError
 from zero_launch.schedulers import mpirun_command, srun_command
-from zero_launch.spec import LaunchSpec
+from zero_launch.spec import ClusterSpec, LaunchSpec
 from zero_launch.transport import Transport
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _run_hosts(options: argparse.Namespace, hosts: Hostfile) -> None:
     minimum, maximum = _node_count(options)
-    if maximum is not None and maximum != len(hosts.hosts):
+    if maximum is not None and maximum < len(hosts.hosts):
         hosts = hosts.first(hosts=maximum)
     chosen = _variables(options)
     job = _job(options, 1)

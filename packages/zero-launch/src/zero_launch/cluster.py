@@ -10,46 +10,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from zero_launch.channel import SILENCE_SECONDS, Message
 from zero_launch.desync import Record, difference, explain
 from zero_launch.facts import versions
-from zero_launch.hostfile import Hostfile
+from zero_launch.outcome import failures_in_order, notes
 from zero_launch.peers import Inbox, Listener, Peer, call
 from zero_launch.report import LaunchError, RankFailure, describe_exit, signal_name
-from zero_launch.spec import LaunchSpec
-from zero_launch.transport import Transport
+from zero_launch.spec import ClusterSpec
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class ClusterSpec:
-    """A job on several hosts.
-
-    ``job``: what each rank runs; its number of ranks comes from the hosts' slots. ``hosts``: in rank order.
-    ``min_hosts``: with how many of them the job may begin, and go on after a restart. ``variables``: the environment
-    that travels. ``master_address``, ``master_port``: where the ranks' store listens on the first host; by default the
-    address at which this process reached it, and a free port. ``nodes``: for hosts that are not called but call
-    (`--no_ssh`): how many there are, this one included; they come to ``master_port`` of this host, and ``hosts`` then
-    holds this host only.
-    """
-
-    job: LaunchSpec
-    hosts: Hostfile
-    transport: Transport = field(default_factory=Transport)
-    min_hosts: int | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
-    master_address: str | None = None
-    master_port: int = 0
-    bind_devices: bool = False
-    nodes: int = 1
 
 
 def launch_cluster(spec: ClusterSpec) -> None:
@@ -76,7 +51,6 @@ class Cluster:
         self._attempt = 0
         self._began_at = time.time()
         self._restarting = False
-        self._round_open = False
         self._stopping: str | None = None
         self._interrupted: int | None = None
         self._divergence: str | None = None
@@ -101,7 +75,7 @@ class Cluster:
 
     def run(self) -> None:
         """Everything, in order; see `launch_cluster`."""
-        self._spec.transport.check()
+        self._check()
         saved = self._take_signals()
         try:
             self._call_all()
@@ -117,6 +91,14 @@ class Cluster:
             for signum, handler in saved.items():
                 signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
         self._conclude()
+
+    def _check(self) -> None:
+        self._spec.transport.check()
+        if self._spec.job.direct_rank is not None:
+            raise ValueError("direct_rank: on several hosts no rank can have the terminal; leave it away")
+        if self._minimum > len(self._peers):
+            listing = ", ".join(self._peers)
+            raise ValueError(f"{self._minimum} hosts are needed, but the host list has {len(self._peers)}: {listing}")
 
     def _take_signals(self) -> dict[signal.Signals, Any]:
         if threading.current_thread() is not threading.main_thread():
@@ -204,17 +186,18 @@ class Cluster:
             self._say(f"interrupted by {name}; every process of the job has ended on every host")
             signal.raise_signal(self._interrupted)
             raise LaunchError([], self._world_size, [f"interrupted by {name}"])
-        notes = [note for peer in self._peers.values() for note in _named(peer, peer.notes)]
+        peers = list(self._peers.values())
         if self._stopping is None and not failures:
-            for note in notes:
+            for note in notes(peers):
                 self._say(note)
             return
-        notes = [*(fate for peer in self._peers.values() for fate in peer.fates), *notes]
-        records = {rank: record for peer in self._peers.values() for rank, record in peer.records.items()}
+        records = {rank: record for peer in peers for rank, record in peer.records.items()}
         divergence = self._divergence or (difference(records) if len(records) > 1 else None)
         why = [self._stopping] if self._stopping and not failures and divergence is None else []
-        folders = [f"logs on {peer.name}: {peer.folder}" for peer in self._peers.values() if peer.folder]
-        raise LaunchError(failures, self._world_size, [*why, *self._troubles, *notes, *folders], divergence=divergence)
+        fates = [fate for peer in peers for fate in peer.fates]
+        folders = [f"logs on {peer.name}: {peer.folder}" for peer in peers if peer.folder]
+        told = [*why, *self._troubles, *fates, *notes(peers), *folders]
+        raise LaunchError(failures, self._world_size, told, divergence=divergence)
 
     # -- what hosts say
 
@@ -291,7 +274,7 @@ class Cluster:
         if message["attempt"] != self._attempt:
             return
         self._divergence = self._divergence or message["divergence"]
-        if not self._restart():
+        if self._divergence is not None or not self._restart():
             # It ends by itself and says what happened; the others are told to.
             for other in self._there():
                 if other is not peer:
@@ -381,10 +364,13 @@ class Cluster:
             detail = ""
         if not peer.ranks or ended_well:
             self._troubles.append(why)
-        if self._stopping is None and not self._restarting and not self._restart():
+        if self._restarting and len(self._there()) < self._minimum:
+            self._restarting = False
             self._stop(why)
         elif self._restarting and all(other.state == "ready" for other in self._there()):
             self._begin_round()
+        elif not self._restarting and self._stopping is None and not self._restart():
+            self._stop(why)
 
     # -- small things
 
@@ -400,15 +386,7 @@ class Cluster:
             self._stopping = why
 
     def _failures(self) -> list[RankFailure]:
-        """Every rank that failed by itself, by this host's clock, the first one first."""
-        found = list(self._lost)
-        for peer in self._peers.values():
-            offset = 0.0 if peer.channel is None else peer.channel.clock_offset
-            for message in peer.failures:
-                fields = {key: value for key, value in message.items() if key != "at"}
-                at = message["at"] + offset
-                found.append((at, RankFailure(**{**fields, "seconds": at - self._began_at})))
-        return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
+        return failures_in_order(list(self._peers.values()), self._lost, self._began_at)
 
     def _say(self, text: str) -> None:
         print(f"zero-launch: {text}", file=sys.stderr, flush=True)
@@ -416,7 +394,3 @@ class Cluster:
 
 def _title(peer: Peer) -> str:
     return f"host {peer.name}"
-
-
-def _named(peer: Peer, notes: list[str]) -> list[str]:
-    return [f"{note} on {peer.name}" for note in notes]

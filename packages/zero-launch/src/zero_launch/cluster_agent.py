@@ -88,7 +88,7 @@ class ClusterAgent(Agent):
         self._remaining_restarts = worker_group.spec.max_restarts - self.rendezvous.attempt
 
     def _fail(self) -> None:
-        self.channel.send("failed", attempt=self._attempt(), divergence=self.divergence)
+        self.channel.send("failed", attempt=self.rendezvous.attempt, divergence=self.divergence)
         self._end(signal.SIGTERM)
         self.rendezvous.failures = self.account()["failures"]
 

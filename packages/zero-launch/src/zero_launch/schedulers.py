@@ -71,7 +71,6 @@ def sbatch_script(
         *([f"--account={account}"] if account else []),
         f"--chdir={os.getcwd()}",
         "--output=%x-%j.out",
-        "--signal=TERM@60",
     ]
     command = shlex.join([sys.executable, "-m", "zero_launch", "--nproc", str(spec.nproc), *options])
     target = shlex.join(target_arguments(spec))

@@ -1,4 +1,4 @@
-"""What to start: the frozen description of a job on this machine."""
+"""What to start: the frozen descriptions of a job on this machine, and on several hosts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from zero_launch.hostfile import Hostfile
+from zero_launch.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -70,3 +73,26 @@ class LaunchSpec:
                 raise FileNotFoundError(f"no program {self.target!r} in {Path.cwd()} or in PATH")
         elif not self.module and not Path(self.target).exists():
             raise FileNotFoundError(f"no script {self.target!r} in {Path.cwd()}; to run a module by name, say -m")
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """A job on several hosts.
+
+    ``job``: what each rank runs; its number of ranks comes from the hosts' slots. ``hosts``: in rank order.
+    ``min_hosts``: with how many of them the job may begin, and go on after a restart. ``variables``: the environment
+    that travels. ``master_address``, ``master_port``: where the ranks' store listens on the first host; by default the
+    address at which this process reached it, and a free port. ``nodes``: for hosts that are not called but call
+    (`--no_ssh`): how many there are, this one included; they come to ``master_port`` of this host, and ``hosts`` then
+    holds this host only.
+    """
+
+    job: LaunchSpec
+    hosts: Hostfile
+    transport: Transport = field(default_factory=Transport)
+    min_hosts: int | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    master_address: str | None = None
+    master_port: int = 0
+    bind_devices: bool = False
+    nodes: int = 1

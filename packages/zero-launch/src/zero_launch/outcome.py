@@ -1,0 +1,31 @@
+"""What the launcher knows of a job's end, put in order: failures of all hosts by one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zero_launch.peers import Peer
+from zero_launch.report import RankFailure
+
+
+def failures_in_order(
+    peers: Sequence[Peer], lost: Sequence[tuple[float, RankFailure]], began_at: float
+) -> list[RankFailure]:
+    """Every rank that failed by itself, the first one first.
+
+    ``lost``: ranks of lost hosts, with when those were last heard; ``began_at``: when the attempt began. Both are
+    seconds since the epoch by this host's clock, to which the times that other hosts reported are corrected.
+    """
+    found = list(lost)
+    for peer in peers:
+        offset = 0.0 if peer.channel is None else peer.channel.clock_offset
+        for message in peer.failures:
+            fields = {key: value for key, value in message.items() if key != "at"}
+            at = message["at"] + offset
+            found.append((at, RankFailure(**{**fields, "seconds": at - began_at})))
+    return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
+
+
+def notes(peers: Sequence[Peer]) -> list[str]:
+    """What hosts had to remark: what ranks left behind, and did not end when asked to."""
+    return [f"{note} on {peer.name}" for peer in peers for note in peer.notes]
