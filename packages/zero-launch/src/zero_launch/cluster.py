@@ -19,7 +19,7 @@ from zero_launch.desync import Record, difference, explain
 from zero_launch.facts import versions
 from zero_launch.outcome import failures_in_order, notes
 from zero_launch.peers import Inbox, Listener, Peer, call
-from zero_launch.report import LaunchError, RankFailure, describe_exit, signal_name
+from zero_launch.report import LaunchError, RankFailure, signal_name
 from zero_launch.spec import ClusterSpec
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -327,7 +327,8 @@ class Cluster:
             why = message["why"] if status is None else self._spec.transport.explain(status)
             self._drop(peer, "\n".join([f"{_title(peer)}: {why}", *(f"  | {line}" for line in peer.errors)]))
             return
-        how = "" if status is None else f" ({self._spec.transport.launcher}: {describe_exit(status)})"
+        ended = None if status is None else f"status {status}" if status >= 0 else signal_name(-status)
+        how = "" if ended is None else f" ({self._spec.transport.launcher} ended with {ended})"
         self._lose(peer, f"{_title(peer)} was lost: {message['why']}{how}")
 
     def _exit_status(self, peer: Peer) -> int | None:
@@ -362,7 +363,7 @@ class Cluster:
         for rank, pid in sorted(peer.ranks.items()):
             self._lost.append((heard_at, RankFailure(rank, peer.name, pid, None, why, detail, seconds)))
             detail = ""
-        if not peer.ranks or ended_well:
+        if self._stopping is None and (not peer.ranks or ended_well):
             self._troubles.append(why)
         if self._restarting and len(self._there()) < self._minimum:
             self._restarting = False
