@@ -138,3 +138,26 @@ def test_lightnings_strategy_as_far_as_it_goes_without_an_accelerator(stage: int
     pytest.importorskip("lightning")
     losses: list[Any] = json.loads(run(tmp_path, "-c", LIGHTNING, str(stage), "checkpoint").splitlines()[-1])
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+
+
+def test_models_train_generate_and_resize_at_stage_3_as_at_stage_0(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    script = Path(__file__).parent / "_frameworks_models.py"
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    rows = [json.loads(line) for line in run(tmp_path, *launch).splitlines() if line.startswith('{"model"')]
+    assert [(row["model"], row["lora"]) for row in rows] == [
+        ("gpt2", False),
+        ("t5", False),
+        ("llama", False),
+        ("llama", True),
+        ("mixtral", False),
+    ]
+    for row in rows:
+        plain, sharded, parts = row["plain"], row["stage 3"], row["in parts"]
+        assert sharded["losses"] == plain["losses"], row["model"]
+        assert sharded["generated"] == plain["generated"]
+        assert parts["losses"][-1] < parts["losses"][0] + 0.5 and parts["names"] == plain["names"]
+        if row["lora"]:
+            assert all("lora" in name for name in sharded["names"])
+        else:
+            assert parts["rows"] - plain["rows"] == (8 if plain["rows"] == 128 else 0)
