@@ -1,4 +1,4 @@
-"""Models of Transformers on two ranks, at stage 0 and at stage 3, built plainly and in parts: prints a line of JSON each."""
+"""Models of Transformers on two ranks, at stages 0 and 3, built plainly and in parts: a line of JSON each."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_models_train_generate_and_resize_at_stage_3_as_at_stage_0(tmp_path: Pat
         plain, sharded, parts = row["plain"], row["stage 3"], row["in parts"]
         assert sharded["losses"] == plain["losses"], row["model"]
         assert sharded["generated"] == plain["generated"]
-        assert parts["losses"][-1] < parts["losses"][0] + 0.5 and parts["names"] == plain["names"]
+        assert all(4 < loss < 7 for loss in parts["losses"]) and parts["names"] == plain["names"]
         if row["lora"]:
             assert all("lora" in name for name in sharded["names"])
         else:
