@@ -331,9 +331,11 @@ def bench(session: nox.Session) -> None:
     if not scripts:
         session.error("no benchmark found: packages/*/bench/bench_*.py, bench/bench_*.py, tests-integration/bench_*.py")
     wanted = session.posargs
-    for script in scripts:
-        if not wanted or any(word in str(script) for word in wanted):
-            run(session, python, str(script), env={"DS_ACCELERATOR": "cpu"})
+    selected = [script for script in scripts if not wanted or any(word in str(script) for word in wanted)]
+    if not selected:
+        session.error(f"no benchmark's path holds {' or '.join(wanted)}: {', '.join(s.stem for s in scripts)}")
+    for script in selected:
+        run(session, python, str(script), env={"DS_ACCELERATOR": "cpu"})
 
 
 @nox.session
