@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -64,6 +65,12 @@ def fresh(code: str, *arguments: str) -> str:
     return done.stdout
 
 
+@functools.cache
+def imported(code: str) -> frozenset[str]:
+    """The packages that are there after ``code``."""
+    return frozenset(json.loads(fresh(MODULES, code)))
+
+
 def test_importing_zero_core_costs_at_most_150_ms_beyond_torch() -> None:
     fresh(TIMED)  # compiles what is not compiled yet
     samples = [[float(x) for x in fresh(TIMED).split()] for _ in range(5)]
@@ -81,18 +88,16 @@ def test_importing_starts_nothing_changes_nothing_and_touches_no_device(code: st
 
 @pytest.mark.parametrize("package", ["zero_core", "zero_comm", "zero_partition", "zero_precision"])
 def test_importing_brings_nothing_heavy_besides_torch(package: str) -> None:
-    with_torch = set(json.loads(fresh(MODULES, "import torch")))
-    brought = set(json.loads(fresh(MODULES, f"import torch, {package}"))) - with_torch
-    assert not brought & HEAVY
+    assert not (imported(f"import {package}") - imported("import torch")) & HEAVY
 
 
 @pytest.mark.parametrize("package", ["zero_launch", "zero_nvme_aio", "zero_optim_kernels", "zero_ckpt"])
 def test_packages_that_need_no_torch_import_without_it(package: str) -> None:
-    assert "torch" not in json.loads(fresh(MODULES, f"import {package}"))
+    assert "torch" not in imported(f"import {package}")
 
 
 def test_no_package_imports_a_sibling_from_the_same_floor_or_above() -> None:
     below = {"zero_comm": set(), "zero_precision": set(), "zero_partition": {"zero_comm", "zero_precision"}}
     for package, allowed in below.items():
-        brought = {name for name in json.loads(fresh(MODULES, f"import {package}")) if name.startswith("zero_")}
+        brought = {name for name in imported(f"import {package}") if name.startswith("zero_")}
         assert brought <= {package, *allowed}

@@ -101,19 +101,14 @@ VARIANTS: dict[str, dict[str, object]] = {
     "functional use": {"functional": True},
     "recomputed": {"recompute": "non-reentrant"},
     "recomputed reentrant": {"recompute": "reentrant"},
-}
-
-
-OPTIONS: dict[str, dict[str, object]] = {
-    **VARIANTS,
     "frozen": {"frozen": True},
     "unused": {"unused": True},
 }
 
 
 def build(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Transformer:
-    """A model of `OPTIONS`, or of several of them joined by " + "."""
-    options = {key: value for name in variant.split(" + ") for key, value in OPTIONS[name].items()}
+    """A model of `VARIANTS`, or of several of them joined by " + "."""
+    options = {key: value for name in variant.split(" + ") for key, value in VARIANTS[name].items()}
     torch.manual_seed(seed)
     return Transformer(**options).to(dtype)  # type: ignore[arg-type]
 

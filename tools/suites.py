@@ -89,7 +89,7 @@ def main() -> int:
     if not folders:
         parser.error("name a suite, or say --all")
 
-    # A shell's background job ignores SIGINT and hands that down; the tests of Ctrl-C need the signal as people have it.
+    # A shell's background job ignores SIGINT and hands that down; tests of Ctrl-C need the signal as users have it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="zero-suites-") as scratch:
         outcomes = [run_suite(folder, args.marker, pytest_args, Path(scratch)) for folder in folders]
