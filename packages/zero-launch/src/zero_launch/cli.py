@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zero_launch import doctor, slurm
 from zero_launch.cluster import launch_cluster
 from zero_launch.environment import Forwarded, env_files, forwarded, read_env_file
 from zero_launch.hostfile import Hostfile
@@ -28,15 +27,20 @@ from zero_launch.spec import ClusterSpec, LaunchSpec
 from zero_launch.transport import Transport
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
-_COMMANDS = {"doctor": doctor.main, "slurm-script": slurm.main}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: the first failing rank's, 2 for a wrong command line."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words and words[0] in _COMMANDS:
-            return _COMMANDS[words[0]](words[1:])
+        if words[:1] == ["doctor"]:
+            from zero_launch import doctor
+
+            return doctor.main(words[1:])
+        if words[:1] == ["slurm-script"]:
+            from zero_launch import slurm
+
+            return slurm.main(words[1:])
         options = parser().parse_args(words)
         with _pid_file() if options.save_pid else contextlib.nullcontext():
             _run(options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -29,6 +28,8 @@ _PACKAGES = (
 
 def versions() -> dict[str, str]:
     """The installed versions of torch and of this family's packages."""
+    import importlib.metadata  # not for every rank: it is slow to import
+
     found = {}
     for name in _PACKAGES:
         try:
