@@ -34,7 +34,7 @@ SCHEDULE = {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 1
 
 
 class Model(nn.Module):
-    """Tied head, a frozen layer, buffers of two dtypes, sizes that no world size divides."""
+    """Tied head, a frozen layer, one that is trained but unused, buffers of two dtypes, sizes that nothing divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +43,7 @@ class Model(nn.Module):
         self.frozen.requires_grad_(False)
         self.mid = nn.Linear(7, 5)
         self.out = nn.Linear(5, 7, bias=False)
+        self.unused = nn.Linear(3, 2)
         self.head = nn.Linear(7, 13, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.full((3,), 1.5))
@@ -56,7 +57,7 @@ class Model(nn.Module):
 def param_groups(model: Model) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = [
         {"params": [model.embed.weight, *model.frozen.parameters()], "weight_decay": 0.0},
-        {"params": [*model.mid.parameters(), model.out.weight]},
+        {"params": [*model.mid.parameters(), model.out.weight, *model.unused.parameters()]},
     ]
     whole = {"params": [parameter for group in groups for parameter in group["params"]]}
     return groups if os.environ["PARAM_GROUPS"] == "2" else [whole]

@@ -93,7 +93,7 @@ def test_a_universal_checkpoint_of_deepspeed_holds_what_the_original_does(
     assert not same(state, load(tmp_path / "expected.pt"))
     original, universal = (open_source(tmp_path / name / "tag1") for name in ("ds", "universal"))
     moments = [key for key in original.tensors if key[1] in ("exp_avg", "exp_avg_sq")]
-    assert len(moments) == 8
+    assert len(moments) == 12
     for key in moments:
         pair = [bytearray(4 * numel(tuple(original.tensors[key].shape))) for _ in range(2)]
         original.read_into(*key, 0, pair[0])
@@ -136,7 +136,9 @@ def test_deepspeed_goes_on_from_a_run_without_it(tmp_path: Path, stage: int) -> 
     (universal,) = convert(tmp_path / "ours", tmp_path / "universal", to="deepspeed-universal")
     expected, following = load(tmp_path / "expected.pt"), load(tmp_path / "next.pt")
     resumed = resume(tmp_path, 1, stage, "fp32", universal, GROUPS[stage])
-    assert not same(expected, resumed["loaded"])
+    assert not same(expected, resumed["loaded"]) and "unused.weight" in resumed["loaded"]
     for name, value in resumed["after"].items():
+        if name.startswith("unused"):  # torch skips what has no gradient, DeepSpeed takes it as zero and decays
+            continue
         torch.testing.assert_close(value, following[name], rtol=1e-5, atol=1e-7)
         assert not torch.equal(value, expected[name])
