@@ -123,26 +123,22 @@ def test_the_doctor_finds_this_machine_well_and_a_missing_host_not(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "hosts"]
 
 
-def test_the_pid_file_is_there_while_the_job_runs(start, write_script, tmp_path):
-    job = start("--save_pid", write_script("import time; time.sleep(1)"))
-    path = tmp_path / f"{job.pid}.ds"
-    assert wait_until(path.exists, 30) and path.read_text() == str(job.pid)
-    job.communicate(timeout=30)
-    assert not path.exists()
-
-
 def test_a_program_runs_as_it_is(run):
     done = run("--no_python", "/bin/sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert done.stdout == "[rank 0] 0 of 1\n", done.stderr
 
 
-def test_bound_ranks_have_their_own_cores(run, write_script):
+def test_bound_ranks_have_their_own_cores_and_the_pid_file_is_there_while_they_run(start, write_script, tmp_path):
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.skip("one core only")
-    script = write_script("import os; print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])")
-    done = run("--nproc", 2, "--bind_core_list", ",".join(map(str, cores)), script)
-    assert sorted(done.stdout.splitlines()) == [f"[rank {n}] [{core}] 1" for n, core in enumerate(cores)], done.stderr
+    text = "import os, time; print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS']); time.sleep(0.5)"
+    job = start("--save_pid", "--nproc", 2, "--bind_core_list", ",".join(map(str, cores)), write_script(text))
+    path = tmp_path / f"{job.pid}.ds"
+    assert wait_until(path.exists, 30) and path.read_text() == str(job.pid)
+    out, err = job.communicate(timeout=30)
+    assert sorted(out.splitlines()) == [f"[rank {n}] [{core}] 1" for n, core in enumerate(cores)], err
+    assert not path.exists()
 
 
 def test_a_restart_on_one_host_runs_all_ranks_again(run, write_script):
