@@ -59,7 +59,8 @@ def explained(folder: Path, *arguments: object) -> tuple[float, str]:
     text, seconds = "", float("inf")
     for line in job.stderr or ():
         text += line
-        if "zero-launch: the ranks ask for different things" in line or "zero-launch: every rank waits" in line:
+        first = seconds == float("inf")
+        if first and line.startswith(("zero-launch: the ranks ask", "zero-launch: every rank waits")):
             seconds = time.time() - min(path.stat().st_mtime for path in folder.glob("diverged*"))
     assert job.wait(30) != 0, text
     return seconds, text

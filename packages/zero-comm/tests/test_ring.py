@@ -54,3 +54,8 @@ def test_the_call_site_is_the_users_line() -> None:
         return call_site()
 
     assert library().startswith(b"test_ring.py:")
+
+
+def test_a_group_name_that_comes_again_is_another_group(tmp_path: Path) -> None:
+    ring = Ring(tmp_path / "ring", rank=0, world_size=1)
+    assert [ring.label(name) for name in ("1", "2", "1", "1")] == [b"1", b"2", b"1#2", b"1#3"]

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from zero_launch.desync import Entry, Record, Watcher, difference, explain, read_ring, stall
+from zero_launch.desync import Entry, Record, Watcher, deadlocked, difference, explain, read_ring, stall
 
 HEADER = struct.Struct("<8sIIIIQQQ")
 SLOT = struct.Struct("<QQqQd24s16s112s64s")
@@ -54,6 +54,21 @@ def test_a_stall_says_who_waits_for_what_the_others_did_not_ask_for():
     text = stall({0: record("ab", waiting=2), 1: record("abc", waiting=3)})
     assert "rank 1: gather of 'c' in step 5, 64 bytes, which rank 0 did not ask for" in text
     assert "rank 0: gather of 'b' in step 5, 64 bytes\n" in text + "\n"
+
+
+def test_a_long_transfer_is_no_deadlock_and_a_collective_that_one_did_not_ask_for_is():
+    assert not deadlocked({0: record("ab", waiting=2), 1: record("ab", waiting=2)})
+    assert not deadlocked({0: record("abc", waiting=3), 1: record("ab", waiting=2)})  # rank 0 only went ahead
+    gathers = [Entry(n + 1, n, 5, 64, "1", "gather", name, "") for n, name in enumerate("abc", start=1)]
+    begin, forward = (Entry(n * n, n, 5, 0, "2", "control", name, "") for n, name in ((1, "begin"), (2, "forward")))
+    first = Record((begin, *gathers[:2], forward), 4, 0, 4)
+    started = Record((begin, *gathers), 4, 0, 4)
+    assert deadlocked({0: first, 1: started})
+    assert explain({0: first, 1: started}, stalled=False) is None
+    other = Record(
+        tuple(Entry(e.number, e.sequence, 5, 64, "3", "gather", "z", "") for e in record("ab").entries), 2, 0, 2
+    )
+    assert not deadlocked({0: other, 1: record("ab", waiting=2)})  # groups of their own
 
 
 def test_ranks_are_stalled_only_when_all_wait_and_nothing_moves(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import os
 import struct
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 
@@ -47,6 +48,16 @@ class Ring:
         self._words = memoryview(self._map)[:_HEADER_BYTES].cast("Q")
         self._slots = slots
         self._count = 0
+        self._named: Counter[str] = Counter()
+
+    def label(self, group_name: str) -> bytes:
+        """A name for the entries of a group: its own, with a number from the second group of that name on.
+
+        Names come again after torch.distributed was ended and initialised anew.
+        """
+        self._named[group_name] += 1
+        count = self._named[group_name]
+        return (f"{group_name[:18]}" if count == 1 else f"{group_name[:18]}#{count}").encode()[:24]
 
     def record(self, group: bytes, sequence: int, tag: Tag, same_bytes: int) -> int:
         """Write one entry and return its number."""
@@ -85,7 +96,7 @@ class Track:
 
     def __init__(self, group_name: str) -> None:
         self._ring = process_ring()
-        self._group = group_name.encode()[:24]
+        self._group = b"" if self._ring is None else self._ring.label(group_name)
         self._sequence = 0
 
     def start(self, tag: Tag, same_bytes: int) -> Ticket | None:

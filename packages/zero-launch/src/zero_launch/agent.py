@@ -170,6 +170,7 @@ class Agent(LocalElasticAgent):
             if self._watcher.look():
                 self._diverged(self._explain(self._watcher.records, stalled=self._watcher.stalled))
                 if self.divergence is not None:
+                    self._announce(self.divergence)
                     self._fail()
             if self.divergence is None:
                 # Not asking the engine before all is over keeps it from ending a job by itself: it would wait 30 s for
@@ -182,6 +183,10 @@ class Agent(LocalElasticAgent):
         self.divergence = why
         if why is not None:
             self._remaining_restarts = 0  # the same would happen again
+
+    def _announce(self, why: str) -> None:
+        """Say at once why ranks that still run are ended; the error will say it again."""
+        print(f"zero-launch: {why}", file=sys.stderr, flush=True)
 
     def _explain(self, records: Mapping[int, Record], *, stalled: bool) -> str | None:
         """Why the ranks cannot go on, as far as this host's ranks tell."""

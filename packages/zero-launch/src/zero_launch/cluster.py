@@ -273,7 +273,9 @@ class Cluster:
     def _on_failed(self, peer: Peer, message: Message) -> None:
         if message["attempt"] != self._attempt:
             return
-        self._divergence = self._divergence or message["divergence"]
+        if message["divergence"] is not None and self._divergence is None:
+            self._divergence = message["divergence"]
+            self._say(message["divergence"])
         if self._divergence is not None or not self._restart():
             # It ends by itself and says what happened; the others are told to.
             for other in self._there():
@@ -300,6 +302,7 @@ class Cluster:
         if all(other.stalled for other in self._there()):
             self._divergence = explain(records, stalled=len(records) == self._world_size)
             if self._divergence is not None:
+                self._say(self._divergence)
                 self._stop("the ranks diverged")
 
     def _on_done(self, peer: Peer, message: Message) -> None:

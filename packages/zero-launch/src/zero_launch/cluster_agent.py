@@ -92,6 +92,9 @@ class ClusterAgent(Agent):
         self._end(signal.SIGTERM)
         self.rendezvous.failures = self.account()["failures"]
 
+    def _announce(self, why: str) -> None:
+        """The launcher hears it with the failure, and says it."""
+
     def _explain(self, records: Mapping[int, Record], *, stalled: bool) -> str | None:
         if stalled or self._said_stalled:
             data = {str(rank): record.to_json() for rank, record in records.items()}

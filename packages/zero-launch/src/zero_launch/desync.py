@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 STALL_SECONDS = 2.0
-"""Ranks that all wait, and among which nothing has moved for so long, do not get any further."""
+"""Ranks that all wait, and among which nothing has moved for so long, may be deadlocked."""
 _LOOK_SECONDS = 0.5
 _HEADER = struct.Struct("<8sIIIIQQQ")
 _SLOT = struct.Struct("<QQqQd24s16s112s64s")
@@ -106,6 +106,23 @@ def difference(records: Mapping[int, Record]) -> str | None:
     return f"the ranks ask for different things in collective {sequence} of the same group:\n{_listing(found)}"
 
 
+def deadlocked(records: Mapping[int, Record]) -> bool:
+    """Whether ranks that all wait will wait for ever: each for what some rank of its group did not ask for.
+
+    A collective that all have asked for may be a long transfer, and whoever waits for it will go on. A group's ranks
+    are those that have used it.
+    """
+    asked: dict[str, dict[int, int]] = {}
+    for rank, record in records.items():
+        for entry in record.entries:
+            asked.setdefault(entry.group, {})[rank] = entry.sequence
+    for record in records.values():
+        awaited = record.awaited
+        if awaited is None or min(asked[awaited.group].values()) >= awaited.sequence:
+            return False
+    return True
+
+
 def stall(records: Mapping[int, Record]) -> str:
     """What every rank waits for, for ranks that all wait and do not differ in what they both have."""
     awaited = {rank: record.awaited for rank, record in records.items()}
@@ -113,12 +130,15 @@ def stall(records: Mapping[int, Record]) -> str:
     for rank, entry in sorted(awaited.items()):
         if entry is None:
             continue
-        key = (entry.group, entry.sequence)
         others = [other for other in records if other != rank]
-        missing = [r for r in others if not any((e.group, e.sequence) == key for e in records[r].entries)]
+        missing = [r for r in others if not _asked_for(entry, records[r])]
         note = f", which {_ranks(missing)} did not ask for" if missing else ""
         lines.append(f"  rank {rank}: {entry}{note}")
     return "\n".join(lines)
+
+
+def _asked_for(entry: Entry, record: Record) -> bool:
+    return any(other.group == entry.group and other.sequence >= entry.sequence for other in record.entries)
 
 
 def _listing(found: Mapping[int, Entry]) -> str:
@@ -171,4 +191,4 @@ def explain(records: Mapping[int, Record], *, stalled: bool) -> str | None:
     """Why these ranks will not finish, or None while they may."""
     if len(records) < 2:
         return None
-    return difference(records) or (stall(records) if stalled else None)
+    return difference(records) or (stall(records) if stalled and deadlocked(records) else None)
