@@ -1,7 +1,8 @@
 """One rank of a job that trains a model of ``BLOCKS`` blocks: ``_memory_training.py STAGE BLOCKS GROUP [DRIVE]``.
 
 With ``DRIVE`` (a folder) the model is built inside `Init` and everything that can be lives in files there. Prints, as
-JSON on one line, the model's elements and the memory charged to its control group ``GROUP``.
+JSON on one line, the model's elements, its data segment and the memory charged to its control group ``GROUP`` (where it
+is one).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from _memory_limits import anonymous_bytes, peak_bytes
@@ -48,8 +50,8 @@ def main(stage: int, blocks: int, group: Path, drive: str | None = None) -> None
         losses.append(float(loss.detach()))
     facts = {
         "elements": engine.partition.layout.used_numel,
-        "anonymous": anonymous_bytes(group),
-        "peak": peak_bytes(group),
+        "data": psutil.Process().memory_info().data,
+        **({"anonymous": anonymous_bytes(group), "peak": peak_bytes(group)} if group.is_dir() else {}),
         "losses": losses,
     }
     print(json.dumps(facts), flush=True)

@@ -14,7 +14,7 @@ from zero_offload._memory import PAGE, HostBlock, page_rounded
 from zero_offload.limits import Limit
 
 NUMELS = (10_001, 3, 70_000, 1)
-NOTHING = {"gradients": 0, "nvme": 0, "ring": 0, "staging": 0, "states": 0}
+NOTHING = {"device": 0, "gradients": 0, "nvme": 0, "ring": 0, "staging": 0, "states": 0}
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -120,3 +120,7 @@ def test_the_ratio_holds_to_the_element(tmp_path: Path, ratio: float) -> None:
         )
         optimizer.flush()
         assert optimizer.bytes_written() == 12 * in_files
+    with OffloadedOptimizer(parameters(torch.bfloat16), lr=0.1, sub_group_size=8192, ratio=ratio) as optimizer:
+        assert optimizer.memory() == optimizer.plan
+        held = optimizer.memory()
+        assert (held["states"], held["device"]) == (12 * in_files, 12 * (sum(NUMELS) - in_files))

@@ -70,8 +70,10 @@ def test_shards_are_traced(tmp_path: Path) -> None:
         store.put("b", torch.zeros(10_000))
         store.acquire("a")
         store.release("a", dirty=False)
-    moved = {row.hop: row.nbytes for row in trace.report()}
-    assert moved == {"shards in": 40_000, "shards out": 80_000}
+        assert {row.hop: row.nbytes for row in trace.report()} == {"shards in": 40_000, "shards out": 80_000}
+        trace.stop()
+        store.acquire("b")
+    assert {row.hop: row.nbytes for row in trace.report()} == {"shards in": 40_000, "shards out": 80_000}
     trace.close()
 
 

@@ -75,7 +75,7 @@ def test_a_scalar_has_one_element_and_an_empty_parameter_none() -> None:
 
 @pytest.mark.parametrize(("world_size", "alignment"), [(0, 1), (1, 0), (-2, 4)])
 def test_a_world_or_alignment_below_one_is_refused_with_the_units_name(world_size: int, alignment: int) -> None:
-    with pytest.raises(ValueError, match=f"unit 'block.3'.*got {world_size} and {alignment}"):
+    with pytest.raises(ValueError, match=f"unit 'block.3'.*got {world_size}, {alignment} and 1"):
         UnitLayout.of("block.3", {"w": (2,)}, world_size, alignment)
 
 
@@ -86,3 +86,11 @@ def test_a_layout_finds_parameters_by_name_and_names_the_unknown() -> None:
     assert (layout.numel, layout.used_numel) == (4 + 8, 3 + 8)
     with pytest.raises(KeyError, match="no parameter 'w' in the layout \\(3 parameters\\)"):
         layout.find("w")
+
+
+def test_parameters_begin_at_multiples_of_the_entry_alignment_and_the_rest_is_named_as_gaps() -> None:
+    unit = UnitLayout.of("block", {"a": (3,), "b": (5, 2), "c": ()}, 2, 8, entry_alignment=8)
+    assert [entry.offset for entry in unit.entries] == [0, 8, 24]
+    assert unit.shard_numel == 16 and unit.used_numel == 14
+    assert unit.gaps == ((3, 8), (18, 24), (25, 32))
+    assert [(f.entry.name, f.param_offset, f.length) for f in unit.fragments(1)] == [("b", 8, 2), ("c", 0, 1)]

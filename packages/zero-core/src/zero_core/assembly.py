@@ -23,7 +23,7 @@ from .instruments import ledger_for
 from .model_parallel import ModelPart, model_parallel
 from .monitors import check_clients
 from .observing import supervisor
-from .offloading import parameter_store, state_tier
+from .offloading import Offloading, state_block
 from .optimizers import Parameters, build_optimizer
 from .schedules import Scheduler, build_scheduler
 
@@ -108,18 +108,19 @@ def assemble(
     model_part = place.open()
     torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, on)
     options = _options(resolved, model)
+    offloading = Offloading(resolved, model, dist.get_rank(), on)
     parts = partition(
         model,
         groups,
         options,
         device=on,
         trainable=_trained(torch_optimizer),
-        residency=parameter_store(resolved, dist.get_rank(), on, options.policy.param_dtype),
-        make_states=state_tier(resolved, torch_optimizer, dist.get_rank(), on),
+        residency=offloading.parameter_store(options.policy.param_dtype),
+        make_states=offloading.state_tier(torch_optimizer),
     )
     sharded = _shard(torch_optimizer, parts, resolved, model_part)
     scheduler = build_scheduler(lr_scheduler, resolved, torch_optimizer)
-    engine = kind(model, parts, sharded, scheduler, resolved, ledger, model_part, collate_fn)
+    engine = kind(model, parts, sharded, scheduler, resolved, ledger, model_part, collate_fn, offloading)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     engine.observer = supervisor().observer(engine)
@@ -153,6 +154,7 @@ def _options(config: Config, model: nn.Module) -> PartitionOptions:
         bucket_numel=zero.reduce_bucket_size,
         reduce_each_micro_batch=config.reduce_each_micro_batch,
         compute_dtypes=_autocast_dtypes(config, model),
+        entry_alignment=state_block(config),
         is_leaf=leaf_marker(zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes),
     )
 

@@ -85,9 +85,9 @@ class Init:
 def shards_in(config: Config) -> NewShard | None:
     """Shards in files where parameters will live in files; None for memory."""
     section = config.zero_optimization.offload_param
-    if section.device != "nvme":
+    if section.device != "nvme" or section.nvme_path is None:
         return None
-    folder = Path(str(section.nvme_path))
+    folder = Path(section.nvme_path[0])
     folder.mkdir(parents=True, exist_ok=True)
 
     def new_shard(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

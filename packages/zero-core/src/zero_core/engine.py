@@ -25,6 +25,7 @@ from .loading import RankLoader
 from .model_parallel import ModelPart
 from .monitors import build_monitor
 from .observing import Observer, Unobserved
+from .offloading import Offloading
 from .parking import ParkedStates
 from .preparation import Preparation
 from .report import startup_report
@@ -57,6 +58,7 @@ class Engine(Preparation):
         load_report: what the last `load_checkpoint` did to each name (a `zero_ckpt.LoadReport`); None before.
         model_part: what this rank's model is of the whole one, under an mpu.
         reports: whether this rank, the first of the job, prints and logs for all.
+        offloading: what is not on the device; `offloading.table()` is the overlap report.
     """
 
     def __init__(
@@ -68,7 +70,8 @@ class Engine(Preparation):
         config: Config,
         ledger: Ledger,
         model_part: ModelPart,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        offloading: Offloading,
     ) -> None:
         super().__init__()
         self.module = module
@@ -94,6 +97,7 @@ class Engine(Preparation):
         self.training_dataloader: RankLoader[Any] | None = None
         self.observer: Observer = Unobserved()
         self._saver = Saver.of(config)
+        self.offloading = offloading
         self.checkpointing = Checkpointing(config.activation_checkpointing, model_part.place.group)
         self._compiled: list[str] = []
         partition.user = weakref.ref(self)
@@ -116,7 +120,8 @@ class Engine(Preparation):
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast_floating((args, kwargs), torch.float16)
         with self._told_to_all(), self._autocast(), self.checkpointing.running(), self.instruments.during("forward"):
-            return self.module(*args, **kwargs)
+            with self.offloading.forward():
+                return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backpropagate ``loss`` (a scalar), divided by the accumulation steps unless ``scale_wrt_gas`` is false;
@@ -170,6 +175,7 @@ class Engine(Preparation):
         self._partition.runtime.step = self.global_steps
         with self._told_to_all():
             self.instruments.after_step()
+            self.offloading.after_step(self.global_steps)
         self.checkpointing.after_step(reports=self.reports)
         self.observer.after_step(self._last)
         self._saver.check()
@@ -242,6 +248,7 @@ class Engine(Preparation):
             self._saver.close()
         finally:
             self._partition.close(whole=whole)
+            self.offloading.close()
             self._partition.groups.close()
             self.model_part.close()
             self.monitor.close()

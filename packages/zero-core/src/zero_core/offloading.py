@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_offload import (
+    DelayedUpdate,
     FragmentPlan,
     HostBudget,
     HostStore,
@@ -20,97 +22,274 @@ from zero_offload import (
     OffloadedUpdate,
     Placement,
     ShardPlan,
+    Trace,
+    offload_activations,
 )
 
 from .errors import UsageError
+from .instruments import say
 
 if TYPE_CHECKING:
     from zero_partition import MakeStates, Residency, ShardNeeds, StateTier
 
     from .config import Config
 
+_BLOCK = 256
+_STATE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
 
-def parameter_store(config: Config, rank: int, device: torch.device, dtype: torch.dtype) -> Residency | None:
-    """The store for parameter shards that `zero_optimization.offload_param` asks for; None for the device."""
+
+class Offloading:
+    """What leaves the device in one engine, as `zero_optimization.offload_*` and `offload` say.
+
+    Call order: `parameter_store` and `state_tier` before the model is cut; then `forward` around every forward pass,
+    `after_step` after every step, `close`.
+
+    Attributes:
+        trace: what moved when; None unless `offload.report` or `offload.trace` asks for it.
+        update: the optimizer's side on its tier; None where that is the device.
+        store: where parameter shards are; None where that is the device.
+    """
+
+    def __init__(self, config: Config, model: nn.Module, rank: int, device: torch.device) -> None:
+        section = config.offload
+        recording = section.report or section.trace is not None
+        self.trace: Trace | None = Trace(rank=rank) if recording else None
+        self.update: OffloadedUpdate | DelayedUpdate | None = None
+        self.store: HostStore | NvmeStore | None = None
+        self._config = config
+        self._numel = sum(p.numel() for p in model.parameters())
+        self._rank = rank
+        self._device = device
+        self._budget = HostBudget(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._activations = self._activation_tier(model)
+        self._steps = 0
+        self._saved = section.trace is None
+
+    # -- before the model is cut -------------------------------------------------------------------------------------
+
+    def parameter_store(self, dtype: torch.dtype) -> Residency | None:
+        """The store for shards of ``dtype`` that `offload_param` asks for; None for the device.
+
+        Raises `BudgetError` where they do not fit.
+        """
+        section = self._config.zero_optimization.offload_param
+        nbytes = -(-self._numel // self._config.world_size) * dtype.itemsize
+        if section.device == "nvme" and self._config.zero_optimization.stage == 3:
+            for path in section.nvme_path or ():
+                self._budget.need("parameter shards", -(-nbytes // len(section.nvme_path or ())), "disk", path=path)
+        elif section.device == "cpu" and self._device.type != "cpu":
+            self._budget.need("parameter shards", nbytes)
+        self._budget.check()
+        self.store = _open_store(self._config, self._rank, self._device, dtype, self.trace)
+        return self.store
+
+    def state_tier(self, optimizer: Optimizer | None) -> MakeStates | None:
+        """What makes the tier that `offload_optimizer` asks for; None for the device.
+
+        Raises `UsageError` at stage 0, and for what there is no kernel for.
+        """
+        zero = self._config.zero_optimization
+        section = zero.offload_optimizer
+        if section.device == "none" or optimizer is None:
+            return None
+        if zero.stage == 0:
+            raise UsageError("zero_optimization.offload_optimizer needs stage 1, 2 or 3; at stage 0 nothing is sharded")
+        if not OffloadedUpdate.supports(type(optimizer)):
+            raise UsageError(
+                f"zero_optimization.offload_optimizer: {type(optimizer).__name__} has no CPU kernel. Use Adam, AdamW, "
+                'Adagrad, Lion or SGD, or set offload_optimizer.device to "none"'
+            )
+        if section.device == "cpu" and section.ratio < 1 and self._device.type != "cpu":
+            raise UsageError(
+                'zero_optimization.offload_optimizer.ratio: expected 1 with device "cpu" where the model computes on '
+                f"{self._device}, got {section.ratio}: the kernels update in host memory only"
+            )
+        return lambda shards, residency: self._make_update(optimizer, shards, residency)
+
+    def _make_update(self, optimizer: Optimizer, shards: Sequence[ShardNeeds], residency: Residency) -> StateTier:
+        groups = _groups_of(optimizer)
+        section = self._config.zero_optimization.offload_optimizer
+        in_host = self._device.type == "cpu" or self._config.zero_optimization.offload_param.device != "none"
+        plans = list(_plans(shards, groups, in_host))
+        placement = self._placement("nvme" if section.device == "nvme" else "host")
+        common: dict[str, Any] = {"device": self._device, "budget": self._budget, "trace": self.trace}
+        if self._config.offload.delayed_update:
+            self.update = DelayedUpdate(
+                plans, type(optimizer), lambda: optimizer.param_groups, residency, placement, **common
+            )
+        else:
+            self.update = OffloadedUpdate(
+                plans,
+                type(optimizer),
+                lambda: optimizer.param_groups,
+                residency,
+                placement,
+                gradients="nvme" if section.device == "nvme" else "host",
+                **common,
+            )
+        return self.update
+
+    def _placement(self, tier: Literal["host", "nvme"]) -> Placement:
+        section = self._config.zero_optimization.offload_optimizer
+        explicit = section.model_fields_set
+        return Placement(
+            tier=tier,
+            path=section.nvme_path if tier == "nvme" else None,
+            sub_group_size=max(4096, min(self._config.zero_optimization.sub_group_size, 1 << 23)),
+            buffer_count=section.buffer_count,
+            pipeline_read=section.pipeline_read if "pipeline_read" in explicit else True,
+            pipeline_write=section.pipeline_write if "pipeline_write" in explicit else True,
+            ratio=section.ratio,
+            state_dtype=self._state_dtype(),
+            pin=section.pin_memory,
+            verify=self._config.offload.verify,
+            prefix=f"optimizer.rank{self._rank}",
+            engine=_io_engine(self._config) if tier == "nvme" else None,
+        )
+
+    def _state_dtype(self) -> torch.dtype | None:
+        named = self._config.offload.state_dtype
+        if named is not None:
+            return _STATE_DTYPES[named]
+        params = self._config.optimizer.params if self._config.optimizer is not None else None
+        return torch.bfloat16 if getattr(params, "fp32_optimizer_states", True) is False else None
+
+    # -- while training ----------------------------------------------------------------------------------------------
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """What autograd saves inside goes where `offload.activations` says; the model's parameters stay."""
+        return nullcontext() if self._activations is None else self._activations
+
+    def _activation_tier(self, model: nn.Module) -> offload_activations | None:
+        section = self._config.offload.activations
+        if section.device == "none":
+            return None
+        on_nvme = section.device == "nvme"
+        return offload_activations(
+            model,
+            tier="nvme" if on_nvme else "host",
+            path=section.nvme_path if on_nvme else None,
+            device=self._device,
+            min_bytes=section.min_bytes,
+            prefetch=section.prefetch,
+            in_flight_bytes=section.in_flight_bytes,
+            verify=self._config.offload.verify,
+            prefix=f"activations.rank{self._rank}",
+            engine=_io_engine(self._config) if on_nvme else None,
+            trace=self.trace,
+        )
+
+    def parking_place(self, device: str, pin: bool) -> HostStore | NvmeStore:
+        """An empty store for states that are not needed for a while. Raises `UsageError`."""
+        if device == "cpu":
+            return HostStore(device=self._device, pin=pin)
+        if device != "nvme":
+            raise UsageError(f"engine.offload_states(device=…): expected 'cpu' or 'nvme', got {device!r}")
+        zero = self._config.zero_optimization
+        sections = (zero.offload_optimizer, zero.offload_param, self._config.offload.activations)
+        path = next((section.nvme_path for section in sections if section.nvme_path is not None), None)
+        if path is None:
+            raise UsageError(
+                "engine.offload_states(device='nvme'): expected a folder in the configuration, as "
+                "zero_optimization.offload_optimizer.nvme_path"
+            )
+        return NvmeStore(path, device=self._device, prefix=f"parked.rank{self._rank}", engine=_io_engine(self._config))
+
+    def after_step(self, step: int) -> None:
+        """Say what moved when that is due, and write the trace's file once its steps are over."""
+        if self.trace is None:
+            return
+        section, every = self._config.offload, self._config.steps_per_print
+        self._steps += 1
+        if not self._saved and self._steps == section.trace_steps:
+            self._save()
+        due = every is None or (every != float("inf") and step % int(every) == 0)
+        if section.report and due:
+            if self._rank == 0:
+                say(self.table())
+            if self._saved:
+                self.trace.clear()
+
+    def table(self) -> str:
+        """What moved since the last report, hop by hop: bytes, bandwidth, the share that nobody waited for; and what
+        was written to drives."""
+        lines = [] if self.trace is None else [self.trace.table()]
+        for name, tier in (("optimizer", self.update), ("parameters", self.store)):
+            if isinstance(tier, (OffloadedUpdate, DelayedUpdate, NvmeStore)) and tier.bytes_written():
+                lines.append(
+                    f"{name}: {tier.bytes_written()} bytes written to drives, "
+                    f"{tier.bytes_written_per_day() / 1e12:.3f} TB per day"
+                )
+        return "\n".join(lines)
+
+    def shares_drive(self, folder: Path) -> bool:
+        """Whether ``folder``, which is made if need be, is on a file system with the optimizer's files."""
+        paths = self._config.zero_optimization.offload_optimizer.nvme_path or ()
+        if self.update is None or not self.update.plan["nvme"]:
+            return False
+        folder.mkdir(parents=True, exist_ok=True)
+        return all(os.stat(folder).st_dev == os.stat(path).st_dev for path in paths)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of activations that wait for backward now, by tier."""
+        return {} if self._activations is None else self._activations.memory()
+
+    def close(self) -> None:
+        """Write what there is of a trace whose steps are not over, and remove the files of activations."""
+        if self._activations is not None:
+            self._activations.close()
+        if self.trace is not None:
+            if not self._saved:
+                self._save()
+            self.trace.close()
+
+    def _save(self) -> None:
+        self._saved = True
+        if self.trace is not None and self._config.offload.trace is not None:
+            target = Path(self._config.offload.trace)
+            target = target.with_name(f"{target.stem}.rank{self._rank}{target.suffix or '.json'}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.trace.save(target)
+            if not self._config.offload.report:
+                self.trace.stop()
+
+
+def state_block(config: Config) -> int:
+    """Elements of a parameter that share something in the states on a tier: 256 share a scale of 8-bit states."""
+    return _BLOCK if config.offload.state_dtype == "int8" else 1
+
+
+def _open_store(
+    config: Config,
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    trace: Trace | None,
+) -> HostStore | NvmeStore | None:
+    """An empty store of the kind that `zero_optimization.offload_param` asks for; None for the device. Its sizes in
+    elements are of ``dtype``.
+
+    One rank that computes in host memory keeps its parameters there without a store.
+    """
     zero = config.zero_optimization
     section = zero.offload_param
     if section.device == "none" or zero.stage < 3:
         return None
     if section.device == "cpu":
-        return HostStore(device=device, pin=section.pin_memory)
+        alone = device.type == "cpu" and config.world_size == 1
+        return None if alone else HostStore(device=device, pin=section.pin_memory, trace=trace)
     return NvmeStore(
-        str(section.nvme_path),
+        section.nvme_path or (),
         device=device,
         buffer_count=section.buffer_count,
         buffer_bytes=section.buffer_size * dtype.itemsize if "buffer_size" in section.model_fields_set else 0,
         host_bytes=section.max_in_cpu * dtype.itemsize if "max_in_cpu" in section.model_fields_set else 0,
+        verify=config.offload.verify,
         prefix=f"parameters.rank{rank}",
         engine=_io_engine(config),
         pin=section.pin_memory,
+        trace=trace,
     )
-
-
-def state_tier(config: Config, optimizer: Optimizer | None, rank: int, device: torch.device) -> MakeStates | None:
-    """What makes the tier that `zero_optimization.offload_optimizer` asks for; None for the device.
-
-    Raises `UsageError` at stage 0 and for an optimizer whose arithmetic there is no kernel for.
-    """
-    zero = config.zero_optimization
-    if zero.offload_optimizer.device == "none" or optimizer is None:
-        return None
-    if zero.stage == 0:
-        raise UsageError("zero_optimization.offload_optimizer needs stage 1, 2 or 3; at stage 0 nothing is sharded")
-    if not OffloadedUpdate.supports(type(optimizer)):
-        raise UsageError(
-            f"zero_optimization.offload_optimizer: {type(optimizer).__name__} has no CPU kernel. Use Adam, AdamW, "
-            'Adagrad, Lion or SGD, or set offload_optimizer.device to "none"'
-        )
-    return _StateTier(config, optimizer, rank, device)
-
-
-@dataclass(frozen=True)
-class _StateTier:
-    """Builds the tier once the layout is known (`zero_partition.MakeStates`)."""
-
-    config: Config
-    optimizer: Optimizer
-    rank: int
-    device: torch.device
-
-    def __call__(self, shards: Sequence[ShardNeeds], residency: Residency, /) -> StateTier:
-        groups = _groups_of(self.optimizer)
-        on_nvme = self.config.zero_optimization.offload_optimizer.device == "nvme"
-        where: Literal["host", "nvme"] = "nvme" if on_nvme else "host"
-        in_host = self.device.type == "cpu" or self.config.zero_optimization.offload_param.device != "none"
-        return OffloadedUpdate(
-            list(_plans(shards, groups, in_host)),
-            type(self.optimizer),
-            lambda: self.optimizer.param_groups,
-            residency,
-            self._placement(where),
-            gradients=where,
-            device=self.device,
-            budget=HostBudget(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-        )
-
-    def _placement(self, tier: Literal["host", "nvme"]) -> Placement:
-        section = self.config.zero_optimization.offload_optimizer
-        explicit = section.model_fields_set
-        params = self.config.optimizer.params if self.config.optimizer is not None else None
-        narrow = getattr(params, "fp32_optimizer_states", True) is False
-        return Placement(
-            tier=tier,
-            path=section.nvme_path if tier == "nvme" else None,
-            sub_group_size=max(4096, min(self.config.zero_optimization.sub_group_size, 1 << 23)),
-            buffer_count=section.buffer_count,
-            pipeline_read=section.pipeline_read if "pipeline_read" in explicit else True,
-            pipeline_write=section.pipeline_write if "pipeline_write" in explicit else True,
-            ratio=section.ratio if tier == "nvme" else 1.0,
-            state_dtype=torch.bfloat16 if narrow else None,
-            pin=section.pin_memory,
-            prefix=f"optimizer.rank{self.rank}",
-            engine=_io_engine(self.config) if tier == "nvme" else None,
-        )
 
 
 def _groups_of(optimizer: Optimizer) -> dict[int, int]:
@@ -119,7 +298,7 @@ def _groups_of(optimizer: Optimizer) -> dict[int, int]:
 
 
 def _plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: bool) -> list[ShardPlan]:
-    """One plan per trained unit; global positions run through all units in order."""
+    """One plan per trained unit; global positions run through all units in order, the same at any world size."""
     plans, base = [], 0
     for shard in shards:
         start, _ = shard.layout.shard_range(shard.rank)
@@ -145,7 +324,7 @@ def _plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: bool) 
                 padding=shard.layout.shard_numel - max((f.start + f.numel for f in fragments), default=0),
             )
         )
-        base += shard.layout.numel
+        base += -(-shard.layout.entries[-1].end // _BLOCK) * _BLOCK
     return plans
 
 

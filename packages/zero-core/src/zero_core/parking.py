@@ -1,4 +1,4 @@
-"""Model states that wait in host memory while something else needs the device."""
+"""Model states that wait in host memory or in files while something else needs the device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from zero_offload import HostStore, NvmeStore, park, unpark
+from zero_partition import DeviceResidency
 
 from .errors import UsageError
 
@@ -17,41 +20,44 @@ KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_
 
 
 class ParkedStates:
-    """Takes the bytes of chosen states off the device; `bring_back` puts them where they were.
+    """Takes the bytes of chosen states off the device into ``store``; `bring_back` puts them where they were.
 
     Storages keep their identity and are emptied, so every view of them is right again afterwards. Parameters that
-    the user could read meanwhile are placeholders of NaN.
+    the user could read meanwhile are placeholders of NaN. What a tier keeps already stays there.
     """
 
     def __init__(
-        self, partition: Partition, optimizer: ShardedOptimizer | None, kinds: Collection[str], pin: bool
+        self,
+        partition: Partition,
+        optimizer: ShardedOptimizer | None,
+        kinds: Collection[str],
+        store: HostStore | NvmeStore,
     ) -> None:
         self._optimizer = optimizer
-        self._held: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._store = store
         self._shown: list[Unit] = []
-        self._pin = pin and partition.device.type != "cpu"
-        tensors: dict[str, Callable[[], Iterable[torch.Tensor]]] = {
+        partition.settle()
+        found: dict[str, Callable[[], Iterable[tuple[str, torch.Tensor]]]] = {
             "optim_states": lambda: _optimizer_states(optimizer),
-            "hp_params": lambda: (unit.master for unit in partition.units if unit.master is not None),
+            "hp_params": lambda: ((u.name, u.master) for u in partition.units if u.master is not None),
             "lp_params": lambda: self._weights(partition),
             "lp_grads": lambda: _gradients(partition),
             "contiguous_grad_buffer": lambda: _gradients(partition),
         }
-        for kind in KINDS:
-            if kind in kinds:
-                self._park(tensors[kind]())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that wait in host memory."""
-        return sum(host.nbytes for _, host in self._held)
+        self._held = {
+            f"{kind} of {name}, {number}": tensor
+            for kind in KINDS
+            if kind in kinds
+            for number, (name, tensor) in enumerate(found[kind]())
+            if tensor.untyped_storage().nbytes()
+        }
+        self.nbytes = park(self._held, store)
 
     def bring_back(self) -> None:
         """Everything is where it was; may be called twice."""
-        for storage, host in self._held:
-            storage.resize_(host.nbytes)
-            _bytes_of(storage).copy_(host)
+        unpark(self._held, self._store)
         self._held.clear()
+        self._store.close()
         for unit in self._shown:
             unit.show()
         self._shown.clear()
@@ -60,24 +66,14 @@ class ParkedStates:
             for tensor in list(state):
                 state[tensor] = {**state[tensor]}  # a new dict: optimizers that remember addresses look again
 
-    def _park(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() == 0:
-                continue
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._pin)
-            host.copy_(_bytes_of(storage))
-            storage.resize_(0)
-            self._held.append((storage, host))
-
-    def _weights(self, partition: Partition) -> Iterator[torch.Tensor]:
+    def _weights(self, partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
         for unit in partition.units:
             if not unit.releasable:
                 unit.hide()
                 self._shown.append(unit)
-                yield unit.flat
-            yield partition.residency.borrow(unit.name)
-            partition.residency.give_back(unit.name, dirty=False)
+                yield unit.name, unit.flat
+            if isinstance(partition.residency, DeviceResidency):
+                yield unit.name, partition.residency.acquire(unit.name)
 
 
 def kinds_of(include: Iterable[Any] | None) -> set[str]:
@@ -96,18 +92,15 @@ def kinds_of(include: Iterable[Any] | None) -> set[str]:
     return names
 
 
-def _optimizer_states(optimizer: ShardedOptimizer | None) -> Iterator[torch.Tensor]:
+def _optimizer_states(optimizer: ShardedOptimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
     if optimizer is not None:
         for owned in optimizer.fragments:
-            for value in optimizer.state.get(owned.tensor, {}).values():
+            for key, value in optimizer.state.get(owned.tensor, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    yield value
+                    yield f"{owned.fragment.entry.name}/{key}", value
 
 
-def _gradients(partition: Partition) -> Iterator[torch.Tensor]:
+def _gradients(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
     for gradients in partition.runtime.gradients.values():
-        yield from gradients.tensors()
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for tensor in gradients.tensors():
+            yield gradients.unit.name, tensor

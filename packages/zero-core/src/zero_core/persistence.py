@@ -1,4 +1,4 @@
-"""What an engine writes down, puts away and takes up again: checkpoints, states that wait in host memory."""
+"""What an engine writes down, puts away and takes up again: checkpoints, states that wait elsewhere."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .whole_values import WholeValues
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .offloading import Offloading
 
 
 class Persistence(WholeValues):
@@ -23,6 +24,7 @@ class Persistence(WholeValues):
 
     load_report: LoadReport | None = None
     _saver: checkpoint.Saver
+    offloading: Offloading
 
     def save_checkpoint(
         self,
@@ -84,14 +86,16 @@ class Persistence(WholeValues):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Move this rank's model states to host memory until `reload_states`; the engine does nothing else meanwhile.
+        """Move this rank's model states to ``device`` ("cpu" or "nvme") until `reload_states`; the engine does nothing
+        else meanwhile. Collective.
 
-        ``include``: among `zero_core.parking.KINDS`, by default all. ``non_blocking`` is a hint. Raises `UsageError`.
+        ``include``: among `zero_core.parking.KINDS`, by default all. "nvme" is the first `nvme_path` in the
+        configuration. ``non_blocking`` is a hint. Raises `UsageError`.
         """
         self._check_open("offload_states")
-        if str(getattr(device, "value", device)) != "cpu":
-            raise UsageError(f"engine.offload_states(device=…): expected 'cpu', got {device!r}")
-        self._parked = ParkedStates(self._partition, self._sharded, kinds_of(include), pin_memory)
+        kinds = kinds_of(include)
+        store = self.offloading.parking_place(str(getattr(device, "value", device)), pin_memory)
+        self._parked = ParkedStates(self._partition, self._sharded, kinds, store)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` took away; nothing happens when nothing is away."""

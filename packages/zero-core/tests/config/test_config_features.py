@@ -109,6 +109,9 @@ fp16.consecutive_hysteresis fp16.enabled fp16.fp16_master_weights_and_grads fp16
 fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale gradient_accumulation_steps gradient_clipping optimizer
 reduce_each_micro_batch scheduler steps_per_print train_batch_size train_micro_batch_size_per_gpu
 torch_autocast.dtype torch_autocast.enabled torch_autocast.lower_precision_safe_modules
+offload.activations.device offload.activations.in_flight_bytes offload.activations.min_bytes
+offload.activations.nvme_path offload.activations.prefetch offload.delayed_update offload.report offload.state_dtype
+offload.trace offload.trace_steps offload.verify
 aio.block_size aio.intra_op_parallelism aio.overlap_events aio.queue_depth aio.single_submit aio.use_gds
 zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.device
 zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.pin_memory
@@ -129,6 +132,7 @@ def test_every_key_has_an_effect_is_refused_or_says_that_it_has_none(loaded):
     configs = [loaded({mode: {"enabled": True}} if mode else {}) for mode in MODES]
     nvme = {"device": "nvme", "nvme_path": "/local_nvme"}
     configs.append(loaded({"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}))
+    configs.append(loaded({"offload": {"trace": "trace.json", "activations": nvme}}))
     silent = {path for config in configs for path, _ in leaves(config) if not no_effect(config, path)}
     assert silent - refusable == set(HAS_EFFECT)
 
@@ -141,6 +145,9 @@ def test_keys_that_nobody_wrote_carry_no_note(loaded):
     ("config", "path", "said"),
     [
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled", "one precision mode"),
+        ({"offload": {"delayed_update": True}}, "offload.delayed_update", 'offload_optimizer.device "cpu" or "nvme"'),
+        ({"offload": {"state_dtype": "int8"}}, "offload.state_dtype", 'offload_optimizer.device "cpu" or "nvme"'),
+        ({"offload": {"activations": {"device": "nvme"}}}, "offload.activations.nvme_path", "a directory"),
         ({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16.enabled", "one precision mode"),
         ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "keep one"),
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -46,20 +48,41 @@ def folders(path: NvmePath) -> list[str]:
 def open_extents(
     paths: Sequence[str], *, prefix: str, checksums: bool, verify: bool, engine: Any = None
 ) -> ExtentStore:
-    """An empty extent store; what a killed process left there under the same prefix is removed.
+    """An empty extent store; what a killed process left there under the same prefix is removed, sealed or not: a
+    checkpoint has links of its own.
 
-    Raises OffloadError when another process uses it, or when it holds sealed generations.
+    Raises OffloadError when another process uses it.
     """
     library = _library()
-    try:
-        store = library.ExtentStore(
+
+    def opened() -> Any:
+        return library.ExtentStore(
             list(paths), prefix=prefix, checksums=checksums or verify, verify=verify, engine=engine
         )
+
+    try:
+        try:
+            store = opened()
+        except library.errors.ExtentError:
+            _remove_sealed(paths, prefix)
+            store = opened()
     except library.AioError as error:
         raise OffloadError(f"cannot use {', '.join(paths)} as an NVMe tier: {error}") from error
     except OSError as error:
         raise OffloadError(f"cannot use {', '.join(paths)} as an NVMe tier: {error}; name writable folders") from error
     return cast(ExtentStore, store)
+
+
+def _remove_sealed(paths: Sequence[str], prefix: str) -> None:
+    """Remove the sealed generations of a store that nobody uses; AioError when somebody does."""
+    library = _library()
+    try:
+        library.ExtentStore(list(paths), prefix=prefix, resume=True).close(remove=True)
+    except library.errors.ExtentError:
+        raise
+    except library.AioError:  # damaged as well: without its index a generation is swept at the next opening
+        for index in Path(paths[0]).glob(f"{glob.escape(prefix)}.g*.index"):
+            index.unlink()
 
 
 def aligned_buffer(nbytes: int) -> torch.Tensor:

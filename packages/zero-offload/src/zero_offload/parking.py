@@ -45,9 +45,10 @@ def unpark(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) ->
     ShardError names what is not there.
     """
     storages = {name: storage for name, storage in _storages(tensors).items() if not storage.nbytes()}
-    store.prefetch([name for name in storages if name in store])
-    for name, storage in storages.items():
+    parked = [name for name in storages if name in store]
+    for number, (name, storage) in enumerate(storages.items()):
         tensor = tensors[name]
+        store.prefetch([ahead for ahead in parked[number : number + 2] if ahead in store])
         if name not in store:
             if tensor.numel():
                 raise ShardError(f"'{name}' is not parked in this store", tensor=name)

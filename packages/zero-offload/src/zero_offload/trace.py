@@ -51,8 +51,8 @@ class Trace:
     """Records transfers, waits and kernels; `report` sums them up, `save` writes a file that opens in Perfetto.
 
     Give one to the stores and the optimizer that shall appear in it. ``rank`` is the process number in the file. Events
-    are kept until `clear`. A thread notes when asynchronous transfers end; `close` ends it. May be used from several
-    threads.
+    are kept until `clear`, and recorded until `stop`. A thread notes when asynchronous transfers end; `close` ends it.
+    May be used from several threads.
     """
 
     def __init__(self, *, rank: int = 0) -> None:
@@ -62,6 +62,7 @@ class Trace:
         self._running: queue.SimpleQueue[tuple[str, str, float, int, Callable[[], object]] | None] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
         self._open = 0
+        self._recording = True
         self._idle = threading.Condition(self._lock)
 
     @contextmanager
@@ -76,6 +77,8 @@ class Trace:
     def follow(self, hop: str, name: str, nbytes: int, wait: Callable[[], object]) -> None:
         """Record a transfer that has just begun and ends when ``wait`` returns or raises (in another thread)."""
         with self._lock:
+            if not self._recording:
+                return
             self._open += 1
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="zero-offload trace", daemon=True)
@@ -145,6 +148,11 @@ class Trace:
         with self._lock:
             self._events.clear()
 
+    def stop(self) -> None:
+        """Record nothing from now on."""
+        with self._lock:
+            self._recording = False
+
     def close(self) -> None:
         """End the thread. What was recorded stays."""
         self._settled()
@@ -156,7 +164,8 @@ class Trace:
 
     def _add(self, event: _Event) -> None:
         with self._lock:
-            self._events.append(event)
+            if self._recording:
+                self._events.append(event)
 
     def _settled(self) -> list[_Event]:
         with self._idle:

@@ -39,6 +39,7 @@ def gathered(
     given: Iterable[object] = [parameters] if isinstance(parameters, nn.Parameter) else parameters
     units = _units_of(partition, given)
     runtime.agree("gathered", ",".join(str(u.index) for u in units), None)
+    partition.settle()
     opened = [u for u in units if u.releasable and u.state is UnitState.RELEASED]
     for unit in opened:
         unit.issue_gather(runtime.step)
@@ -86,6 +87,7 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
     """A copy of the parameter's weights as the optimizer sees them (the master's dtype), whole, on every rank."""
     unit, index = _find(partition, parameter)
     partition.runtime.agree("full parameter", unit.names[index], None)
+    partition.settle()
     if unit.master is not None:
         return _whole(partition, unit, index, unit.master)
     whole = _whole(partition, unit, index, partition.residency.acquire(unit.name))
@@ -120,6 +122,7 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
         raise PartitionError(f"parameter '{unit.names[index]}' is not trained and has no optimizer state")
     if unit.states is not None:
         partition.runtime.agree("full state", f"{unit.names[index]}.{key}", None)
+        partition.settle()
         zeros = torch.zeros(unit.layout.entries[index].shape, device=partition.device)
         return _whole_on_tier(partition, unit, unit.states, index, key, zeros)
     held = [o for o in optimizer.fragments if o.unit is unit and o.number == index]
@@ -239,6 +242,7 @@ def _agreed_value(partition: Partition, unit: Unit, index: int, what: str, value
     if tuple(value.shape) != entry.shape:
         raise PartitionError(f"the new {what} of '{entry.name}' has shape {tuple(value.shape)}, expected {entry.shape}")
     partition.runtime.agree(f"set full {what}", entry.name, None)
+    partition.settle()
     flat = value.detach().to(partition.device).flatten().clone()
     partition.groups.gather.broadcast(flat, 0, Tag("broadcast", entry.name, partition.runtime.step)).wait()
     return flat

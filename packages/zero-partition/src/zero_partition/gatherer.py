@@ -100,6 +100,7 @@ class Gatherer:
         self._key = key
         self._schedule = self._schedules[key]
         self._schedule.restart()
+        self._announce(self._schedule.remaining())
         self._used = {}
         self._fresh.clear()
 
@@ -217,13 +218,18 @@ class Gatherer:
         ahead = sum(u.layout.numel for u in self._units if u.state is UnitState.GATHERING)
         live = self._live()
         remaining = self._schedule.remaining()
+        self._announce(remaining)
         for place, index in enumerate(remaining):
             numel = self._units[index].layout.numel
             if ahead + numel > self._prefetch_numel or live + numel > self._max_live_numel:
-                self.soon([self._units[i] for i in remaining[place : place + _SOON]])
+                self._announce(remaining[place:])
                 return
             self._issue(index)
             ahead, live = ahead + numel, live + numel
+
+    def _announce(self, coming: Sequence[int]) -> None:
+        """Ask a slow tier for the shards of the next units, all at once and before anybody waits for the first."""
+        self.soon([self._units[index] for index in coming[:_SOON]])
 
     def _evict(self, needed: Unit) -> None:
         """Above the live bound, release gathered units that were only joined, not used, oldest first."""

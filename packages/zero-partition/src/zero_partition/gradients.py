@@ -188,5 +188,6 @@ class UnitGradients:
             self._flat = self._spare
         else:
             self._flat = torch.empty(layout.numel, dtype=dtype, device=device)
-        self._flat[layout.used_numel :].zero_()
+        for start, end in layout.gaps:
+            self._flat[start:end].zero_()
         self._views = [self._flat[e.offset : e.end].view(e.shape) for e in layout.entries]

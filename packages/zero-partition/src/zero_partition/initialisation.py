@@ -134,7 +134,7 @@ class Init:
 
     A model on the meta device may be given memory inside (``model.to_empty(device=…)``): its parameters stay without
     any until code writes their values, and are cut from those. ``new_shard``: where shards live until the model is
-    partitioned (default: in memory, on the parameter's device).
+    partitioned (default: in memory, on the parameter's device; on a single rank nothing is cut without it).
     """
 
     def __init__(
@@ -148,6 +148,7 @@ class Init:
         self._group = group
         self._control = control
         self._max_whole_numel = max_whole_numel
+        self._cuts = group.world_size > 1 or new_shard is not None
         self._new_shard: NewShard = new_shard if new_shard is not None else _in_memory
         self._handles: list[RemovableHandle] = []
         self._built: dict[int, weakref.ref[nn.Module]] = {}
@@ -156,7 +157,7 @@ class Init:
         self._mode = _TouchMode(self._touch, self._data_assigned, self._blank, self._adopt)
 
     def __enter__(self) -> Init:
-        if self._group.world_size > 1:
+        if self._cuts:
             self._agree_on_generators()
             self._handles = [
                 register_module_module_registration_hook(self._attached),
@@ -168,7 +169,7 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._group.world_size == 1:
+        if not self._cuts:
             return
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         for handle in self._handles:

@@ -51,17 +51,26 @@ class UnitLayout:
     shard_numel: int
 
     @classmethod
-    def of(cls, name: str, shapes: Mapping[str, Sequence[int]], world_size: int, alignment: int = 1) -> UnitLayout:
+    def of(
+        cls,
+        name: str,
+        shapes: Mapping[str, Sequence[int]],
+        world_size: int,
+        alignment: int = 1,
+        *,
+        entry_alignment: int = 1,
+    ) -> UnitLayout:
         """Lay out parameters (name -> shape) in the order given.
 
-        ``alignment``: shard boundaries are multiples of so many elements. Raises ValueError when an argument is below
-        1.
+        ``alignment``: shard boundaries are multiples of so many elements. ``entry_alignment``: parameters begin at
+        multiples of so many. Raises ValueError when an argument is below 1.
         """
-        if world_size < 1 or alignment < 1:
-            raise ValueError(f"unit '{name}': expected world_size and alignment >= 1, got {world_size} and {alignment}")
+        if min(world_size, alignment, entry_alignment) < 1:
+            got = f"{world_size}, {alignment} and {entry_alignment}"
+            raise ValueError(f"unit '{name}': expected world_size and alignments >= 1, got {got}")
         entries, offset = [], 0
         for parameter, shape in shapes.items():
-            entry = Entry(parameter, tuple(shape), offset)
+            entry = Entry(parameter, tuple(shape), -(-offset // entry_alignment) * entry_alignment)
             entries.append(entry)
             offset = entry.end
         shard = -(-offset // (world_size * alignment)) * alignment
@@ -75,7 +84,14 @@ class UnitLayout:
     @cached_property
     def used_numel(self) -> int:
         """Elements of the flat buffer that belong to parameters."""
-        return self.entries[-1].end if self.entries else 0
+        return sum(entry.numel for entry in self.entries)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(First element, first behind) of every range of the flat buffer that belongs to no parameter."""
+        ends = [0, *(entry.end for entry in self.entries)]
+        starts = [*(entry.offset for entry in self.entries), self.numel]
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """First element of ``rank``'s shard in the flat buffer, and the first behind it."""

@@ -37,7 +37,9 @@ class PartitionOptions:
     ``stage``: optimizer state is sharded when >= 1, gradients when >= 2, parameters when >= 3. At stages 0 and 1 the
     backward passes of one step add up locally before they are reduced; with ``reduce_each_micro_batch`` they are
     reduced one by one as stages 2 and 3 do, which makes all stages bitwise equal. ``alignment``: shard boundaries are
-    multiples of it. ``is_leaf``: whether a module (by name) is gathered as a whole whatever its size.
+    multiples of it where there are enough elements; ``entry_alignment``: so are they and the beginnings of parameters,
+    always, which states in blocks need. ``is_leaf``: whether a module (by name) is gathered as a whole whatever its
+    size.
     """
 
     stage: int
@@ -49,6 +51,7 @@ class PartitionOptions:
     reduce_each_micro_batch: bool = False
     compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     alignment: int = 64
+    entry_alignment: int = 1
     is_leaf: Callable[[str, nn.Module], bool] = field(default_factory=leaf_marker)
 
     @property
@@ -94,7 +97,7 @@ class Partition:
         check_trainable_uncut(model)
         self._kept_fp32 = _kept_fp32(model, options.policy)
         plans = _plan(model, options, trainable, self._kept_fp32)
-        self.layout = Layout(tuple(_unit_layout(plan, self.world_size, options.alignment) for plan in plans))
+        self.layout = Layout(tuple(_unit_layout(plan, self.world_size, options) for plan in plans))
         self._agree_on_model(model, plans)
         self.states = make_states(self._shard_needs(plans), residency) if make_states is not None else None
         self.units = [
@@ -144,6 +147,11 @@ class Partition:
         for work in works:
             work.wait()
 
+    def settle(self) -> None:
+        """Have the weights of the last step everywhere, also where the tier updates beside the passes. Collective."""
+        if self.states is not None and self.states.finish():
+            self.publish()
+
     def memory(self) -> Mapping[str, int]:
         """Bytes of model state that this rank holds now, by kind, without the optimizer's states."""
         seen: set[int] = set()
@@ -177,6 +185,7 @@ class Partition:
         """
         if not self.runtime.failed:
             self.runtime.agree("close", "", None)
+            self.settle()
             self.runtime.hide_gradients()
             for unit in self.units:
                 if unit.releasable and whole:
@@ -191,7 +200,8 @@ class Partition:
                 disown(parameter)
 
     def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:
-        releasable = self.options.stage >= 3 and not plan.resident and self.world_size > 1
+        elsewhere = self.world_size > 1 or not isinstance(self.residency, DeviceResidency)
+        releasable = self.options.stage >= 3 and not plan.resident and elsewhere
         unit = Unit(
             index,
             plan,
@@ -345,10 +355,13 @@ def _plan(
     return plan_units(model, options.limits, trainable=is_trained, dtype_of=dtype_of, is_leaf=options.is_leaf)
 
 
-def _unit_layout(plan: UnitPlan, world_size: int, alignment: int) -> UnitLayout:
+def _unit_layout(plan: UnitPlan, world_size: int, options: PartitionOptions) -> UnitLayout:
     total = sum(math.prod(p.shape) for p in plan.parameters.values())
-    align = alignment if total >= alignment * world_size else 1
-    return UnitLayout.of(plan.name, {name: tuple(p.shape) for name, p in plan.parameters.items()}, world_size, align)
+    blocks = options.entry_alignment
+    wished = math.lcm(options.alignment, blocks)
+    align = wished if total >= wished * world_size else blocks
+    shapes = {name: tuple(p.shape) for name, p in plan.parameters.items()}
+    return UnitLayout.of(plan.name, shapes, world_size, align, entry_alignment=blocks)
 
 
 def _update_dtype(plan: UnitPlan, policy: PrecisionPolicy) -> torch.dtype:

@@ -14,6 +14,31 @@ from .residency import Residency
 from .units import UnitPlan
 
 
+class SealedExtent(Protocol):
+    """Bytes of one kind of one fragment, from ``offset_bytes`` of it on, that lie in a file which never changes."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def file_offset_bytes(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def checksum(self) -> str: ...
+    @property
+    def offset_bytes(self) -> int: ...
+
+
+class SealedStates(Protocol):
+    """What a tier has in files: by ``<fragment>/<kind>`` in order, but for ``resident`` fragments, of which a part is
+    in memory. The files exist as long as this object."""
+
+    @property
+    def extents(self) -> Mapping[str, Sequence[SealedExtent]]: ...
+    @property
+    def resident(self) -> Collection[str]: ...
+
+
 class StateTier(Protocol):
     """Keeps what the optimizer needs of this rank's shards, and updates them.
 
@@ -43,11 +68,18 @@ class StateTier(Protocol):
     def step(self, *, grad_scale: float = 1.0, absent: Collection[str] = ()) -> None:
         """Update all shards that have a gradient, but for the fragments that are ``absent``; write the weights."""
 
+    def finish(self) -> bool:
+        """Wait for an update that still runs after `step`; whether there was one, and so the weights are newer now."""
+
     def weights_changed(self, shard: str, /) -> None:
         """Somebody else wrote a shard's weights: masters that do not round to them take them over."""
 
     def kinds(self, fragment: str, /) -> tuple[str, ...]:
         """What is kept for a fragment: ``master`` unless it is updated in place, and its moments."""
+
+    def held(self, fragment: str, /) -> tuple[int, dict[str, torch.dtype]]:
+        """Steps taken by a fragment, and the dtypes of what is kept for it now, by kind; a kind ``<moment>_scale`` has
+        one item for every 256 elements."""
 
     def states(self, fragments: Collection[str] | None = None, /) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """Yield (fragment, copies of what is kept, 1-D in host memory, and ``step``); those without anything are left
@@ -58,6 +90,12 @@ class StateTier(Protocol):
 
     def reset(self) -> None:
         """Begin anew, as if there had been no step."""
+
+    def seal(self) -> SealedStates | None:
+        """Make what is in files last, for a checkpoint to link to; the next step writes new files. None without files.
+
+        Everything written before is in them, in the state of the last step.
+        """
 
     def flush(self) -> None:
         """Return when everything is on its tier."""

@@ -209,14 +209,16 @@ class Unit:
 
     def _hand_over_masters(self, states: StateTier, source: torch.Tensor) -> None:
         """Give the tier what the weights' own dtype has not enough digits for."""
-        start, _ = self.layout.shard_range(self._group.rank)
+        start, end = self.layout.shard_range(self._group.rank)
+        own = source[start:end]
+        if source.dtype == self.plan.dtype or bool((own.to(self.plan.dtype).to(own.dtype) == own).all()):
+            return
         masters = {
             f.entry.name: {"master": source[start + f.shard_offset : start + f.shard_offset + f.length]}
             for f in self.layout.fragments(self._group.rank)
             if "master" in states.kinds(f.entry.name)
         }
-        if masters and source.dtype != self.plan.dtype:
-            states.write(masters)
+        states.write(masters)
 
     def _make_views(self, flat: torch.Tensor) -> None:
         self.flat = flat

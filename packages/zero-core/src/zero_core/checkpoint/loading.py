@@ -18,6 +18,7 @@ from zero_partition import DeviceResidency, OwnedFragment, Unit
 
 from .fragments import has_own_master, master_pieces, pieces
 from .names import WEIGHT_KINDS, check_names, report_of, summary, uncut
+from .narrow import moments_in_codes, read_numbers
 from .progress import engine_state, load_counters, load_hyperparameters, load_position, load_schedule
 from .reading import Reading
 from .saving import coordinator_of
@@ -139,8 +140,12 @@ def _state(reading: Reading, owned: OwnedFragment) -> dict[str, Any]:
     """Tensors for an optimizer's state of one fragment, filled when the reading has run."""
     checkpoint, fragment, name = reading.checkpoint, owned.fragment, owned.fragment.entry.name
     state: dict[str, Any] = {}
+    in_codes = moments_in_codes(checkpoint, name)
+    for moment in in_codes:
+        numbers = read_numbers(checkpoint, name, moment, fragment.param_offset, fragment.length)
+        state[moment] = numbers.to(owned.tensor.device).view(owned.tensor.shape)
     for tensor_name, kind in checkpoint.tensors:
-        if tensor_name != name or kind in WEIGHT_KINDS:
+        if tensor_name != name or kind in WEIGHT_KINDS or kind.removesuffix(".scale").rpartition(".")[0] in in_codes:
             continue
         entry = checkpoint.tensors[name, kind]
         if kind.endswith(".scalar"):

@@ -48,6 +48,7 @@ class Saver:
         """Write ``root/tag``; collective."""
         parts = engine.partition
         parts.runtime.agree("save", f"{root}/{tag}", None)
+        parts.settle()
         group = coordinator_of(engine)
         node = socket.gethostname() if self._per_node else None
         leads = parts.rank == 0 if node is None else _leads(group, node)
@@ -61,7 +62,7 @@ class Saver:
             "save_latest": save_latest,
             "node": node,
         }
-        intervals = _intervals(engine, exclude_frozen, whole=leads, replicas=node is not None)
+        intervals = _intervals(engine, root, exclude_frozen, whole=leads, replicas=node is not None)
         if self._decoupled:
             self._open_behind(group).save(root, tag, intervals, **options)
         else:
@@ -112,10 +113,11 @@ def _leads(group: Coordinator, node: str) -> bool:
     return nodes.index(node) == group.rank
 
 
-def _intervals(engine: Engine, exclude_frozen: bool, *, whole: bool, replicas: bool) -> Iterator[Interval]:
+def _intervals(engine: Engine, root: Path, exclude_frozen: bool, *, whole: bool, replicas: bool) -> Iterator[Interval]:
     """What this rank contributes; ``whole``: what every rank has whole too. ``replicas``: also what other ranks hold as
     well, for nodes that cannot read one another's files."""
     stager, parts = Stager(), engine.partition
+    sealed = parts.states.seal() if parts.states is not None and engine.offloading.shares_drive(root) else None
     for unit in parts.units:
         if exclude_frozen and not unit.plan.trainable:
             continue
@@ -136,7 +138,7 @@ def _intervals(engine: Engine, exclude_frozen: bool, *, whole: bool, replicas: b
                     entry.name, "master", piece, shape=entry.shape, offset=fragment.param_offset
                 )
         if unit.states is not None:
-            yield from tier_intervals(unit.states, unit, parts.rank, replicas=replicas)
+            yield from tier_intervals(unit.states, unit, parts.rank, sealed, replicas=replicas)
     if engine.sharded_optimizer is not None:
         several = len(parts.owned_ranks()) > 1  # fragments of one parameter on this rank
         for owned in engine.sharded_optimizer.fragments:

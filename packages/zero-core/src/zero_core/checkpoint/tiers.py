@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from zero_ckpt import Checkpoint, Interval
+from zero_ckpt import Checkpoint, FileExtent, Interval
 from zero_ckpt.torch import dtype_name, tensor_buffer, torch_dtype
-from zero_partition import Fragment, Residency, StateTier, Unit
+from zero_partition import Fragment, Residency, SealedStates, StateTier, Unit
 
+from .narrow import Place, moments_in_codes, place_of, read_numbers
 from .reading import Reading
 
 
@@ -37,8 +38,11 @@ def stored_weights(store: Residency, unit: Unit, rank: int) -> Iterator[Interval
         )
 
 
-def tier_intervals(tier: StateTier, unit: Unit, rank: int, *, replicas: bool = False) -> Iterator[Interval]:
-    """What a tier keeps for a unit, one parameter in memory at a time; ``replicas``: also what other ranks have too."""
+def tier_intervals(
+    tier: StateTier, unit: Unit, rank: int, sealed: SealedStates | None, *, replicas: bool = False
+) -> Iterator[Interval]:
+    """What a tier keeps for a unit: linked where it is ``sealed``, else read when its turn comes to be written, one
+    parameter in memory at a time. ``replicas``: also what other ranks have too."""
     kept: dict[str, dict[str, torch.Tensor]] = {}
 
     def read(name: str, kind: str) -> Any:
@@ -49,20 +53,33 @@ def tier_intervals(tier: StateTier, unit: Unit, rank: int, *, replicas: bool = F
 
     for fragment in unit.layout.fragments(rank):
         entry = fragment.entry
-        for _, state in tier.states([entry.name]):
-            for kind, value in state.items():
-                if value.dim():
-                    yield Interval(
-                        entry.name,
-                        kind,
-                        entry.shape,
-                        dtype_name(value.dtype),
-                        fragment.param_offset,
-                        partial(read, entry.name, kind),
-                        fragment.length,
-                    )
-                elif fragment.param_offset == 0 or replicas:
-                    yield Interval(entry.name, f"{kind}.scalar", (), dtype_name(value.dtype), 0, tensor_buffer(value))
+        step, dtypes = tier.held(entry.name)
+        for kind, dtype in dtypes.items():
+            place = place_of(kind, dtype, entry.shape, fragment.param_offset, fragment.length)
+            if sealed is not None and entry.name not in sealed.resident:
+                yield from _linked(sealed, f"{entry.name}/{kind}", entry.name, place, dtype)
+            else:
+                yield Interval(
+                    entry.name,
+                    place.kind,
+                    place.shape,
+                    dtype_name(dtype),
+                    place.offset,
+                    partial(read, entry.name, kind),
+                    place.length,
+                )
+        if (step or dtypes) and (fragment.param_offset == 0 or replicas):
+            count = torch.tensor(float(step))
+            yield Interval(entry.name, "step.scalar", (), dtype_name(count.dtype), 0, tensor_buffer(count))
+
+
+def _linked(sealed: SealedStates, key: str, name: str, place: Place, dtype: torch.dtype) -> Iterator[Interval]:
+    for extent in sealed.extents[key]:
+        data = FileExtent(
+            extent.path, extent.file_offset_bytes, extent.nbytes, checksum=extent.checksum or None, owner=sealed
+        )
+        first, length = extent.offset_bytes // dtype.itemsize, extent.nbytes // dtype.itemsize
+        yield Interval(name, place.kind, place.shape, dtype_name(dtype), place.offset + first, data, length)
 
 
 def tier_values(
@@ -81,9 +98,8 @@ def tier_values(
             if kind == "master":
                 state[kind] = torch.empty(fragment.length, dtype=torch.promote_types(unit.plan.dtype, torch.float32))
                 reading.add_weights(name, offset, state[kind])
-            elif optimizer and (name, kind) in checkpoint.tensors:
-                state[kind] = torch.empty(fragment.length, dtype=torch_dtype(checkpoint.tensors[name, kind].dtype))
-                reading.add(name, kind, offset, state[kind])
+            elif optimizer:
+                _add_moment(reading, fragment, kind, tier.kinds(name), state)
         if optimizer and (name, "step.scalar") in checkpoint.tensors:
             steps[name] = torch.empty(1, dtype=torch_dtype(checkpoint.tensors[name, "step.scalar"].dtype))
             reading.add(name, "step.scalar", 0, steps[name])
@@ -92,3 +108,17 @@ def tier_values(
     for name, step in steps.items():
         found[name]["step"] = int(step)
     return found
+
+
+def _add_moment(reading: Reading, fragment: Fragment, kind: str, kinds: tuple[str, ...], state: dict[str, Any]) -> None:
+    """A fragment's values of a kind, in the checkpoint's dtype or, where codes fit nowhere, in float32."""
+    name, shape, offset, length = fragment.entry.name, fragment.entry.shape, fragment.param_offset, fragment.length
+    in_codes = kind in moments_in_codes(reading.checkpoint, name)
+    if in_codes and f"{kind}_scale" not in kinds:
+        state[kind] = read_numbers(reading.checkpoint, name, kind, offset, length)
+        return
+    place = place_of(kind, torch.uint8 if in_codes else torch.float32, shape, offset, length)
+    entry = reading.checkpoint.tensors.get((name, place.kind))
+    if entry is not None:
+        state[kind] = torch.empty(place.length, dtype=torch_dtype(entry.dtype))
+        reading.add(name, place.kind, place.offset, state[kind])

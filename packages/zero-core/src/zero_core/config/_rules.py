@@ -13,7 +13,14 @@ from zero_precision import PrecisionError
 
 def contradictions(config: ConfigFile) -> list[Problem]:
     """Return one problem for every pair of keys that cannot hold together."""
-    return [*_precision(config), *_stages(config), *_dtypes(config), *_loss_scale(config), *_recomputation(config)]
+    return [
+        *_precision(config),
+        *_stages(config),
+        *_offload(config),
+        *_dtypes(config),
+        *_loss_scale(config),
+        *_recomputation(config),
+    ]
 
 
 def _precision(config: ConfigFile) -> list[Problem]:
@@ -39,6 +46,20 @@ def _stages(config: ConfigFile) -> list[Problem]:
         if offload.device == "nvme" and offload.nvme_path is None and zero.stage >= needed_from:
             path = f"zero_optimization.{section}.nvme_path"
             problems.append(Problem(path, 'expected a directory with device "nvme"', "null"))
+    return problems
+
+
+def _offload(config: ConfigFile) -> list[Problem]:
+    problems = []
+    section, device = config.offload, config.zero_optimization.offload_optimizer.device
+    for key in ("delayed_update", "state_dtype"):
+        value = getattr(section, key)
+        if value not in (False, None) and device == "none":
+            action = "it is about what an optimizer keeps on a tier"
+            expected = 'expected zero_optimization.offload_optimizer.device "cpu" or "nvme" with it'
+            problems.append(Problem(f"offload.{key}", expected, '"none"', action=action))
+    if section.activations.device == "nvme" and section.activations.nvme_path is None:
+        problems.append(Problem("offload.activations.nvme_path", 'expected a directory with device "nvme"', "null"))
     return problems
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from zero_core.config._base import (
@@ -27,8 +27,20 @@ def _stage(value: Any) -> Any:
     return int(value)
 
 
+def _folders(value: Any) -> Any:
+    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
+    if not found or not all(isinstance(folder, str) and folder for folder in found):
+        raise PydanticCustomError("folders", "a directory, or a list of directories")
+    return found
+
+
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Device = Literal["none", "cpu", "nvme"]
+Paths = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_folders),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
+]
 
 
 class OffloadParam(Section):
@@ -37,7 +49,7 @@ class OffloadParam(Section):
     auto_keys = ALL_KEYS
 
     device: Device = "none"
-    nvme_path: Text | None = None
+    nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
     buffer_count: PositiveInt = 5
     buffer_size: PositiveInt = Field(default=100_000_000, description="Elements per buffer.")
     max_in_cpu: NaturalInt = Field(default=1_000_000_000, description="Elements.")
@@ -50,7 +62,7 @@ class OffloadOptimizer(Section):
     auto_keys = ALL_KEYS
 
     device: Device = "none"
-    nvme_path: Text | None = None
+    nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
     buffer_count: PositiveInt = 4
     pin_memory: Flag = True
     pipeline_read: Flag = False
@@ -163,3 +175,31 @@ class Aio(Section):
     single_submit: Flag = False
     overlap_events: Flag = True
     use_gds: Flag = False
+
+
+class OffloadActivations(Section):
+    """Where what autograd saves in forward waits for backward."""
+
+    device: Device = "none"
+    nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
+    min_bytes: PositiveInt = Field(default=65536, description="Smaller tensors stay where they are.")
+    prefetch: NaturalInt = Field(default=2, description="Tensors that backward asks for ahead of use.")
+    in_flight_bytes: PositiveInt = Field(default=268435456, description="Host memory on its way to files.")
+
+
+class Offload(Section):
+    """What the tiers do beyond `zero_optimization.offload_optimizer` and `offload_param`."""
+
+    delayed_update: Flag = Field(
+        default=False, description="Run the update beside the next forward and backward; weights arrive one step late."
+    )
+    state_dtype: Literal["fp32", "bf16", "int8"] | None = Field(
+        default=None, description="Of moments on a tier; int8 is one byte and a scale for 256 elements."
+    )
+    verify: Flag = Field(default=False, description="Compare checksums on every read from files.")
+    report: Flag = Field(default=False, description="Print bytes, bandwidth and overlap of every hop.")
+    trace: Text | None = Field(
+        default=None, description="A file for Perfetto, each rank's with its number before the suffix."
+    )
+    trace_steps: PositiveInt = Field(default=10, description="Steps that the trace covers.")
+    activations: OffloadActivations = OffloadActivations()

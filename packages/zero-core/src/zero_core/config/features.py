@@ -167,6 +167,8 @@ def no_effect(config: Section, path: str) -> str:
     """Return why a value at `path` changes nothing, or an empty text when it does something."""
     if path.startswith("zero_optimization.offload_param.") and lookup(config, "zero_optimization.stage") != 3:
         return "accepted, no effect: below stage 3 parameters stay on the device"
+    if path == "offload.trace_steps" and lookup(config, "offload.trace") is None:
+        return "accepted, no effect: offload.trace is null"
     if path.startswith("aio.") and "nvme" not in _devices(config):
         return "accepted, no effect: nothing is offloaded to NVMe"
     parts = path.split(".")
@@ -182,4 +184,5 @@ def no_effect(config: Section, path: str) -> str:
 
 
 def _devices(config: Section) -> set[Any]:
-    return {lookup(config, f"zero_optimization.{name}.device") for name in ("offload_param", "offload_optimizer")}
+    paths = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer", "offload.activations")
+    return {lookup(config, f"{path}.device") for path in paths}

@@ -58,12 +58,18 @@ def build(
     """Cut, plan, check the plan against ``budget``, allocate."""
     if where == "nvme" and placement.path is None:
         raise ValueError("gradients='nvme': expected a path in the placement, got none")
-    in_files, in_memory = _cut(fragments, placement, budget, weights)
-    slices = [*in_files, *in_memory]
+    uses_files = _uses_files(fragments, placement, budget)
+    placement.check_device(device)
+    ratio = placement.ratio if uses_files or placement.tier == "host" else 1.0
+    offloaded, rest = _cut(fragments, placement, ratio, weights)
+    in_files, in_memory = (offloaded, rest) if uses_files else ([], offloaded)
+    on_device = [] if uses_files else rest
+    slices = [*offloaded, *rest]
     pin = placement.pin and device.type != "cpu"
     options = _options(placement)
     staging = 0 if device.type == "cpu" else staging_bytes(slices, gradients_too=where == "caller")
     plan = {
+        "device": host_bytes(on_device),
         "gradients": _gradient_memory(shards, slices, where, options.buffer_count),
         "nvme": host_bytes(in_files) + (gradient_bytes(shards) if where == "nvme" else 0),
         "ring": ring_bytes(in_files, options.buffer_count),
@@ -72,7 +78,7 @@ def build(
     }
     _declare(budget, plan, options.paths)
     budget.check()
-    tier = _make_tier(in_files, in_memory, options, trace)
+    tier = _make_tier(in_files, in_memory, on_device, options, trace)
     try:
         gradients = _make_gradients(shards, slices, device, where, options, pin, trace)
     except BaseException:
@@ -92,17 +98,16 @@ def check_room_for_seal(parts: Parts) -> None:
 
 
 def _cut(
-    fragments: Sequence[Fragment], placement: Placement, budget: HostBudget, weights: Weights
+    fragments: Sequence[Fragment], placement: Placement, ratio: float, weights: Weights
 ) -> tuple[list[Slice], list[Slice]]:
-    """The slices that are in files, and those in host memory. Two slices are under way at a time, so each has less than
-    half of the shards that can be borrowed together.
+    """The slices of the share that is offloaded, and those of the rest. Two slices are under way at a time, so each has
+    less than half of the shards that can be borrowed together.
     """
     shards = max(1, (weights.lends_at_most - 1) // 2) if isinstance(weights, BoundedWeights) else None
     grain = BLOCK if placement.state_dtype == torch.int8 else 1
-    ratio = placement.ratio if _uses_files(fragments, placement, budget) else 0.0
-    filed, resident = split(fragments, ratio, grain)
+    offloaded, rest = split(fragments, ratio, grain)
     size = placement.sub_group_size
-    return cut(filed, size, shards), cut(resident, size, shards)
+    return cut(offloaded, size, shards), cut(rest, size, shards)
 
 
 def _uses_files(fragments: Sequence[Fragment], placement: Placement, budget: HostBudget) -> bool:
@@ -139,6 +144,7 @@ def _gradient_memory(shards: Sequence[ShardPlan], slices: Sequence[Slice], where
 
 def _declare(budget: HostBudget, plan: Mapping[str, int], paths: Sequence[str]) -> None:
     purposes = {
+        "device": "masters and optimizer states that are not offloaded",
         "states": "masters and optimizer states",
         "ring": "ring buffers",
         "gradients": "gradients",
@@ -152,14 +158,17 @@ def _declare(budget: HostBudget, plan: Mapping[str, int], paths: Sequence[str]) 
 
 
 def _make_tier(
-    in_files: Sequence[Slice], in_memory: Sequence[Slice], options: NvmeOptions, trace: Trace | None
+    in_files: Sequence[Slice],
+    in_memory: Sequence[Slice],
+    on_device: Sequence[Slice],
+    options: NvmeOptions,
+    trace: Trace | None,
 ) -> Tier:
-    if not in_files:
-        return HostTier(in_memory)
-    if not in_memory:
-        return NvmeTier(in_files, options, trace)
-    files = NvmeTier(in_files, options, trace)
-    return SplitTier(files, HostTier(in_memory), len(in_files))
+    if in_files:
+        files = NvmeTier(in_files, options, trace)
+        return SplitTier(files, HostTier(in_memory), len(in_files)) if in_memory else files
+    host = HostTier(in_memory)
+    return SplitTier(host, HostTier(on_device, on_device=True), len(in_memory)) if on_device else host
 
 
 def _make_gradients(

@@ -19,6 +19,7 @@ from .plans import ExpectingWeights, ShardPlan, Weights, checked
 __all__ = ["Feed", "Load", "staging_bytes"]
 
 _ALIGN = 64
+_AHEAD = 2  # slices whose gradients and weights are asked for, as far as buffers are free
 
 
 class Load(NamedTuple):
@@ -111,9 +112,9 @@ class Feed:
         if position >= len(self._order):
             return
         index = self._order[position]
-        if position + 1 < len(self._order):
-            self._gradients.prefetch(self._order[position + 1])
-            self._expect(self._order[position + 1])
+        for later in self._order[position + 1 : position + 1 + _AHEAD]:
+            self._gradients.prefetch(later)
+            self._expect(later)
         side = position % 2
         _wait(self._outgoing[side])  # the block's weights of two slices ago must have left
         self._outgoing[side] = None

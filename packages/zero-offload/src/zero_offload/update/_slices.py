@@ -82,6 +82,12 @@ class Fragment:
         """Whether all that is kept is on the tier, and stands for the weights that forward reads."""
         return self.has_moments and (self.has_master or not self.keeps_master) and not self.weights_changed
 
+    def keeps(self, kind: Kind) -> bool:
+        """Whether there is something of a kind that counts; a master does not once the weights were changed."""
+        if kind.moment is None:
+            return self.has_master and not self.weights_changed
+        return self.has_moments
+
     def nbytes(self, elements: int) -> int:
         """Bytes kept for that many elements, in whole blocks."""
         return sum(kind.nbytes(elements) for kind in self.kinds)

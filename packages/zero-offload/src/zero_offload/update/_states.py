@@ -13,7 +13,7 @@ from zero_optim_kernels import quantize_blocks
 
 from .._protocols import Generation
 from ._rules import Rule
-from ._slices import BLOCK, MASTER, Fragment, Kind, Slice, Span
+from ._slices import BLOCK, MASTER, Fragment, Slice, Span
 from ._step import Groups, Tensors, fill_moments
 from ._tiers import Tier
 from .sealed import Sealed
@@ -28,7 +28,7 @@ def sealed_state(
     fragments: Sequence[Fragment], in_memory: Sequence[Slice], tier: Tier, generations: Sequence[Generation]
 ) -> Sealed:
     """The current state of a tier that was just sealed."""
-    begun = {f"{f.name}/{kind.name}" for f in fragments for kind in f.kinds if _is_there(f, kind)}
+    begun = {f"{f.name}/{kind.name}" for f in fragments for kind in f.kinds if f.keeps(kind)}
     extents = {name: tuple(found) for name, found in tier.extents().items() if name in begun}
     return Sealed(
         extents=MappingProxyType(extents),
@@ -43,7 +43,7 @@ def read_states(
     fragments: Sequence[Fragment], slices: Sequence[Slice], tier: Tier
 ) -> Iterator[tuple[Fragment, dict[str, torch.Tensor]]]:
     """Each of ``fragments`` of which something is kept, with 1-D copies in host memory; ``step`` has no dimension."""
-    wanted = {f for f in fragments if any(_is_there(f, kind) for kind in f.kinds) or f.step}
+    wanted = {f for f in fragments if any(f.keeps(kind) for kind in f.kinds) or f.step}
     last = {span.fragment: index for index, slice_ in enumerate(slices) for span in slice_ if span.fragment in wanted}
     states: dict[Fragment, dict[str, torch.Tensor]] = {}
     indices = [i for i, slice_ in enumerate(slices) if any(span.fragment in last for span in slice_)]
@@ -59,13 +59,9 @@ def read_states(
 def _read(span: Span, tensors: Tensors, state: dict[str, torch.Tensor]) -> None:
     fragment = span.fragment
     for kind in fragment.kinds:
-        if _is_there(fragment, kind):
+        if fragment.keeps(kind):
             whole = state.setdefault(kind.name, torch.empty(kind.items(fragment.plan.numel), dtype=kind.dtype))
             span.of_kind(kind, whole).copy_(tensors[kind.name])
-
-
-def _is_there(fragment: Fragment, kind: Kind) -> bool:
-    return fragment.has_master if kind.moment is None else fragment.has_moments
 
 
 def check_state(fragment: Fragment, state: State) -> None:

@@ -42,7 +42,7 @@ class Tier(Protocol):
         """Forget every slice, and transfers that failed."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes by what holds them: ``states`` or ``ring`` in host memory, ``nvme`` in files."""
+        """Bytes by what holds them: ``states`` or ``ring`` in host memory, ``nvme`` in files, ``device``."""
 
     def bytes_written(self) -> int:
         """Bytes written to drives so far."""
@@ -66,9 +66,13 @@ def host_bytes(slices: Sequence[Slice]) -> int:
 
 
 class HostTier:
-    """One block of host memory of exactly the size of its content."""
+    """One block of host memory of exactly the size of its content.
 
-    def __init__(self, slices: Sequence[Slice]) -> None:
+    ``on_device``: the content was not offloaded, and the device is the host.
+    """
+
+    def __init__(self, slices: Sequence[Slice], *, on_device: bool = False) -> None:
+        self._on_device = on_device
         self._block = HostBlock(host_bytes(slices), pin=False)
         self._tensors: list[list[_Tensors]] = [[{} for _ in slice_] for slice_ in slices]
         places = [
@@ -94,7 +98,8 @@ class HostTier:
         """There is nothing to forget: what is in memory is there to be written."""
 
     def memory(self) -> dict[str, int]:
-        return {"states": self._block.nbytes, "ring": 0, "nvme": 0}
+        states, device = (0, self._block.nbytes) if self._on_device else (self._block.nbytes, 0)
+        return {"states": states, "ring": 0, "nvme": 0, "device": device}
 
     def bytes_written(self) -> int:
         return 0
@@ -193,7 +198,7 @@ class NvmeTier:
         self._kept.clear()
 
     def memory(self) -> dict[str, int]:
-        return {"states": 0, "ring": self._ring.resident_bytes, "nvme": self._stored_bytes}
+        return {"states": 0, "ring": self._ring.resident_bytes, "nvme": self._stored_bytes, "device": 0}
 
     def bytes_written(self) -> int:
         return self._store.bytes_written()

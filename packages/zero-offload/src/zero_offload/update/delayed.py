@@ -51,6 +51,7 @@ class DelayedUpdate:
         trace: Trace | None = None,
     ) -> None:
         device = compute_device(device)
+        (placement or Placement()).check_device(device)
         budget = HostBudget() if budget is None else budget
         budget.need("two sets of gradients", 2 * gradient_bytes(shards))
         budget.need("weights that wait for their step", _Mirror.bytes_of(shards))
@@ -77,6 +78,7 @@ class DelayedUpdate:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload delayed update")
         self._running: Future[None] | None = None
         self._late: set[str] = set()
+        self._told: set[str] = set()
         self._finalizer = weakref.finalize(self, _let_go, self._thread, self._inner)
 
     # Gradients
@@ -126,15 +128,16 @@ class DelayedUpdate:
             self._inner.step, grad_scale=grad_scale, absent=frozenset(absent), gradients=gradients
         )
 
-    def finish(self) -> None:
-        """Wait for the step that runs, and write its weights to where forward reads them."""
+    def finish(self) -> bool:
+        """Wait for the step that runs, and write its weights to where forward reads them; false when none runs."""
         if self._running is None:
-            return
+            return False
         running, self._running = self._running, None
         running.result()
         for shard in sorted(self._late - self._changed):
             self._lent(shard, fresh=True).copy_(self._mirror.borrow(shard))
             self._weights.give_back(shard, dirty=True)
+        return True
 
     def _lent(self, shard: str, *, fresh: bool) -> torch.Tensor:
         plan = self._plans[shard]
@@ -145,6 +148,7 @@ class DelayedUpdate:
         written over them.
         """
         self._changed.add(shard)
+        self._told.add(shard)
 
     # States
 
@@ -152,15 +156,17 @@ class DelayedUpdate:
         """See `OffloadedUpdate.kinds`."""
         return self._inner.kinds(fragment)
 
+    def held(self, fragment: str) -> tuple[int, dict[str, torch.dtype]]:
+        """See `OffloadedUpdate.held`."""
+        return self._settled().held(fragment)
+
     def states(self, fragments: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """See `OffloadedUpdate.states`."""
-        self.finish()
-        return self._inner.states(fragments)
+        return self._settled().states(fragments)
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """See `OffloadedUpdate.write`."""
-        self.finish()
-        self._inner.write(states)
+        self._settled().write(states)
 
     def reset(self) -> None:
         """See `OffloadedUpdate.reset`; a step that runs is waited for, and its weights and its failure are dropped."""
@@ -172,8 +178,15 @@ class DelayedUpdate:
 
     def seal(self) -> Sealed | None:
         """See `OffloadedUpdate.seal`."""
+        return self._settled().seal()
+
+    def _settled(self) -> OffloadedUpdate:
+        """The update, after its step, told of the weights that somebody else wrote."""
         self.finish()
-        return self._inner.seal()
+        for shard in self._told:
+            self._inner.weights_changed(shard)
+        self._told.clear()
+        return self._inner
 
     # Accounts
 

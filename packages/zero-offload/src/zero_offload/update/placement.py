@@ -23,7 +23,8 @@ class Placement:
     fits, else ``path``, with a warning that has the table of what did not fit.
 
     ``sub_group_size``: elements that are updated at a time. ``ratio``: the share of the elements, to the element (to
-    the block of 256 with 8-bit states), that is in files; the rest stays in host memory. ``state_dtype`` of the
+    the block of 256 with 8-bit states), that is in files, the rest stays in host memory; with ``tier="host"`` the share
+    in host memory, and the rest stays on the device, which must be the CPU then. ``state_dtype`` of the
     moments: None for that of the update (float32, or float64 for float64), ``torch.bfloat16``, or ``torch.int8`` (a
     byte per element and a scale per 256). ``pin`` registers host memory with an accelerator.
 
@@ -57,9 +58,12 @@ class Placement:
             raise ValueError(f"sub_group_size: expected {GRAIN} elements or more, got {self.sub_group_size}")
         if self.buffer_count < 1:
             raise ValueError(f"buffer_count: expected 1 or more, got {self.buffer_count}")
-        if not 0.0 <= self.ratio <= 1.0 or (self.ratio != 1.0 and self.tier == "host"):
-            raise ValueError(
-                f"ratio: expected 0 to 1, and 1 where nothing is in files, got {self.ratio} with tier={self.tier!r}"
-            )
+        if not 0.0 <= self.ratio <= 1.0:
+            raise ValueError(f"ratio: expected 0 to 1, got {self.ratio}")
         if self.state_dtype not in (None, torch.bfloat16, torch.int8):
             raise ValueError(f"state_dtype: expected None, torch.bfloat16 or torch.int8, got {self.state_dtype}")
+
+    def check_device(self, device: torch.device) -> None:
+        """ValueError where a part of the update would have to run on an accelerator, which there is no kernel for."""
+        if self.tier == "host" and self.ratio < 1.0 and device.type != "cpu":
+            raise ValueError(f"ratio: expected 1 with tier='host' and weights on {device}, got {self.ratio}")

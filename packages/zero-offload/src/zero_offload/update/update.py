@@ -186,6 +186,10 @@ class OffloadedUpdate:
         if caller:
             self._parts.gradients.clear()
 
+    def finish(self) -> bool:
+        """Nothing runs after `step`: false."""
+        return False
+
     def weights_changed(self, shard: str) -> None:
         """Somebody else wrote the shard's weights: the next step takes those over that the masters do not round to."""
         for fragment in self._by_shard[shard]:
@@ -209,6 +213,11 @@ class OffloadedUpdate:
     def kinds(self, fragment: str) -> tuple[str, ...]:
         """What is kept for a fragment: ``master``, unless it is updated in place, its moments, and their scales."""
         return tuple(kind.name for kind in self._known(fragment).kinds)
+
+    def held(self, fragment: str) -> tuple[int, dict[str, torch.dtype]]:
+        """Steps taken by a fragment, and the dtypes of what `states` has of it now, by kind."""
+        known = self._known(fragment)
+        return known.step, {kind.name: kind.dtype for kind in known.kinds if known.keeps(kind)}
 
     def states(self, fragments: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """Each fragment (of those named, or all) of which something is kept, in one pass over the tier.
@@ -274,7 +283,7 @@ class OffloadedUpdate:
     @property
     def plan(self) -> Mapping[str, int]:
         """Bytes that are held from construction on: ``states``, ``ring``, ``gradients`` and ``staging`` in host memory,
-        ``nvme`` in files.
+        ``nvme`` in files, ``device`` on the device.
         """
         return self._parts.plan
 
@@ -282,6 +291,7 @@ class OffloadedUpdate:
         """Bytes held now, by the same names as `plan`."""
         tier, gradients = self._parts.tier.memory(), self._parts.gradients.memory()
         return {
+            "device": tier["device"],
             "gradients": gradients["gradients"],
             "nvme": tier["nvme"] + gradients["nvme"],
             "ring": tier["ring"],

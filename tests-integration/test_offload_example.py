@@ -1,4 +1,4 @@
-"""The forty lines of `alone.py` train, clip, accumulate, save and resume, along torch's own trajectory."""
+"""The forty lines of offloaded_optimizer.py train, clip, accumulate, save and resume, along torch's own trajectory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-SCRIPT = Path(__file__).with_name("alone.py")
+SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "examples" / "offloaded_optimizer.py"
 
 
 def trained(folder: Path, *stops: int) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Plain PyTorch with its optimizer's state on NVMe: train, clip, accumulate, save and resume.
 
-python alone.py FOLDER STEPS    # trains up to step STEPS, from FOLDER/state.pt where there is one
+python offloaded_optimizer.py FOLDER STEPS    # trains up to step STEPS, from FOLDER/state.pt where there is one
 """
 
 import sys

@@ -1,0 +1,74 @@
+"""Moments of 8 bits in checkpoints: one code for every element, one scale for every block of 256 elements.
+
+A tier keeps them as `<moment>` (uint8) and `<moment>_scale`. A checkpoint has them as the kinds `<moment>.<code>`, with
+the parameter's shape, and `<moment>.<code>.scale`, of one dimension, so that nobody takes codes for numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from zero_ckpt import Checkpoint
+from zero_ckpt.torch import tensor_buffer
+from zero_optim_kernels import dequantize_blocks
+
+BLOCK = 256
+"""Elements that share a scale."""
+
+_SCALE = "_scale"
+_SECOND_MOMENTS = frozenset(["exp_avg_sq", "sum"])
+
+
+class Place(NamedTuple):
+    """How a checkpoint names elements [``offset``, ``offset`` + ``length``) of a kind, and the shape of all of it."""
+
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+
+def place_of(kind: str, dtype: torch.dtype, shape: tuple[int, ...], offset: int, length: int) -> Place:
+    """Where a checkpoint has what a tier keeps as ``kind`` for elements of a parameter of ``shape``."""
+    if dtype == torch.uint8:
+        return Place(f"{kind}.{code_of(kind)}", shape, offset, length)
+    if kind.endswith(_SCALE):
+        moment = kind.removesuffix(_SCALE)
+        blocks = -(-torch.Size(shape).numel() // BLOCK)
+        return Place(f"{moment}.{code_of(moment)}.scale", (blocks,), offset // BLOCK, -(-length // BLOCK))
+    return Place(kind, shape, offset, length)
+
+
+def code_of(moment: str) -> str:
+    """The 8-bit format of a moment: second moments are never negative."""
+    return "u5e3" if moment in _SECOND_MOMENTS else "e4m3"
+
+
+def moments_in_codes(checkpoint: Checkpoint, name: str) -> list[str]:
+    """The moments of a parameter of which a checkpoint has codes."""
+    kinds = [kind for stored, kind in checkpoint.tensors if stored == name]
+    return [moment for kind in kinds for moment, dot, code in [kind.rpartition(".")] if dot and code == code_of(moment)]
+
+
+def read_numbers(checkpoint: Checkpoint, name: str, moment: str, offset: int, length: int) -> torch.Tensor:
+    """Elements of a moment of which a checkpoint has codes, as float32; whole blocks are read around them."""
+    code = code_of(moment)
+    numel = torch.Size(checkpoint.tensors[name, f"{moment}.{code}"].shape).numel()
+    begin = offset // BLOCK * BLOCK
+    end = min(numel, -(-(offset + length) // BLOCK) * BLOCK)
+    codes = torch.empty(end - begin, dtype=torch.uint8)
+    scales = torch.empty(-(-(end - begin) // BLOCK), dtype=torch.float32)
+    checkpoint.read_into(name, f"{moment}.{code}", begin, tensor_buffer(codes))
+    checkpoint.read_into(name, f"{moment}.{code}.scale", begin // BLOCK, tensor_buffer(scales))
+    numbers = torch.empty(end - begin, dtype=torch.float32)
+    dequantize_blocks(
+        codes.data_ptr(),
+        scales.data_ptr(),
+        numbers.data_ptr(),
+        len(numbers),
+        code="u5e3" if code == "u5e3" else "e4m3",
+        block=BLOCK,
+    )
+    return numbers[offset - begin : offset - begin + length]
