@@ -64,6 +64,8 @@ def rank_main(args: argparse.Namespace) -> None:
         seconds = {first: step(first), not first: step(not first)}
         pairs.append((seconds[True], seconds[False]))
     entries = (ring._count - before) / args.rounds
+    for track in tracks:
+        track._ring = ring
     if int(os.environ["RANK"]) == 0:
         report(pairs, entries, tracks[0])
     trained.destroy()

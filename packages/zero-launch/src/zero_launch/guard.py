@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 
+# A shell waits, because it starts and ends in a millisecond; Python comes when there is something to do.
+_WATCH = 'pids=; while read -r line; do [ "$line" = done ] && exit; pids="$pids $line"; done; exec "$@" $pids'
 _ROUNDS = 3
 _ROUND_SECONDS = 0.3
 
@@ -22,7 +24,8 @@ class Guard:
     """The launcher's end of the pipe. ``folder`` is removed when the launcher was killed."""
 
     def __init__(self, job_id: str, folder: str) -> None:
-        command = [sys.executable, "-c", "from zero_launch.guard import main; main()", job_id, folder]
+        act = [sys.executable, "-c", "from zero_launch.guard import main; main()", job_id, folder]
+        command = ["/bin/sh", "-c", _WATCH, "zero-launch-guard", *act]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
         )
@@ -48,17 +51,12 @@ class Guard:
 
 
 def main() -> None:
-    """In the guard: wait for the end of standard input, then act unless the last line was `done`."""
-    job_id, folder = sys.argv[1:]
-    pids: set[int] = set()
-    for line in sys.stdin:
-        if line.strip() == "done":
-            return
-        pids |= set(map(int, line.split()))
+    """The launcher is gone: end every process of the job that the arguments name, with the pids of its ranks."""
+    job_id, folder, *pids = sys.argv[1:]
     from zero_launch.processes import end_job
 
     # A rank may have been starting something at the moment when it died.
     for _ in range(_ROUNDS):
-        end_job(job_id, pids, grace_seconds=0.0)
+        end_job(job_id, set(map(int, pids)), grace_seconds=0.0)
         time.sleep(_ROUND_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
