@@ -47,13 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         print(f"zero-launch: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    except (ConnectionError, RuntimeError) as error:
-        print(f"zero-launch: {error}", file=sys.stderr, flush=True)
-        return 1
     except BrokenPipeError:
         # Whoever read our output is gone, and the job was ended for it. What is buffered has no reader either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except (ConnectionError, RuntimeError) as error:
+        print(f"zero-launch: {error}", file=sys.stderr, flush=True)
+        return 1
     except (OSError, ValueError) as error:
         print(f"zero-launch: {error}", file=sys.stderr, flush=True)
         return 2
