@@ -12,6 +12,7 @@ from torch import nn
 import zero_core
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_engine_and_a_model_that_nobody_holds_are_collected(stage: int) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
