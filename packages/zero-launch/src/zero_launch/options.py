@@ -53,7 +53,7 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
         help="start all ranks again, at most N times, when one fails",
     )
     group.add_argument(
-        "--grace", type=float, default=3.0, metavar="S", help="seconds to end by oneself before SIGKILL (default 3)"
+        "--grace", type=float, default=2.0, metavar="S", help="seconds to end by oneself before SIGKILL (default 2)"
     )
 
 

@@ -39,7 +39,7 @@ class LaunchSpec:
     module: bool = False
     log_dir: str | os.PathLike[str] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    grace_seconds: float = 3.0
+    grace_seconds: float = 2.0
     direct_rank: int | None = None
     quiet: bool = False
     program: bool = False
