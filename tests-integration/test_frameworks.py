@@ -47,7 +47,7 @@ def final_loss(printed: str) -> float:
     return float(found.group(1))
 
 
-@pytest.mark.parametrize("config", ("ds_zero2", "ds_zero3", "ds_nvme"))
+@pytest.mark.parametrize("config", ("ds_zero2", "ds_zero3", pytest.param("ds_nvme", marks=pytest.mark.soak)))
 def test_trainer_trains_and_saves_what_plain_transformers_loads(config: str, tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
@@ -86,6 +86,7 @@ def test_a_pretrained_model_under_stage_3_on_two_ranks(tmp_path: Path) -> None:
     assert "generated b'def " in printed
 
 
+@pytest.mark.soak
 def test_a_notebook_activates_the_names_in_its_first_cell(tmp_path: Path) -> None:
     (tmp_path / "ds_zero3.json").write_text((EXAMPLES / "ds_zero3.json").read_text())
     assert final_loss(run(tmp_path, str(EXAMPLES / "notebook.py"), named=False)) < UNTRAINED
@@ -140,6 +141,7 @@ def test_lightnings_strategy_as_far_as_it_goes_without_an_accelerator(stage: int
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
 
 
+@pytest.mark.soak
 def test_models_train_generate_and_resize_at_stage_3_as_at_stage_0(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     script = Path(__file__).parent / "_frameworks_models.py"

@@ -84,7 +84,8 @@ def test_deepspeed_and_this_project_see_the_same(kind: str, stage: int, where: s
     assert seen[True].get("generated") == seen[False].get("generated")
 
 
-@pytest.mark.parametrize("stage", (pytest.param(0, marks=pytest.mark.soak), 3))
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", (0, 3))
 def test_trainer_resumes_exactly(stage: int, tmp_path: Path) -> None:
     whole = run(True, "trainer-ds", stage, "device", tmp_path / "whole")
     (tmp_path / "again").mkdir()

@@ -101,7 +101,7 @@ def test_the_same_as_an_unprivileged_user_with_little_lockable_memory(backend: s
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("seconds", [2, pytest.param(30, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [1, pytest.param(30, marks=pytest.mark.soak)])
 def test_eight_threads_on_one_engine_neither_block_each_other_nor_mix_bytes(
     tmp_path: Path, backend: str, seconds: int
 ) -> None:
