@@ -15,9 +15,9 @@ static float largest_code(Code code) {
 }
 
 // Integers in two's complement, at most `most` in magnitude; the low bits of the result are the code.
-template <bool kStochastic>
+template <class Load, bool kStochastic>
 struct EncodeInteger {
-    const float* x;
+    const char* x;
     uint8_t* codes;
     float inverse;
     uint32_t most;
@@ -25,7 +25,7 @@ struct EncodeInteger {
     uint32_t index;
     template <class T>
     ZOK_MEMBER void at(int64_t i) {
-        typename T::F t = T::load(x + i) * T::set(inverse);
+        typename T::F t = Load::template load<T>(x, i) * T::set(inverse);
         if constexpr (kStochastic) t = t + noise<T>(key, index + static_cast<uint32_t>(i));
         const typename T::U u = T::bits(t + T::set(kMagic));
         T::store_u8(codes + i, T::max_u(T::min_u(u, T::setu(kMagicBits + most)), T::setu(kMagicBits - most)));
@@ -38,16 +38,16 @@ struct EncodeInteger {
     }
 };
 
-template <bool kStochastic>
+template <class Load, bool kStochastic>
 struct EncodeFloat8 {
-    const float* x;
+    const char* x;
     uint8_t* codes;
     float inverse;
     uint64_t key;
     uint32_t index;
     template <class T>
     ZOK_MEMBER void at(int64_t i) {
-        const typename T::F t = T::load(x + i) * T::set(inverse);
+        const typename T::F t = Load::template load<T>(x, i) * T::set(inverse);
         if constexpr (!kStochastic) T::store_e4m3(codes + i, t);
         else T::store_u8(codes + i, stochastic<T>(t, random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 12));
     }
@@ -63,40 +63,74 @@ struct EncodeFloat8 {
     }
 };
 
-struct DecodeInteger {
-    const uint8_t* codes;
-    float* out;
-    float scale;
-    template <class T>
-    ZOK_MEMBER void at(int64_t i) {
-        const typename T::U u = (T::load_u8(codes + i) ^ T::setu(0x80u)) + T::setu(kMagicBits - 0x80u);
-        T::store(out + i, (T::from_bits(u) - T::set(kMagic)) * T::set(scale));
-    }
-};
+template <class Load>
 struct EncodeU5e3Nearest {
-    const float* x;
+    const char* x;
     uint8_t* codes;
     float inverse;
     template <class T>
     ZOK_MEMBER void at(int64_t i) {
-        const typename T::U u = T::bits(T::load(x + i) * T::set(inverse)) & T::setu(0x7fffffffu);
+        const typename T::U u = T::bits(Load::template load<T>(x, i) * T::set(inverse)) & T::setu(0x7fffffffu);
         T::store_u8(codes + i, u5e3_code<T>(T::from_bits(u), T::setu(0x7ffffu) + (u >> 20 & T::setu(1u))));
+    }
+};
+
+struct DecodeInteger {
+    const uint8_t* codes;
+    float scale;
+    template <class T>
+    ZOK_MEMBER typename T::F value(int64_t i) const {
+        const typename T::U u = (T::load_u8(codes + i) ^ T::setu(0x80u)) + T::setu(kMagicBits - 0x80u);
+        return (T::from_bits(u) - T::set(kMagic)) * T::set(scale);
     }
 };
 struct DecodeU5e3 {
     const uint8_t* codes;
-    float* out;
     float scale;
     template <class T>
-    ZOK_MEMBER void at(int64_t i) { T::store(out + i, u5e3_value<T>(T::load_u8(codes + i)) * T::set(scale)); }
+    ZOK_MEMBER typename T::F value(int64_t i) const { return u5e3_value<T>(T::load_u8(codes + i)) * T::set(scale); }
 };
 struct DecodeFloat8 {
     const uint8_t* codes;
-    float* out;
     float scale;
     template <class T>
-    ZOK_MEMBER void at(int64_t i) { T::store(out + i, T::load_e4m3(codes + i, T::set(scale))); }
+    ZOK_MEMBER typename T::F value(int64_t i) const { return T::load_e4m3(codes + i, T::set(scale)); }
 };
+
+template <class Decode>
+struct WriteSingle {
+    Decode decode;
+    float* out;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) { T::store(out + i, decode.template value<T>(i)); }
+};
+template <class Decode, bool kHalf, bool kStream>
+struct WriteNarrow {
+    Decode decode;
+    uint16_t* out;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) {
+        const typename T::F x = decode.template value<T>(i);
+        typename T::H h;
+        if (kHalf) h = T::to_f16(x);
+        else h = T::narrow(bf16_nearest<T>(x));
+        if (kStream) T::stream_h(out + i, h);
+        else T::store_h(out + i, h);
+    }
+};
+
+template <class Decode, bool kHalf>
+static void decode_narrow(const Decode& decode, uint16_t* out, int64_t n) {
+    if (reinterpret_cast<uintptr_t>(out) % sizeof(Vector::H) == 0) for_lanes(WriteNarrow<Decode, kHalf, true>{decode, out}, n);
+    else for_lanes(WriteNarrow<Decode, kHalf, false>{decode, out}, n);
+}
+
+template <class Decode>
+static void decode_codes(const Decode& decode, char* out, Dtype dtype, int64_t n) {
+    if (dtype == Dtype::f32) for_lanes(WriteSingle<Decode>{decode, reinterpret_cast<float*>(out)}, n);
+    else if (dtype == Dtype::f16) decode_narrow<Decode, true>(decode, reinterpret_cast<uint16_t*>(out), n);
+    else decode_narrow<Decode, false>(decode, reinterpret_cast<uint16_t*>(out), n);
+}
 
 template <class Load>
 struct FindLargest {
@@ -112,36 +146,42 @@ static uint32_t largest_of_buffer(const char* x, Dtype dtype, int64_t n) {
     return for_lanes(FindLargest<LoadF32>{x, {}}, n).largest.bits();
 }
 
-// Two's complement nibbles, the even element in the low half.
+// Two's complement nibbles, the even element in the low half. Two codes are handled as one little-endian number.
 static void pack_nibbles(const uint8_t* codes, uint8_t* payload, int64_t n) {
-    for (int64_t j = 0; j < n / 2; ++j) payload[j] = static_cast<uint8_t>((codes[2 * j] & 0xf) | codes[2 * j + 1] << 4);
+    for (int64_t j = 0; j < n / 2; ++j) {
+        uint16_t pair;
+        __builtin_memcpy(&pair, codes + 2 * j, 2);
+        payload[j] = static_cast<uint8_t>((pair & 0xf) | (pair >> 4 & 0xf0));
+    }
     if (n % 2) payload[n / 2] = codes[n - 1] & 0xf;
 }
 static void unpack_nibbles(const uint8_t* payload, uint8_t* codes, int64_t n) {
     for (int64_t j = 0; j < n / 2; ++j) {
-        codes[2 * j] = static_cast<uint8_t>(static_cast<int8_t>(payload[j] << 4) >> 4);
-        codes[2 * j + 1] = static_cast<uint8_t>(static_cast<int8_t>(payload[j]) >> 4);
+        const unsigned apart = (payload[j] & 0xfu) | (payload[j] & 0xf0u) << 4;
+        const uint16_t pair = static_cast<uint16_t>(apart | (apart & 0x0808u) * 0x1eu);  // the sign is copied to the left
+        __builtin_memcpy(codes + 2 * j, &pair, 2);
     }
     if (n % 2) codes[n - 1] = static_cast<uint8_t>(static_cast<int8_t>(payload[n / 2] << 4) >> 4);
 }
 
-static void encode_codes(const BlockFormat& f, const float* x, uint8_t* codes, float largest, int64_t n, uint64_t key, uint32_t index) {
+template <class Load>
+static void encode_codes(const BlockFormat& f, const char* x, uint8_t* codes, float largest, int64_t n, uint64_t key, uint32_t index) {
     if (f.code == Code::e4m3) {
         const float inverse = kLargestE4m3 * 0x1p-8f / largest;
-        if (f.stochastic) for_lanes(EncodeFloat8<true>{x, codes, inverse, key, index}, n);
-        else for_lanes(EncodeFloat8<false>{x, codes, inverse, key, index}, n);
+        if (f.stochastic) for_lanes(EncodeFloat8<Load, true>{x, codes, inverse, key, index}, n);
+        else for_lanes(EncodeFloat8<Load, false>{x, codes, inverse, key, index}, n);
         return;
     }
     if (f.code == Code::u5e3) {
         const float inverse = kLargestU5e3 / largest;
-        if (f.stochastic) for_lanes(EncodeU5e3{x, codes, inverse, key, index}, n);
-        else for_lanes(EncodeU5e3Nearest{x, codes, inverse}, n);
+        if (f.stochastic) for_lanes(EncodeU5e3<Load>{x, codes, inverse, key, index}, n);
+        else for_lanes(EncodeU5e3Nearest<Load>{x, codes, inverse}, n);
         return;
     }
     const uint32_t most = f.code == Code::int8 ? 127 : 7;
     const float inverse = static_cast<float>(most) / largest;
-    if (f.stochastic) for_lanes(EncodeInteger<true>{x, codes, inverse, most, key, index}, n);
-    else for_lanes(EncodeInteger<false>{x, codes, inverse, most, key, index}, n);
+    if (f.stochastic) for_lanes(EncodeInteger<Load, true>{x, codes, inverse, most, key, index}, n);
+    else for_lanes(EncodeInteger<Load, false>{x, codes, inverse, most, key, index}, n);
 }
 
 // One block: elements [begin, begin + n) of the buffer, `begin` even.
@@ -158,22 +198,21 @@ static void quantize_block(const BlockFormat& f, const char* x, uint8_t* payload
         return;
     }
     *scale = largest / largest_code(f.code);
-    alignas(64) float wide[kTile];
     alignas(64) uint8_t codes[kTile];
     for (int64_t b = 0; b < n; b += kTile) {
         const int64_t length = n - b < kTile ? n - b : kTile;
-        const uint64_t index = f.offset + static_cast<uint64_t>(begin + b);
-        const float* from = reinterpret_cast<const float*>(source) + b;
-        if (f.dtype != Dtype::f32) widen(source + 2 * b, f.dtype, wide, length);
-        if (f.dtype != Dtype::f32) from = wide;
+        const uint64_t index = f.offset + static_cast<uint64_t>(begin + b), key = tile_key(f.key, index, Stream::payload);
+        const char* from = source + b * item_size(f.dtype);
+        const uint32_t low = static_cast<uint32_t>(index);
         uint8_t* to = f.code == Code::int4 ? codes : target + b;
-        encode_codes(f, from, to, largest, length, tile_key(f.key, index, Stream::payload), static_cast<uint32_t>(index));
+        if (f.dtype == Dtype::bf16) encode_codes<LoadBf16>(f, from, to, largest, length, key, low);
+        else if (f.dtype == Dtype::f16) encode_codes<LoadF16>(f, from, to, largest, length, key, low);
+        else encode_codes<LoadF32>(f, from, to, largest, length, key, low);
         if (f.code == Code::int4) pack_nibbles(codes, target + b / 2, length);
     }
 }
 
 static void dequantize_block(const BlockFormat& f, const uint8_t* payload, float scale, char* out, int64_t begin, int64_t n) {
-    alignas(64) float wide[kTile];
     alignas(64) uint8_t unpacked[kTile];
     for (int64_t b = 0; b < n; b += kTile) {
         const int64_t length = n - b < kTile ? n - b : kTile;
@@ -183,11 +222,9 @@ static void dequantize_block(const BlockFormat& f, const uint8_t* payload, float
             unpack_nibbles(codes, unpacked, length);
             codes = unpacked;
         }
-        float* to = f.dtype == Dtype::f32 ? reinterpret_cast<float*>(target) : wide;
-        if (f.code == Code::e4m3) for_lanes(DecodeFloat8{codes, to, scale}, length);
-        else if (f.code == Code::u5e3) for_lanes(DecodeU5e3{codes, to, scale}, length);
-        else for_lanes(DecodeInteger{codes, to, scale}, length);
-        if (f.dtype != Dtype::f32) narrow(wide, target, f.dtype, length, true);
+        if (f.code == Code::e4m3) decode_codes(DecodeFloat8{codes, scale}, target, f.dtype, length);
+        else if (f.code == Code::u5e3) decode_codes(DecodeU5e3{codes, scale}, target, f.dtype, length);
+        else decode_codes(DecodeInteger{codes, scale}, target, f.dtype, length);
     }
 }
 

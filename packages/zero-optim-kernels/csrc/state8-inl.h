@@ -53,8 +53,9 @@ struct EncodeE4m3 {
     template <class T>
     ZOK_MEMBER void at(int64_t i) { T::store_e4m3(codes + i, T::load(x + i) * T::set(inverse)); }
 };
+template <class Load>
 struct EncodeU5e3 {
-    const float* x;
+    const char* x;
     uint8_t* codes;
     float inverse;
     uint64_t key;
@@ -62,7 +63,7 @@ struct EncodeU5e3 {
     template <class T>
     ZOK_MEMBER void at(int64_t i) {
         const typename T::U r = random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 12;
-        T::store_u8(codes + i, u5e3_code<T>(T::load(x + i) * T::set(inverse), r));
+        T::store_u8(codes + i, u5e3_code<T>(Load::template load<T>(x, i) * T::set(inverse), r));
     }
 };
 
@@ -91,6 +92,6 @@ ZOK_INLINE void encode_block(const float* x, uint8_t* codes, float* scale, int64
         return;
     }
     *scale = largest / (kSecond ? kLargestU5e3 : kLargestE4m3);
-    if constexpr (kSecond) for_lanes(EncodeU5e3{x, codes, kLargestU5e3 / largest, key, index}, n);
+    if constexpr (kSecond) for_lanes(EncodeU5e3<LoadF32>{reinterpret_cast<const char*>(x), codes, kLargestU5e3 / largest, key, index}, n);
     else for_lanes(EncodeE4m3{x, codes, kLargestE4m3 * 0x1p-8f / largest}, n);
 }

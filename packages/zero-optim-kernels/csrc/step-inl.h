@@ -63,8 +63,12 @@ public:
                 j = row_->end < e ? row_->end : e;
                 piece(p + (i - begin) * item_size(wide()), b, i, j, key, largest);
             }
-            if (f_.state == Dtype::int8) encode(b, e, largest, key);
+            if (f_.state != Dtype::int8) continue;
+            encode_waiting();
+            waiting_ = {b, e, key, largest, side_};
+            side_ ^= 1;
         }
+        encode_waiting();
         if (f_.rule != Rule::lamb) {
             close_parameter(f_, run_, begin, end - begin, parameters_);
             if (!copies_in_loop(f_)) write_copy(f_, run_, p, begin, end - begin);
@@ -82,7 +86,7 @@ private:
         Piece x{p, run_.grad + i * item_size(f_.grad), {}, {}, {}, nullptr, nullptr, f_.copy == Dtype::f16, key, index, j - i};
         for (int s = 0; s < 2; ++s) {
             if (run_.state[s]) x.state[s] = run_.state[s] + i * item_size(f_.state);
-            x.wide[s] = state_[s] + (i - b);
+            x.wide[s] = state_[side_][s] + (i - b);
             if (run_.scale[s]) x.scale[s] = run_.scale[s][b / kQuantBlock];
         }
         if (run_.update) x.update = run_.update + i * item_size(wide());
@@ -94,12 +98,25 @@ private:
         norms_->update += sum_squares(x.update, wide(), x.n);
     }
 
-    void encode(int64_t b, int64_t e, const Magnitudes& largest, uint64_t key) {
-        const uint32_t index = static_cast<uint32_t>(run_.offset + static_cast<uint64_t>(b));
+    // A block whose new 8-bit states are in state_[side]. It is encoded after the next one's update, so that no instruction waits for its
+    // largest magnitudes.
+    struct Block {
+        int64_t begin, end;
+        uint64_t key;
+        Magnitudes largest;
+        int side;
+    };
+
+    void encode_waiting() {
+        const Block x = waiting_;
+        if (x.begin == x.end) return;
+        waiting_.begin = x.end;
+        const uint32_t index = static_cast<uint32_t>(run_.offset + static_cast<uint64_t>(x.begin));
+        const int64_t n = x.end - x.begin, k = x.begin / kQuantBlock;
         uint8_t* first = reinterpret_cast<uint8_t*>(run_.state[0]);
         uint8_t* second = reinterpret_cast<uint8_t*>(run_.state[1]);
-        if (first) encode_block<false>(state_[0], first + b, run_.scale[0] + b / kQuantBlock, e - b, largest.of[0], key, index);
-        if (second) encode_block<true>(state_[1], second + b, run_.scale[1] + b / kQuantBlock, e - b, largest.of[1], key, index);
+        if (first) encode_block<false>(state_[x.side][0], first + x.begin, run_.scale[0] + k, n, x.largest.of[0], x.key, index);
+        if (second) encode_block<true>(state_[x.side][1], second + x.begin, run_.scale[1] + k, n, x.largest.of[1], x.key, index);
     }
 
     const Format& f_;
@@ -109,7 +126,9 @@ private:
     const UpdateFunction update_;
     const int64_t stretch_;
     alignas(64) float parameters_[kTile];
-    alignas(64) float state_[2][kQuantBlock];
+    Block waiting_{};
+    int side_ = 0;  // of the block that is updated
+    alignas(64) float state_[2][2][kQuantBlock];
 };
 
 static void step(const Format& f, const Run& run, const Row* rows, int64_t begin, int64_t end, RowNorms* norms) {
