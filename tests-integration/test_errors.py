@@ -184,6 +184,30 @@ def test_a_rank_that_raises_in_forward_is_named_with_its_cause_on_every_rank(sta
     assert theirs.startswith("PeerError") and "rank 1 failed: ArithmeticError: no luck in block 7" in theirs, theirs
 
 
+def failing_construction(stage: int) -> str:
+    import zero_core
+
+    def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if dist.get_rank() == 1:
+            raise ArithmeticError("no luck with the optimizer")
+        return torch.optim.AdamW(parameters)
+
+    def scenario() -> None:
+        settings = training.config(Run(), stage, RANKS)
+        settings.pop("optimizer", None)
+        engine = zero_core.initialize(model=zoo.build("plain"), optimizer=optimizer, config=settings)[0]
+        training.train(engine, Run(), 0, 1)
+
+    return outcome(scenario)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_fails_while_the_engine_is_made_is_named_on_every_rank(stage: int) -> None:
+    ours, theirs = run_ranks(failing_construction, RANKS, stage, timeout=60)[::-1]
+    assert ours.startswith("ArithmeticError: no luck")
+    assert theirs.startswith("PeerError") and "rank 1 failed: ArithmeticError: no luck with the" in theirs, theirs
+
+
 def different_calls(stage: int) -> str:
     engine = training.start(Run(), stage)
     training.train(engine, Run(), 0, 1)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .control import Control
 from .discovery import discover
+from .errors import CommError
 from .group import Group
 from .ledger import Ledger
 from .setup import default_device
@@ -51,6 +52,18 @@ class EngineGroups:
             )
 
         return cls(gather=data_group(), reduce=data_group(), control=control)
+
+    def abort(self, failure: BaseException, *, when: str = "") -> None:
+        """This rank cannot go on: give all three groups back, so that nobody waits for it.
+
+        The others learn ``failure`` and ``when``, unless it is itself that another rank left.
+        """
+        if isinstance(failure, CommError):
+            self.control.close()
+        else:
+            self.control.abort(f"{type(failure).__name__}: {failure}{when}")
+        self.gather.close()
+        self.reduce.close()
 
     def close(self) -> None:
         """Give all three process groups back."""

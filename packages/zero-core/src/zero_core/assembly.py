@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -106,25 +107,37 @@ def assemble(
         place.data_rows, ledger=ledger, slice_sum=kernels.slice_sum(), deterministic=resolved.deterministic
     )
     model_part = place.open()
-    torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, on)
-    options = _options(resolved, model)
-    offloading = Offloading(resolved, model, dist.get_rank(), on)
-    parts = partition(
-        model,
-        groups,
-        options,
-        device=on,
-        trainable=_trained(torch_optimizer),
-        residency=offloading.parameter_store(options.policy.param_dtype),
-        make_states=offloading.state_tier(torch_optimizer),
-    )
-    sharded = _shard(torch_optimizer, parts, resolved, model_part)
-    scheduler = build_scheduler(lr_scheduler, resolved, torch_optimizer)
-    engine = kind(model, parts, sharded, scheduler, resolved, ledger, model_part, collate_fn, offloading)
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data)
-    engine.observer = supervisor().observer(engine)
+    with _told_to_all(groups, model_part):
+        torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, on)
+        options = _options(resolved, model)
+        offloading = Offloading(resolved, model, dist.get_rank(), on)
+        parts = partition(
+            model,
+            groups,
+            options,
+            device=on,
+            trainable=_trained(torch_optimizer),
+            residency=offloading.parameter_store(options.policy.param_dtype),
+            make_states=offloading.state_tier(torch_optimizer),
+        )
+        sharded = _shard(torch_optimizer, parts, resolved, model_part)
+        scheduler = build_scheduler(lr_scheduler, resolved, torch_optimizer)
+        engine = kind(model, parts, sharded, scheduler, resolved, ledger, model_part, collate_fn, offloading)
+        if training_data is not None:
+            engine.training_dataloader = engine.deepspeed_io(training_data)
+        engine.observer = supervisor().observer(engine)
     return engine
+
+
+@contextmanager
+def _told_to_all(groups: EngineGroups, model_part: ModelPart) -> Iterator[None]:
+    """What fails on one rank fails on all of them, with its cause: no rank waits for one that has given up."""
+    try:
+        yield
+    except BaseException as failure:
+        groups.abort(failure)
+        model_part.abort(failure)
+        raise
 
 
 def _source(args: argparse.Namespace | None, config: Any, config_params: Any) -> Any:

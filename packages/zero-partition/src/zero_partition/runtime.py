@@ -169,12 +169,7 @@ class Runtime:
         """This rank cannot go on: tell the others why and leave the data groups, so that nobody waits for it."""
         if self._failure is None:
             self._failure = f"{type(failure).__name__}: {failure}"
-            if isinstance(failure, CommError):
-                self.groups.control.close()
-            else:
-                self.groups.control.abort(f"{self._failure} (in step {self.step})")
-            self.groups.gather.close()
-            self.groups.reduce.close()
+            self.groups.abort(failure, when=f" (in step {self.step})")
 
     def check_alive(self) -> None:
         """Raise when an earlier failure has ended this runtime."""
