@@ -20,6 +20,8 @@ NAMES = [
     "Message",
     "PeerError",
     "Place",
+    "QuantizedGather",
+    "QuantizedReduce",
     "RankFailure",
     "SliceSum",
     "Tag",

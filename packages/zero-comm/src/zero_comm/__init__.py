@@ -12,6 +12,7 @@ from .errors import CommError, DesyncError, PeerError
 from .group import Group
 from .ledger import Ledger, LedgerRow
 from .mesh import EngineGroups, Mesh, open_group
+from .quantized import QuantizedGather, QuantizedReduce
 from .setup import default_device, init
 from .slices import SliceSum, sum_slices
 from .tag import Tag
@@ -31,6 +32,8 @@ __all__ = [
     "Message",
     "PeerError",
     "Place",
+    "QuantizedGather",
+    "QuantizedReduce",
     "RankFailure",
     "SliceSum",
     "Tag",

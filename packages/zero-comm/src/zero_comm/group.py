@@ -20,7 +20,7 @@ _TAG_LIMIT = 1 << 30  # gloo's message tags are 32-bit signed
 
 
 class Group:
-    """All-gather, the one reduction and broadcast over ``process_group``; None stands for a single rank.
+    """All-gather, the one reduction, all-to-all and broadcast over ``process_group``; None stands for a single rank.
 
     Every rank of the group must issue the same calls in the same order.
 
@@ -109,6 +109,28 @@ class Group:
 
         buffers = (flat, received, out)
         return Work(tag, pending, buffers=buffers, finish=finish, explain=self._explain, ticket=ticket)
+
+    def all_to_all(self, out: torch.Tensor, flat: torch.Tensor, tag: Tag) -> Work:
+        """Send slice r of ``flat`` to rank r; slice r of ``out`` becomes what rank r sent here.
+
+        Both contiguous, of one dtype and N*s elements, in any shape. Sends s*(N-1) elements.
+        """
+        size = flat.numel() // self.world_size
+        _check(flat.numel() == size * self.world_size, tag, f"flat of {size * self.world_size} elements", flat.numel())
+        _check(out.numel() == flat.numel(), tag, f"out of {flat.numel()} elements", out.numel())
+        if self.world_size == 1 or size == 0:
+            out.copy_(flat)
+            return Work(tag)
+        self.ledger.count(tag, (self.world_size - 1) * size * flat.element_size())
+        ticket = self._track.start(tag, flat.nbytes)
+        if self._direct(flat):
+            send, receive = flat.view(self.world_size, size).unbind(), out.view(self.world_size, size).unbind()
+            receive[self.rank].copy_(send[self.rank])
+            pending = self._exchange(send, receive, tag)
+        else:
+            work = dist.all_to_all_single(out.view(-1), flat.view(-1), group=self._process_group, async_op=True)
+            pending = [(work, None)]
+        return Work(tag, pending, buffers=(out, flat), explain=self._explain, ticket=ticket)
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> Work:
         """Copy rank ``source``'s ``tensor`` (contiguous) to every rank of the group."""

@@ -35,6 +35,7 @@ class Work:
         finish: Callable[[], None] | None = None,
         explain: Callable[[CommError], CommError] | None = None,
         ticket: Ticket | None = None,
+        advance: Callable[[], None] | None = None,
     ) -> None:
         self.tag = tag
         self._pending = list(pending)
@@ -42,6 +43,17 @@ class Work:
         self._finish = finish
         self._explain = explain
         self._ticket = ticket
+        self._advance = advance
+
+    def advance(self) -> None:
+        """Take a collective of several hops to its last one, for which other ranks may wait; one of a single hop is
+        there already.
+
+        Waits until every rank has started this collective and goes on with it: whoever waits for anything else that
+        another rank starts only after this collective calls it before.
+        """
+        if self._advance is not None:
+            self._advance()
 
     def wait(self) -> None:
         """Block until the result is in place (on an accelerator: until the current stream is ordered behind it).
@@ -52,6 +64,7 @@ class Work:
             with self._ticket or nullcontext():
                 self._wait_for_transport()
         self._pending.clear()
+        self._advance = None
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()

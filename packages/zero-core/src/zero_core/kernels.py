@@ -10,6 +10,7 @@ import torch
 import zero_optim_kernels as kernels
 from zero_comm import SliceSum, sum_slices
 from zero_partition import NormSquared, norm_squared
+from zero_precision import BlockFormat, BlockQuantizer, TorchBlockQuantizer
 
 _DTYPES: dict[torch.dtype, Literal["f64", "f32", "bf16", "f16"]] = {
     torch.float64: "f64",
@@ -17,6 +18,12 @@ _DTYPES: dict[torch.dtype, Literal["f64", "f32", "bf16", "f16"]] = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
 }
+_NARROW: dict[torch.dtype, Literal["f32", "bf16", "f16"]] = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+}
+_CODES: dict[BlockFormat, Literal["int8", "int4", "e4m3"]] = {"int8": "int8", "int4": "int4", "fp8_e4m3": "e4m3"}
 _SMALL = 1 << 14  # elements; below, one thread
 
 
@@ -55,6 +62,56 @@ class NativeNormSquared:
         return kernels.l2_norm_squared(x.data_ptr(), x.numel(), dtype=_DTYPES[x.dtype], threads=_threads(x))
 
 
+class NativeBlockQuantizer:
+    """`zero_precision.BlockQuantizer` by the CPU kernels, with the bits of plain torch.
+
+    Plain torch itself encodes tensors elsewhere, fp8_e5m2, and what holds a NaN or an infinity.
+    """
+
+    def __init__(self) -> None:
+        self._torch = TorchBlockQuantizer()
+
+    def quantize_blocks(self, x: torch.Tensor, format: BlockFormat, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Payload (uint8) and scales (float32) of the contiguous 1-D ``x``."""
+        if x.device.type != "cpu" or format not in _CODES:
+            return self._torch.quantize_blocks(x, format, block)
+        numel, single = x.numel(), x.float() if x.dtype == torch.float64 else x
+        payload = torch.empty((numel + 1) // 2 if format == "int4" else numel, dtype=torch.uint8)
+        scales = torch.empty(-(-numel // block), dtype=torch.float32)
+        kernels.quantize_blocks(
+            single.data_ptr(),
+            payload.data_ptr(),
+            scales.data_ptr(),
+            numel,
+            code=_CODES[format],
+            block=block,
+            dtype=_NARROW[single.dtype],
+            threads=_threads(x),
+        )
+        return (payload, scales) if bool(scales.isfinite().all()) else self._torch.quantize_blocks(x, format, block)
+
+    def dequantize_blocks(
+        self, payload: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat, block: int
+    ) -> None:
+        """Write code x scale into ``out``."""
+        if out.device.type != "cpu" or format not in _CODES:
+            self._torch.dequantize_blocks(payload, scales, out, format, block)
+            return
+        target = out.new_empty(out.numel(), dtype=torch.float32) if out.dtype == torch.float64 else out
+        kernels.dequantize_blocks(
+            payload.data_ptr(),
+            scales.data_ptr(),
+            target.data_ptr(),
+            out.numel(),
+            code=_CODES[format],
+            block=block,
+            dtype=_NARROW[target.dtype],
+            threads=_threads(out),
+        )
+        if target is not out:
+            out.copy_(target)
+
+
 def slice_sum() -> SliceSum:
     """The local sum of the one reduction."""
     return NativeSliceSum()
@@ -63,6 +120,11 @@ def slice_sum() -> SliceSum:
 def norm() -> NormSquared:
     """The sum of squares for the global norm."""
     return NativeNormSquared()
+
+
+def block_quantizer() -> BlockQuantizer:
+    """The arithmetic of block codecs."""
+    return NativeBlockQuantizer()
 
 
 def _threads(x: torch.Tensor) -> int:

@@ -62,9 +62,7 @@ def convert(
     return write_safetensors(opened, tensors, path, limit=limit, workers=workers, progress=report)
 
 
-def output_nbytes(
-    source: Source, target: str | os.PathLike[str], *, to: str | None = None, dtype: str = "fp32"
-) -> int:
+def output_nbytes(source: Source, target: str | os.PathLike[str], *, to: str | None = None, dtype: str = "fp32") -> int:
     """About how many bytes `convert` writes with the same arguments: the end of its progress."""
     if _kind(target, to) in ("safetensors", "pytorch"):
         return sum(tensor.nbytes for tensor in _model(source, dtype))

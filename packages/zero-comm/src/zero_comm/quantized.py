@@ -1,0 +1,193 @@
+"""The gather and the reduction of `Group` with fewer bytes on the wire: a `Codec` on every message.
+
+[Note: what is quantised] Both follow ZeRO++ (arXiv 2306.10209): qwZ is `QuantizedGather`, qgZ `QuantizedReduce`. In a
+gather every rank decodes every slice, its own too, so all ranks end with the same bits. In the reduction nobody
+encodes what it keeps itself: a rank's own contribution enters the sums as it is, and a single rank loses nothing. So
+an averaged element is off by at most the sum of the codec's bounds of the messages that its terms came in, over the
+world size: with G nodes of L ranks those are (L - 1) G messages of gradients and G - 1 of partial sums.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from .codec import Codec
+from .group import Group
+from .packets import Packets
+from .tag import Tag
+from .work import Work
+
+
+class QuantizedGather:
+    """`Group.all_gather` over ``group`` with every slice encoded by ``codec``.
+
+    Attributes:
+        rank: this rank's number in ``group``.
+        world_size: ranks of ``group``.
+    """
+
+    def __init__(self, group: Group, codec: Codec) -> None:
+        self._group = group
+        self._codec = codec
+        self.rank = group.rank
+        self.world_size = group.world_size
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
+        """Fill ``out`` (N*s elements, floating, contiguous) with what the ranks' ``shard`` (s elements, floating)
+        decode to, in rank order.
+
+        ``shard`` may be this rank's slice of ``out`` and is read before this returns; `Work.wait` writes ``out``. The
+        bits are the same on every rank, also on a single one. Sends N-1 packets of s elements.
+        """
+        size = shard.numel()
+        if out.numel() != size * self.world_size:
+            raise ValueError(f"{tag}: expected out of {size * self.world_size} elements, got {out.numel()}")
+        if size == 0:
+            return Work(tag)
+        packets = Packets(self._codec, size)
+        arrived = packets.empty(self.world_size, out.device)
+        packets.write(shard, arrived[self.rank])
+        sent = self._group.all_gather(arrived.view(-1), arrived[self.rank], tag)
+
+        def finish() -> None:
+            sent.wait()
+            for packet, target in zip(arrived, out.view(self.world_size, size), strict=True):
+                packets.read(packet, target)
+
+        return Work(tag, buffers=(out, arrived), finish=finish)
+
+
+class QuantizedReduce:
+    """`Group.reduce` in two hops with every message encoded by ``codec``: inside the node, then across nodes.
+
+    ``inside``: the L ranks of this rank's node; ``across``: the ranks with this rank's number in the G nodes. Rank
+    g*L + l of the reduction is rank l of node g. Any L and G, 1 included, and slices of any length. Whatever else runs
+    on the two groups meanwhile, every rank has to start it at the same point.
+
+    Attributes:
+        rank: this rank's number in the reduction.
+        world_size: L*G.
+    """
+
+    def __init__(self, inside: Group, across: Group, codec: Codec) -> None:
+        self._inside = inside
+        self._across = across
+        self._codec = codec
+        self.rank = across.rank * inside.world_size + inside.rank
+        self.world_size = inside.world_size * across.world_size
+        self._open: deque[_Reduction] = deque()
+
+    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
+        """Average the ranks' ``flat`` (1-D, floating, N*s elements) into the owners' ``out`` (s elements).
+
+        A shorter ``flat`` is taken as followed by zeros. Sums run in rank order, in float32 (float64 for a float64
+        ``out``), and are divided once by N; with ``accumulate`` the average is added to ``out``. Both tensors belong
+        to the reduction until the work is done. Sends G*(L-1) packets of s elements inside the node, G-1 across.
+
+        The second hop starts in `Work.advance` or `Work.wait`, which take earlier reductions there first: every rank
+        starts and waits in the same order.
+        """
+        size = out.numel()
+        if flat.numel() > size * self.world_size:
+            raise ValueError(
+                f"{tag}: expected flat of at most {size * self.world_size} elements, {size} for each of "
+                f"{self.world_size} ranks, got {flat.numel()}"
+            )
+        if size == 0:
+            return Work(tag)
+        reduction = _Reduction(self._inside, self._across, self._codec, flat, out, tag, accumulate)
+        self._open.append(reduction)
+
+        def finish() -> None:
+            self._advance(reduction)
+            reduction.finish()
+
+        return Work(tag, buffers=(flat, out), finish=finish, advance=lambda: self._advance(reduction))
+
+    def _advance(self, until: _Reduction) -> None:
+        """Take the open reductions to their second hop, in order, up to ``until``."""
+        while until in self._open:
+            self._open[0].start_across()
+            self._open.popleft()
+
+
+class _Hop:
+    """One all-to-all of encoded slices, and the sum of what arrived.
+
+    ``slices``: of shape (ranks of ``group``, k, s); row r goes to rank r, this rank's own row stays as it is.
+    """
+
+    def __init__(self, group: Group, packets: Packets, slices: torch.Tensor, tag: Tag) -> None:
+        ranks, count, _ = slices.shape
+        self._rank = group.rank
+        self._packets = packets
+        self._own = slices[group.rank]
+        sent = packets.empty(ranks * count, slices.device).view(ranks, count, -1)
+        self._arrived = torch.empty_like(sent)
+        for rank in range(ranks):
+            if rank != group.rank:
+                for x, packet in zip(slices[rank], sent[rank], strict=True):
+                    packets.write(x, packet)
+        self._work = group.all_to_all(self._arrived, sent, tag)
+
+    def sums(self, dtype: torch.dtype) -> torch.Tensor:
+        """Wait, and return the k sums in rank order: (k, s) in ``dtype``; of a single rank they are its own slices."""
+        self._work.wait()
+        if len(self._arrived) == 1:
+            return self._own.to(dtype)
+        sums = torch.zeros(self._own.shape, dtype=dtype, device=self._own.device)
+        decoded = torch.empty_like(sums[0])
+        for rank, packets in enumerate(self._arrived):
+            for number, packet in enumerate(packets):
+                if rank == self._rank:
+                    sums[number].add_(self._own[number])
+                else:
+                    self._packets.read(packet, decoded)
+                    sums[number].add_(decoded)
+        return sums
+
+
+class _Reduction:
+    """One reduction on its way: inside the node, then `start_across`, then `finish`."""
+
+    def __init__(
+        self,
+        inside: Group,
+        across: Group,
+        codec: Codec,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        tag: Tag,
+        accumulate: bool,
+    ) -> None:
+        self._across = across
+        self._packets = Packets(codec, out.numel())
+        self._out = out
+        self._tag = tag
+        self._accumulate = accumulate
+        self._dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+        self._world_size = inside.world_size * across.world_size
+        slices = _padded(flat, self._world_size * out.numel()).view(across.world_size, inside.world_size, -1)
+        self._inside_hop = _Hop(inside, self._packets, slices.transpose(0, 1), tag)
+        self._across_hop: _Hop | None = None
+
+    def start_across(self) -> _Hop:
+        """Sum over the node and send the sums to their owners, unless that was done before."""
+        if self._across_hop is None:
+            sums = self._inside_hop.sums(self._dtype)
+            self._across_hop = _Hop(self._across, self._packets, sums.unsqueeze(1), self._tag)
+        return self._across_hop
+
+    def finish(self) -> None:
+        """Sum over the nodes and write the average."""
+        total = self.start_across().sums(self._dtype)[0]
+        if self._accumulate:
+            self._out.add_(total / self._world_size)
+        else:
+            torch.div(total, self._world_size, out=self._out)
+
+
+def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
+    return flat if flat.numel() == numel else torch.cat((flat, flat.new_zeros(numel - flat.numel())))
