@@ -13,6 +13,7 @@ NAMES = [
     "Control",
     "DesyncError",
     "EngineGroups",
+    "FeedbackAverage",
     "Group",
     "Ledger",
     "LedgerRow",

@@ -9,6 +9,7 @@ from .codec import Codec
 from .control import Control, Message
 from .discovery import Place, discover
 from .errors import CommError, DesyncError, PeerError
+from .feedback import FeedbackAverage
 from .group import Group
 from .ledger import Ledger, LedgerRow
 from .mesh import EngineGroups, Mesh, open_group
@@ -25,6 +26,7 @@ __all__ = [
     "Control",
     "DesyncError",
     "EngineGroups",
+    "FeedbackAverage",
     "Group",
     "Ledger",
     "LedgerRow",

@@ -12,6 +12,7 @@ from zero_precision.modules import (
     kept_in_fp32,
 )
 from zero_precision.policy import KeepPattern, PolicyRow, PrecisionPolicy
+from zero_precision.sign import SignCodec
 
 __all__ = [
     "AUTOCAST_MODULES",
@@ -26,6 +27,7 @@ __all__ = [
     "PolicyRow",
     "PrecisionError",
     "PrecisionPolicy",
+    "SignCodec",
     "StaticLossScale",
     "TorchBlockQuantizer",
     "autocast_dtypes",

@@ -1,0 +1,79 @@
+"""An average over all ranks through a codec, which keeps what was lost for the next time."""
+
+from __future__ import annotations
+
+import torch
+
+from .codec import Codec
+from .group import Group
+from .packets import Packets
+from .tag import Tag
+from .work import Work
+
+
+class FeedbackAverage:
+    """Averages tensors of ``numel`` elements with error feedback (arXiv 2102.02888, section 4.3).
+
+    Every rank is a worker and a server. As worker it adds what its last messages lost to its tensor and sends slice r
+    of the sum, encoded, to rank r. As server it averages the slices that it got, adds what its last answer lost, and
+    sends that, encoded, to all. So every loss enters a later average, and even one bit per element converges.
+
+    Attributes:
+        worker_error: what this rank's messages lost last time, float32 of N*s elements, s = ceil(numel / N).
+        server_error: what this rank's answer lost, float32 of s elements.
+    """
+
+    def __init__(self, group: Group, codec: Codec, numel: int, device: torch.device) -> None:
+        self._group = group
+        self._numel = numel
+        self._slice = -(-numel // group.world_size)
+        self._owned = min(max(numel - group.rank * self._slice, 0), self._slice)
+        self._packets = Packets(codec, self._slice)
+        self.worker_error = torch.zeros(group.world_size * self._slice, device=device)
+        self.server_error = torch.zeros(self._slice, device=device)
+
+    def average(self, x: torch.Tensor, tag: Tag) -> Work:
+        """Replace ``x`` (float32, ``numel`` elements, contiguous) by the average of all ranks' decoded ``x``.
+
+        The bits are the same on every rank; on a single rank ``x`` stays as it is. Sends 2 (N-1) packets of s elements.
+        """
+        if x.numel() != self._numel:
+            raise ValueError(f"{tag}: expected {self._numel} elements, as at the first average, got {x.numel()}")
+        ranks = self._group.world_size
+        if ranks == 1 or self._numel == 0:
+            return Work(tag)
+        self.worker_error[: self._numel].add_(x)
+        sent = self._packets.empty(ranks, x.device)
+        for mine, packet in zip(self.worker_error.view(ranks, -1), sent, strict=True):
+            self._encode(mine, packet)
+        self.worker_error[self._numel :].zero_()
+        arrived = torch.empty_like(sent)
+        first = self._group.all_to_all(arrived, sent, tag)
+
+        def finish() -> None:
+            first.wait()
+            self._answer(arrived, x, tag)
+
+        return Work(tag, buffers=(x, sent, arrived), finish=finish)
+
+    def _answer(self, arrived: torch.Tensor, x: torch.Tensor, tag: Tag) -> None:
+        """Average this rank's slice, send it to all, and write everybody's into ``x``."""
+        decoded, total = torch.empty_like(self.server_error), torch.zeros_like(self.server_error)
+        for packet in arrived:
+            self._packets.read(packet, decoded)
+            total.add_(decoded)
+        self.server_error.add_(total.div_(len(arrived)))
+        answers = torch.empty_like(arrived)
+        self._encode(self.server_error, answers[self._group.rank])
+        self.server_error[self._owned :].zero_()
+        self._group.all_gather(answers.view(-1), answers[self._group.rank], tag).wait()
+        for packet, target in zip(answers, torch.split(x, self._slice), strict=False):
+            self._packets.read(packet, decoded)
+            target.copy_(decoded[: target.numel()])
+
+    def _encode(self, compensated: torch.Tensor, packet: torch.Tensor) -> None:
+        """Write ``compensated`` into ``packet``, and leave in it what that lost."""
+        self._packets.write(compensated, packet)
+        decoded = torch.empty_like(compensated)
+        self._packets.read(packet, decoded)
+        compensated.sub_(decoded)
