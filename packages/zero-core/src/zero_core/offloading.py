@@ -21,6 +21,7 @@ from zero_offload import (
     NvmeStore,
     OffloadedUpdate,
     Placement,
+    Sealed,
     ShardPlan,
     Trace,
     offload_activations,
@@ -60,7 +61,8 @@ class Offloading:
         self._numel = sum(p.numel() for p in model.parameters())
         self._rank = rank
         self._device = device
-        self._budget = HostBudget(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._budget = HostBudget(processes=self._processes)
         self._activations = self._activation_tier(model)
         self._steps = 0
         self._saved = section.trace is None
@@ -75,8 +77,7 @@ class Offloading:
         section = self._config.zero_optimization.offload_param
         nbytes = -(-self._numel // self._config.world_size) * dtype.itemsize
         if section.device == "nvme" and self._config.zero_optimization.stage == 3:
-            for path in section.nvme_path or ():
-                self._budget.need("parameter shards", -(-nbytes // len(section.nvme_path or ())), "disk", path=path)
+            _need(self._budget, "parameter shards", nbytes, section.nvme_path or ())
         elif section.device == "cpu" and self._device.type != "cpu":
             self._budget.need("parameter shards", nbytes)
         self._budget.check()
@@ -222,13 +223,27 @@ class Offloading:
                 )
         return "\n".join(lines)
 
-    def shares_drive(self, folder: Path) -> bool:
-        """Whether ``folder``, which is made if need be, is on a file system with the optimizer's files."""
-        paths = self._config.zero_optimization.offload_optimizer.nvme_path or ()
-        if self.update is None or not self.update.plan["nvme"]:
-            return False
-        folder.mkdir(parents=True, exist_ok=True)
-        return all(os.stat(folder).st_dev == os.stat(path).st_dev for path in paths)
+    def seal(self, folder: Path, rewritten_bytes: int) -> tuple[Sealed | None, Sealed | None]:
+        """The optimizer's files and those of parameter shards, made to last for a checkpoint in ``folder`` to link to;
+        None for each that there is not, or that is on another file system.
+
+        A step writes all of the first and ``rewritten_bytes`` of the second anew. Raises `BudgetError` when the disk
+        has no room for that.
+        """
+        zero, budget = self._config.zero_optimization, HostBudget(processes=self._processes)
+        update = self.update if self.update is not None and self.update.plan["nvme"] else None
+        store = self.store if isinstance(self.store, NvmeStore) else None
+        states, weights = zero.offload_optimizer.nvme_path or (), zero.offload_param.nvme_path or ()
+        if update is not None and _share_drive(folder, states):
+            _need(budget, "masters and states after this checkpoint", update.memory()["nvme"], states)
+        else:
+            update = None
+        if store is not None and _share_drive(folder, weights):
+            _need(budget, "parameter shards after this checkpoint", rewritten_bytes, weights)
+        else:
+            store = None
+        budget.check()
+        return None if update is None else update.seal(), None if store is None else store.seal()
 
     def memory(self) -> dict[str, int]:
         """Bytes of activations that wait for backward now, by tier."""
@@ -257,6 +272,17 @@ class Offloading:
 def state_block(config: Config) -> int:
     """Elements of a parameter that share something in the states on a tier: 256 share a scale of 8-bit states."""
     return _BLOCK if config.offload.state_dtype == "int8" else 1
+
+
+def _share_drive(folder: Path, paths: Sequence[str]) -> bool:
+    """Whether ``folder``, which is made if need be, is on one file system with all of ``paths``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return all(os.stat(folder).st_dev == os.stat(path).st_dev for path in paths)
+
+
+def _need(budget: HostBudget, purpose: str, nbytes: int, paths: Sequence[str]) -> None:
+    for path in paths:
+        budget.need(purpose, -(-nbytes // len(paths)), "disk", path=path)
 
 
 def _open_store(

@@ -9,8 +9,9 @@ from .host import HostStore
 from .nvme import NvmeStore
 from .optimizer import OffloadedOptimizer
 from .parking import park, unpark
+from .sealed import Sealed
 from .trace import Trace
-from .update import DelayedUpdate, FragmentPlan, OffloadedUpdate, Placement, Sealed, ShardPlan
+from .update import DelayedUpdate, FragmentPlan, OffloadedUpdate, Placement, ShardPlan
 
 __all__ = [
     "BudgetError",

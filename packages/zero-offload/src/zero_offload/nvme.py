@@ -17,6 +17,7 @@ from ._protocols import ExtentStore, Generation
 from ._ring import Pack, Ring, lay_out
 from .errors import ShardError
 from .host import HostStore, check_shard
+from .sealed import Sealed
 from .trace import Trace
 
 __all__ = ["NvmeStore"]
@@ -74,6 +75,7 @@ class NvmeStore:
         self._dirty: set[str] = set()
         self._in_host: set[str] = set()
         self._copies = None if self.device.type == "cpu" else DeviceCopies(self.device, trace)
+        self._generations: list[Generation] = []
         self._travelling: deque[tuple[torch.Event | None, Pack]] = deque()  # buffers that copies to the device read
 
     @property
@@ -226,13 +228,16 @@ class NvmeStore:
         self._host.flush()
         self._ring.flush()
 
-    def seal(self) -> Generation:
-        """Make what was written since the last seal read-only and durable, and return it; later writes go elsewhere.
+    def seal(self) -> Sealed:
+        """Make the files read-only and durable, for a checkpoint to link to; later writes go to new ones.
 
-        Its files can be hard-linked into a checkpoint. Shards within ``host_bytes`` are not part of it.
+        Shards within ``host_bytes`` are ``resident``.
         """
         self.flush()
-        return self._store.seal()
+        self._generations.append(self._store.seal())
+        sealed = Sealed.of(self._store.extents(), self._generations, steps={}, resident=frozenset(self._in_host))
+        self._generations = sealed.needed(self._generations)
+        return sealed
 
     def close(self) -> None:
         """Wait for what is under way and remove the files. May be called twice."""

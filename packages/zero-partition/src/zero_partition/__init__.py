@@ -26,7 +26,7 @@ from .optimizer import ShardedOptimizer, StepResult
 from .ownership import owner_of
 from .partition import Partition, PartitionOptions, partition
 from .residency import DeviceResidency, Residency
-from .tier import MakeStates, SealedExtent, SealedStates, ShardNeeds, StateTier
+from .tier import MakeStates, ShardNeeds, StateTier
 from .tiling import TiledLinear
 from .unit import Unit, UnitState
 from .units import UnitLimits, UnitPlan, plan_units
@@ -51,8 +51,6 @@ __all__ = [
     "PartitionOptions",
     "ReleasedParameterError",
     "Residency",
-    "SealedExtent",
-    "SealedStates",
     "ShardNeeds",
     "ShardedOptimizer",
     "StateTier",

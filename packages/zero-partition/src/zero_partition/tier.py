@@ -14,31 +14,6 @@ from .residency import Residency
 from .units import UnitPlan
 
 
-class SealedExtent(Protocol):
-    """Bytes of one kind of one fragment, from ``offset_bytes`` of it on, that lie in a file which never changes."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def file_offset_bytes(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def checksum(self) -> str: ...
-    @property
-    def offset_bytes(self) -> int: ...
-
-
-class SealedStates(Protocol):
-    """What a tier has in files: by ``<fragment>/<kind>`` in order, but for ``resident`` fragments, of which a part is
-    in memory. The files exist as long as this object."""
-
-    @property
-    def extents(self) -> Mapping[str, Sequence[SealedExtent]]: ...
-    @property
-    def resident(self) -> Collection[str]: ...
-
-
 class StateTier(Protocol):
     """Keeps what the optimizer needs of this rank's shards, and updates them.
 
@@ -90,12 +65,6 @@ class StateTier(Protocol):
 
     def reset(self) -> None:
         """Begin anew, as if there had been no step."""
-
-    def seal(self) -> SealedStates | None:
-        """Make what is in files last, for a checkpoint to link to; the next step writes new files. None without files.
-
-        Everything written before is in them, in the state of the last step.
-        """
 
     def flush(self) -> None:
         """Return when everything is on its tier."""

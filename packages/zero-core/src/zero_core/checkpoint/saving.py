@@ -117,7 +117,8 @@ def _intervals(engine: Engine, root: Path, exclude_frozen: bool, *, whole: bool,
     """What this rank contributes; ``whole``: what every rank has whole too. ``replicas``: also what other ranks hold as
     well, for nodes that cannot read one another's files."""
     stager, parts = Stager(), engine.partition
-    sealed = parts.states.seal() if parts.states is not None and engine.offloading.shares_drive(root) else None
+    trained = sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in parts.units if u.states is not None)
+    sealed, weights = engine.offloading.seal(root, trained)
     for unit in parts.units:
         if exclude_frozen and not unit.plan.trainable:
             continue
@@ -128,7 +129,7 @@ def _intervals(engine: Engine, root: Path, exclude_frozen: bool, *, whole: bool,
                     fragment.entry.name, "param", piece, shape=fragment.entry.shape, offset=fragment.param_offset
                 )
         else:
-            yield from stored_weights(parts.residency, unit, parts.rank)
+            yield from stored_weights(parts.residency, unit, parts.rank, weights)
         if has_own_master(unit):
             for fragment, piece in master_pieces(
                 unit, parts.owned_ranks() if replicas else range(parts.rank, parts.rank + 1)

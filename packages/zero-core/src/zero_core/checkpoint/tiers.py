@@ -10,14 +10,16 @@ import torch
 
 from zero_ckpt import Checkpoint, FileExtent, Interval
 from zero_ckpt.torch import dtype_name, tensor_buffer, torch_dtype
-from zero_partition import Fragment, Residency, SealedStates, StateTier, Unit
+from zero_offload import Sealed
+from zero_partition import Fragment, Residency, StateTier, Unit
 
 from .narrow import Place, moments_in_codes, place_of, read_numbers
 from .reading import Reading
 
 
-def stored_weights(store: Residency, unit: Unit, rank: int) -> Iterator[Interval]:
-    """This rank's part of a unit's weights, read from its store when its turn comes to be written."""
+def stored_weights(store: Residency, unit: Unit, rank: int, sealed: Sealed | None) -> Iterator[Interval]:
+    """This rank's part of a unit's weights: linked where it is ``sealed``, else read from its store when its turn comes
+    to be written."""
 
     def read(fragment: Fragment) -> Any:
         shard = store.acquire(unit.name)
@@ -26,20 +28,32 @@ def stored_weights(store: Residency, unit: Unit, rank: int) -> Iterator[Interval
         return tensor_buffer(copied)
 
     for fragment in unit.layout.fragments(rank):
-        entry = fragment.entry
-        yield Interval(
-            entry.name,
-            "param",
-            entry.shape,
-            dtype_name(unit.plan.dtype),
-            fragment.param_offset,
-            partial(read, fragment),
-            fragment.length,
-        )
+        if sealed is not None and unit.name not in sealed.resident:
+            yield from _linked_weights(sealed, unit, fragment)
+        else:
+            yield _weights(unit, fragment.param_offset, partial(read, fragment), fragment, fragment.length)
+
+
+def _linked_weights(sealed: Sealed, unit: Unit, fragment: Fragment) -> Iterator[Interval]:
+    """A fragment in the sealed extents of its shard, which have checksums only as a whole."""
+    itemsize = unit.plan.dtype.itemsize
+    begin, end = fragment.shard_offset * itemsize, (fragment.shard_offset + fragment.length) * itemsize
+    for extent in sealed.extents[unit.name]:
+        first, last = max(begin, extent.offset_bytes), min(end, extent.offset_bytes + extent.nbytes)
+        if first < last:
+            place = extent.file_offset_bytes + first - extent.offset_bytes
+            data = FileExtent(extent.path, place, last - first, owner=sealed)
+            offset = fragment.param_offset + (first - begin) // itemsize
+            yield _weights(unit, offset, data, fragment, (last - first) // itemsize)
+
+
+def _weights(unit: Unit, offset: int, data: Any, fragment: Fragment, length: int) -> Interval:
+    entry = fragment.entry
+    return Interval(entry.name, "param", entry.shape, dtype_name(unit.plan.dtype), offset, data, length)
 
 
 def tier_intervals(
-    tier: StateTier, unit: Unit, rank: int, sealed: SealedStates | None, *, replicas: bool = False
+    tier: StateTier, unit: Unit, rank: int, sealed: Sealed | None, *, replicas: bool = False
 ) -> Iterator[Interval]:
     """What a tier keeps for a unit: linked where it is ``sealed``, else read when its turn comes to be written, one
     parameter in memory at a time. ``replicas``: also what other ranks have too."""
@@ -73,7 +87,7 @@ def tier_intervals(
             yield Interval(entry.name, "step.scalar", (), dtype_name(count.dtype), 0, tensor_buffer(count))
 
 
-def _linked(sealed: SealedStates, key: str, name: str, place: Place, dtype: torch.dtype) -> Iterator[Interval]:
+def _linked(sealed: Sealed, key: str, name: str, place: Place, dtype: torch.dtype) -> Iterator[Interval]:
     for extent in sealed.extents[key]:
         data = FileExtent(
             extent.path, extent.file_offset_bytes, extent.nbytes, checksum=extent.checksum or None, owner=sealed

@@ -5,7 +5,6 @@ from __future__ import annotations
 from .delayed import DelayedUpdate
 from .placement import Placement
 from .plans import FragmentPlan, ShardPlan, Weights
-from .sealed import Sealed
 from .update import OffloadedUpdate
 
-__all__ = ["DelayedUpdate", "FragmentPlan", "OffloadedUpdate", "Placement", "Sealed", "ShardPlan", "Weights"]
+__all__ = ["DelayedUpdate", "FragmentPlan", "OffloadedUpdate", "Placement", "ShardPlan", "Weights"]

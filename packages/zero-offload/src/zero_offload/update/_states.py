@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ import torch
 from zero_optim_kernels import quantize_blocks
 
 from .._protocols import Generation
+from ..sealed import Sealed
 from ._rules import Rule
 from ._slices import BLOCK, MASTER, Fragment, Slice, Span
 from ._step import Groups, Tensors, fill_moments
 from ._tiers import Tier
-from .sealed import Sealed
 
 __all__ = ["check_state", "forget", "read_states", "sealed_state", "write_states"]
 
@@ -29,13 +28,11 @@ def sealed_state(
 ) -> Sealed:
     """The current state of a tier that was just sealed."""
     begun = {f"{f.name}/{kind.name}" for f in fragments for kind in f.kinds if f.keeps(kind)}
-    extents = {name: tuple(found) for name, found in tier.extents().items() if name in begun}
-    return Sealed(
-        extents=MappingProxyType(extents),
-        steps=MappingProxyType({f.name: f.step for f in fragments}),
+    return Sealed.of(
+        {name: found for name, found in tier.extents().items() if name in begun},
+        generations,
+        steps={f.name: f.step for f in fragments},
         resident=frozenset(span.fragment.name for slice_ in in_memory for span in slice_),
-        files=tuple(sorted({extent.path for found in extents.values() for extent in found})),
-        _generations=list(generations),
     )
 
 

@@ -13,11 +13,11 @@ import torch
 from .._lanes import compute_device
 from .._memory import HostBlock
 from ..budget import HostBudget
+from ..sealed import Sealed
 from ..trace import Trace
 from ._gradients import HostGradients, gradient_bytes, looked_at
 from .placement import Placement
 from .plans import ShardPlan, Weights, checked
-from .sealed import Sealed
 from .update import OffloadedUpdate
 
 __all__ = ["DelayedUpdate"]

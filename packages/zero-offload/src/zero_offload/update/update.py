@@ -14,6 +14,7 @@ from .._lanes import compute_device
 from .._protocols import Generation
 from ..budget import HostBudget
 from ..errors import OffloadError, ShardError
+from ..sealed import Sealed
 from ..trace import Trace
 from ._build import Parts, build, check_room_for_seal
 from ._gradients import CallerGradients, Collected, looked_at
@@ -23,7 +24,6 @@ from ._states import check_state, forget, read_states, sealed_state, write_state
 from ._step import run_step
 from .placement import Placement
 from .plans import ShardPlan, Weights, check_plans
-from .sealed import Sealed
 
 __all__ = ["OffloadedUpdate"]
 
@@ -270,7 +270,7 @@ class OffloadedUpdate:
         sealed = sealed_state(
             list(self._fragments.values()), self._parts.in_memory, self._parts.tier, self._generations
         )
-        self._generations = [g for g in self._generations if not set(g.files).isdisjoint(sealed.files)]
+        self._generations = sealed.needed(self._generations)
         return sealed
 
     def _known(self, fragment: str) -> Fragment:

@@ -1,25 +1,27 @@
-"""A state in files that nothing writes to any more."""
+"""A store's state in files that nothing writes to any more."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
-from .._protocols import Extent, Generation
+from ._protocols import Extent, Generation
 
 __all__ = ["Sealed"]
 
 
 @dataclass(frozen=True, eq=False)
 class Sealed:
-    """What an update keeps in files, made to last: nothing writes to these files any more.
+    """What an update or a store keeps in files, made to last: nothing writes to these files any more.
 
-    ``extents``: ``<fragment>/<kind>`` -> its pieces in order, each with file, offset, bytes and checksum. ``steps``:
-    how often each fragment was updated. ``resident``: fragments with elements that are in host memory instead, to be
-    read otherwise. ``files``: all files concerned, to be linked; they stay until `release`, links to them beyond it.
+    ``extents``: ``<fragment>/<kind>`` of an update, a shard's name of a store -> its pieces in order, each with file,
+    offset, bytes and checksum. ``steps``: how often an update updated each fragment. ``resident``: fragments or shards
+    with elements that are in host memory instead, to be read otherwise. ``files``: all files concerned, to be linked;
+    they stay until `release`, links to them beyond it.
     """
 
     extents: Mapping[str, tuple[Extent, ...]]
@@ -27,6 +29,24 @@ class Sealed:
     resident: frozenset[str]
     files: tuple[str, ...]
     _generations: list[Generation] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        extents: Mapping[str, Sequence[Extent]],
+        generations: Sequence[Generation],
+        *,
+        steps: Mapping[str, int],
+        resident: frozenset[str],
+    ) -> Sealed:
+        """``extents`` of a store that was just sealed; ``generations`` are those that hold them."""
+        return cls(
+            extents=MappingProxyType({name: tuple(found) for name, found in extents.items()}),
+            steps=MappingProxyType(steps),
+            resident=resident,
+            files=tuple(sorted({extent.path for found in extents.values() for extent in found})),
+            _generations=list(generations),
+        )
 
     def link_to(self, folder: str | os.PathLike[str]) -> dict[str, str]:
         """Give every file a second name in ``folder``; returns the new paths by the ones in ``extents``.
@@ -45,6 +65,10 @@ class Sealed:
                 _copy(file, target)
         _sync(folder)
         return targets
+
+    def needed(self, generations: Sequence[Generation]) -> list[Generation]:
+        """Those of ``generations`` that hold some of it."""
+        return [g for g in generations if not set(g.files).isdisjoint(self.files)]
 
     def release(self) -> None:
         """Let the files go once the update itself needs them no more."""
