@@ -8,8 +8,7 @@
 namespace zok {
 namespace {
 
-constexpr int64_t kPrefetch = 1024;  // bytes of each stream
-constexpr size_t kAhead = 4;         // chunks
+constexpr int64_t kAhead = 2048;  // elements, whose streams a first-level cache holds
 
 struct Chunk {
     const Run* run;
@@ -54,20 +53,22 @@ const Plan& plan(const std::vector<Run>& runs, const std::vector<Row>& rows) {
     return result;
 }
 
-// Asks for the first bytes of each stream of a chunk, and for its last one, whose page a small tensor reaches before the translation of
-// its address is there: page walks and the misses that the processor's own prefetchers need first are most of a small tensor's time.
-void prefetch(const Chunk& chunk, const Format& format) {
-    const auto ask = [&](const char* data, Dtype dtype) {
-        if (data == nullptr) return;
-        data += chunk.begin * item_size(dtype);
-        const int64_t bytes = (chunk.end - chunk.begin) * item_size(dtype);
-        for (int64_t b = 0; b < std::min(kPrefetch, bytes); b += 64) __builtin_prefetch(data + b, 1);
-        __builtin_prefetch(data + bytes - 1, 1);
-    };
-    ask(chunk.run->param, format.param);
-    ask(chunk.run->grad, format.grad);
-    ask(chunk.run->state[0], format.state);
-    ask(chunk.run->state[1], format.state);
+// What the update of a chunk asks for ahead. The processor's own prefetchers follow a stream, but small tensors that were allocated one by
+// one break four of them every few kilobytes, so the end of each asks for the beginning of the next.
+Ahead ahead_of(const Chunk& chunk, const Chunk& next, const Format& format) {
+    const Dtype dtypes[4] = {format.param, format.grad, format.state, format.state};
+    const char* const here[4] = {chunk.run->param, chunk.run->grad, chunk.run->state[0], chunk.run->state[1]};
+    const char* const there[4] = {next.run->param, next.run->grad, next.run->state[0], next.run->state[1]};
+    Ahead ahead{};
+    bool apart = false;
+    for (int s = 0; s < 4; ++s) {
+        const int present = there[s] ? s : 0;
+        ahead.item[s] = item_size(dtypes[present]);
+        ahead.stream[s] = there[present] + next.begin * ahead.item[s];
+        apart = apart || (next.run != chunk.run && there[s] && ahead.stream[s] != here[s] + chunk.end * ahead.item[s]);
+    }
+    ahead.from = apart ? std::max(chunk.begin, chunk.end - kAhead) : chunk.end;
+    return ahead;
 }
 
 template <class Body>
@@ -95,8 +96,8 @@ void run_step(const Format& format, const std::vector<Run>& runs, const std::vec
     std::vector<RowNorms> partial(norms ? work.norms : 0);
     for_slabs(work, threads, [&](size_t c) {
         const Chunk& chunk = work.chunks[c];
-        if (c + kAhead < work.chunks.size()) prefetch(work.chunks[c + kAhead], format);
-        kernels.step(format, *chunk.run, chunk.rows, chunk.begin, chunk.end, norms ? &partial[chunk.norms] : nullptr);
+        const Ahead ahead = ahead_of(chunk, work.chunks[std::min(c + 1, work.chunks.size() - 1)], format);
+        kernels.step(format, *chunk.run, chunk.rows, chunk.begin, chunk.end, ahead, norms ? &partial[chunk.norms] : nullptr);
     });
     if (!norms) return;
     norms->assign(rows.size(), RowNorms{0, 0});

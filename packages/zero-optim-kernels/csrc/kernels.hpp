@@ -9,7 +9,7 @@ struct Kernels {
     const char* name;
     // Elements [begin, end) of `run`; `begin` is 0 or a multiple of kTile in global coordinates. rows[0] is the row of `begin`; `norms`,
     // null except for LAMB, has an entry for it and each later row.
-    void (*step)(const Format&, const Run& run, const Row* rows, int64_t begin, int64_t end, RowNorms* norms);
+    void (*step)(const Format&, const Run& run, const Row* rows, int64_t begin, int64_t end, const Ahead& ahead, RowNorms* norms);
     // param -= row.c[0] * update, and the copy.
     void (*apply)(const Format&, const Run& run, const Row* rows, int64_t begin, int64_t end);
     double (*sum_squares)(const char* x, Dtype dtype, int64_t n);   // n <= kNormChunk

@@ -95,8 +95,9 @@ private:
     }
 
     static char* integer(py::handle object, const char* name, Dtype dtype, int64_t n) {
-        const unsigned long long value = PyLong_AsUnsignedLongLong(object.ptr());
-        if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred()) {
+        static_assert(sizeof(unsigned long) == 8, "an address fits the integer whose conversion from Python is the quickest");
+        const unsigned long value = PyLong_AsUnsignedLong(object.ptr());
+        if (value == static_cast<unsigned long>(-1) && PyErr_Occurred()) {
             PyErr_Clear();
             throw py::value_error(std::string(name) + ": the address does not fit 64 unsigned bits");
         }
@@ -121,7 +122,9 @@ std::vector<int64_t> parse_sizes(py::handle n, bool& list) {
     list = PyList_Check(n.ptr()) || PyTuple_Check(n.ptr());
     if (!list) return {parse_count(n)};
     std::vector<int64_t> sizes;
-    for (py::handle item : n) sizes.push_back(parse_count(item));
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(n.ptr());
+    sizes.reserve(static_cast<size_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i) sizes.push_back(parse_count(PySequence_Fast_GET_ITEM(n.ptr(), i)));
     return sizes;
 }
 

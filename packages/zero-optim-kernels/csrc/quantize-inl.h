@@ -48,7 +48,7 @@ struct EncodeFloat8 {
     template <class T>
     ZOK_MEMBER void at(int64_t i) {
         const typename T::F t = Load::template load<T>(x, i) * T::set(inverse);
-        if constexpr (!kStochastic) T::store_e4m3(codes + i, t);
+        if constexpr (!kStochastic) T::store_u8(codes + i, e4m3_code<T>(t));
         else T::store_u8(codes + i, stochastic<T>(t, random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 12));
     }
     // `t` is 2^-8 times the value, `random` uniform in [0, 2^20). Both ways `wide` has the code in front of 20 bits: as float32 has it, or
@@ -104,7 +104,9 @@ struct WriteSingle {
     template <class T>
     ZOK_MEMBER void at(int64_t i) { T::store(out + i, decode.template value<T>(i)); }
 };
-template <class Decode, bool kHalf, bool kStream>
+enum class Narrowed { half, bf16, bf16_without_nan };
+
+template <class Decode, Narrowed kTo, bool kStream>
 struct WriteNarrow {
     Decode decode;
     uint16_t* out;
@@ -112,38 +114,56 @@ struct WriteNarrow {
     ZOK_MEMBER void at(int64_t i) {
         const typename T::F x = decode.template value<T>(i);
         typename T::H h;
-        if (kHalf) h = T::to_f16(x);
-        else h = T::narrow(bf16_nearest<T>(x));
+        if constexpr (kTo == Narrowed::half) h = T::to_f16(x);
+        else if constexpr (kTo == Narrowed::bf16) h = T::narrow(bf16_nearest<T>(x));
+        else h = T::narrow(bf16_nearest_number<T>(x));
         if (kStream) T::stream_h(out + i, h);
         else T::store_h(out + i, h);
     }
 };
 
-template <class Decode, bool kHalf>
-static void decode_narrow(const Decode& decode, uint16_t* out, int64_t n) {
-    if (reinterpret_cast<uintptr_t>(out) % sizeof(Vector::H) == 0) for_lanes(WriteNarrow<Decode, kHalf, true>{decode, out}, n);
-    else for_lanes(WriteNarrow<Decode, kHalf, false>{decode, out}, n);
+template <class Decode, Narrowed kTo>
+static void decode_narrow(const Decode& decode, char* to, int64_t n) {
+    uint16_t* out = reinterpret_cast<uint16_t*>(to);
+    if (reinterpret_cast<uintptr_t>(out) % sizeof(Vector::H) == 0) for_lanes(WriteNarrow<Decode, kTo, true>{decode, out}, n);
+    else for_lanes(WriteNarrow<Decode, kTo, false>{decode, out}, n);
 }
 
 template <class Decode>
 static void decode_codes(const Decode& decode, char* out, Dtype dtype, int64_t n) {
+    const bool number = (Scalar::bits(decode.scale) & kInfinity) != kInfinity;  // then no code's value is NaN
     if (dtype == Dtype::f32) for_lanes(WriteSingle<Decode>{decode, reinterpret_cast<float*>(out)}, n);
-    else if (dtype == Dtype::f16) decode_narrow<Decode, true>(decode, reinterpret_cast<uint16_t*>(out), n);
-    else decode_narrow<Decode, false>(decode, reinterpret_cast<uint16_t*>(out), n);
+    else if (dtype == Dtype::f16) decode_narrow<Decode, Narrowed::half>(decode, out, n);
+    else if (number) decode_narrow<Decode, Narrowed::bf16_without_nan>(decode, out, n);
+    else decode_narrow<Decode, Narrowed::bf16>(decode, out, n);
 }
 
-template <class Load>
-struct FindLargest {
-    const char* x;
-    Largest largest;
-    template <class T>
-    ZOK_MEMBER void at(int64_t i) { largest.template note<T>(Load::template load<T>(x, i)); }
-};
+// The largest magnitude as bits of its own type, which order as the numbers do.
+template <class U>
+ZOK_INLINE U largest_bits(const char* x, U magnitude, int64_t n) {
+    U largest = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        U u;
+        __builtin_memcpy(&u, x + i * static_cast<int64_t>(sizeof(U)), sizeof(U));
+        u = static_cast<U>(u & magnitude);
+        largest = u > largest ? u : largest;
+    }
+    return largest;
+}
 
 static uint32_t largest_of_buffer(const char* x, Dtype dtype, int64_t n) {
-    if (dtype == Dtype::bf16) return for_lanes(FindLargest<LoadBf16>{x, {}}, n).largest.bits();
-    if (dtype == Dtype::f16) return for_lanes(FindLargest<LoadF16>{x, {}}, n).largest.bits();
-    return for_lanes(FindLargest<LoadF32>{x, {}}, n).largest.bits();
+    if (dtype == Dtype::f32) return largest_bits<uint32_t>(x, 0x7fffffffu, n);
+    const uint16_t largest = largest_bits<uint16_t>(x, 0x7fffu, n);
+    return dtype == Dtype::bf16 ? static_cast<uint32_t>(largest) << 16 : Scalar::bits(Scalar::load_f16(&largest));
+}
+
+// A block is read, then read again and encoded: nothing would ask memory for more meanwhile. Asks for the bytes that are as far ahead as
+// the next block, or a page if that is further; blocks that do not stay in the first-level cache are left to the processor.
+static void prefetch_ahead(const char* x, int64_t bytes, int64_t block_bytes) {
+    constexpr int64_t kPage = 4096, kMost = 16384;
+    if (block_bytes > kMost) return;
+    x += block_bytes > kPage ? block_bytes : kPage;
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(x + b);
 }
 
 // Two's complement nibbles, the even element in the low half. Two codes are handled as one little-endian number.
@@ -205,6 +225,7 @@ static void quantize_block(const BlockFormat& f, const char* x, uint8_t* payload
         const char* from = source + b * item_size(f.dtype);
         const uint32_t low = static_cast<uint32_t>(index);
         uint8_t* to = f.code == Code::int4 ? codes : target + b;
+        prefetch_ahead(from, length * item_size(f.dtype), f.block * item_size(f.dtype));
         if (f.dtype == Dtype::bf16) encode_codes<LoadBf16>(f, from, to, largest, length, key, low);
         else if (f.dtype == Dtype::f16) encode_codes<LoadF16>(f, from, to, largest, length, key, low);
         else encode_codes<LoadF32>(f, from, to, largest, length, key, low);
@@ -218,6 +239,7 @@ static void dequantize_block(const BlockFormat& f, const uint8_t* payload, float
         const int64_t length = n - b < kTile ? n - b : kTile;
         char* target = out + (begin + b) * item_size(f.dtype);
         const uint8_t* codes = payload + (f.code == Code::int4 ? (begin + b) / 2 : begin + b);
+        prefetch_ahead(reinterpret_cast<const char*>(codes), f.code == Code::int4 ? length / 2 : length, 0);
         if (f.code == Code::int4) {
             unpack_nibbles(codes, unpacked, length);
             codes = unpacked;

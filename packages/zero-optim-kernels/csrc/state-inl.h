@@ -13,6 +13,8 @@ struct Piece {
     uint64_t key;    // of the second moment's random numbers
     uint32_t index;
     int64_t n;
+    const Ahead* ahead;
+    int64_t begin;   // in the run
 };
 
 template <bool kSecond>

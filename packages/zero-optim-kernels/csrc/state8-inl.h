@@ -18,20 +18,17 @@ ZOK_INLINE typename T::F e4m3_value(typename T::U code) {
     return T::from_bits(value | (code & T::setu(0x80u)) << 24);
 }
 
-// Rounds to the nearest value that has a code, ties to even, both times 2^-8; |x| <= 1.75. The codes around x are 2^(e-3) apart, e its
-// exponent but at least -14; adding and subtracting 1.5 * 2^(e+20), whose last bit that is, rounds to a multiple. The sign of zero stays.
-template <class T>
-ZOK_INLINE typename T::F e4m3_rounded(typename T::F x) {
-    const typename T::U u = T::bits(x), exponent = T::max_u(u & T::setu(kInfinity), T::setu(113u << 23));
-    const typename T::F magic = T::from_bits(exponent + T::setu((20u << 23) + (1u << 22)));
-    return T::from_bits(T::bits((x + magic) - magic) | (u & T::setu(0x80000000u)));
-}
-
-// `x` is 2^-8 times the value. Once rounded, a half holds it exactly, with the code in bits 7 to 13, subnormal numbers included.
+// The code of the nearest value, ties to the even one, in the low 8 bits; `x` is 2^-8 times the number, at most 1.75. The codes around x are
+// 2^(e-3) apart, e its exponent but at least -14. That is the last bit of 2^(e+20), so adding this rounds |x| to a number of them, 8 to 16 and
+// below 8 for subnormal codes, at the end of the sum. The codes of an exponent begin at 8 (e + 14), which with that number makes the code;
+// kOffset, which is even and changes no rounding, takes away what the exponents' biases bring into the low 8 bits.
 template <class T>
 ZOK_INLINE typename T::U e4m3_code(typename T::F x) {
-    const typename T::U h = T::widen_h(T::to_f16(e4m3_rounded<T>(x)));
-    return (h >> 7 & T::setu(0x7fu)) | (h >> 8 & T::setu(0x80u));
+    constexpr uint32_t kSmallest = 113u << 23, kUp = 20u << 23, kOffset = (0u - ((kSmallest + kUp) >> 20)) % 256;
+    const typename T::U u = T::bits(x), exponent = T::max_u(u & T::setu(kInfinity), T::setu(kSmallest));
+    const typename T::U magic = exponent + T::setu(kUp + kOffset);
+    const typename T::U sum = T::bits(T::from_bits(u & T::setu(0x7fffffffu)) + T::from_bits(magic));
+    return sum + (magic >> 20) + (u >> 24 & T::setu(0x80u));
 }
 
 template <class T>
@@ -51,7 +48,7 @@ struct EncodeE4m3 {
     uint8_t* codes;
     float inverse;
     template <class T>
-    ZOK_MEMBER void at(int64_t i) { T::store_e4m3(codes + i, T::load(x + i) * T::set(inverse)); }
+    ZOK_MEMBER void at(int64_t i) { T::store_u8(codes + i, e4m3_code<T>(T::load(x + i) * T::set(inverse))); }
 };
 template <class Load>
 struct EncodeU5e3 {

@@ -46,8 +46,8 @@ static int64_t stretch_end(const Run& run, int64_t b, int64_t end, int64_t lengt
 // Walks the rows of one range, in order.
 class Stepper {
 public:
-    Stepper(const Format& f, const Run& run, const Row* rows, RowNorms* norms)
-        : length(has_phases(f) ? kTile : kChunk), f_(f), run_(run), row_(rows), norms_(norms), update_(update_function(f, run)),
+    Stepper(const Format& f, const Run& run, const Row* rows, const Ahead& ahead, RowNorms* norms)
+        : length(has_phases(f) ? kTile : kChunk), f_(f), run_(run), row_(rows), ahead_(ahead), norms_(norms), update_(update_function(f, run)),
           stretch_(f.state == Dtype::int8 ? kQuantBlock : length) {}
 
     const int64_t length;  // of a tile
@@ -83,7 +83,7 @@ private:
     // Elements [i, j) of the stretch that begins at b.
     void piece(char* p, int64_t b, int64_t i, int64_t j, uint64_t key, Magnitudes& largest) {
         const uint32_t index = static_cast<uint32_t>(run_.offset + static_cast<uint64_t>(i));
-        Piece x{p, run_.grad + i * item_size(f_.grad), {}, {}, {}, nullptr, nullptr, f_.copy == Dtype::f16, key, index, j - i};
+        Piece x{p, run_.grad + i * item_size(f_.grad), {}, {}, {}, nullptr, nullptr, f_.copy == Dtype::f16, key, index, j - i, &ahead_, i};
         for (int s = 0; s < 2; ++s) {
             if (run_.state[s]) x.state[s] = run_.state[s] + i * item_size(f_.state);
             x.wide[s] = state_[side_][s] + (i - b);
@@ -122,6 +122,7 @@ private:
     const Format& f_;
     const Run& run_;
     const Row* row_;
+    const Ahead& ahead_;
     RowNorms* norms_;
     const UpdateFunction update_;
     const int64_t stretch_;
@@ -131,8 +132,8 @@ private:
     alignas(64) float state_[2][2][kQuantBlock];
 };
 
-static void step(const Format& f, const Run& run, const Row* rows, int64_t begin, int64_t end, RowNorms* norms) {
-    Stepper stepper(f, run, rows, norms);
+static void step(const Format& f, const Run& run, const Row* rows, int64_t begin, int64_t end, const Ahead& ahead, RowNorms* norms) {
+    Stepper stepper(f, run, rows, ahead, norms);
     for (int64_t b = begin, e; b < end; b = e) {
         e = stretch_end(run, b, end, stepper.length);
         stepper.tile(b, e);

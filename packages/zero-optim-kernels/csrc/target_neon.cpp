@@ -13,10 +13,6 @@ namespace {
 
 template <class T>
 ZOK_INLINE typename T::F e4m3_value(typename T::U code);
-template <class T>
-ZOK_INLINE typename T::F e4m3_rounded(typename T::F x);
-template <class T>
-ZOK_INLINE typename T::U e4m3_code(typename T::F x);
 
 #include "vec_scalar-inl.h"
 

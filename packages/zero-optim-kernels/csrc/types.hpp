@@ -42,6 +42,14 @@ struct Run {
     int64_t row;           // its first row
 };
 
+// Where a chunk is followed by another place in memory: the streams of the next one, whose elements 0, 1, ... the update asks for from
+// element `from` of this run on.
+struct Ahead {
+    const char* stream[4];  // param, grad and the states; instead of one that is absent, param again
+    int64_t item[4];        // bytes of an element
+    int64_t from;           // after the chunk's end where nothing is asked for
+};
+
 // Hyperparameters of the elements of a run before `end` (and after the previous row), as each rule reads them.
 struct Row {
     int64_t end;

@@ -27,6 +27,7 @@ struct Update {
     First first;
     Second second;
     Coefficients k;
+    Ahead ahead;  // its `from` counts from the piece's beginning
     // All loads come first: each stream is asked for several lines at once, and no load waits behind a store.
     template <class T, int kCount>
     ZOK_MEMBER void at(int64_t i) {
@@ -35,6 +36,9 @@ struct Update {
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) p_[j] = T::load(p + i + j * T::W);
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) m[j] = first.template load<T>(i + j * T::W);
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) v[j] = second.template load<T>(i + j * T::W);
+        if constexpr (kCount * T::W % kLine == 0) {
+            if (i >= ahead.from) ask<kCount * T::W>(i - ahead.from);
+        }
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) u[j] = Rule::template apply<T>(p_[j], m[j], v[j], g_[j] * T::set(k.c[0]), k.c);
         float* target = Rule::kWritesUpdate ? update : p;
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) T::store(target + i + j * T::W, Rule::kWritesUpdate ? u[j] : p_[j]);
@@ -42,6 +46,12 @@ struct Update {
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) second.template store<T>(i + j * T::W, v[j]);
         if (Rule::kWritesUpdate || copy.out == nullptr) return;
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) copy.template store<T>(i + j * T::W, p_[j]);
+    }
+    static constexpr int kLine = 16;  // elements of a line of the cache in float32
+    template <int kElements>
+    ZOK_MEMBER void ask(int64_t i) const {
+        ZOK_UNROLL for (int e = 0; e < kElements; e += kLine)
+            ZOK_UNROLL for (int s = 0; s < 4; ++s) __builtin_prefetch(ahead.stream[s] + (i + e) * ahead.item[s]);
     }
 };
 
@@ -69,7 +79,10 @@ static Magnitudes update_piece(const Piece& x, const Row& row) {
     __builtin_memcpy(k.c, row.f, sizeof(k.c));
     const bool stream = reinterpret_cast<uintptr_t>(x.copy) % sizeof(Vector::H) == 0;
     const Copy copy = {reinterpret_cast<uint16_t*>(x.copy), x.half, stream};
-    const Body done = for_groups(Body{reinterpret_cast<float*>(x.p), x.g, reinterpret_cast<float*>(x.update), copy, First(x), Second(x), k}, x.n);
+    Ahead ahead = *x.ahead;
+    ahead.from -= x.begin;
+    const Body body{reinterpret_cast<float*>(x.p), x.g, reinterpret_cast<float*>(x.update), copy, First(x), Second(x), k, ahead};
+    const Body done = for_groups(body, x.n);
     return {{largest_of(done.first), largest_of(done.second)}};
 }
 

@@ -55,9 +55,4 @@ struct Vector {
         const __m128i h = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<short>(0xbf80)));
         return _mm256_cvtph_ps(h) * (scale * set(256.0f));
     }
-    ZOK_INLINE void store_e4m3(uint8_t* p, F x) {
-        const __m128i h = to_f16(e4m3_rounded<Vector>(x)), mask = _mm_set1_epi16(0x7f);
-        const __m128i code = _mm_or_si128(_mm_and_si128(mask, _mm_srli_epi16(h, 7)), _mm_andnot_si128(mask, _mm_srli_epi16(h, 8)));
-        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(code, code));
-    }
 };

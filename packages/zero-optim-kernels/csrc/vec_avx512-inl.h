@@ -47,9 +47,4 @@ struct Vector {
         const __m256i h = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbf80)));
         return _mm512_cvtph_ps(h) * (scale * set(256.0f));
     }
-    ZOK_INLINE void store_e4m3(uint8_t* p, F x) {
-        const __m256i h = to_f16(e4m3_rounded<Vector>(x)), mask = _mm256_set1_epi16(0x7f);
-        const __m256i code = _mm256_ternarylogic_epi32(mask, _mm256_srli_epi16(h, 7), _mm256_srli_epi16(h, 8), 0xca);  // a ? b : c
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtepi16_epi8(code));
-    }
 };

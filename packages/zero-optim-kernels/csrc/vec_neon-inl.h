@@ -36,7 +36,6 @@ struct Vector {
     ZOK_INLINE void store_u8(uint8_t* p, U x) {
         for (int i = 0; i < W; ++i) p[i] = static_cast<uint8_t>(x[i]);
     }
-    ZOK_INLINE U widen_h(H x) { return vmovl_u16(x); }
     ZOK_INLINE U load_u16(const uint16_t* p) { return vmovl_u16(vld1_u16(p)); }
     ZOK_INLINE H narrow(U x) { return vmovn_u32(x); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { vst1_u16(p, x); }
@@ -44,5 +43,4 @@ struct Vector {
     ZOK_INLINE F load_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
     ZOK_INLINE H to_f16(F x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
     ZOK_INLINE F load_e4m3(const uint8_t* p, F scale) { return e4m3_value<Vector>(load_u8(p)) * scale; }
-    ZOK_INLINE void store_e4m3(uint8_t* p, F x) { store_u8(p, e4m3_code<Vector>(x)); }
 };

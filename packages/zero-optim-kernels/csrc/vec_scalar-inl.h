@@ -29,13 +29,11 @@ struct Scalar {
     ZOK_INLINE uint32_t highest(U x) { return x; }
     ZOK_INLINE U load_u8(const uint8_t* p) { return *p; }
     ZOK_INLINE void store_u8(uint8_t* p, U x) { *p = static_cast<uint8_t>(x); }
-    ZOK_INLINE U widen_h(H x) { return x; }
     ZOK_INLINE U load_u16(const uint16_t* p) { return *p; }
     ZOK_INLINE H narrow(U x) { return static_cast<uint16_t>(x); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { *p = x; }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { *p = x; }
     ZOK_INLINE F load_e4m3(const uint8_t* p, F scale) { return e4m3_value<Scalar>(load_u8(p)) * scale; }
-    ZOK_INLINE void store_e4m3(uint8_t* p, F x) { store_u8(p, e4m3_code<Scalar>(x)); }
 
     ZOK_INLINE F load_f16(const uint16_t* p) {
         const uint32_t h = *p, sign = (h & 0x8000u) << 16, magnitude = h & 0x7fffu;

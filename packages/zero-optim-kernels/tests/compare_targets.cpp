@@ -82,8 +82,9 @@ static void compare_step(const Kernels& k, Format f, bool exact, bool momentum, 
     RowNorms norms[2][2] = {};
     const bool lamb = f.rule == Rule::lamb;
     const Run run[2] = {run_of(a, n, 3 * kTile), run_of(b, n, 3 * kTile)};
-    k.step(f, run[0], rows, 0, n, lamb ? norms[0] : nullptr);
-    scalar_kernels()->step(f, run[1], rows, 0, n, lamb ? norms[1] : nullptr);
+    const Ahead nothing{{}, {}, n};
+    k.step(f, run[0], rows, 0, n, nothing, lamb ? norms[0] : nullptr);
+    scalar_kernels()->step(f, run[1], rows, 0, n, nothing, lamb ? norms[1] : nullptr);
     if (lamb) {
         k.apply(f, run[0], rows, 0, n);
         scalar_kernels()->apply(f, run[1], rows, 0, n);
