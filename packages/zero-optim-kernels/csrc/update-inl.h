@@ -50,8 +50,11 @@ struct Update {
     static constexpr int kLine = 16;  // elements of a line of the cache in float32
     template <int kElements>
     ZOK_MEMBER void ask(int64_t i) const {
-        ZOK_UNROLL for (int e = 0; e < kElements; e += kLine)
-            ZOK_UNROLL for (int s = 0; s < 4; ++s) __builtin_prefetch(ahead.stream[s] + (i + e) * ahead.item[s]);
+        asm("" : "+r"(i));  // or the update loop would step an address for each of these, and spill its own
+        for (int s = 0; s < 4; ++s) {
+            const char* from = ahead.stream[s] + i * ahead.item[s];
+            ZOK_UNROLL for (int e = 0; e < kElements; e += kLine) __builtin_prefetch(from + e * ahead.item[s]);
+        }
     }
 };
 
