@@ -17,7 +17,8 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from zero_core.config._base import Section, thaw
-from zero_core.config._optim_keys import OPTIMIZERS, SCHEDULES, Named
+from zero_core.config._optim_keys import SCHEDULES, Named
+from zero_core.config._optimizer_params import OPTIMIZERS
 from zero_core.config._prepare import REMOVED
 from zero_core.config.features import NO_EFFECT, REFUSED
 from zero_core.config.keys import ConfigFile

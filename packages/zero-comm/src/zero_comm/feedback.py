@@ -19,18 +19,23 @@ class FeedbackAverage:
     sends that, encoded, to all. So every loss enters a later average, and even one bit per element converges.
 
     Attributes:
-        worker_error: what this rank's messages lost last time, float32 of N*s elements, s = ceil(numel / N).
+        worker_error: what this rank's messages lost last time, float32 of N*s elements (see `slice_numel`).
         server_error: what this rank's answer lost, float32 of s elements.
     """
 
     def __init__(self, group: Group, codec: Codec, numel: int, device: torch.device) -> None:
         self._group = group
         self._numel = numel
-        self._slice = -(-numel // group.world_size)
+        self._slice = self.slice_numel(numel, group.world_size)
         self._owned = min(max(numel - group.rank * self._slice, 0), self._slice)
         self._packets = Packets(codec, self._slice)
         self.worker_error = torch.zeros(group.world_size * self._slice, device=device)
         self.server_error = torch.zeros(self._slice, device=device)
+
+    @staticmethod
+    def slice_numel(numel: int, world_size: int) -> int:
+        """Elements that one rank answers for: s."""
+        return -(-numel // world_size)
 
     def average(self, x: torch.Tensor, tag: Tag) -> Work:
         """Replace ``x`` (float32, ``numel`` elements, contiguous) by the average of all ranks' decoded ``x``.

@@ -61,7 +61,7 @@ def test_every_key_without_effect_exists_and_says_why(path):
     section = ConfigFile
     *parents, key = path.split(".")
     for name in parents:
-        siblings = {"type": "adam"} if name == "params" else {}
+        siblings = {"type": "onebitadam"} if name == "params" else {}
         section = section.section_of(name, siblings)
     assert issubclass(section, Section) and key in section.model_fields
     assert NO_EFFECT[path]

@@ -43,7 +43,11 @@ import pytest
         ({"optimizer": {}}, "optimizer.type", "required"),
         ({"optimizer": {"type": 3}}, "optimizer.type", "a string"),
         ({"optimizer": {"type": "AdamWW"}}, "optimizer.type", "the name of an optimizer"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", "use AdamW"),
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}},
+            "optimizer.params.freeze_step",
+            "greater",
+        ),
         ({"optimizer": {"type": "Optimizer"}}, "optimizer.type", "the name of an optimizer"),
         ({"optimizer": {"type": "adam", "params": 3}}, "optimizer.params", "an object"),
         ({"optimizer": {"type": "adam", "params": {"lr": "1e-4"}}}, "optimizer.params.lr", "a number"),

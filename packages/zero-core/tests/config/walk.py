@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero_core.config._base import Section
-from zero_core.config._optim_keys import OPTIMIZERS, SCHEDULES
+from zero_core.config._optim_keys import SCHEDULES
+from zero_core.config._optimizer_params import OPTIMIZERS
 from zero_core.config.keys import ConfigFile
 
 

@@ -20,7 +20,7 @@ from .external import leaf_marker, register_external_parameter, set_leaf_modules
 from .initialisation import CutParameter, Init, NewShard, cut_record
 from .layout import Entry, Fragment, Layout, UnitLayout
 from .model_parts import ModelParts, TensorParallelModel, WholeModel
-from .needs import NormOptimizer
+from .needs import AveragingOptimizer, NormOptimizer
 from .norm import NormSquared, norm_squared
 from .optimizer import ShardedOptimizer, StepResult
 from .ownership import owner_of
@@ -33,6 +33,7 @@ from .units import UnitLimits, UnitPlan, plan_units
 from .updates import OwnedFragment, start_in_reduced
 
 __all__ = [
+    "AveragingOptimizer",
     "CutParameter",
     "DeviceResidency",
     "Entry",

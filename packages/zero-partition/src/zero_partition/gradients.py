@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
@@ -28,6 +28,7 @@ class UnitGradients:
         reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``whole`` the full flat buffer;
             None before the first reduction since `clear`, and always where ``states`` keeps it.
         touched: for each parameter, whether this rank has had a gradient since `clear`.
+        stays_here: whether this rank keeps its own gradient instead of the average (stage 0), the same on every rank.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class UnitGradients:
         self._square: float | None = None
         self.reduced: torch.Tensor | None = None
         self.touched = [False] * len(unit.parameters)
+        self.stays_here: Callable[[], bool] = lambda: False
         self._group = group
         self._accumulate_dtype = accumulate_dtype
         self._wire_dtype = wire_dtype
@@ -108,11 +110,25 @@ class UnitGradients:
                 view.zero_()
         self._present = [False] * len(self._present)
         own, again = self._own_reduced(flat)
+        if self.stays_here():
+            return self._keep_own(flat, again)
         payload = flat if flat.dtype == self._wire_dtype else flat.to(self._wire_dtype)
         self._flat, self._views = None, []
         if self._keep_flat and not again:
             self._spare = flat
         return self._group.reduce(payload, own, Tag("reduce", self.unit.name, step), accumulate=again)
+
+    def _keep_own(self, flat: torch.Tensor, again: bool) -> Work:
+        """Have what arrived in `reduced` as it is; no other rank is asked."""
+        reduced = cast(torch.Tensor, self.reduced)
+        if again:
+            reduced.add_(flat)
+        elif reduced is not flat:
+            reduced.copy_(flat)
+        self._flat, self._views = None, []
+        if self._keep_flat and not again:
+            self._spare = flat
+        return Work(Tag("reduce", self.unit.name))
 
     def end_reduce(self) -> None:
         """The reduction has arrived."""
@@ -128,7 +144,7 @@ class UnitGradients:
     def gather_whole(self, step: int) -> Work | None:
         """Give every rank the whole averaged gradient (stage 0); call once, after the last reduction before the
         step."""
-        if not self._whole or self.reduced is None:
+        if not self._whole or self.reduced is None or self.stays_here():
             return None
         return self._group.all_gather(self.reduced, self._slice(self.reduced), Tag("reduce", self.unit.name, step))
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_comm import Group
+
 from .errors import PartitionError
 
 _ELEMENTWISE = frozenset(
@@ -47,6 +49,24 @@ class ReduceNorms(Protocol):
         """Norms in the order of ``partial``. Collective."""
 
 
+@runtime_checkable
+class AveragingOptimizer(Protocol):
+    """An optimizer that averages over the ranks by itself in some of its steps (1-bit Adam and its relatives).
+
+    It runs at stage 0, on whole parameters, and decides alike on every rank.
+    """
+
+    @property
+    def wants_own_gradients(self) -> bool:
+        """Whether the next step takes this rank's own gradients instead of the ranks' average."""
+
+    def connect(self, group: Group) -> None:
+        """Average over ``group`` from now on."""
+
+    def synchronise(self) -> bool:
+        """Bring the weights together where ranks took steps alone; whether they changed. Collective."""
+
+
 def need_of(optimizer: Optimizer) -> Need:
     """Find out what ``optimizer`` needs.
 
@@ -63,6 +83,8 @@ def need_of(optimizer: Optimizer) -> Need:
         )
     if isinstance(optimizer, NormOptimizer):
         return Need.ELEMENTS
+    if isinstance(optimizer, AveragingOptimizer):
+        return Need.MODEL
     found = [_probe(optimizer, group) for group in optimizer.param_groups]
     return next((need for need in (Need.MODEL, Need.PARAMETERS) if need in found), Need.ELEMENTS)
 

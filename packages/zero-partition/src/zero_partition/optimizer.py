@@ -18,7 +18,7 @@ from zero_precision import LossScale, NoLossScale
 
 from .errors import NonFiniteGradientError, PartitionError
 from .model_parts import ModelParts, WholeModel
-from .needs import Need, NormOptimizer, need_of
+from .needs import AveragingOptimizer, Need, NormOptimizer, need_of
 from .norm import NormSquared, norm_squared
 from .partition import Partition
 from .updates import OwnedFragment, connect_norms, start_in_reduced, update_for
@@ -78,6 +78,10 @@ class ShardedOptimizer:
         self._update = update_for(optimizer, partition, whole=_needs_whole(optimizer, partition, self._parts))
         self._adopt(optimizer)
         connect_norms(optimizer, partition, self.fragments)
+        if isinstance(optimizer, AveragingOptimizer):
+            optimizer.connect(partition.groups.gather)
+            for gradients in partition.runtime.gradients.values():
+                gradients.stays_here = lambda: optimizer.wants_own_gradients
         self._move_states_to_tier()
         optimizer.register_step_pre_hook(self._refuse_direct_step)
         partition.optimizer = weakref.ref(self)
@@ -120,8 +124,13 @@ class ShardedOptimizer:
         runtime.reducer.clear()
         return StepResult(norm, taken)
 
+    def synchronise(self) -> bool:
+        """Bring the weights together where the optimizer let ranks step alone; whether they changed. Collective."""
+        return isinstance(self.inner, AveragingOptimizer) and self.inner.synchronise()
+
     def gradient_norm(self) -> float:
-        """The global norm of the unscaled gradients so far. Collective."""
+        """The global norm of the unscaled gradients so far; where ranks keep their own, the root mean square of their
+        norms, which the norm of the average never exceeds. Collective."""
         _, total, _ = self._agree_on_gradients()
         return math.sqrt(total) / self.loss_scale.scale
 
@@ -142,10 +151,11 @@ class ShardedOptimizer:
         """Return which parameters of each unit had a gradient on any rank, the global sum of squares, and the name of
         the first parameter whose gradient is not finite. One message, unless gradients came late on some rank."""
         runtime = self._partition.runtime
-        whole = self._partition.options.stage == 0
+        apart = isinstance(self.inner, AveragingOptimizer) and self.inner.wants_own_gradients
+        whole = self._partition.options.stage == 0 and not apart
         while True:
             squares = self._squares()
-            mine = squares[self._partition.rank]
+            mine = sum(squares) if apart else squares[self._partition.rank]
             culprit = "" if math.isfinite(mine) else self._first_non_finite()
             late = runtime.reducer.unreduced()
             answers = runtime.agree("step", "", [late, mine, self._untouched(), culprit])
@@ -154,7 +164,7 @@ class ShardedOptimizer:
             runtime.reduce_late({unit for answer in answers for unit in answer[0]})
         total = 0.0
         for rank, answer in enumerate(answers):
-            total += squares[rank] if whole else answer[1]
+            total += squares[rank] if whole else answer[1] / len(answers) if apart else answer[1]
         touched = {i: [True] * len(g.touched) for i, g in runtime.gradients.items() if g.is_reduced}
         for index, flags in touched.items():
             for number in set.intersection(*(set(answer[2].get(str(index), ())) for answer in answers)):
@@ -254,6 +264,11 @@ class ShardedOptimizer:
 def _needs_whole(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
     """Whether ``optimizer`` needs whole parameters; refuses one that would be wrong on a part of the model."""
     need, kind = need_of(optimizer), type(optimizer).__name__
+    if isinstance(optimizer, AveragingOptimizer) and partition.options.stage >= 1:
+        raise PartitionError(
+            f"{kind} averages over the ranks by itself and needs all states on every rank, but stage "
+            f"{partition.options.stage} cuts them. Use stage 0, or AdamW."
+        )
     if need is Need.MODEL and partition.options.stage >= 1:
         raise PartitionError(
             f"{kind} gives other results when each rank updates a part of the model, because it "

@@ -148,8 +148,11 @@ class Partition:
             work.wait()
 
     def settle(self) -> None:
-        """Have the weights of the last step everywhere, also where the tier updates beside the passes. Collective."""
-        if self.states is not None and self.states.finish():
+        """Have the weights of the last step everywhere, also where the tier updates beside the passes or ranks step
+        alone. Collective."""
+        optimizer = self.optimizer()
+        finished = self.states is not None and self.states.finish()
+        if finished or (optimizer is not None and optimizer.synchronise()):
             self.publish()
 
     def memory(self) -> Mapping[str, int]:

@@ -20,6 +20,7 @@ from .fragments import has_own_master, master_pieces, pieces
 from .names import WEIGHT_KINDS, check_names, report_of, summary, uncut
 from .narrow import moments_in_codes, read_numbers
 from .progress import engine_state, load_counters, load_hyperparameters, load_position, load_schedule
+from .rank_state import load_rank_state
 from .reading import Reading
 from .saving import coordinator_of
 from .tiers import tier_values
@@ -79,6 +80,7 @@ def _fill(engine: Engine, checkpoint: Checkpoint, wanted: Wanted) -> dict[str, t
     if wanted.optimizer:
         load_hyperparameters(engine, checkpoint)
         _fill_states(engine, reading)
+        load_rank_state(engine, reading)
     if wanted.custom is None:
         _fill_whole(engine, reading)
     reading.run()

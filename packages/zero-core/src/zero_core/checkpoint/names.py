@@ -9,6 +9,8 @@ import torch
 from zero_ckpt import Checkpoint, LoadReport, MismatchError
 from zero_ckpt.torch import dtype_name
 
+from .rank_state import is_rank_state
+
 if TYPE_CHECKING:
     from ..engine import Engine
 
@@ -85,6 +87,8 @@ def report_of(engine: Engine, checkpoint: Checkpoint, *, optimizer: bool) -> Loa
         if kind in WEIGHT_KINDS:
             known = (name, "buffer" if kind == "buffer" else "param") in ours
             (report.loaded if known else report.ignored).append(here)
+        elif optimizer and is_rank_state(engine, name, kind):
+            report.loaded.append(here)
         elif kind == "state" or not optimizer:
             left_out.add(kind)
         else:

@@ -19,6 +19,7 @@ from ..config import Config
 from .fragments import has_own_master, master_pieces, pieces
 from .names import aliases, uncut
 from .progress import progress_of
+from .rank_state import rank_intervals
 from .tiers import stored_weights, tier_intervals
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ def _intervals(engine: Engine, root: Path, exclude_frozen: bool, *, whole: bool,
             if replicas or owned.fragment.rank == parts.rank:
                 state = engine.sharded_optimizer.state.get(owned.tensor, {})
                 yield from _optimizer_intervals(stager, owned, state, replicas=replicas and not several)
+        yield from rank_intervals(engine, stager)
     if whole:
         for name, buffer in engine.module.named_buffers():
             yield from stager.intervals(name, "buffer", buffer.detach().contiguous())

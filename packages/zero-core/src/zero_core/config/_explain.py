@@ -61,8 +61,6 @@ def _problem(path: str, detail: ErrorDetails) -> Problem:
         return Problem(path, "expected a value: it is required", "nothing")
     if kind == "missing_argument":
         return Problem(path, f"expected {detail['msg']}", show(value))
-    if kind == "removed":
-        return Problem(path, f"expected {detail['msg']}", show(value))
     expected = _PLAIN.get(kind) or detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     if kind == "literal_error":
         expected = expected.replace("False", "false")

@@ -1,135 +1,20 @@
-"""Keys of `optimizer` and `scheduler`: names, and the parameters that each takes."""
+"""Keys of `optimizer` and `scheduler`: names, and the parameters of schedules."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import ConfigDict, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from zero_core.config._base import (
-    ALL_KEYS,
-    Flag,
-    Float,
-    Int,
-    NaturalFloat,
-    NaturalInt,
-    PositiveInt,
-    Section,
-    Text,
-    freeze,
-)
+from zero_core.config._base import Flag, Float, Int, NaturalInt, PositiveInt, Section, Text
+from zero_core.config._optimizer_params import OPTIMIZERS, AdamParams, Params, TorchParams
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Betas = tuple[Beta, Beta]
 WarmupType = Literal["log", "linear"]
 PerGroup = Float | tuple[Float, ...]
-
-
-class Params(Section):
-    """Keyword arguments of an optimizer or a schedule."""
-
-    auto_keys = ALL_KEYS
-
-    def kwargs(self) -> dict[str, Any]:
-        """Return the arguments as a new plain dict; those that are null are left to the implementation."""
-        return {key: value for key, value in self.model_dump().items() if value is not None}
-
-
-class AdamParams(Params):
-    lr: NaturalFloat = 1e-3
-    betas: Betas = (0.9, 0.999)
-    eps: NaturalFloat = 1e-8
-    weight_decay: NaturalFloat = 0.0
-    bias_correction: Flag = True
-    amsgrad: Flag = False
-    torch_adam: Flag = Field(default=False, description="torch.optim's implementation and its defaults.")
-    adam_w_mode: Flag = Field(default=True, description='Type "Adam" decays weights as AdamW unless this is false.')
-    fp32_optimizer_states: Flag = True
-    foreach: Flag | None = None
-    fused: Flag | None = None
-    capturable: Flag | None = None
-    maximize: Flag | None = None
-    differentiable: Flag | None = None
-
-
-class AdagradParams(Params):
-    lr: NaturalFloat = 1e-2
-    eps: NaturalFloat = 1e-10
-    weight_decay: NaturalFloat = 0.0
-    lr_decay: NaturalFloat = 0.0
-    initial_accumulator_value: NaturalFloat = 0.0
-    amsgrad: Flag = False
-    fp32_optimizer_states: Flag = True
-    foreach: Flag | None = None
-    fused: Flag | None = None
-    maximize: Flag | None = None
-    differentiable: Flag | None = None
-
-
-class LambParams(Params):
-    lr: NaturalFloat = 1e-3
-    betas: Betas = (0.9, 0.999)
-    eps: NaturalFloat = 1e-8
-    eps_inside_sqrt: Flag = False
-    weight_decay: NaturalFloat = 0.0
-    max_coeff: NaturalFloat = 10.0
-    min_coeff: NaturalFloat = 0.01
-    bias_correction: Flag = True
-    amsgrad: Flag = False
-
-
-class LionParams(Params):
-    lr: NaturalFloat = 1e-3
-    betas: Betas = (0.9, 0.999)
-    weight_decay: NaturalFloat = 0.0
-    fp32_optimizer_states: Flag = True
-
-
-class MuonParams(Params):
-    lr: NaturalFloat = 0.02
-    muon_lr: NaturalFloat | None = None
-    adam_lr: NaturalFloat | None = None
-    momentum: Beta = 0.95
-    betas: Betas = (0.9, 0.999)
-    eps: NaturalFloat = 1e-8
-    weight_decay: NaturalFloat = 0.0
-    ns_method: Literal["gram", "standard"] = "gram"
-    adam_w_mode: Flag = True
-    torch_adam: Flag = False
-    fp32_optimizer_states: Flag = True
-
-
-class TorchParams(Params):
-    """Arguments that are checked against the signature of a torch class instead of a list of keys."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _frozen(cls, data: Any) -> Any:
-        return {key: freeze(value) for key, value in data.items()} if isinstance(data, dict) else data
-
-    @classmethod
-    def accepts_auto(cls, key: str) -> bool:
-        return True
-
-
-OPTIMIZERS: dict[str, type[Params]] = {
-    "adam": AdamParams,
-    "adamw": AdamParams,
-    "adagrad": AdagradParams,
-    "lamb": LambParams,
-    "lion": LionParams,
-    "muadam": TorchParams,
-    "muadamw": TorchParams,
-    "musgd": TorchParams,
-    "muon": MuonParams,
-}
-
 
 SectionType = type[Section]
 ParamsType = type[Params]
@@ -147,7 +32,6 @@ class Named(Section):
     torch_module: ClassVar[Any]
     torch_base: ClassVar[AnyClass]
     first_argument: ClassVar[str]
-    removed: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def canonical(cls, name: str) -> str:
@@ -175,8 +59,6 @@ class Named(Section):
     @field_validator("type")
     @classmethod
     def _type_exists(cls, name: str) -> str:
-        if name.lower() in cls.removed:
-            raise PydanticCustomError("removed", f"{cls.what} that exists ({cls.removed[name.lower()]})")
         if cls.canonical(name) in cls.known:
             return cls.canonical(name)
         if cls._torch_class(name) is None:
@@ -208,7 +90,6 @@ class Optimizer(Named):
     torch_module: ClassVar[Any] = torch.optim
     torch_base = torch.optim.Optimizer
     first_argument = "params"
-    removed = dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), "the 1-bit family was removed: use AdamW")
 
     legacy_fusion: Flag = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_core.config._optim_keys import AdamParams
+from zero_core.config._optimizer_params import AdamParams, OneBitParams
 from zero_core.config.errors import Problem
 from zero_core.config.keys import ConfigFile
 from zero_core.config.precision import build_policy, loss_scale
@@ -17,6 +17,7 @@ def contradictions(config: ConfigFile) -> list[Problem]:
         *_precision(config),
         *_stages(config),
         *_offload(config),
+        *_one_bit(config),
         *_dtypes(config),
         *_loss_scale(config),
         *_recomputation(config),
@@ -60,6 +61,21 @@ def _offload(config: ConfigFile) -> list[Problem]:
             problems.append(Problem(f"offload.{key}", expected, '"none"', action=action))
     if section.activations.device == "nvme" and section.activations.nvme_path is None:
         problems.append(Problem("offload.activations.nvme_path", 'expected a directory with device "nvme"', "null"))
+    return problems
+
+
+def _one_bit(config: ConfigFile) -> list[Problem]:
+    if config.optimizer is None or not isinstance(config.optimizer.params, OneBitParams):
+        return []
+    name, problems, zero = config.optimizer.type, [], config.zero_optimization
+    if zero.stage:
+        expected = f'expected stage 0 with the optimizer "{name}", which averages over the ranks by itself'
+        action = "set the stage to 0, or use adamw"
+        problems.append(Problem("zero_optimization.stage", expected, str(zero.stage), action=action))
+    if zero.offload_optimizer.device != "none":
+        expected = f'expected "none" with the optimizer "{name}"'
+        got = f'"{zero.offload_optimizer.device}"'
+        problems.append(Problem("zero_optimization.offload_optimizer.device", expected, got, action="use adamw"))
     return problems
 
 

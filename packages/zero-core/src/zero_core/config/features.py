@@ -100,6 +100,8 @@ NO_EFFECT: dict[str, str] = {
     "flops_profiler.recompute_fwd_factor": "backward is counted as it runs, recomputation included",
     "gradient_predivide_factor": _MEAN,
     "log_level": 'set the level of the logger "zero_core"',
+    "optimizer.params.comm_backend_name": "torch.distributed's backend is used",
+    "optimizer.params.cuda_aware": "everything goes through torch.distributed",
     "pipeline": "one stage",
     "prescale_gradients": _MEAN,
     "seq_parallel_communication_data_type": "there is no sequence parallelism",

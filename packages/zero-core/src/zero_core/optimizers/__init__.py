@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .build import Parameters, build_optimizer
+from .one_bit import OneBitOptimizer
 
-__all__ = ["Parameters", "build_optimizer"]
+__all__ = ["OneBitOptimizer", "Parameters", "build_optimizer"]

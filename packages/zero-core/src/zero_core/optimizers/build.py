@@ -15,11 +15,17 @@ from zero_optim_kernels.torch import CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from .lamb import Lamb
 from .lion import Lion
 from .muon import MuonWithAdam
+from .one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 if TYPE_CHECKING:
     from zero_core.config import Config
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+_ONE_BIT: dict[str, Callable[..., Optimizer]] = {
+    "onebitadam": OneBitAdam,
+    "onebitlamb": OneBitLamb,
+    "zerooneadam": ZeroOneAdam,
+}
 _ADAM_ONLY_TORCH = frozenset(["amsgrad", "foreach", "fused", "capturable", "differentiable"])
 
 
@@ -66,6 +72,8 @@ def build_optimizer(
         return Lion(chosen, **arguments)
     if name == "lamb":
         return _lamb(chosen, arguments)
+    if name in _ONE_BIT:
+        return _one_bit(name, chosen, arguments)
     by_name: Optimizer = getattr(torch.optim, name)(chosen, **arguments)
     return by_name
 
@@ -100,6 +108,17 @@ def _lamb(parameters: Any, arguments: dict[str, Any]) -> Optimizer:
         if arguments.pop(key):
             raise UsageError(f"optimizer.params.{key}: not available for LAMB; set it to false")
     return Lamb(parameters, **arguments)
+
+
+def _one_bit(name: str, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
+    for key in ("eps_inside_sqrt", "amsgrad"):
+        if arguments.pop(key):
+            raise UsageError(f"optimizer.params.{key}: not available for {name}; set it to false")
+    if arguments.pop("max_grad_norm"):
+        raise UsageError('optimizer.params.max_grad_norm: set it to 0 and use "gradient_clipping"')
+    for key in ("cuda_aware", "comm_backend_name"):
+        arguments.pop(key)
+    return _ONE_BIT[name](parameters, **arguments)
 
 
 def _state_dtype(narrow: bool) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""What an optimizer keeps on each rank for itself: the rows of one tensor, a row for each rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from zero_ckpt import Interval
+from zero_ckpt.torch import Stager
+
+from ..optimizers import OneBitOptimizer
+from .reading import Reading
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+logger = logging.getLogger("zero_core")
+
+_KIND = "state"
+_PREFIX = "optimizer."
+
+
+def rank_intervals(engine: Engine, stager: Stager) -> Iterator[Interval]:
+    """This rank's rows."""
+    optimizer, parts = engine.optimizer, engine.partition
+    if isinstance(optimizer, OneBitOptimizer):
+        for name, values in optimizer.rank_state().items():
+            shape = (parts.world_size, values.numel())
+            yield from stager.intervals(_PREFIX + name, _KIND, values, shape=shape, offset=parts.rank * values.numel())
+
+
+def is_rank_state(engine: Engine, name: str, kind: str) -> bool:
+    """Whether a checkpoint's tensor is what `rank_intervals` wrote, and this engine's optimizer has a use for it."""
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, OneBitOptimizer) or kind != _KIND or not name.startswith(_PREFIX):
+        return False
+    return name.removeprefix(_PREFIX) in optimizer.rank_state_numels()
+
+
+def load_rank_state(engine: Engine, reading: Reading) -> None:
+    """Read this rank's rows when ``reading`` runs; at another number of ranks the optimizer starts without them."""
+    optimizer, parts = engine.optimizer, engine.partition
+    if not isinstance(optimizer, OneBitOptimizer):
+        return
+    found = {}
+    for name, numel in optimizer.rank_state_numels().items():
+        entry = reading.checkpoint.tensors.get((_PREFIX + name, _KIND))
+        if entry is not None and tuple(entry.shape) == (parts.world_size, numel):
+            found[name] = torch.empty(numel)
+            reading.add(_PREFIX + name, _KIND, parts.rank * numel, found[name])
+        elif entry is not None and parts.rank == 0:
+            logger.warning(
+                "%s: %s of %d ranks does not fit %d: what compression had lost so far is forgotten",
+                reading.checkpoint.path,
+                name,
+                entry.shape[0],
+                parts.world_size,
+            )
+    reading.then(lambda: optimizer.load_rank_state(found))
