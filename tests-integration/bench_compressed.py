@@ -24,7 +24,7 @@ from zero_comm import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
 
-CONTEXT, BATCH, VALIDATION_BATCHES = 64, 4, 48
+CONTEXT, BATCH, VALIDATION_BATCHES = 64, 2, 64
 BASE = {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.01}
 PEERS = {"onebitadam": "adam", "zerooneadam": "adam", "onebitlamb": "lamb", "zeropp": "stage3"}
 """Against which run each is measured."""
