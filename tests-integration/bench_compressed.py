@@ -24,7 +24,7 @@ from zero_comm import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
 
-CONTEXT, BATCH, VALIDATION_BATCHES = 64, 2, 64
+CONTEXT, VALIDATION_ROWS = 64, 128
 BASE = {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.01}
 PEERS = {"onebitadam": "adam", "zerooneadam": "adam", "onebitlamb": "lamb", "zeropp": "stage3"}
 """Against which run each is measured."""
@@ -56,13 +56,13 @@ def sections(name: str, steps: int) -> dict[str, Any]:
     }[name]
 
 
-def batch(data: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    starts = torch.randint(data.numel() - CONTEXT - 1, (BATCH,), generator=generator).tolist()
-    rows = torch.stack([data[start : start + CONTEXT + 1] for start in starts]).long()
-    return rows[:, :-1], rows[:, 1:]
+def batch(data: torch.Tensor, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    starts = torch.randint(data.numel() - CONTEXT - 1, (rows,), generator=generator).tolist()
+    cut = torch.stack([data[start : start + CONTEXT + 1] for start in starts]).long()
+    return cut[:, :-1], cut[:, 1:]
 
 
-def train(name: str, steps: int, width: int, layers: int) -> tuple[float, int, float]:
+def train(name: str, steps: int, width: int, layers: int, rows: int) -> tuple[float, int, float]:
     """On one rank: the validation loss, bytes sent in the phase of reductions, seconds."""
     from model import GPT, Shape, read_text
 
@@ -70,7 +70,7 @@ def train(name: str, steps: int, width: int, layers: int) -> tuple[float, int, f
     data, validation = text[: text.numel() * 9 // 10], text[text.numel() * 9 // 10 :]
     warm_up = {"type": "WarmupCosineLR", "params": {"total_num_steps": steps, "warmup_num_steps": steps // 10}}
     config = {
-        "train_micro_batch_size_per_gpu": BATCH,
+        "train_micro_batch_size_per_gpu": rows,
         "gradient_clipping": 1.0,
         "scheduler": warm_up,
         "steps_per_print": 1_000_000,
@@ -81,12 +81,12 @@ def train(name: str, steps: int, width: int, layers: int) -> tuple[float, int, f
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     began = time.perf_counter()
     for _ in range(steps):
-        engine.backward(engine(*batch(data, generator)))
+        engine.backward(engine(*batch(data, rows, generator)))
         engine.step()
     seconds, sent = time.perf_counter() - began, engine.ledger.sent_bytes("reduce")
     generator = torch.Generator().manual_seed(12345)
     with torch.no_grad():
-        losses = [float(engine(*batch(validation, generator))) for _ in range(VALIDATION_BATCHES)]
+        losses = [float(engine(*batch(validation, 8, generator))) for _ in range(VALIDATION_ROWS // 8)]
     engine.destroy()
     return sum(losses) / len(losses), sent, seconds
 
@@ -99,10 +99,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=4, help="rows of 64 bytes per rank and step")
     args = parser.parse_args()
     losses: dict[str, float] = {}
     for name in args.runs or ["adam", "onebitadam", "zerooneadam", "lamb", "onebitlamb", "stage3", "zeropp"]:
-        answers = run_ranks(train, args.ranks, name, args.steps, args.width, args.layers, timeout=36_000.0)
+        answers = run_ranks(train, args.ranks, name, args.steps, args.width, args.layers, args.batch, timeout=36_000.0)
         losses[name], sent, seconds = answers[0]
         peer = PEERS.get(name)
         against = f"{losses[name] / losses[peer] - 1:+.2%} of {peer}'s" if peer in losses else ""

@@ -59,6 +59,15 @@ def test_kernels_and_plain_torch_give_the_same_bits_within_the_bound(
     assert not bool(single[bounds.isinf()].isfinite().any())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_hundred_thousand_blocks_have_the_same_bits(name: BlockFormat, dtype: torch.dtype) -> None:
+    """Values of few digits often lie next to the middle of two codes, where the last bit of a factor decides."""
+    x = torch.randn(100_000 * 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    native, plain = BlockCodec(name, block=8, quantizer=block_quantizer()), BlockCodec(name, block=8)
+    assert all(torch.equal(a, b) for a, b in zip(native.encode(x), plain.encode(x), strict=True))
+
+
 def gradients(rank: int, numel: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(numel, generator=generator) * torch.logspace(-4, 1, numel)

@@ -142,8 +142,9 @@ def _scaled_rows(x: Tensor, block: int, limit: float) -> tuple[Tensor, Tensor]:
     rows = padded.view(-1, block)
     largest = rows.abs().amax(dim=1) if rows.numel() else rows.new_zeros(0)
     poisoned, empty = ~largest.isfinite(), largest < _SMALLEST_BLOCK
-    scales = torch.where(poisoned, torch.inf, torch.where(empty, 0.0, largest / limit))
-    scaled = torch.where(empty.unsqueeze(1), 0.0, rows * (limit / largest).unsqueeze(1))
+    limits = torch.full_like(largest, limit)  # a number beside a tensor would be divided by way of a reciprocal
+    scales = torch.where(poisoned, torch.inf, torch.where(empty, 0.0, largest / limits))
+    scaled = torch.where(empty.unsqueeze(1), 0.0, rows * (limits / largest).unsqueeze(1))
     infinities = torch.where(rows.isinf(), rows.sign(), 0.0)
     return torch.where(poisoned.unsqueeze(1), infinities, scaled), scales
 
