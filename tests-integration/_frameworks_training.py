@@ -115,7 +115,8 @@ def with_engine(stage: int, offload: bool, folder: Path, *, pretrained: bool) ->
         engine.step()
         seen["losses"].append(loss.item())
         if number % 2:
-            seen["norms"].append(float(engine.get_global_grad_norm()))
+            norm = engine.get_global_grad_norm()
+            seen["norms"].append(None if norm is None else float(norm))
             seen["rates"].append(float(engine.get_lr()[0]))
     gathered = engine._zero3_consolidated_16bit_state_dict() if stage == 3 else engine.module.state_dict()
     if rank == 0:

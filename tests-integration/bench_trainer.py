@@ -60,6 +60,9 @@ def rate(variant: str, steps: int) -> float:
     parts = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     search = [str(as_deepspeed.path()), *parts] if whose == "here" else parts
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search), "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    if whose == "there":  # it looks for MPI without a launcher's variables
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"MASTER_PORT": "0"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", TRAINING, stage, str(steps), folder]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

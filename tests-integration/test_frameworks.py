@@ -121,15 +121,21 @@ for _ in range(5):
     strategy.backward(loss, engine)
     strategy.optimizer_step(engine)
     losses.append(loss.item())
-state = {"model": engine, "optimizer": optimizer, "epoch": 3}
+state = {"model": engine, "optimizer": optimizer, "epoch": 3, "best": torch.tensor(0.5)}
 strategy.save_checkpoint(sys.argv[2], state)
 weight = model[0].weight.detach().clone()
 strategy.backward(engine(torch.ones(4, 8)).square().mean(), engine)
 strategy.optimizer_step(engine)
 assert not torch.equal(weight, model[0].weight)
-state["epoch"] = 0
+state["epoch"] = state["best"] = 0
 strategy.load_checkpoint(sys.argv[2], state)
 assert torch.equal(weight, model[0].weight) and state["epoch"] == 3
+assert torch.equal(state["best"], torch.tensor(0.5))
+if sys.argv[1] == "2":
+    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+    whole = convert_zero_checkpoint_to_fp32_state_dict(sys.argv[2], "whole.pt")
+    assert whole["epoch"] == 3 and torch.equal(whole["state_dict"]["0.weight"], weight)
 print(json.dumps(losses))
 """
 

@@ -33,6 +33,7 @@ def save_sharded(
     client_state: Any = None,
     config: Any = None,
     rank_state: Any = None,
+    beside: Mapping[str, bytes] | None = None,
     coordinator: Coordinator | None = None,
     save_latest: bool = True,
     keep_last: int | None = None,
@@ -44,6 +45,7 @@ def save_sharded(
     Together the ranks must hold every element of every tensor; what several hold is written once, balanced by bytes.
     `aliases` (tied names to the name that is stored), `frozen` (names of parameters that are not trained),
     `client_state`, `config` and `step` are taken from rank 0, `rank_state` from every rank; all are plain data.
+    `beside` (name to contents, from rank 0) becomes small files in the directory, which nothing here reads.
     `save_latest` points `<root>/latest` at the new checkpoint, `keep_last` then removes all but the newest so many.
     `open_sink` decides how bytes reach the disk: by default directly with the `nvme` extra, through ordinary files
     without. An interval that is a `FileExtent` of a sealed file is linked instead (see [Note: linked files]).
@@ -64,7 +66,7 @@ def save_sharded(
     try:
         together(group, job.what, job.stage)
         written = together(group, job.what, job.write)
-        together(group, job.what, lambda: job.commit(described, written, save_latest))
+        together(group, job.what, lambda: job.commit(described, written, beside or {}, save_latest))
     except BaseException:
         job.discard()
         raise
@@ -140,9 +142,17 @@ class _Save:
         files, slices = write_contribution(directory, self._group.rank, self._intervals, pieces, self._open_sink)
         return {"files": [entry.encode() for entry in files], "slices": [vars(piece) for piece in slices]}
 
-    def commit(self, described: list[dict[str, Any]], written: list[dict[str, Any] | None], save_latest: bool) -> None:
+    def commit(
+        self,
+        described: list[dict[str, Any]],
+        written: list[dict[str, Any] | None],
+        beside: Mapping[str, bytes],
+        save_latest: bool,
+    ) -> None:
         if self._staging is None:
             return
+        for name, data in beside.items():
+            _write_beside(self._staging.path, name, data)
         manifest = _manifest(self._plan, described, written, self._own_ranks())
         write_durably(self._staging.path / MANIFEST_NAME, manifest.encode())
         leave_script(self.root)
@@ -162,6 +172,13 @@ class _Save:
     def prune(self, keep_last: int) -> None:
         if self._leads:
             prune(self.root, keep_last=keep_last, keep=(self.tag,))
+
+
+def _write_beside(directory: Path, name: str, data: bytes) -> None:
+    path = directory / name
+    if path.parent != directory or path.suffix == ".safetensors" or name == MANIFEST_NAME:
+        raise CheckpointError(f"beside[{name!r}]: expected a file name that is not the checkpoint's own")
+    write_durably(path, data)
 
 
 def _head(interval: Interval) -> list[Any]:

@@ -21,6 +21,8 @@ from .types import is_optimizer_kind
 if TYPE_CHECKING:
     import torch
 
+_OUTPUT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
@@ -70,6 +72,35 @@ class LazyTensor:
         return value
 
 
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    dtype: str | torch.dtype = "float32",
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the state dict into `output_dir`: `pytorch_model.bin`, or `model.safetensors`, cut at a size.
+
+    Floating-point tensors become `dtype`: float32, float16 or bfloat16. Raises CheckpointError for another.
+    """
+    from .conversion.pytorch_sink import write_pytorch
+    from .conversion.safetensors_sink import write_safetensors
+
+    name = str(dtype).removeprefix("torch.")
+    if name not in _OUTPUT_DTYPES:
+        raise CheckpointError(f"dtype is {dtype!r}, expected one of {', '.join(_OUTPUT_DTYPES)}")
+    source = _open(checkpoint_dir, tag)
+    tensors = _chosen(source, exclude_frozen_parameters, _OUTPUT_DTYPES[name])
+    limit = None if max_shard_size is None else parse_size(max_shard_size)
+    target = Path(output_dir)
+    if safe_serialization:
+        write_safetensors(source, tensors, target, limit=limit, workers=4, progress=lambda nbytes: None)
+    else:
+        write_pytorch(source, tensors, target, limit=limit, workers=4, progress=lambda nbytes: None)
+
+
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
@@ -78,18 +109,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the fp32 state dict into `output_dir`: `pytorch_model.bin`, or `model.safetensors`, cut at a size."""
-    from .conversion.pytorch_sink import write_pytorch
-    from .conversion.safetensors_sink import write_safetensors
-
-    source = _open(checkpoint_dir, tag)
-    tensors = _chosen(source, exclude_frozen_parameters)
-    limit = None if max_shard_size is None else parse_size(max_shard_size)
-    target = Path(output_dir)
-    if safe_serialization:
-        write_safetensors(source, tensors, target, limit=limit, workers=4, progress=lambda nbytes: None)
-    else:
-        write_pytorch(source, tensors, target, limit=limit, workers=4, progress=lambda nbytes: None)
+    """`convert_zero_checkpoint_to_state_dict` in float32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, "float32", max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -106,9 +129,9 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Source:
     return open_source(spec if tag is None else f"{spec}@{tag}")
 
 
-def _chosen(source: Source, exclude_frozen: bool) -> list[ModelTensor]:
+def _chosen(source: Source, exclude_frozen: bool, dtype: str = "F32") -> list[ModelTensor]:
     """The tensors to write; where it is not recorded, a parameter without a master or optimizer state is frozen."""
-    found = model_tensors(source, "F32")
+    found = model_tensors(source, dtype)
     if not exclude_frozen:
         return found
     if source.frozen is not None:

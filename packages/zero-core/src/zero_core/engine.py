@@ -132,7 +132,8 @@ class Engine(Preparation):
         self._check_trainable("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(f"engine.backward: expected a scalar loss that requires gradients, got {_describe(loss)}")
-        scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        precise = loss.float() if loss.dtype.itemsize < 4 else loss  # a scale of 2**16 is infinite in fp16
+        scaled = precise / self.gradient_accumulation_steps() if scale_wrt_gas else precise
         with self._told_to_all():
             self.observer.loss(loss)
             with self.instruments.during("backward"):

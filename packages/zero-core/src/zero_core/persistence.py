@@ -51,6 +51,10 @@ class Persistence(WholeValues):
             )
         return True
 
+    def files_beside(self, client_state: dict[str, Any]) -> dict[str, bytes]:
+        """Small files (name to contents) that a checkpoint has beside its own, and which nothing here reads."""
+        return {}
+
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],

@@ -16,7 +16,10 @@ import torch.distributed as dist
 from named_cases import BATCH, WIDTH, Net, batch, build, settings, start, train
 from torch import nn
 
+from zero_ckpt import verify
+from zero_ckpt.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zero_comm import run_ranks
+from zero_core.as_deepspeed.communication import init_distributed
 from zero_core.as_deepspeed.construction import GatheredParameters, Init, unwrap_model_for_generation
 from zero_core.as_deepspeed.cpu_optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
 from zero_core.as_deepspeed.engine import DeepSpeedEngine, initialize
@@ -35,6 +38,7 @@ from zero_core.as_deepspeed.leaf_modules import set_z3_leaf_modules, z3_leaf_mod
 from zero_core.as_deepspeed.naming import UnsupportedError
 from zero_core.as_deepspeed.optimizer import DeepSpeedOptimizer
 from zero_core.as_deepspeed.parameters import ZeroParamStatus
+from zero_core.as_deepspeed.state_files import get_model_state_file, get_optim_files
 from zero_core.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -136,10 +140,19 @@ def test_overflow_is_seen_when_a_step_was_skipped() -> None:
     model = engine.module
     engine.backward(model(batch(0).half()).float() * float("inf"))
     engine.step()
-    assert engine.optimizer.overflow and engine.skipped_steps == 1
+    assert engine.optimizer.overflow and engine.skipped_steps == 1 and engine.get_global_grad_norm() == 0.0
     engine.backward(model(batch(1).half()).float())
     engine.step()
-    assert not engine.optimizer.overflow
+    assert not engine.optimizer.overflow and engine.get_global_grad_norm() > 0
+
+
+def test_a_half_loss_is_divided_by_the_accumulation_steps_before_the_scale_makes_it_infinite() -> None:
+    engine = start(2, fp16={"enabled": True}, gradient_accumulation_steps=2)
+    for number in range(2):
+        loss = engine(batch(number).half())
+        assert loss.dtype == torch.float16 and engine.backward(loss).dtype == torch.float32
+        engine.step()
+    assert engine.was_step_applied()
 
 
 def test_a_checkpoint_resumes_exactly_and_a_missing_one_is_none(tmp_path: Path) -> None:
@@ -153,6 +166,54 @@ def test_a_checkpoint_resumes_exactly_and_a_missing_one_is_none(tmp_path: Path) 
     path, client = again.load_checkpoint(tmp_path)
     assert path is not None and Path(path).name == "global_step2" and client == {"epoch": 3}
     assert train(again, 2, 4) == expected
+
+
+def test_client_state_of_any_kind_comes_back(tmp_path: Path) -> None:
+    state = {
+        "best": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+        "nothing": torch.empty(0, 3),
+        "pair": (1, [torch.tensor(True)]),
+        "milestones": {10: 1, ("a", 2): {"x", "y"}},
+    }
+    engine = start(1)
+    engine.save_checkpoint(tmp_path, client_state=state)
+    found = engine.load_checkpoint(tmp_path)[1]
+    assert torch.equal(found.pop("best"), state.pop("best"))
+    assert found.pop("nothing").shape == state.pop("nothing").shape
+    assert found == state
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_scripts_find_the_facts_of_a_checkpoint_in_files_of_deepspeeds_names(stage: int, tmp_path: Path) -> None:
+    engine = start(stage, bf16={"enabled": stage == 3})
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
+    folder = tmp_path / "global_step0"
+    model = torch.load(get_model_state_file(folder, stage), weights_only=True)
+    assert (model["epoch"], model["dp_world_size"], model["ds_config"]) == (3, 1, engine.config)
+    assert model["param_shapes"][0]["head.weight"] == engine.module.head.weight.shape
+    if stage == 0:
+        with pytest.raises(FileNotFoundError, match="optim_states"):
+            get_optim_files(folder)
+        return
+    (file,) = get_optim_files(folder)
+    assert Path(file).name == ("bf16_" if stage == 3 else "") + "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    assert torch.load(file, weights_only=True)["optimizer_state_dict"]["zero_stage"] == stage
+    assert verify(tmp_path) and "head.weight" in get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
+def test_a_custom_function_loads_the_weights(tmp_path: Path) -> None:
+    engine = start(3)
+    engine.save_checkpoint(tmp_path)
+    names = []
+
+    def load(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+        names.extend(src)
+        with torch.no_grad():
+            dst.head.weight.copy_(src["head.weight"] + 1)
+
+    before = engine.module.head.weight.detach().clone()
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False, custom_load_fn=load)
+    assert "head.weight" in names and torch.equal(engine.module.head.weight, before + 1)
 
 
 @pytest.mark.parametrize("asked", (False, True))
@@ -185,10 +246,9 @@ def test_what_is_not_available_is_refused_by_name() -> None:
     mesh: Any = (1, 2)
     with pytest.raises(UnsupportedError, match=r"mesh_param\[1\]"):
         initialize(model=build(), config=settings(1), mesh_param=mesh)
-    with pytest.raises(UnsupportedError, match="module="):
-        Init(module=build())
-    with pytest.raises(UnsupportedError, match="custom_load_fn"):
-        start(0).load_checkpoint("x", custom_load_fn=print)
+    for argument in ("zero_param_parallel_group", "zero_quantized_weights", "param_swapper"):
+        with pytest.raises(UnsupportedError, match=argument):
+            Init(**{argument: True})
 
 
 @pytest.mark.parametrize("kind", (DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion))
@@ -250,6 +310,35 @@ def named_parameters(_: int) -> dict[str, Any]:
     seen["by hand"] = without_hooks(engine)
     seen["after"] = train(engine, 0, 1)
     return seen
+
+
+def built_in_parts(_: int) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("note", torch.float32)):
+        config = {"zero_optimization": {"stage": 3}, section: {"enabled": True}}
+        model = build()
+        Init(module=model, config_dict_or_path=config, data_parallel_group=dist.group.WORLD)
+        with Init(config_dict_or_path=config):
+            torch.manual_seed(0)
+            other = Net()
+        for made in (model, other):
+            weight: Any = made.blocks[0].weight
+            status = weight.ds_status.name
+            assert {p.dtype for p in made.parameters()} == {dtype} and (
+                dist.get_world_size() == 1 or weight.isnan().all()
+            )
+            with GatheredParameters(list(made.parameters())):
+                assert torch.equal(weight, build().blocks[0].weight.to(dtype)) and status == "NOT_AVAILABLE"
+        if section != "note":
+            engine = start(3, model, **{section: {"enabled": True}})
+            seen[section] = engine(batch(0).to(dtype)).dtype
+    return seen
+
+
+def test_models_are_cut_afterwards_too_and_have_the_configurations_dtype() -> None:
+    init_distributed()
+    for seen in (built_in_parts(0), *run_ranks(built_in_parts, 2, 0)):
+        assert seen == {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def without_hooks(engine: DeepSpeedEngine) -> list[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from torch import nn
 from zero_core.as_deepspeed.accelerator import compute_device, get_accelerator
 from zero_core.as_deepspeed.communication import get_all_ranks_from_group, get_global_rank, init_distributed
 from zero_core.as_deepspeed.configuration import DeepSpeedConfig
+from zero_core.as_deepspeed.estimators import zero2_cold, zero3_live
 from zero_core.as_deepspeed.helpers import OnDevice, clone_tensors_for_torch_save, move_to_device
-from zero_core.as_deepspeed.settings import load_for_construction
+from zero_core.as_deepspeed.settings import load_for_construction, raw_config
 from zero_core.errors import UsageError
 
 
@@ -102,3 +104,23 @@ def test_what_frameworks_leave_unresolved_is_tolerated_while_a_model_is_built() 
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
     }
     assert load_for_construction(template, 3).zero_optimization.stage == 3
+
+
+def test_a_configuration_file_may_be_hjson(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 4, # a note\n "zero_optimization": {"stage": 2},}')
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ValueError, match=r"zero-core\[hjson\]"):
+        raw_config(tmp_path / "ds.json")
+    monkeypatch.undo()
+    pytest.importorskip("hjson")
+    assert raw_config(tmp_path / "ds.json") == {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 4')
+    with pytest.raises(ValueError, match="expected JSON"):
+        raw_config(tmp_path / "ds.json")
+
+
+def test_the_estimators_print_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    zero2_cold(10**9, num_gpus_per_node=8)
+    zero3_live(nn.Linear(1000, 1000), num_gpus_per_node=8)
+    printed = capsys.readouterr().out
+    assert printed.count("per CPU  |  per GPU") == 2 and "1M largest layer params" in printed

@@ -44,7 +44,8 @@ class NewShard(Protocol):
 
 
 class CutParameter:
-    """A parameter of which this rank holds 1/N: ``shard`` (1-D, padded) in the dtype that the user's code asked for.
+    """A parameter of which this rank holds 1/N: ``shard`` (1-D, padded), in the dtype that the user's code asked for
+    until `convert`.
 
     It is whole at first. `cut` takes the present values and releases it, `gather` makes it whole again so that code can
     work on it.
@@ -78,8 +79,20 @@ class CutParameter:
         self.shard = self._new_shard(size, parameter.dtype, parameter.device)
         self.shard[: part.numel()].copy_(part)
         self.shard[part.numel() :].zero_()
+        self._release(parameter)
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Cut the parameter and have it in ``dtype`` from now on."""
+        self.cut()
+        parameter = self._parameter()
+        if parameter is not None and self.shard.dtype != dtype:
+            before, self.shard = self.shard, self._new_shard(self.shard.numel(), dtype, self.shard.device)
+            self.shard.copy_(before)
+            self._release(parameter)
+
+    def _release(self, parameter: nn.Parameter) -> None:
         named = [("built inside Init", parameter)]
-        self._placeholder = Placeholders(named, parameter.dtype, parameter.device)
+        self._placeholder = Placeholders(named, self.shard.dtype, self.shard.device)
         self._placeholder.install()
         self.whole = False
 
@@ -184,9 +197,14 @@ class Init:
         self._built.clear()
         self._touched.clear()
 
+    def cut(self, module: nn.Module) -> None:
+        """Cut the parameters of a module that was built outside, from their present values; the same on all ranks."""
+        if self._cuts:
+            self._cut_all(module.parameters())
+
     def _attached(self, _parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         if child is not None:
-            self._cut_all(child.parameters())
+            self.cut(child)
 
     def _registered(self, module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
         self._built[id(module)] = weakref.ref(module)

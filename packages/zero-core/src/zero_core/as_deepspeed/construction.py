@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -18,7 +19,7 @@ from zero_core.construction import shards_in
 from zero_core.model_parallel import model_parallel
 from zero_core.observing import supervisor
 from zero_partition import Init as PartitionInit
-from zero_partition import gathered_anywhere
+from zero_partition import cut_record, gathered_anywhere
 from zero_partition import register_external_parameter as register_use
 
 from .communication import init_distributed
@@ -32,9 +33,15 @@ _ACTIVE: ContextVar[tuple[Init, ...]] = ContextVar("zero_core_as_deepspeed_init"
 class Init:
     """Context manager: parameters of modules built inside are cut over the ranks (see `zero_core.Init`). Collective.
 
-    ``config_dict_or_path`` (or ``config``): values that frameworks have left "auto" are tolerated. Parameters keep the
-    dtype that the model's code gives them until `initialize` (``dtype`` has no effect), and initial values are those
-    that one process draws. Inside another `Init`, and without stage 3, it does nothing.
+    ``module``: a model that is there already is cut at once. ``config_dict_or_path`` (or ``config``): values that
+    frameworks have left "auto" are tolerated; ``mpu``: as for `initialize`. Initial values are those that one process
+    draws; at the end parameters get ``dtype``, by default the configuration's: bf16, fp16 or float32. Inside another
+    `Init`, and without stage 3, it does nothing.
+
+    ``data_parallel_group`` and ``sequence_data_parallel_group`` may name all ranks. Shards are where the model's code
+    puts its parameters, or in the files of ``offload_param``: ``remote_device`` and ``pin_memory`` have no effect until
+    `initialize`, which reads the configuration. Nothing in torch is replaced, so ``mem_efficient_linear`` and
+    ``tensor_overrides`` have nothing to choose.
     """
 
     def __init__(
@@ -56,16 +63,28 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        if module is not None:
-            raise UnsupportedError("zero.Init(module=…): build the model inside `with zero.Init(…):` instead")
-        if data_parallel_group is not None or zero_param_parallel_group is not None:
-            raise UnsupportedError("zero.Init(…_group=…): parameters are cut over all ranks; remove the group")
+        _refuse_elsewhere(
+            zero_param_parallel_group=zero_param_parallel_group is not None,
+            zero_quantized_weights=zero_quantized_weights,
+            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
+            param_swapper=param_swapper is not None,
+        )
+        self._groups = {
+            "data_parallel_group": data_parallel_group,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+        }
         self._config = config_dict_or_path if config_dict_or_path is not None else config
         self._mpu = mpu
         self._enabled = enabled
+        self._dtype = dtype
         self._inner: PartitionInit | None = None
         self._handle: Any = None
         self._built: list[weakref.ref[nn.Parameter]] = []
+        if module is not None and enabled:
+            inner = self._prepared()
+            if inner is not None:
+                inner.cut(module)
+                self._finish(module.parameters())
 
     def __enter__(self) -> Init:
         nested = bool(_ACTIVE.get())
@@ -81,16 +100,27 @@ class Init:
         self._close(kind, error, trace)
 
     def _open(self) -> None:
+        self._inner = self._prepared()
+        if self._inner is not None:
+            self._inner.__enter__()
+            self._handle = register_module_parameter_registration_hook(self._registered)
+
+    def _prepared(self) -> PartitionInit | None:
+        """What cuts; None below stage 3. Collective."""
         init_distributed()
+        for name, group in self._groups.items():
+            if group is not None and len(dist.get_process_group_ranks(group)) < dist.get_world_size():
+                raise UnsupportedError(f"zero.Init({name}=…) does not hold all ranks: say who trains what with mpu=…")
         raw = {"zero_optimization": {"stage": 3}} if self._config is None else raw_config(self._config)
         place = model_parallel(self._mpu)
         resolved = load_for_construction(supervisor().config(raw), place.data_parallel_size)
         if resolved.zero_optimization.stage < 3:
-            return
+            return None
+        if self._dtype is None:
+            half = torch.float16 if resolved.fp16.enabled else torch.float32
+            self._dtype = torch.bfloat16 if resolved.bf16.enabled else half
         groups = EngineGroups.open(place.data_rows)
-        self._inner = PartitionInit(groups.gather, groups.control, new_shard=shards_in(resolved))
-        self._inner.__enter__()
-        self._handle = register_module_parameter_registration_hook(self._registered)
+        return PartitionInit(groups.gather, groups.control, new_shard=shards_in(resolved))
 
     def _close(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._inner is None:
@@ -98,13 +128,39 @@ class Init:
         self._handle.remove()
         self._inner.__exit__(kind, error, trace)
         self._inner = None
-        found = (reference() for reference in self._built)
-        adopt(parameter for parameter in found if parameter is not None)
+        found = [parameter for reference in self._built if (parameter := reference()) is not None]
         self._built.clear()
+        if error is None:
+            self._finish(found)
+
+    def _finish(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if self._dtype is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
+                record = cut_record(parameter)
+                if record is not None:
+                    record.convert(self._dtype)
+                else:
+                    parameter.data = parameter.data.to(self._dtype)
+            adopt([parameter])
 
     def _registered(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None:
             self._built.append(weakref.ref(parameter))
+
+
+def _refuse_elsewhere(**given: bool) -> None:
+    """Arguments for what the configuration decides when the engine is made."""
+    keys = {
+        "zero_param_parallel_group": "zero_hpz_partition_size",
+        "zero_quantized_weights": "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights": "zero_quantized_nontrainable_weights",
+        "param_swapper": "offload_param",
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise UnsupportedError(
+                f"zero.Init({name}=…) is not available: set zero_optimization.{keys[name]} in the configuration"
+            )
 
 
 @contextmanager

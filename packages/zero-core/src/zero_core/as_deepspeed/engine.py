@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from zero_partition import owner_of
 
 from . import VERSION
 from .accelerator import compute_device
+from .client_state import from_plain, to_plain
 from .communication import init_distributed
 from .construction import suspended
 from .naming import UnsupportedError
@@ -27,6 +28,7 @@ from .offload import ParameterOffload
 from .optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from .parameters import adopt, release
 from .settings import load_config, raw_config
+from .state_files import state_files
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -51,6 +53,7 @@ class DeepSpeedEngine(Engine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._given: dict[str, Any] = {}
+        self._norm = 0.0
         offload = ParameterOffload(self.module, self.partition) if self.zero_optimization_stage() == 3 else None
         self._named: DeepSpeedOptimizer | None = offload
         if self.sharded_optimizer is not None:
@@ -100,6 +103,17 @@ class DeepSpeedEngine(Engine):
         with super().no_sync():
             yield
 
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """As `Engine.step`."""
+        super().step(lr_kwargs)
+        if self._last is not None and self._last.taken:
+            self._norm = self._last.norm
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global norm, before clipping, of the last step that was taken, 0 when all were skipped; None before the first
+        step."""
+        return None if self._last is None else self._norm
+
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],
@@ -115,6 +129,23 @@ class DeepSpeedEngine(Engine):
             return False
         return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As `Engine.save_checkpoint`; ``client_state`` may hold tensors, tuples and keys that are no strings, and small
+        files beside have DeepSpeed's names (see `state_files`)."""
+        plain = to_plain(client_state or {})
+        return super().save_checkpoint(save_dir, tag, plain, save_latest, exclude_frozen_parameters)
+
+    def files_beside(self, client_state: dict[str, Any]) -> dict[str, bytes]:
+        """What `state_files` makes."""
+        return state_files(self, from_plain(client_state))
+
     def load_checkpoint(  # type: ignore[override]
         self,
         load_dir: str | os.PathLike[str],
@@ -126,17 +157,19 @@ class DeepSpeedEngine(Engine):
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """As `Engine.load_checkpoint`; ``(None, None)`` when no tag is given and ``load_dir`` has no file `latest`."""
-        if custom_load_fn is not None:
-            raise UnsupportedError(
-                "load_checkpoint(custom_load_fn=…) is not available: change the loaded parameters afterwards, inside "
-                "GatheredParameters(…, modifier_rank=0)"
-            )
         if tag is None and not (Path(load_dir) / "latest").is_file():
             logger.warning("no file 'latest' in %s and no tag given: nothing was loaded", load_dir)
             return None, None
-        return super().load_checkpoint(
-            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        path, client_state = super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
         )
+        return path, from_plain(client_state)
 
     def destroy(self, whole: bool = True) -> None:
         """As `Engine.destroy`; the parameters are plain ones again."""

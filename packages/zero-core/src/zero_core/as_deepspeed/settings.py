@@ -26,7 +26,7 @@ _CLIPPING = "DeepSpeed's default since 0.19"
 
 
 def raw_config(source: Any) -> dict[str, Any]:
-    """The user's dict itself; or what a JSON file, or urlsafe base64 of JSON text, holds."""
+    """The user's dict itself; or what a JSON or Hjson file, or urlsafe base64 of JSON text, holds."""
     if isinstance(source, dict):
         return source
     if isinstance(source, (str, os.PathLike)) and not Path(source).exists():
@@ -35,7 +35,7 @@ def raw_config(source: Any) -> dict[str, Any]:
         except (binascii.Error, UnicodeDecodeError, json.JSONDecodeError) as error:
             expected = "expected a dict, the path of a JSON file, or urlsafe base64 of JSON text"
             raise ConfigError(Problem("config", expected, repr(os.fspath(source)))) from error
-    return read(source)
+    return _file(Path(source)) if isinstance(source, (str, os.PathLike)) else read(source)
 
 
 def load_config(raw: Mapping[str, Any], world_size: int) -> Config:
@@ -57,6 +57,25 @@ def load_for_construction(raw: Mapping[str, Any], world_size: int) -> Config:
     unresolved = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     kept = {key: value for key, value in raw.items() if key not in (*unresolved, "optimizer", "scheduler")}
     return load_config({**kept, "train_micro_batch_size_per_gpu": 1}, world_size)
+
+
+def _file(path: Path) -> dict[str, Any]:
+    """A file as DeepSpeed reads it: JSON, or with comments and the like Hjson."""
+    try:
+        return read(path)
+    except ConfigError as refused:
+        if not isinstance(refused.__cause__, json.JSONDecodeError):
+            raise
+        try:
+            import hjson  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        except ImportError:
+            action = "if the file is Hjson (JSON with comments), run: pip install 'zero-core[hjson]'"
+            problem = Problem(str(path), "expected JSON", str(refused.__cause__), action=action)
+            raise ConfigError(problem) from refused
+        try:
+            return read(hjson.loads(path.read_text(encoding="utf-8")))
+        except hjson.HjsonDecodeError:
+            raise refused from None
 
 
 def _defaults(data: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

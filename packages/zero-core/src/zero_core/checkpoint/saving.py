@@ -58,6 +58,7 @@ class Saver:
             "aliases": aliases(engine),
             "frozen": [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad],
             "client_state": progress_of(engine, client),
+            "beside": engine.files_beside(client),
             "config": engine.resolved_config.to_plain(),
             "rank_state": {"random": RngState().state_dict()},
             "save_latest": save_latest,

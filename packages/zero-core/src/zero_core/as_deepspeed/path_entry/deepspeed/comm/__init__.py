@@ -1,51 +1,6 @@
 """torch.distributed by DeepSpeed's names."""
 
+from deepspeed.comm.comm import _FOUND, _REFUSED
 from zero_core.as_deepspeed.naming import names
 
-_FOUND = {
-    "ReduceOp": "torch.distributed:ReduceOp",
-    "all_gather": "torch.distributed:all_gather",
-    "all_gather_into_tensor": "torch.distributed:all_gather_into_tensor",
-    "all_gather_object": "torch.distributed:all_gather_object",
-    "all_reduce": "torch.distributed:all_reduce",
-    "all_to_all": "torch.distributed:all_to_all",
-    "all_to_all_single": "torch.distributed:all_to_all_single",
-    "allgather_fn": "torch.distributed:all_gather_into_tensor",
-    "barrier": "torch.distributed:barrier",
-    "broadcast": "torch.distributed:broadcast",
-    "broadcast_object_list": "torch.distributed:broadcast_object_list",
-    "destroy_process_group": "torch.distributed:destroy_process_group",
-    "gather": "torch.distributed:gather",
-    "get_all_ranks_from_group": "zero_core.as_deepspeed.communication:get_all_ranks_from_group",
-    "get_global_rank": "zero_core.as_deepspeed.communication:get_global_rank",
-    "get_local_rank": "zero_core.as_deepspeed.communication:get_local_rank",
-    "get_rank": "torch.distributed:get_rank",
-    "get_world_group": "zero_core.as_deepspeed.communication:get_world_group",
-    "get_world_size": "torch.distributed:get_world_size",
-    "has_all_gather_into_tensor": "zero_core.as_deepspeed.communication:has_all_gather_into_tensor",
-    "has_reduce_scatter_tensor": "zero_core.as_deepspeed.communication:has_reduce_scatter_tensor",
-    "inference_all_reduce": "torch.distributed:all_reduce",
-    "init_distributed": "zero_core.as_deepspeed.communication:init_distributed",
-    "irecv": "torch.distributed:irecv",
-    "is_available": "torch.distributed:is_available",
-    "is_initialized": "torch.distributed:is_initialized",
-    "isend": "torch.distributed:isend",
-    "monitored_barrier": "torch.distributed:monitored_barrier",
-    "new_group": "torch.distributed:new_group",
-    "recv": "torch.distributed:recv",
-    "reduce": "torch.distributed:reduce",
-    "reduce_scatter": "torch.distributed:reduce_scatter",
-    "reduce_scatter_fn": "torch.distributed:reduce_scatter_tensor",
-    "reduce_scatter_tensor": "torch.distributed:reduce_scatter_tensor",
-    "scatter": "torch.distributed:scatter",
-    "send": "torch.distributed:send",
-}
-_REFUSED = {
-    "all_gather_coalesced": "call all_gather_into_tensor",
-    "all_reduce_coalesced": "call all_reduce",
-    "configure": "the section comms_logger of the configuration decides",
-    "initialize_mesh_device": "use torch.distributed.device_mesh",
-    "log_summary": "use engine.communication_table()",
-    "mpi_discovery": "export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-}
 __getattr__, __dir__ = names(__name__, _FOUND, _REFUSED)

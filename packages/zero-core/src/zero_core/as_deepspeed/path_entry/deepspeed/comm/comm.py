@@ -3,6 +3,7 @@
 from zero_core.as_deepspeed.naming import names
 
 _FOUND = {
+    "P2POp": "torch.distributed:P2POp",
     "ReduceOp": "torch.distributed:ReduceOp",
     "all_gather": "torch.distributed:all_gather",
     "all_gather_into_tensor": "torch.distributed:all_gather_into_tensor",
@@ -12,6 +13,7 @@ _FOUND = {
     "all_to_all_single": "torch.distributed:all_to_all_single",
     "allgather_fn": "torch.distributed:all_gather_into_tensor",
     "barrier": "torch.distributed:barrier",
+    "batch_isend_irecv": "torch.distributed:batch_isend_irecv",
     "broadcast": "torch.distributed:broadcast",
     "broadcast_object_list": "torch.distributed:broadcast_object_list",
     "destroy_process_group": "torch.distributed:destroy_process_group",

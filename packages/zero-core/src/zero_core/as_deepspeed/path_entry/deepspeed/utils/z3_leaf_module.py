@@ -11,4 +11,7 @@ _FOUND = {
     "unset_z3_leaf_modules": "zero_core.as_deepspeed.leaf_modules:unset_z3_leaf_modules",
     "z3_leaf_module": "zero_core.as_deepspeed.leaf_modules:z3_leaf_module",
 }
-__getattr__, __dir__ = names(__name__, _FOUND)
+_REFUSED = {
+    "z3_leaf_parameter": "ask z3_leaf_module of the module that owns the parameter",
+}
+__getattr__, __dir__ = names(__name__, _FOUND, _REFUSED)

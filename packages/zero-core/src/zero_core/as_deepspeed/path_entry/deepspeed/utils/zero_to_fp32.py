@@ -4,16 +4,15 @@ from zero_core.as_deepspeed.naming import names
 
 _FOUND = {
     "convert_zero_checkpoint_to_fp32_state_dict": "zero_ckpt.zero_to_fp32:convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict": "zero_ckpt.zero_to_fp32:convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint": "zero_ckpt.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file": "zero_core.as_deepspeed.state_files:get_model_state_file",
+    "get_model_state_files": "zero_core.as_deepspeed.state_files:get_model_state_files",
+    "get_optim_files": "zero_core.as_deepspeed.state_files:get_optim_files",
     "load_state_dict_from_zero_checkpoint": "zero_ckpt.zero_to_fp32:load_state_dict_from_zero_checkpoint",
     "main": "zero_ckpt.zero_to_fp32:main",
 }
-_REFUSED = {
-    "convert_zero_checkpoint_to_state_dict": "call convert_zero_checkpoint_to_fp32_state_dict",
-    "get_model_state_file": "checkpoints are no pickles; call get_fp32_state_dict_from_zero_checkpoint",
-    "get_optim_files": "checkpoints are no pickles; call get_fp32_state_dict_from_zero_checkpoint",
-}
-__getattr__, __dir__ = names(__name__, _FOUND, _REFUSED)
+__getattr__, __dir__ = names(__name__, _FOUND)
 
 if __name__ == "__main__":
     import sys

@@ -1,0 +1,33 @@
+"""Words of the configuration as enumerations, which scripts pass instead of strings."""
+
+from __future__ import annotations
+
+import enum
+
+
+class OffloadDeviceEnum(str, enum.Enum):
+    """Where something is kept."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, enum.Enum):
+    """What `engine.offload_states` takes away."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroStageEnum(enum.IntEnum):
+    """The ZeRO stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
