@@ -172,6 +172,15 @@ def test_client_state_that_is_not_plain_data_is_refused_with_its_path(tmp_path: 
     assert not (tmp_path / "t").exists()
 
 
+def test_small_files_of_the_callers_own_appear_with_the_checkpoint(tmp_path: Path) -> None:
+    saved = save_sharded(tmp_path, "t", [one()], step=0, beside={"facts.pt": b"facts"})
+    assert (saved / "facts.pt").read_bytes() == b"facts" and open_checkpoint(saved).read("w", "param") == b"abcd"
+    for name in ("manifest.msgpack", "rank-00000.safetensors", "../facts"):
+        with pytest.raises(CheckpointError, match="not the checkpoint's own"):
+            save_sharded(tmp_path, "bad", [one()], step=0, beside={name: b""})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "t", "zero_to_fp32.py"]
+
+
 def one(name: str = "w", **changes: object) -> Interval:
     fields: dict[str, object] = {"kind": "param", "shape": (4,), "dtype": "U8", "offset": 0, "data": b"abcd"}
     return Interval(name, **{**fields, **changes})  # type: ignore[arg-type]

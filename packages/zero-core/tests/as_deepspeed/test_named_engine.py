@@ -16,8 +16,8 @@ import torch.distributed as dist
 from named_cases import BATCH, WIDTH, Net, batch, build, settings, start, train
 from torch import nn
 
-from zero_ckpt import verify
-from zero_ckpt.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from zero_ckpt import CheckpointError, verify
+from zero_ckpt.zero_to_fp32 import convert_zero_checkpoint_to_state_dict
 from zero_comm import run_ranks
 from zero_core.as_deepspeed.communication import init_distributed
 from zero_core.as_deepspeed.construction import GatheredParameters, Init, unwrap_model_for_generation
@@ -198,7 +198,12 @@ def test_scripts_find_the_facts_of_a_checkpoint_in_files_of_deepspeeds_names(sta
     (file,) = get_optim_files(folder)
     assert Path(file).name == ("bf16_" if stage == 3 else "") + "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     assert torch.load(file, weights_only=True)["optimizer_state_dict"]["zero_stage"] == stage
-    assert verify(tmp_path) and "head.weight" in get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert verify(tmp_path)
+    convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "out", torch.bfloat16)
+    whole = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(whole["head.weight"], engine.module.head.weight.bfloat16())
+    with pytest.raises(CheckpointError, match="expected one of float32, float16, bfloat16"):
+        convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "out", "int8")
 
 
 def test_a_custom_function_loads_the_weights(tmp_path: Path) -> None:
