@@ -15,6 +15,9 @@ from _tensor_parallel import CLASSES, WIDTH, Grid, Net, whole_of
 import zero_core
 from zero_ckpt import CheckpointError
 from zero_comm import run_ranks
+from zero_core.observing import supervised
+from zero_core.verify import Bitwise, Recording, Variant, compare
+from zero_core.verify.recorder import Enough, Recorder
 
 SAMPLES, STEPS, CLIP, LR = 4, 6, 2.8, 1e-2
 STAGES = (0, 1, 2, 3)
@@ -104,6 +107,25 @@ def test_two_times_two_ranks_follow_one_process(stage: int, recompute: bool) -> 
     for answer in answers:
         assert answer[1] == pytest.approx(norms, abs=1e-12, rel=0)
     assert max(norms) > CLIP > min(norms)
+
+
+def recorded(folder: str, variant: Variant) -> None:
+    recorder = Recorder(Path(folder), variant, steps=2)
+    with supervised(recorder), pytest.raises(Enough):
+        steps(start(Grid(2), 3), STEPS)
+    recorder.close()
+
+
+def test_verify_compares_every_part_with_its_own(tmp_path: Path) -> None:
+    runs = {}
+    for variant in (Variant.REFERENCE, Variant.GIVEN):
+        run_ranks(recorded, 4, str(tmp_path / variant.value), variant)
+        runs[variant] = Recording(tmp_path / variant.value)
+        assert [place.name for place in runs[variant].engines] == ["engine 000 part 000", "engine 000 part 001"]
+        assert [runs[variant].count(part) for part in (0, 1)] == [2, 2]
+    assert compare(runs[Variant.REFERENCE], runs[Variant.GIVEN], Bitwise()) is None
+    first = next(runs[Variant.GIVEN].steps(0))
+    assert len(first.losses) == 2 and first.config["train_batch_size"] == SAMPLES
 
 
 def overflow(stage: int) -> tuple[list[float], list[int]]:

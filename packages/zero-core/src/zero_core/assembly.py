@@ -62,11 +62,11 @@ def initialize(
     is wrong.
     """
     where = torch.device(device) if device is not None else None
-    source = supervisor().config(_source(args, config, config_params))
+    source = _source(args, config, config_params)
     engine = assemble(
         Engine,
         model,
-        lambda world_size: Config.load(source, world_size=world_size),
+        lambda world_size: Config.load(supervisor().config(source, world_size), world_size=world_size),
         optimizer=optimizer,
         model_parameters=model_parameters,
         training_data=training_data,

@@ -68,7 +68,8 @@ class Init:
         if self._enabled and self._config is not None:
             init(self._where)
             place = model_parallel(self._mpu)
-            resolved = Config.load(supervisor().config(self._config), world_size=place.data_parallel_size)
+            ranks = place.data_parallel_size
+            resolved = Config.load(supervisor().config(self._config, ranks), world_size=ranks)
             if resolved.zero_optimization.stage >= 3:
                 groups = EngineGroups.open(place.data_rows)
                 self._inner = PartitionInit(groups.gather, groups.control, new_shard=shards_in(resolved))

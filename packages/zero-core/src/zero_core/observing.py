@@ -41,9 +41,12 @@ class Unobserved:
 
 
 class Supervisor(Protocol):
-    """What `initialize` asks: which configuration and units to use instead of those given, and who observes."""
+    """What `initialize` asks: which configuration and units to use instead of those given, and who observes.
 
-    def config(self, given: Any) -> Any: ...
+    ``world_size``: the ranks that train the same part of the model.
+    """
+
+    def config(self, given: Any, world_size: int) -> Any: ...
     def limits(self, limits: UnitLimits) -> UnitLimits: ...
     def observer(self, engine: Engine) -> Observer: ...
 
@@ -51,7 +54,7 @@ class Supervisor(Protocol):
 class Unsupervised:
     """Everything as the script says."""
 
-    def config(self, given: Any) -> Any:
+    def config(self, given: Any, world_size: int) -> Any:
         """What was given."""
         return given
 

@@ -204,14 +204,14 @@ def initialize(
     logger.info("DeepSpeed info: version=%s, answered by zero_core.as_deepspeed", VERSION)
     _refuse_mesh(mesh_param)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    raw = raw_config(supervisor().config(_one_source(args, config, config_params)))
+    raw = raw_config(_one_source(args, config, config_params))
     if isinstance(model, nn.Module):
         _take_back(model)
     with suspended():
         engine = assemble(
             DeepSpeedEngine,
             model,
-            lambda world_size: load_config(raw, world_size),
+            lambda world_size: load_config(supervisor().config(raw, world_size), world_size),
             optimizer=optimizer,
             model_parameters=_some(model_parameters),
             training_data=training_data,

@@ -17,10 +17,11 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Difference:
-    """The first disagreement of two runs: in which engine and step, on ``what`` (a loss, a gradient, …), of which
-    parameter (empty for a scalar), and how large; ``others``: parameters of which the same differs in that step."""
+    """The first disagreement of two runs: in which engine (empty where there is one) and step, on ``what`` (a loss, a
+    gradient, …), of which parameter (empty for a scalar), and how large; ``others``: parameters of which the same
+    differs in that step."""
 
-    engine: int
+    engine: str
     step: int
     what: str
     name: str
@@ -29,7 +30,7 @@ class Difference:
 
     def __str__(self) -> str:
         subject = f"{self.what} of '{self.name}'" if self.name else self.what
-        where = f"engine {self.engine}, " if self.engine else ""
+        where = f"{self.engine}, " if self.engine else ""
         text = f"{where}step {self.step}: {subject} differs: {self.detail}"
         if self.others:
             more = f" and {len(self.others) - _SHOWN} more" if len(self.others) > _SHOWN else ""
@@ -54,19 +55,20 @@ def compare(expected: Recording, got: Recording, judge: Judge) -> Difference | N
     after the step.
     """
     if len(expected.engines) != len(got.engines):
-        return Difference(0, 0, "the number of engines", "", _scalars(len(expected.engines), len(got.engines)))
+        return Difference("", 0, "the number of engines", "", _scalars(len(expected.engines), len(got.engines)))
     for engine in range(len(expected.engines)):
+        where = expected.engines[engine].name if len(expected.engines) > 1 else ""
         steps = expected.count(engine), got.count(engine)
         for number, (ours, theirs) in enumerate(zip(expected.steps(engine), got.steps(engine), strict=False)):
             found = _first(number, ours, theirs, judge)
             if found is not None:
                 what, name, detail, others = found
-                return Difference(engine, number, what, name, detail, others)
+                return Difference(where, number, what, name, detail, others)
             if not judge.goes_on(ours, theirs):
                 break
         else:
             if steps[0] != steps[1]:
-                return Difference(engine, min(steps), "the number of steps", "", _scalars(*steps))
+                return Difference(where, min(steps), "the number of steps", "", _scalars(*steps))
     return None
 
 

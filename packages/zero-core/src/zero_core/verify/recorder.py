@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zero_ckpt import Interval, SoloCoordinator, save_sharded
@@ -44,10 +43,9 @@ class Recorder:
         self._engines: list[Engine] = []
         self._recorders: list[EngineRecorder] = []
 
-    def config(self, given: Any) -> Any:
+    def config(self, given: Any, world_size: int) -> Any:
         """The configuration to use instead of ``given``."""
         source = given if self._config is None else self._config
-        world_size = dist.get_world_size()
         zero = Config.load(source, world_size=world_size).zero_optimization
         self._threshold = zero.stage3_param_persistence_threshold if zero.stage >= 3 else 0
         return variant_config(source, self._variant, world_size)
@@ -63,7 +61,9 @@ class Recorder:
         self._engines.append(engine)
         if engine.optimizer is None:
             return Unobserved()
-        folder = engine_folder(self._folder, len(self._recorders))
+        place = engine.model_part.place
+        part = place.rank if place.size > 1 else None
+        folder = engine_folder(self._folder, len(self._recorders), part)
         self._recorders.append(EngineRecorder(engine, folder, self._end_when_done))
         return self._recorders[-1]
 

@@ -15,9 +15,9 @@ from zero_ckpt.torch import tensor_buffer, torch_dtype
 GRADIENT, WEIGHT = "gradient", "weight"
 
 
-def engine_folder(folder: Path, number: int) -> Path:
-    """Where the steps of the script's engine ``number`` are."""
-    return folder / f"engine{number}"
+def engine_folder(folder: Path, number: int, part: int | None) -> Path:
+    """Where the steps of the script's engine ``number`` are; of one ``part`` where several ranks share its model."""
+    return folder / (f"engine {number:03d}" if part is None else f"engine {number:03d} part {part:03d}")
 
 
 def step_tag(step: int) -> str:
@@ -77,13 +77,11 @@ class Recording:
     """A recorded run.
 
     Attributes:
-        engines: for each engine of the script that trained, the folders of its steps in order.
+        engines: for each engine of the script that trained (and each part of its model), the folder of its steps.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.engines: list[Path] = []
-        while (place := engine_folder(folder, len(self.engines))).is_dir():
-            self.engines.append(place)
+        self.engines = sorted(folder.glob("engine *"))
 
     def count(self, engine: int) -> int:
         """Steps of one engine."""
