@@ -14,9 +14,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 def test_a_ledger_adds_up_calls_and_bytes_by_phase_and_name() -> None:
     ledger = Ledger()
     ledger.count(Tag("gather", "a", 0), 10)
-    ledger.count(Tag("gather", "a", 1), 20)
+    ledger.count(Tag("gather", "a", 1), 20, 12)
     ledger.count(Tag("reduce", "a", 1), 5)
-    assert list(ledger) == [("gather", "a", LedgerRow(2, 30)), ("reduce", "a", LedgerRow(1, 5))]
+    assert list(ledger) == [("gather", "a", LedgerRow(2, 30, 12)), ("reduce", "a", LedgerRow(1, 5))]
+    assert (ledger.across_bytes(), ledger.across_bytes("gather"), ledger.across_bytes("reduce")) == (12, 12, 0)
     assert (ledger.sent_bytes(), ledger.sent_bytes("gather"), ledger.sent_bytes("publish")) == (35, 30, 0)
     assert (ledger.calls(), ledger.calls("gather"), ledger.calls("publish")) == (3, 2, 0)
     ledger.reset()
@@ -53,6 +54,7 @@ def test_gather_and_reduce_send_the_other_ranks_shards_and_no_byte_more(world_si
 
 def shared_book() -> tuple[int, int, int]:
     groups = engine_groups()
+    groups.gather.ledger.reset()
     groups.gather.all_gather(torch.empty(8), torch.zeros(4), Tag("gather", "u")).wait()
     groups.reduce.reduce(torch.zeros(8), torch.empty(4), Tag("reduce", "u")).wait()
     groups.control.exchange(Message("step", "", 0))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comm_ranks import failure_of
+from comm_ranks import failure_of, values
 
 from zero_comm import Mesh, Message, Tag, run_ranks
 
 CPU = torch.device("cpu")
+TAG = Tag("reduce", "u")
 
 
 def shape(shard_size: int | None) -> dict[str, object]:
@@ -34,25 +35,69 @@ def test_by_default_all_ranks_share_one_copy() -> None:
         assert result["shard"] == [0, 1, 2] and result["replicate"] == [rank]
 
 
-def sums(shard_size: int) -> tuple[list[float], list[object], int]:
-    groups = Mesh(shard_size=shard_size, device=CPU).open_groups()
+def sums(shard_size: int) -> dict[str, object]:
+    groups = Mesh(shard_size=shard_size, device=CPU).open_groups(ranks_per_node=2)
     rank = torch.distributed.get_rank()
-    out = torch.empty(groups.gather.world_size)
-    groups.gather.all_gather(out, torch.tensor([float(rank)]), Tag("gather", "u")).wait()
+    gathered = torch.empty(groups.gather.world_size)
+    groups.gather.all_gather(gathered, torch.tensor([float(rank)]), Tag("gather", "u")).wait()
     said = groups.control.agree(Message("hello", "", 0, rank))
-    world_size = groups.reduce.world_size
+    averages = []
+    flat = torch.arange(3.0 * shard_size)
+    for accumulate in (False, True):  # two open at once: hops of several reductions must not mix
+        averages.append((out := torch.ones(3), groups.reduce.reduce(flat + rank, out, TAG, accumulate=accumulate)))
+    averages[1][1].advance()
+    for _, work in averages:
+        work.wait()
+    whole = torch.full((2,), float(rank))
+    groups.broadcast(whole, 3, Tag("broadcast", "u"))
+    ledger = groups.gather.ledger
     groups.close()
     groups.close()
-    return out.tolist(), said, world_size
+    return {
+        "gathered": gathered.tolist(),
+        "said": said,
+        "averages": [out.tolist() for out, _ in averages],
+        "broadcast": whole.tolist(),
+        "reduce bytes": (ledger.sent_bytes("reduce"), ledger.across_bytes("reduce")),
+    }
 
 
 @pytest.mark.parametrize(
-    ("shard_size", "expected"),
-    [(1, [[0], [1], [2], [3]]), (2, [[0, 1], [0, 1], [2, 3], [2, 3]]), (4, [[0, 1, 2, 3]] * 4)],
+    ("shard_size", "rows", "sent", "across"),
+    [
+        # three elements of 4 bytes, twice; among R copies the slice is padded to a multiple of R and travels there and
+        # back: with R = 4 that is 2 x 3/4 x 4 elements, two thirds of them to the other node
+        (1, [[0], [1], [2], [3]], 48, 32),
+        (2, [[0, 1], [0, 1], [2, 3], [2, 3]], 2 * (12 + 16), 2 * 16),
+        (4, [[0, 1, 2, 3]] * 4, 2 * 36, 2 * 24),
+    ],
 )
-def test_the_groups_of_an_engine_cover_the_shard_axis_only(shard_size: int, expected: list[list[int]]) -> None:
-    for (gathered, said, world_size), ranks in zip(run_ranks(sums, 4, shard_size), expected, strict=True):
-        assert gathered == said == ranks and world_size == shard_size
+def test_gathers_cover_the_shard_axis_and_reductions_all_copies(
+    shard_size: int, rows: list[list[int]], sent: int, across: int
+) -> None:
+    for rank, result in enumerate(run_ranks(sums, 4, shard_size)):
+        assert result["gathered"] == rows[rank] and result["said"] == [0, 1, 2, 3]
+        mine = [3.0 * (rank % shard_size) + i + 1.5 for i in range(3)]
+        assert result["averages"] == [mine, [x + 1 for x in mine]]
+        assert result["broadcast"] == [3.0, 3.0]
+        assert result["reduce bytes"] == (sent, across)
+
+
+def test_every_copy_ends_with_the_same_bits_in_the_documented_order() -> None:
+    for wire in (torch.float32, torch.bfloat16):
+        for rank, bits in enumerate(run_ranks(reduced_bits, 4, wire)):
+            flats = [values(r, 10, wire) for r in range(4)]
+            mine = slice(0, 5) if rank % 2 == 0 else slice(5, 10)
+            sums_of_copies = [flats[c].float()[mine] + flats[c + 1].float()[mine] for c in (0, 2)]
+            assert bits == ((sums_of_copies[0] + sums_of_copies[1]) / 4).tolist()
+
+
+def reduced_bits(wire: torch.dtype) -> list[float]:
+    groups = Mesh(shard_size=2, device=CPU).open_groups()
+    out = torch.empty(5)
+    groups.reduce.reduce(values(torch.distributed.get_rank(), 10, wire), out, TAG).wait()
+    groups.close()
+    return out.tolist()
 
 
 def refused(shard_size: int) -> str:

@@ -5,6 +5,7 @@ Read `group.py` first: it holds the gather, the one reduction and the broadcast.
 
 from __future__ import annotations
 
+from .channels import EngineGroups, Reduction, open_group
 from .codec import Codec
 from .control import Control, Message
 from .discovery import Place, discover
@@ -12,12 +13,14 @@ from .errors import CommError, DesyncError, PeerError
 from .feedback import FeedbackAverage
 from .group import Group
 from .ledger import Ledger, LedgerRow
-from .mesh import EngineGroups, Mesh, open_group
+from .mesh import Mesh
 from .quantized import QuantizedGather, QuantizedReduce
+from .replicated import ReplicatedReduce
 from .setup import default_device, init
 from .slices import SliceSum, sum_slices
 from .tag import Tag
 from .testing import RankFailure, run_ranks
+from .topology import Topology, node_name
 from .work import Work
 
 __all__ = [
@@ -37,12 +40,16 @@ __all__ = [
     "QuantizedGather",
     "QuantizedReduce",
     "RankFailure",
+    "Reduction",
+    "ReplicatedReduce",
     "SliceSum",
     "Tag",
+    "Topology",
     "Work",
     "default_device",
     "discover",
     "init",
+    "node_name",
     "open_group",
     "run_ranks",
     "sum_slices",

@@ -17,6 +17,7 @@ from .leaving import close_at_exit, leave
 from .ledger import Ledger
 from .ring import Track
 from .tag import Tag
+from .topology import ONE_NODE, Topology
 from .work import Work
 
 _FRAME_BYTES = 512
@@ -45,6 +46,9 @@ class Control:
     """Exchanges one `Message` per rank over a CPU (gloo) group; every rank receives all of them in rank order.
 
     Messages of up to 500 bytes travel in one fixed frame; larger ones announce their size in it and follow.
+
+    Attributes:
+        topology: which ranks are on one node; all of them until `place`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, ledger: Ledger | None = None) -> None:
@@ -52,6 +56,7 @@ class Control:
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
         self.ledger = ledger if ledger is not None else Ledger()
+        self.topology: Topology = ONE_NODE
         self._sequence = 0
         if process_group is not None:
             self._stays = close_at_exit(self)
@@ -86,6 +91,10 @@ class Control:
         messages = self.exchange(message)
         self.check_same(messages)
         return [m.payload for m in messages]
+
+    def place(self, node: str) -> None:
+        """Tell the other ranks which node this rank is on (any name), and learn theirs. Collective."""
+        self.topology = Topology(tuple(self.agree(Message("topology", "", 0, node))))
 
     def check_same(self, messages: Sequence[Message]) -> None:
         """Raise `DesyncError` unless all ``messages`` (in rank order) are of the same call."""
@@ -136,7 +145,7 @@ class Control:
     def _all_gather(self, body: bytes, tag: Tag, doing: str) -> list[bytes]:
         if self.world_size > _DIRECT_RANKS:
             received = [torch.empty(len(body), dtype=torch.uint8) for _ in range(self.world_size)]
-            self.ledger.count(tag, len(body) * (self.world_size - 1))
+            self._count(tag, len(body))
             ticket = self._track.start(tag, 0)
             work = dist.all_gather(received, _tensor(body), group=self._process_group, async_op=True)
             Work(tag, [(work, None)], ticket=ticket).wait()
@@ -155,10 +164,13 @@ class Control:
             raise self.explain(failure) from error
         return [bytes(r.numpy()) for r in received_by_rank]
 
+    def _count(self, tag: Tag, nbytes: int) -> None:
+        self.ledger.count(tag, nbytes * (self.world_size - 1), nbytes * self.topology.far_peers(self.rank))
+
     def _start(self, body: bytes, tag: Tag) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
         """Send ``body`` to every rank and start receiving theirs."""
         self._sequence = (self._sequence + 1) % (1 << 30)
-        self.ledger.count(tag, len(body) * (self.world_size - 1))
+        self._count(tag, len(body))
         mine = _tensor(body)
         received = [mine if r == self.rank else torch.empty_like(mine) for r in range(self.world_size)]
         pending: list[tuple[int, Any]] = []

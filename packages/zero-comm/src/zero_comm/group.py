@@ -14,6 +14,7 @@ from .ledger import Ledger
 from .ring import Ticket, Track
 from .slices import SliceSum, sum_slices
 from .tag import Tag
+from .topology import ONE_NODE, Topology
 from .work import Work
 
 _TAG_LIMIT = 1 << 30  # gloo's message tags are 32-bit signed
@@ -22,7 +23,9 @@ _TAG_LIMIT = 1 << 30  # gloo's message tags are 32-bit signed
 class Group:
     """All-gather, the one reduction, all-to-all and broadcast over ``process_group``; None stands for a single rank.
 
-    Every rank of the group must issue the same calls in the same order.
+    Every rank of the group must issue the same calls in the same order. ``topology`` says which of the group's ranks
+    are on one node, for the ledger; by default all are. A backend's own collective is counted as if every rank sent
+    each other rank its slice.
 
     [Note: direct messages on gloo] gloo's own all-gather and reduce-scatter copy through temporaries and, for the
     latter, send the bytes of an all-reduce. Here each rank sends its slice to every other rank and receives theirs in
@@ -38,11 +41,14 @@ class Group:
         slice_sum: SliceSum = sum_slices,
         deterministic: bool = False,
         explain: Callable[[CommError], CommError] | None = None,
+        topology: Topology = ONE_NODE,
     ) -> None:
         self._process_group = process_group
         self._explain = explain
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
+        self.topology = topology
+        self._far_peers = topology.far_peers(self.rank)
         self.ledger = ledger if ledger is not None else Ledger()
         self._slice_sum = slice_sum
         self._deterministic = deterministic
@@ -63,7 +69,7 @@ class Group:
             mine.copy_(shard)
         if self.world_size == 1 or size == 0:
             return Work(tag)
-        self.ledger.count(tag, (self.world_size - 1) * size * shard.element_size())
+        self._count(tag, shard.nbytes)
         ticket = self._track.start(tag, out.nbytes)
         if self._direct(out):
             slices = out.view(self.world_size, size)
@@ -77,22 +83,25 @@ class Group:
         work = dist.all_gather_into_tensor(out, mine, group=self._process_group, async_op=True)
         return Work(tag, [(work, None)], buffers=(out, shard), explain=self._explain, ticket=ticket)
 
-    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
+    def reduce(
+        self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False, divisor: int | None = None
+    ) -> Work:
         """Average the ranks' ``flat`` (N*s elements) into the owners' ``out`` (s elements): the one reduction.
 
-        Slices travel in ``flat``'s dtype, are summed in rank order 0…N-1 in ``out``'s dtype and divided once by N;
-        with ``accumulate`` the average is added to ``out``. ``flat`` is free for reuse when the work is done. Sends
-        s*(N-1) elements.
+        Slices travel in ``flat``'s dtype, are summed in rank order 0…N-1 in ``out``'s dtype and divided once by
+        ``divisor``, N unless given; with ``accumulate`` the average is added to ``out``. ``flat`` is free for reuse
+        when the work is done. Sends s*(N-1) elements.
         """
+        divided_by = self.world_size if divisor is None else divisor
         size = out.numel()
         _check(flat.numel() == size * self.world_size, tag, f"flat of {size * self.world_size} elements", flat.numel())
         own = flat[self.rank * size : (self.rank + 1) * size]
         if self.world_size == 1 or size == 0:
-            return Work(tag, finish=lambda: self._slice_sum([own], out, divisor=1, accumulate=accumulate))
-        self.ledger.count(tag, (self.world_size - 1) * size * flat.element_size())
+            return Work(tag, finish=lambda: self._slice_sum([own], out, divisor=divided_by, accumulate=accumulate))
+        self._count(tag, own.nbytes)
         ticket = self._track.start(tag, flat.nbytes)
         if not self._direct(flat) and not self._deterministic:
-            return self._native_reduce(flat, out, tag, accumulate, ticket)
+            return self._native_reduce(flat, out, tag, accumulate, divided_by, ticket)
         received = flat.new_empty(self.world_size - 1, size)
         parts = list(received.unbind())
         parts.insert(self.rank, own)
@@ -105,7 +114,7 @@ class Group:
             pending = [(dist.all_to_all_single(whole, flat, group=self._process_group, async_op=True), None)]
 
         def finish() -> None:
-            self._slice_sum(parts, out, divisor=self.world_size, accumulate=accumulate)
+            self._slice_sum(parts, out, divisor=divided_by, accumulate=accumulate)
 
         buffers = (flat, received, out)
         return Work(tag, pending, buffers=buffers, finish=finish, explain=self._explain, ticket=ticket)
@@ -136,7 +145,8 @@ class Group:
         """Copy rank ``source``'s ``tensor`` (contiguous) to every rank of the group."""
         if self.world_size == 1 or tensor.numel() == 0:
             return Work(tag)
-        self.ledger.count(tag, tensor.nbytes if self.rank == source else 0)
+        sent = tensor.nbytes if self.rank == source else 0
+        self.ledger.count(tag, sent, sent if self._far_peers else 0)
         ticket = self._track.start(tag, tensor.nbytes)
         work = dist.broadcast(tensor, group=self._process_group, async_op=True, group_src=source)
         return Work(tag, [(work, None)], buffers=(tensor,), explain=self._explain, ticket=ticket)
@@ -147,6 +157,10 @@ class Group:
             self._stays()
             leave(self._process_group)
             self._process_group = None
+
+    def _count(self, tag: Tag, slice_bytes: int) -> None:
+        """A slice of so many bytes goes to every other rank."""
+        self.ledger.count(tag, (self.world_size - 1) * slice_bytes, self._far_peers * slice_bytes)
 
     def _direct(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
@@ -169,14 +183,14 @@ class Group:
         return pending
 
     def _native_reduce(
-        self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, accumulate: bool, ticket: Ticket | None
+        self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, accumulate: bool, divisor: int, ticket: Ticket | None
     ) -> Work:
         source = flat if flat.dtype == out.dtype else flat.to(out.dtype)
         result = torch.empty_like(out) if accumulate else out
         work = dist.reduce_scatter_tensor(result, source, group=self._process_group, async_op=True)
 
         def finish() -> None:
-            result.div_(self.world_size)
+            result.div_(divisor)
             if accumulate:
                 out.add_(result)
 

@@ -3,73 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .control import Control
+from .channels import EngineGroups
 from .discovery import discover
-from .errors import CommError
-from .group import Group
 from .ledger import Ledger
 from .setup import default_device
 from .slices import SliceSum, sum_slices
-
-
-@dataclass(frozen=True)
-class EngineGroups:
-    """The three channels of one engine: gathers, reductions and control messages never wait for one another."""
-
-    gather: Group
-    reduce: Group
-    control: Control
-
-    @classmethod
-    def open(
-        cls,
-        rows: Sequence[Sequence[int]],
-        *,
-        ledger: Ledger | None = None,
-        slice_sum: SliceSum = sum_slices,
-        deterministic: bool = False,
-    ) -> EngineGroups:
-        """The three groups of an engine over each of ``rows`` (global ranks, every rank in one row); returns those of
-        this rank's row. Every rank of the world must call it together, with the same rows.
-        """
-        book = ledger if ledger is not None else Ledger()
-        control = Control(open_group(rows, "gloo"), ledger=book)
-
-        def data_group() -> Group:
-            return Group(
-                open_group(rows),
-                ledger=book,
-                slice_sum=slice_sum,
-                deterministic=deterministic,
-                explain=control.explain,
-            )
-
-        return cls(gather=data_group(), reduce=data_group(), control=control)
-
-    def abort(self, failure: BaseException, *, when: str = "") -> None:
-        """This rank cannot go on: give all three groups back, so that nobody waits for it.
-
-        The others learn ``failure`` and ``when``, unless it is itself that another rank left.
-        """
-        if isinstance(failure, CommError):
-            self.control.close()
-        else:
-            self.control.abort(f"{type(failure).__name__}: {failure}{when}")
-        self.gather.close()
-        self.reduce.close()
-
-    def close(self) -> None:
-        """Give all three process groups back."""
-        self.gather.close()
-        self.reduce.close()
-        self.control.close()
 
 
 class Mesh:
@@ -120,21 +63,21 @@ class Mesh:
         return self._grid[:, self.rank % self.shard_size].tolist()
 
     def open_groups(
-        self, *, ledger: Ledger | None = None, slice_sum: SliceSum = sum_slices, deterministic: bool = False
+        self,
+        *,
+        ledger: Ledger | None = None,
+        slice_sum: SliceSum = sum_slices,
+        deterministic: bool = False,
+        ranks_per_node: int | None = None,
     ) -> EngineGroups:
-        """Make the three groups of one engine over the shard axis; every rank of the world must call it together."""
-        return EngineGroups.open(self._grid.tolist(), ledger=ledger, slice_sum=slice_sum, deterministic=deterministic)
-
-
-def open_group(rows: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-    """Make a process group of each of ``rows`` and return this rank's; None where its row is this rank alone.
-
-    Every rank of the world must call it together, with the same rows.
-    """
-    mine, rank = None, dist.get_rank()
-    for row in rows:
-        if len(row) > 1:
-            group = dist.new_group(list(row), backend=backend)
-            if rank in row:
-                mine = group
-    return mine
+        """Make the groups of one engine: gathers over the shard axis, reductions over both, control messages over all
+        ranks. Every rank of the world must call it together. See `EngineGroups.open`.
+        """
+        return EngineGroups.open(
+            [list(range(self.world_size))],
+            ledger=ledger,
+            slice_sum=slice_sum,
+            deterministic=deterministic,
+            ranks_per_node=ranks_per_node,
+            shard_size=self.shard_size,
+        )

@@ -1,0 +1,156 @@
+"""The process groups of one engine, and what travels on which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from .control import Control
+from .errors import CommError
+from .group import Group
+from .ledger import Ledger
+from .replicated import ReplicatedReduce
+from .slices import SliceSum, sum_slices
+from .tag import Tag
+from .topology import node_name
+from .work import Work
+
+Rows = Sequence[Sequence[int]]
+"""Global ranks of every group of one kind; each rank of the world is in one row."""
+
+
+class Reduction(Protocol):
+    """Averages a flat buffer into the owners' slices: `Group` does, and so do its relatives in several hops."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
+    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
+        """See `Group.reduce`."""
+
+
+@dataclass(frozen=True)
+class EngineGroups:
+    """The channels of one engine: gathers, reductions and control messages never wait for one another.
+
+    ``gather``: the ranks that have one copy of the model between them. ``reduce``: averages over all ranks into that
+    copy's shards. ``control``: all ranks. ``replicate``: the ranks that have this rank's shard in the other copies.
+    ``secondary``: a part of ``gather``'s ranks, inside a node, that can have all weights between them; None without.
+    """
+
+    gather: Group
+    reduce: Reduction
+    control: Control
+    replicate: Group = field(default_factory=lambda: Group(None))
+    secondary: Group | None = None
+    _data: tuple[Group, ...] = ()
+
+    @classmethod
+    def open(
+        cls,
+        rows: Rows,
+        *,
+        ledger: Ledger | None = None,
+        slice_sum: SliceSum = sum_slices,
+        deterministic: bool = False,
+        ranks_per_node: int | None = None,
+        shard_size: int | None = None,
+        secondary_size: int = 1,
+    ) -> EngineGroups:
+        """The groups of an engine over each of ``rows``; returns those of this rank's row. Every rank of the world must
+        call it together, with the same arguments.
+
+        ``ranks_per_node``: see `node_name`. ``shard_size``: so many consecutive ranks of a row have one copy of the
+        model between them, and the others repeat it (default: the whole row). ``secondary_size``: ranks of a
+        secondary group, 1 for none. Raises ValueError when a size does not divide a row.
+        """
+        shards = rows if shard_size is None else _blocks(rows, "shard_size", shard_size)
+        parts = _blocks(rows, "secondary_size", secondary_size)
+        book = ledger if ledger is not None else Ledger()
+        control = Control(open_group(rows, "gloo"), ledger=book)
+        control.place(node_name(dist.get_rank(), ranks_per_node))
+        opened: list[Group] = []
+
+        def data_group(over: Rows) -> Group:
+            mine = next(row for row in rows if dist.get_rank() in row)
+            ranks = [mine.index(rank) for rank in next(row for row in over if dist.get_rank() in row)]
+            group = Group(
+                open_group(over),
+                ledger=book,
+                slice_sum=slice_sum,
+                deterministic=deterministic,
+                explain=control.explain,
+                topology=control.topology.of(ranks),
+            )
+            opened.append(group)
+            return group
+
+        gather, reduce = data_group(shards), data_group(shards)
+        replicate, reduction = Group(None, ledger=book), reduce
+        secondary = data_group(parts) if secondary_size > 1 else None
+        if len(shards) > len(rows):
+            copies = _columns(rows, len(shards[0]))
+            replicate = data_group(copies)
+            reduction = ReplicatedReduce(reduce, data_group(copies), replicate)
+        return cls(gather, reduction, control, replicate, secondary, tuple(opened))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
+        """Copy ``tensor`` (contiguous) of rank ``source`` of ``control`` to every rank of it."""
+        copy, number = divmod(source, self.gather.world_size)
+        if self.gather.rank == number:
+            self.replicate.broadcast(tensor, copy, tag).wait()
+        self.gather.broadcast(tensor, number, tag).wait()
+
+    def abort(self, failure: BaseException, *, when: str = "") -> None:
+        """This rank cannot go on: give all groups back, so that nobody waits for it.
+
+        The others learn ``failure`` and ``when``, unless it is itself that another rank left.
+        """
+        if isinstance(failure, CommError):
+            self.control.close()
+        else:
+            self.control.abort(f"{type(failure).__name__}: {failure}{when}")
+        self._close_data()
+
+    def close(self) -> None:
+        """Give all process groups back."""
+        self._close_data()
+        self.control.close()
+
+    def _close_data(self) -> None:
+        for group in self._data:
+            group.close()
+
+
+def open_group(rows: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+    """Make a process group of each of ``rows`` and return this rank's; None where its row is this rank alone.
+
+    Every rank of the world must call it together, with the same rows.
+    """
+    mine, rank = None, dist.get_rank()
+    for row in rows:
+        if len(row) > 1:
+            group = dist.new_group(list(row), backend=backend)
+            if rank in row:
+                mine = group
+    return mine
+
+
+def _blocks(rows: Rows, what: str, size: int) -> list[Sequence[int]]:
+    """Every row in blocks of ``size`` consecutive ranks."""
+    for row in rows:
+        if size < 1 or len(row) % size:
+            possible = [n for n in range(1, len(row) + 1) if len(row) % n == 0]
+            raise ValueError(f"{what} must divide the world size {len(row)}, got {size}; possible sizes: {possible}")
+    return [row[start : start + size] for row in rows for start in range(0, len(row), size)]
+
+
+def _columns(rows: Rows, size: int) -> list[Sequence[int]]:
+    """The ranks that have the same place in every row's blocks of ``size``."""
+    return [row[place::size] for row in rows for place in range(size)]
