@@ -87,6 +87,15 @@ def test_a_pretrained_model_under_stage_3_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_trainer_with_zeropp_on_two_ranks_saves_the_weights_themselves(tmp_path: Path) -> None:
+    launch = ("-m", "zero_launch", "--as-deepspeed", "--nproc", "2", str(EXAMPLES / "trainer.py"))
+    printed = run(tmp_path, *launch, str(EXAMPLES / "ds_zeropp.json"), "out", named=False)
+    assert final_loss(printed) < 4
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert saved and not any(tensor.isnan().any() for tensor in saved.values())
+
+
+@pytest.mark.soak
 def test_a_notebook_activates_the_names_in_its_first_cell(tmp_path: Path) -> None:
     (tmp_path / "ds_zero3.json").write_text((EXAMPLES / "ds_zero3.json").read_text())
     assert final_loss(run(tmp_path, str(EXAMPLES / "notebook.py"), named=False)) < UNTRAINED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from comm_ranks import data_group, engine_groups
@@ -64,3 +66,22 @@ def shared_book() -> tuple[int, int, int]:
 
 def test_the_three_groups_of_an_engine_write_one_ledger() -> None:
     assert run_ranks(shared_book, 2) == [(16, 16, 1)] * 2
+
+
+def waiting() -> tuple[tuple[float, float], tuple[float, float]]:
+    group = data_group(ledger := Ledger())
+    work = group.all_gather(torch.empty(2), torch.zeros(1), Tag("gather", "u"))
+    if group.rank == 0:
+        time.sleep(0.2)  # rank 0 does something else, and then
+        group.reduce(torch.zeros(2), torch.empty(1), Tag("reduce", "u")).wait()
+    else:
+        group.reduce(torch.zeros(2), torch.empty(1), Tag("reduce", "u")).wait()
+    work.wait()
+    return ledger.seconds("gather"), ledger.seconds("reduce")
+
+
+def test_a_ledger_knows_how_long_collectives_were_open_and_waited_for() -> None:
+    (gather_0, reduce_0), (gather_1, reduce_1) = run_ranks(waiting, 2)
+    for open_seconds, waited in (gather_0, gather_1):
+        assert open_seconds >= 0.15 and waited < open_seconds / 2
+    assert reduce_0[1] < 0.15 <= reduce_1[1] <= reduce_1[0]

@@ -40,7 +40,7 @@ def test_the_node_is_what_was_forced_else_the_launchers_else_the_host() -> None:
 
 def traffic(ranks_per_node: int | None) -> dict[str, tuple[int, int]]:
     groups = EngineGroups.open([[0, 1, 2, 3]], ranks_per_node=ranks_per_node, secondary_size=2)
-    groups.gather.all_gather(torch.empty(8), torch.zeros(2), Tag("gather", "all"))
+    groups.gather.all_gather(torch.empty(8), torch.zeros(2), Tag("gather", "all")).wait()
     assert groups.secondary is not None
     groups.secondary.all_gather(torch.empty(8), torch.zeros(4), Tag("publish", "near")).wait()
     groups.reduce.reduce(torch.zeros(8), torch.empty(2), Tag("reduce", "u")).wait()

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from partition_models import groups
 from torch import nn
 
-from zero_comm import run_ranks
+from zero_comm import Mesh, run_ranks
 from zero_partition import PartitionOptions, ShardedOptimizer, UnitLimits, full_parameter, partition
 from zero_precision import PrecisionPolicy
 
@@ -51,7 +50,7 @@ def one_process(plan: list[list[list[int]]]) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def on_ranks(plan: list[list[list[int]]], prefetch: int) -> dict[str, Any]:
+def on_ranks(plan: list[list[list[int]]], prefetch: int, copies: int = 1) -> dict[str, Any]:
     model = build()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     options = PartitionOptions(
@@ -61,7 +60,8 @@ def on_ranks(plan: list[list[list[int]]], prefetch: int) -> dict[str, Any]:
         alignment=1,
         prefetch_numel=prefetch,
     )
-    parts = partition(model, groups(), options)
+    mesh = Mesh(shard_size=dist.get_world_size() // copies, device=torch.device("cpu"))
+    parts = partition(model, mesh.open_groups(), options)
     optimizer = ShardedOptimizer(inner, parts)
     started: list[int] = []
     late: list[int] = []
@@ -91,6 +91,23 @@ def test_nobody_hangs_and_every_gradient_counts(name: str, prefetch: int) -> Non
     plan = PLANS[name]
     expected = one_process(plan)
     for result in run_ranks(on_ranks, len(plan[0]), plan, prefetch, timeout=60.0):
+        for ours, theirs in zip(result["weights"], expected, strict=True):
+            assert float((ours - theirs).abs().max()) < 1e-12
+
+
+FOUR = [
+    [FORTH, BACK, [2], [3, 1]],
+    [[5, 1], FORTH, BACK, [1, 5]],
+    [BACK, [0], FORTH, FORTH],
+    [FORTH, [2, 2], BACK, BACK],
+]
+
+
+@pytest.mark.parametrize("prefetch", [0, pytest.param(10**6, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("copies", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_reductions_of_several_hops_hang_nobody_either(copies: int, prefetch: int) -> None:
+    expected = one_process(FOUR * 2)
+    for result in run_ranks(on_ranks, 4, FOUR * 2, prefetch, copies, timeout=60.0):
         for ours, theirs in zip(result["weights"], expected, strict=True):
             assert float((ours - theirs).abs().max()) < 1e-12
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,10 +10,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from .control import Control
+from .codec import Codec
+from .control import Control, Message
 from .errors import CommError
 from .group import Group
 from .ledger import Ledger
+from .quantized import QuantizedReduce
 from .replicated import ReplicatedReduce
 from .slices import SliceSum, sum_slices
 from .tag import Tag
@@ -62,13 +65,16 @@ class EngineGroups:
         ranks_per_node: int | None = None,
         shard_size: int | None = None,
         secondary_size: int = 1,
+        gradient_codec: Codec | None = None,
     ) -> EngineGroups:
         """The groups of an engine over each of ``rows``; returns those of this rank's row. Every rank of the world must
         call it together, with the same arguments.
 
         ``ranks_per_node``: see `node_name`. ``shard_size``: so many consecutive ranks of a row have one copy of the
         model between them, and the others repeat it (default: the whole row). ``secondary_size``: ranks of a
-        secondary group, 1 for none. Raises ValueError when a size does not divide a row.
+        secondary group, 1 for none. ``gradient_codec``: reductions travel through it, inside nodes first where blocks
+        of consecutive ranks lie in one, then across; not with several copies of the model. Raises ValueError when a
+        size does not divide a row, and for what does not go together.
         """
         shards = rows if shard_size is None else _blocks(rows, "shard_size", shard_size)
         parts = _blocks(rows, "secondary_size", secondary_size)
@@ -91,13 +97,21 @@ class EngineGroups:
             opened.append(group)
             return group
 
-        gather, reduce = data_group(shards), data_group(shards)
-        replicate, reduction = Group(None, ledger=book), reduce
+        gather, replicate = data_group(shards), Group(None, ledger=book)
         secondary = data_group(parts) if secondary_size > 1 else None
+        reduction: Reduction
         if len(shards) > len(rows):
+            if gradient_codec is not None:
+                raise ValueError("gradient_codec: expected none where there are several copies of the model")
             copies = _columns(rows, len(shards[0]))
             replicate = data_group(copies)
-            reduction = ReplicatedReduce(reduce, data_group(copies), replicate)
+            reduction = ReplicatedReduce(data_group(shards), data_group(copies), replicate)
+        elif gradient_codec is not None:
+            block = _common_block(rows, control)
+            inside, across = data_group(_blocks(rows, "node", block)), data_group(_columns(rows, block))
+            reduction = QuantizedReduce(inside, across, gradient_codec)
+        else:
+            reduction = data_group(shards)
         return cls(gather, reduction, control, replicate, secondary, tuple(opened))
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
@@ -140,6 +154,18 @@ def open_group(rows: Sequence[Sequence[int]], backend: str | None = None) -> dis
             if rank in row:
                 mine = group
     return mine
+
+
+def _common_block(rows: Rows, control: Control) -> int:
+    """The largest block of consecutive ranks that lies inside one node in every row: groups are made over all rows."""
+    block = control.topology.block(control.world_size)
+    if len(rows) == 1:
+        return block
+    everybody = Control(open_group([[rank for row in rows for rank in row]], "gloo"))
+    try:
+        return math.gcd(*everybody.agree(Message("blocks", "", 0, block)))
+    finally:
+        everybody.close()
 
 
 def _blocks(rows: Rows, what: str, size: int) -> list[Sequence[int]]:

@@ -79,9 +79,10 @@ class Group:
                 buffers=(out, shard),
                 explain=self._explain,
                 ticket=ticket,
+                ledger=self.ledger,
             )
         work = dist.all_gather_into_tensor(out, mine, group=self._process_group, async_op=True)
-        return Work(tag, [(work, None)], buffers=(out, shard), explain=self._explain, ticket=ticket)
+        return Work(tag, [(work, None)], buffers=(out, shard), explain=self._explain, ticket=ticket, ledger=self.ledger)
 
     def reduce(
         self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False, divisor: int | None = None
@@ -117,7 +118,9 @@ class Group:
             self._slice_sum(parts, out, divisor=divided_by, accumulate=accumulate)
 
         buffers = (flat, received, out)
-        return Work(tag, pending, buffers=buffers, finish=finish, explain=self._explain, ticket=ticket)
+        return Work(
+            tag, pending, buffers=buffers, finish=finish, explain=self._explain, ticket=ticket, ledger=self.ledger
+        )
 
     def all_to_all(self, out: torch.Tensor, flat: torch.Tensor, tag: Tag) -> Work:
         """Send slice r of ``flat`` to rank r; slice r of ``out`` becomes what rank r sent here.
@@ -130,7 +133,7 @@ class Group:
         if self.world_size == 1 or size == 0:
             out.copy_(flat)
             return Work(tag)
-        self.ledger.count(tag, (self.world_size - 1) * size * flat.element_size())
+        self._count(tag, size * flat.element_size())
         ticket = self._track.start(tag, flat.nbytes)
         if self._direct(flat):
             send, receive = flat.view(self.world_size, size).unbind(), out.view(self.world_size, size).unbind()
@@ -139,7 +142,7 @@ class Group:
         else:
             work = dist.all_to_all_single(out.view(-1), flat.view(-1), group=self._process_group, async_op=True)
             pending = [(work, None)]
-        return Work(tag, pending, buffers=(out, flat), explain=self._explain, ticket=ticket)
+        return Work(tag, pending, buffers=(out, flat), explain=self._explain, ticket=ticket, ledger=self.ledger)
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> Work:
         """Copy rank ``source``'s ``tensor`` (contiguous) to every rank of the group."""
@@ -149,7 +152,7 @@ class Group:
         self.ledger.count(tag, sent, sent if self._far_peers else 0)
         ticket = self._track.start(tag, tensor.nbytes)
         work = dist.broadcast(tensor, group=self._process_group, async_op=True, group_src=source)
-        return Work(tag, [(work, None)], buffers=(tensor,), explain=self._explain, ticket=ticket)
+        return Work(tag, [(work, None)], buffers=(tensor,), explain=self._explain, ticket=ticket, ledger=self.ledger)
 
     def close(self) -> None:
         """Give the process group back; peers that still wait on it are told that this rank left."""
@@ -195,7 +198,15 @@ class Group:
                 out.add_(result)
 
         buffers = (flat, source, result, out)
-        return Work(tag, [(work, None)], buffers=buffers, finish=finish, explain=self._explain, ticket=ticket)
+        return Work(
+            tag,
+            [(work, None)],
+            buffers=buffers,
+            finish=finish,
+            explain=self._explain,
+            ticket=ticket,
+            ledger=self.ledger,
+        )
 
 
 def _check(condition: bool, tag: Tag, expected: str, got: int) -> None:

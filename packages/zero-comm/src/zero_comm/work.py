@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 import torch
 
 from .errors import CommError, PeerError
+from .ledger import Ledger
 from .ring import Ticket
 from .tag import Tag
 
@@ -23,7 +25,8 @@ class Work:
     """A started collective; `wait` finishes it.
 
     Holds every buffer that the transport may still touch. `wait` may be called again and then does nothing. The
-    finishing computation (for the reduction: the local sum) runs in the thread that waits.
+    finishing computation (for the reduction: the local sum) runs in the thread that waits. ``ledger`` is told how long
+    the transport took, and how long of that was waited for.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Work:
         explain: Callable[[CommError], CommError] | None = None,
         ticket: Ticket | None = None,
         advance: Callable[[], None] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.tag = tag
         self._pending = list(pending)
@@ -44,6 +48,13 @@ class Work:
         self._explain = explain
         self._ticket = ticket
         self._advance = advance
+        self._ledger = ledger
+        self._began = time.perf_counter()
+
+    @property
+    def has_hops(self) -> bool:
+        """Whether `advance` has something to do: several hops, and nobody has taken them to the last one yet."""
+        return self._advance is not None
 
     def advance(self) -> None:
         """Take a collective of several hops to its last one, for which other ranks may wait; one of a single hop is
@@ -52,8 +63,9 @@ class Work:
         Waits until every rank has started this collective and goes on with it: whoever waits for anything else that
         another rank starts only after this collective calls it before.
         """
-        if self._advance is not None:
-            self._advance()
+        advance, self._advance = self._advance, None
+        if advance is not None:
+            advance()
 
     def wait(self) -> None:
         """Block until the result is in place (on an accelerator: until the current stream is ordered behind it).
@@ -61,8 +73,12 @@ class Work:
         Raises `PeerError` when the transport reports that a rank is gone.
         """
         if self._pending:
+            before = time.perf_counter()
             with self._ticket or nullcontext():
                 self._wait_for_transport()
+            if self._ledger is not None:
+                now = time.perf_counter()
+                self._ledger.arrived(self.tag, now - self._began, now - before)
         self._pending.clear()
         self._advance = None
         finish, self._finish = self._finish, None

@@ -27,6 +27,7 @@ from .observing import supervisor
 from .offloading import Offloading, state_block
 from .optimizers import Parameters, build_optimizer
 from .schedules import Scheduler, build_scheduler
+from .sharing import open_groups, shard_alignment, weight_codecs
 
 if TYPE_CHECKING:
     from zero_partition import Partition
@@ -103,9 +104,7 @@ def assemble(
         torch.accelerator.set_device_index(on)
     check_clients(resolved)
     ledger = ledger_for(resolved, dist.get_rank())
-    groups = EngineGroups.open(
-        place.data_rows, ledger=ledger, slice_sum=kernels.slice_sum(), deterministic=resolved.deterministic
-    )
+    groups = open_groups(resolved, place.data_rows, ledger)
     model_part = place.open()
     with _told_to_all(groups, model_part):
         torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, on)
@@ -152,6 +151,7 @@ def _source(args: argparse.Namespace | None, config: Any, config_params: Any) ->
 def _options(config: Config, model: nn.Module) -> PartitionOptions:
     zero = config.zero_optimization
     policy = precision_policy(config)
+    weight_codec, frozen_codec = weight_codecs(config)
     return PartitionOptions(
         stage=zero.stage,
         policy=policy,
@@ -167,8 +167,11 @@ def _options(config: Config, model: nn.Module) -> PartitionOptions:
         bucket_numel=zero.reduce_bucket_size,
         reduce_each_micro_batch=config.reduce_each_micro_batch,
         compute_dtypes=_autocast_dtypes(config, model),
+        alignment=shard_alignment(config),
         entry_alignment=state_block(config),
         is_leaf=leaf_marker(zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes),
+        weight_codec=weight_codec,
+        frozen_codec=frozen_codec,
     )
 
 

@@ -158,7 +158,7 @@ class Engine(Preparation):
         boundary = self.is_gradient_accumulation_boundary()
         self._accumulated = 0 if boundary else self._accumulated + 1
         self.micro_steps += 1
-        self.global_samples += self.train_micro_batch_size_per_gpu() * self._partition.world_size
+        self.global_samples += self.train_micro_batch_size_per_gpu() * self._partition.data_world_size
         if not boundary:
             return
         with self._told_to_all():

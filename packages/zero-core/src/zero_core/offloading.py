@@ -75,7 +75,7 @@ class Offloading:
         Raises `BudgetError` where they do not fit.
         """
         section = self._config.zero_optimization.offload_param
-        nbytes = -(-self._numel // self._config.world_size) * dtype.itemsize
+        nbytes = -(-self._numel // shard_ranks(self._config)) * dtype.itemsize
         if section.device == "nvme" and self._config.zero_optimization.stage == 3:
             _need(self._budget, "parameter shards", nbytes, section.nvme_path or ())
         elif section.device == "cpu" and self._device.type != "cpu":
@@ -285,6 +285,12 @@ def _need(budget: HostBudget, purpose: str, nbytes: int, paths: Sequence[str]) -
         budget.need(purpose, -(-nbytes // len(paths)), "disk", path=path)
 
 
+def shard_ranks(config: Config) -> int:
+    """How many ranks have one copy of the model between them."""
+    size = config.zero_optimization.mics_shard_size
+    return size if size > 0 else config.world_size
+
+
 def _open_store(
     config: Config,
     rank: int,
@@ -302,7 +308,7 @@ def _open_store(
     if section.device == "none" or zero.stage < 3:
         return None
     if section.device == "cpu":
-        alone = device.type == "cpu" and config.world_size == 1
+        alone = device.type == "cpu" and shard_ranks(config) == 1
         return None if alone else HostStore(device=device, pin=section.pin_memory, trace=trace)
     return NvmeStore(
         section.nvme_path or (),

@@ -74,6 +74,8 @@ class ParkedStates:
                 yield unit.name, unit.flat
             if isinstance(partition.residency, DeviceResidency):
                 yield unit.name, partition.residency.acquire(unit.name)
+            if (secondary := unit.route.copy_inside_node) is not None:
+                yield unit.name, secondary
 
 
 def kinds_of(include: Iterable[Any] | None) -> set[str]:

@@ -37,8 +37,8 @@ class Preparation(Persistence):
         return rank_loader(
             dataset,
             batch_size if batch_size is not None else self.train_micro_batch_size_per_gpu(),
-            rank=self._partition.rank,
-            ranks=self._partition.world_size,
+            rank=self._partition.data_rank,
+            ranks=self._partition.data_world_size,
             device=self.device,
             shuffle=route == "train",
             sampler=data_sampler,

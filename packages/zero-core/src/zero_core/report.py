@@ -15,11 +15,11 @@ def startup_report(config: Config, partition: Partition) -> str:
     options, layout = partition.options, partition.layout
     resident = sum(u.plan.resident for u in partition.units)
     lines = [
-        f"ZeRO stage {options.stage}, {partition.world_size} rank(s) on {partition.device}",
+        f"ZeRO stage {options.stage}, {partition.data_world_size} rank(s) on {partition.device}" + _copies(partition),
         f"{layout.used_numel:,} parameters in {len(layout.units)} units ({resident} resident), "
         f"{layout.numel - layout.used_numel:,} elements of padding",
         f"batch {config.train_batch_size} = {config.train_micro_batch_size_per_gpu} "
-        f"x {config.gradient_accumulation_steps} accumulation x {partition.world_size} rank(s)",
+        f"x {config.gradient_accumulation_steps} accumulation x {partition.data_world_size} rank(s)",
         str(options.policy),
     ]
     lines += [f"kept whole on every rank: '{name}', because {reason}" for name, reason in partition.uncut.items()]
@@ -28,3 +28,16 @@ def startup_report(config: Config, partition: Partition) -> str:
         for row in config.report(defaults=False)
     ]
     return "\n".join(lines)
+
+
+def _copies(partition: Partition) -> str:
+    """How many copies of the model the ranks have, and which ranks keep one inside a node."""
+    groups = partition.groups
+    found = ""
+    if groups.replicate.world_size > 1:
+        found += f", {groups.replicate.world_size} copies over {partition.world_size} rank(s) each"
+    if groups.secondary is not None:
+        found += f", secondary shards over {groups.secondary.world_size} ranks"
+        if groups.secondary.topology.far_peers(groups.secondary.rank):
+            found += " of several nodes: backward gathers leave the node"
+    return found

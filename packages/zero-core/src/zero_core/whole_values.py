@@ -77,9 +77,9 @@ class WholeValues(Facts):
         copies: dict[int, torch.Tensor] = {}
         for unit in parts.units:
             with gathered(parts, unit.parameters):
-                if parts.rank == 0:
+                if parts.data_rank == 0:
                     copies.update((id(p), p.detach().to("cpu", copy=True)) for p in unit.parameters)
-        if parts.rank:
+        if parts.data_rank:
             return None
         tensors: dict[str, torch.Tensor] = {}
         stored = self.module.state_dict().keys()

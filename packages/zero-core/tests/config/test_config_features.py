@@ -20,7 +20,6 @@ ASKED = {
     "weight_quantization": {"num_bits": 4},
     "zero_optimization.load_from_fp32_weights": False,
     "zero_optimization.zenflow": {"topk_ratio": 0.2},
-    "zero_optimization.zero_hpz_partition_size": 2,
 }
 
 
@@ -124,6 +123,9 @@ zero_optimization.leaf_module.classes zero_optimization.leaf_module.name_suffixe
 zero_optimization.reduce_bucket_size zero_optimization.stage zero_optimization.stage3_max_live_parameters
 zero_optimization.unit_max_numel zero_optimization.unit_min_numel
 zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_prefetch_bucket_size
+comm.gradient_codec comm.ranks_per_node comm.weight_codec
+zero_optimization.mics_shard_size zero_optimization.zero_hpz_partition_size zero_optimization.zero_quantized_gradients
+zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zero_quantized_weights
 """.split()
 
 
@@ -132,6 +134,8 @@ def test_every_key_has_an_effect_is_refused_or_says_that_it_has_none(loaded):
     configs = [loaded({mode: {"enabled": True}} if mode else {}) for mode in MODES]
     nvme = {"device": "nvme", "nvme_path": "/local_nvme"}
     configs.append(loaded({"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}))
+    quantized = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    configs.append(loaded({"zero_optimization": quantized}))
     configs.append(loaded({"offload": {"trace": "trace.json", "activations": nvme}}))
     silent = {path for config in configs for path, _ in leaves(config) if not no_effect(config, path)}
     assert silent - refusable == set(HAS_EFFECT)
@@ -171,6 +175,44 @@ def test_keys_that_nobody_wrote_carry_no_note(loaded):
 def test_keys_that_contradict_each_other_are_refused(config, path, said, refused):
     error = refused(config)
     assert error.path == path and said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("zero", "path", "said"),
+    [
+        ({"stage": 3, "zero_hpz_partition_size": 4}, "zero_hpz_partition_size",
+         "expected a divisor of the number of ranks, 6 (1, 2, 3, 6), got 4"),
+        ({"stage": 3, "zero_hpz_partition_size": 3}, "zero_hpz_partition_size",
+         "expected a divisor of comm.ranks_per_node, 2, got 3; or backward gathers would leave the node"),
+        ({"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}, "zero_hpz_partition_size",
+         "secondary shards stay on the device"),
+        ({"stage": 3, "zero_hpz_partition_size": 2, "mics_shard_size": 2}, "zero_hpz_partition_size",
+         "expected 1 with zero_optimization.mics_shard_size"),
+        ({"stage": 3, "mics_shard_size": 4}, "mics_shard_size", "expected a divisor of the number of ranks, 6"),
+        ({"stage": 3, "mics_shard_size": 0}, "mics_shard_size", "expected a number of ranks, or -1 for all of them"),
+        ({"stage": 0, "mics_shard_size": 2}, "mics_shard_size", "expected stage 1, 2 or 3 with it, got stage 0"),
+        ({"stage": 2, "mics_shard_size": 2, "zero_quantized_gradients": True}, "zero_quantized_gradients",
+         "expected false with zero_optimization.mics_shard_size"),
+    ],
+)  # fmt: skip
+def test_groups_of_ranks_that_cannot_be_made_are_refused(zero, path, said, refused):
+    error = refused({"zero_optimization": zero, "comm": {"ranks_per_node": 2}}, world_size=6)
+    assert [problem.path for problem in error.problems] == [f"zero_optimization.{path}"] and said in str(error)
+
+
+def test_below_stage_3_keys_about_gathers_are_without_effect(loaded):
+    keys = {"zero_hpz_partition_size": 5, "zero_quantized_weights": True, "zero_quantized_nontrainable_weights": True}
+    for stage, silent in ((3, True), (2, False)):
+        zero = {"stage": stage, **keys}
+        notes = {row.path: row.note for row in loaded({"zero_optimization": zero}, world_size=5).report()}
+        assert all(("below stage 3" not in notes[f"zero_optimization.{key}"]) is silent for key in keys)
+
+
+def test_a_codec_for_what_is_not_quantised_is_without_effect(loaded):
+    comm = {"weight_codec": "fp8_e4m3", "gradient_codec": "int8"}
+    notes = {row.path: row.note for row in loaded({"comm": comm}).report()}
+    assert notes["comm.weight_codec"].endswith("zero_optimization.zero_quantized_weights is false")
+    assert notes["comm.gradient_codec"].endswith("zero_optimization.zero_quantized_gradients is false")
 
 
 def test_every_accepted_precision_section_gives_a_policy(loaded):

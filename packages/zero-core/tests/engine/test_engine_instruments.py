@@ -193,9 +193,9 @@ def test_instruments_change_no_bit_and_only_rank_0_has_them(stage: int, tmp_path
 def test_the_table_of_what_was_sent_adds_up_by_phase_and_may_be_limited() -> None:
     ledger = Ledger()
     for tag, sent in ((Tag("gather", "a"), 2**20), (Tag("gather", "b"), 2**21), (Tag("reduce", "a"), 2**22)):
-        ledger.count(tag, sent)
-    rows = {line[:20].strip(): line.split()[-3:] for line in communication_table(ledger, steps=2).splitlines()[1:]}
-    assert rows["gather"] == ["2", "3.00", "1.50"] and rows["reduce"] == ["1", "4.00", "2.00"]
+        ledger.count(tag, sent, sent // 2)
+    rows = {line[:20].strip(): line.split()[-4:] for line in communication_table(ledger, steps=2).splitlines()[1:]}
+    assert rows["gather"] == ["2", "3.00", "1.50", "1.50"] and rows["reduce"] == ["1", "4.00", "2.00", "2.00"]
     assert "gather" not in communication_table(ledger, frozenset(["reduce"]))
 
 
@@ -211,6 +211,8 @@ def test_chosen_operations_are_printed_as_they_start_and_unknown_ones_refused(al
     section = {"enabled": True, "verbose": True, "prof_all": False, "prof_ops": ["all_reduce", "broadcast"]}
     (said, whole), (nothing, _) = run_ranks(spoken, RANKS, section)
     assert "reduce of 'blocks.0" in said and "broadcast of 'blocks.0" in said and "bytes sent" in said
+    overlap = [line for line in said.splitlines() if line.startswith("step 2, communication: ")]
+    assert len(overlap) == 1 and overlap[0].endswith("% hidden behind computation")
     assert said.count("sent by this rank") == 1 and "control" not in said and "publish" not in said
     assert "control" in whole and "publish" in whole and nothing == ""
     message = outcome(lambda: start(0, comms_logger={**section, "prof_ops": ["all_to_nobody"]}))

@@ -42,7 +42,7 @@ def gathered(
     partition.settle()
     opened = [u for u in units if u.releasable and u.state is UnitState.RELEASED]
     for unit in opened:
-        unit.issue_gather(runtime.step)
+        unit.issue_gather(runtime.step, exact=True)
     for unit in opened:
         unit.wait_gather()
     held = [u for u in units if u.releasable]
@@ -135,7 +135,7 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
         if whole:
             full.copy_(pieces[0][1].flatten())
         tag = Tag("broadcast", entry.name, partition.runtime.step)
-        partition.groups.gather.broadcast(full, answers.index(True), tag).wait()
+        partition.groups.broadcast(full, answers.index(True), tag)
         return full.view(entry.shape)
     values = torch.zeros_like(unit.master if unit.master is not None else unit.flat)
     for owned, state in pieces:
@@ -152,9 +152,8 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
             _write(partition, unit, index, unit.master, flat)
         elif unit.states is not None:
             _write_on_tier(partition, unit, unit.states, index, "master", flat)
-        shard = partition.residency.acquire(unit.name)
-        _write(partition, unit, index, shard, flat)
-        partition.residency.release(unit.name, dirty=True)
+        _write(partition, unit, index, unit.load_shard(), flat)
+        unit.shard_loaded()
         if not unit.releasable:
             _write(partition, unit, index, unit.flat, flat)
 
@@ -244,7 +243,7 @@ def _agreed_value(partition: Partition, unit: Unit, index: int, what: str, value
     partition.runtime.agree(f"set full {what}", entry.name, None)
     partition.settle()
     flat = value.detach().to(partition.device).flatten().clone()
-    partition.groups.gather.broadcast(flat, 0, Tag("broadcast", entry.name, partition.runtime.step)).wait()
+    partition.groups.broadcast(flat, 0, Tag("broadcast", entry.name, partition.runtime.step))
     return flat
 
 
@@ -281,9 +280,7 @@ def _take_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
         if parameter.data.data_ptr() != view.data_ptr():
             view.copy_(parameter.data)
             parameter.data = view
-    partition.groups.gather.broadcast(
-        unit.flat, modifier_rank, Tag("broadcast", unit.name, partition.runtime.step)
-    ).wait()
+    partition.groups.broadcast(unit.flat, modifier_rank, Tag("broadcast", unit.name, partition.runtime.step))
     unit.write_back()
 
 

@@ -173,7 +173,7 @@ class Gatherer:
             self.issue_until(len(self._schedule.order))  # the group's order is the same on all ranks
         unit = self._units[index]
         absent = unit.state is UnitState.RELEASED
-        unit.issue_gather(self.step)
+        unit.issue_gather(self.step, exact=self.pinned(unit))
         if mine:
             self._fresh.add(index)
         elif absent:
@@ -200,7 +200,7 @@ class Gatherer:
         self._gather(self._units[index])
 
     def _gather(self, unit: Unit) -> None:
-        unit.issue_gather(self.step)
+        unit.issue_gather(self.step, exact=self.pinned(unit))
         self._fresh.add(unit.index)
 
     def _wait(self, unit: Unit) -> None:
@@ -210,6 +210,7 @@ class Gatherer:
 
     def _release(self, unit: Unit) -> None:
         if unit.index not in self._pinned:
+            self._wait(unit)
             unit.release()
 
     def _prefetch(self) -> None:

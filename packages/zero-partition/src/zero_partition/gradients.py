@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from zero_comm import Group, Tag, Work
+from zero_comm import Group, Reduction, Tag, Work
 
 from .norm import NormSquared, norm_squared
 from .tier import StateTier
@@ -21,8 +21,8 @@ class UnitGradients:
     ``accumulate_dtype``: of the reduced gradient, and of the flat buffer that autograd's gradients go into when
     several backward passes add up in it; else that buffer has the parameters' dtype. ``wire_dtype``: what travels.
     ``keep_flat``: the flat buffer is kept from step to step (stages 0 and 1) instead of until it was reduced.
-    ``whole``: every rank needs all of the reduced gradient (stage 0). ``states``: where the reduced gradient is kept;
-    without it, on the device.
+    ``whole``: the group in which every rank gets all of the reduced gradient (stage 0), else None. ``states``: where
+    the reduced gradient is kept; without it, on the device.
 
     Attributes:
         reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``whole`` the full flat buffer;
@@ -34,12 +34,12 @@ class UnitGradients:
     def __init__(
         self,
         unit: Unit,
-        group: Group,
+        reduction: Reduction,
         *,
         accumulate_dtype: torch.dtype,
         wire_dtype: torch.dtype,
         keep_flat: bool,
-        whole: bool,
+        whole: Group | None,
         states: StateTier | None = None,
     ) -> None:
         self.unit = unit
@@ -50,7 +50,7 @@ class UnitGradients:
         self.reduced: torch.Tensor | None = None
         self.touched = [False] * len(unit.parameters)
         self.stays_here: Callable[[], bool] = lambda: False
-        self._group = group
+        self._reduction = reduction
         self._accumulate_dtype = accumulate_dtype
         self._wire_dtype = wire_dtype
         self._keep_flat = keep_flat
@@ -116,7 +116,7 @@ class UnitGradients:
         self._flat, self._views = None, []
         if self._keep_flat and not again:
             self._spare = flat
-        return self._group.reduce(payload, own, Tag("reduce", self.unit.name, step), accumulate=again)
+        return self._reduction.reduce(payload, own, Tag("reduce", self.unit.name, step), accumulate=again)
 
     def _keep_own(self, flat: torch.Tensor, again: bool) -> Work:
         """Have what arrived in `reduced` as it is; no other rank is asked."""
@@ -144,9 +144,9 @@ class UnitGradients:
     def gather_whole(self, step: int) -> Work | None:
         """Give every rank the whole averaged gradient (stage 0); call once, after the last reduction before the
         step."""
-        if not self._whole or self.reduced is None or self.stays_here():
+        if self._whole is None or self.reduced is None or self.stays_here():
             return None
-        return self._group.all_gather(self.reduced, self._slice(self.reduced), Tag("reduce", self.unit.name, step))
+        return self._whole.all_gather(self.reduced, self._slice(self.reduced), Tag("reduce", self.unit.name, step))
 
     def clear(self) -> None:
         """Forget all gradients; the flat buffer is kept where it lives from step to step."""
@@ -164,7 +164,7 @@ class UnitGradients:
     def visible(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
         """Yield (parameter, its averaged gradient in its own shape and dtype, whether this rank touched it) after
         `gather_whole`."""
-        if not self._whole or self.reduced is None:
+        if self._whole is None or self.reduced is None:
             return
         shown = self.reduced if self.reduced.dtype == self.unit.plan.dtype else self._narrowed(self.reduced)
         for entry, parameter, touched in zip(self.unit.layout.entries, self.unit.parameters, self.touched, strict=True):
@@ -186,16 +186,16 @@ class UnitGradients:
             self._arriving = flat.new_empty(self.unit.layout.shard_numel, dtype=self._accumulate_dtype)
             return self._arriving, False
         if self.reduced is not None:
-            return (self._slice(self.reduced) if self._whole else self.reduced), True
+            return (self._slice(self.reduced) if self._whole is not None else self.reduced), True
         if self._keep_flat and flat.dtype == self._accumulate_dtype:
-            self.reduced = flat if self._whole else self._slice(flat)
+            self.reduced = flat if self._whole is not None else self._slice(flat)
             return self._slice(flat), False
-        numel = self.unit.layout.numel if self._whole else self.unit.layout.shard_numel
+        numel = self.unit.layout.numel if self._whole is not None else self.unit.layout.shard_numel
         self.reduced = torch.empty(numel, dtype=self._accumulate_dtype, device=flat.device)
-        return (self._slice(self.reduced) if self._whole else self.reduced), False
+        return (self._slice(self.reduced) if self._whole is not None else self.reduced), False
 
     def _slice(self, full: torch.Tensor) -> torch.Tensor:
-        start, end = self.unit.layout.shard_range(self._group.rank)
+        start, end = self.unit.layout.shard_range(self._reduction.rank)
         return full[start:end]
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -163,7 +163,7 @@ class ShardedOptimizer:
                 break
             runtime.reduce_late({unit for answer in answers for unit in answer[0]})
         total = 0.0
-        for rank, answer in enumerate(answers):
+        for rank, answer in enumerate(answers[: self._partition.world_size]):  # other copies have the same shards
             total += squares[rank] if whole else answer[1] / len(answers) if apart else answer[1]
         touched = {i: [True] * len(g.touched) for i, g in runtime.gradients.items() if g.is_reduced}
         for index, flags in touched.items():

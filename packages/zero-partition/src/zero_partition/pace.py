@@ -20,6 +20,9 @@ class Pace:
     to its gate; whoever waits for a gather behind a gate has started that reduction, with the gradients that it has
     (the others follow when the pass is over). Ranks that compute alike never notice.
 
+    A reduction of several hops (`zero_comm.Work.advance`) goes on only while somebody looks after it. So wherever a
+    rank has started one for the others' sake, it takes it to its last hop too: all ranks can be relied on to do so.
+
     The gates are learned in the first pass. There the ranks go in lock step: before each wait they meet and say what
     they need next.
     """
@@ -45,6 +48,10 @@ class Pace:
         from this one at a certain time any more."""
         while self._lock_step and not all(done for _, _, done in self._exchange(-1, done=True)):
             continue
+        self._lock_step = False
+
+    def stop(self) -> None:
+        """The pass is over: its gathers and reductions have arrived."""
         self._active = self._lock_step = False
 
     def before_gathered(self, unit: Unit) -> None:
@@ -53,12 +60,12 @@ class Pace:
         if self._lock_step:
             self._exchange(position)
         elif self._active:
-            self._reducer.give_way(position)
+            self._give_way(position)
 
     def before_request(self) -> None:
         """This rank is about to wait until all ranks have finished the pass, or ask for something too."""
         if self._active and not self._lock_step:
-            self._reducer.give_way(None)
+            self._give_way(None)
 
     def before_reduced(self, number: int, gate: int) -> None:
         """This rank is about to wait for the pass's reduction ``number``."""
@@ -68,7 +75,12 @@ class Pace:
         elif self._active:
             self._gatherer.issue_until(gate)
 
+    def _give_way(self, position: int | None) -> None:
+        self._reducer.give_way(position)
+        self._reducer.take_far(position)
+
     def _exchange(self, position: int, *, done: bool = False) -> Sequence[Any]:
         answers = self._meet([position, self._reducer.started, done])
         self._gatherer.issue_until(1 + max(wanted for wanted, _, _ in answers))
+        self._reducer.take_far_started(min(started for _, started, _ in answers))
         return answers

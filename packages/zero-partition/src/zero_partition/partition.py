@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from zero_comm import EngineGroups, Message, Tag
+from zero_comm import Codec, EngineGroups, Message, Tag
 from zero_precision import PrecisionPolicy, kept_in_fp32
 
 from .errors import PartitionError
@@ -21,6 +21,7 @@ from .initialisation import cut_record, forget_cut
 from .layout import Layout, UnitLayout
 from .ownership import disown, own, owner_of
 from .residency import DeviceResidency, Residency
+from .route import Route, Secondary
 from .runtime import Runtime
 from .tier import MakeStates, ShardNeeds
 from .unit import Unit
@@ -39,7 +40,8 @@ class PartitionOptions:
     reduced one by one as stages 2 and 3 do, which makes all stages bitwise equal. ``alignment``: shard boundaries are
     multiples of it where there are enough elements; ``entry_alignment``: so are they and the beginnings of parameters,
     always, which states in blocks need. ``is_leaf``: whether a module (by name) is gathered as a whole whatever its
-    size.
+    size. ``weight_codec``, ``frozen_codec``: what passes gather units with and without trained parameters through at
+    stage 3; weights that stay gathered travel as they are.
     """
 
     stage: int
@@ -53,6 +55,8 @@ class PartitionOptions:
     alignment: int = 64
     entry_alignment: int = 1
     is_leaf: Callable[[str, nn.Module], bool] = field(default_factory=leaf_marker)
+    weight_codec: Codec | None = None
+    frozen_codec: Codec | None = None
 
     @property
     def reduces_each(self) -> bool:
@@ -71,6 +75,8 @@ class Partition:
         states: the tier that keeps masters, moments and gradients; None where they are on the device.
         optimizer: returns the optimizer that updates this partition, None when there is none.
         user: returns whoever trains with this partition, None when nobody has said so.
+        rank, world_size: among the ranks that have one copy of the model between them: whose shards these are.
+        data_rank, data_world_size: among all ranks, those of other copies too.
     """
 
     def __init__(
@@ -92,6 +98,8 @@ class Partition:
         self.user: Callable[[], object] = lambda: None
         self.rank = groups.gather.rank
         self.world_size = groups.gather.world_size
+        self.data_rank = groups.control.rank
+        self.data_world_size = groups.control.world_size
         _refuse_owned(model)
         self.uncut = uncut_parameters(model)
         check_trainable_uncut(model)
@@ -170,12 +178,14 @@ class Partition:
             shards = sum(nbytes(self.residency.acquire(unit.name)) for unit in self.units)
         else:
             shards = self.residency.resident_bytes
+        secondary = sum(nbytes(u.route.copy_inside_node) for u in self.units)
         masters = sum(nbytes(u.master) for u in self.units)
         gradients = sum(nbytes(t) for g in self.runtime.gradients.values() for t in g.tensors())
         placeholders = sum(nbytes(t) for u in self.units for t in u.placeholder_tensors())
         return {
             "gathered parameters": gathered,
             "parameter shards": shards,
+            "secondary shards": secondary,
             "masters": masters,
             "gradients": gradients,
             "placeholders": placeholders,
@@ -192,7 +202,7 @@ class Partition:
             self.runtime.hide_gradients()
             for unit in self.units:
                 if unit.releasable and whole:
-                    unit.issue_gather(self.runtime.step)
+                    unit.issue_gather(self.runtime.step, exact=True)
                     unit.wait_gather()
         self.runtime.close()
         if self.states is not None:
@@ -209,7 +219,7 @@ class Partition:
             index,
             plan,
             layout,
-            self.groups.gather,
+            self._route(plan, layout, releasable=releasable),
             self.residency,
             device=self.device,
             releasable=releasable,
@@ -227,9 +237,16 @@ class Partition:
                 forget_cut(parameter)
             equal = equal and record is not None
         if not equal:
-            self.groups.gather.broadcast(source, 0, Tag("broadcast", plan.name)).wait()
+            self.groups.broadcast(source, 0, Tag("broadcast", plan.name))
         unit.materialise(source, update_dtype, whole_master=self.options.stage == 0)
         return unit
+
+    def _route(self, plan: UnitPlan, layout: UnitLayout, *, releasable: bool) -> Route:
+        group, near = self.groups.gather, self.groups.secondary
+        if not releasable:
+            return Route(group)
+        codec = self.options.weight_codec if plan.trainable else self.options.frozen_codec
+        return Route(group, codec=codec, secondary=None if near is None else Secondary(near, layout))
 
     def _shard_needs(self, plans: list[UnitPlan]) -> list[ShardNeeds]:
         """What a tier has to keep for this rank's shards of the trained units."""
@@ -251,7 +268,7 @@ class Partition:
             accumulate_dtype=self._accumulate_dtype(unit.plan),
             wire_dtype=policy.wire_dtype if own else dtype,
             keep_flat=options.stage < 2,
-            whole=options.stage == 0,
+            whole=self.groups.gather if options.stage == 0 else None,
             states=unit.states,
         )
 
@@ -263,13 +280,13 @@ class Partition:
                     continue
                 dtype = self._buffer_dtype(f"{name}.{key}" if name else key, buffer)
                 moved = buffer.to(self.device, dtype).contiguous()
-                self.groups.gather.broadcast(moved, 0, Tag("broadcast", f"{name}.{key}")).wait()
+                self.groups.broadcast(moved, 0, Tag("broadcast", f"{name}.{key}"))
                 if moved is not buffer:
                     module._buffers[key] = moved
         for name, parameter in model.named_parameters():
             if name in self.uncut and type(parameter.data) is torch.Tensor and parameter.numel():
                 parameter.data = parameter.data.to(self.device).contiguous()
-                self.groups.gather.broadcast(parameter.data, 0, Tag("broadcast", name)).wait()
+                self.groups.broadcast(parameter.data, 0, Tag("broadcast", name))
 
     def _buffer_dtype(self, name: str, buffer: torch.Tensor) -> torch.dtype:
         """In half precision buffers follow the parameters, as in ``model.to(dtype)``, unless kept in float32."""

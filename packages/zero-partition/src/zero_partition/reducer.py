@@ -123,6 +123,20 @@ class Reducer:
         while self._queue and (position is None or self._gates[self._queue[0]] <= position):
             self._start(self._queue.popleft())
 
+    def take_far(self, position: int | None) -> None:
+        """Take the reductions whose gates are at most ``position`` (None: all of them) to their last hop; they have
+        been started by `give_way`, here and wherever they are needed."""
+        for index, _, work in self._works:
+            if position is None or self._gates[index] <= position:
+                work.advance()
+
+    def take_far_started(self, count: int) -> None:
+        """Take the pass's first ``count`` reductions, which every rank has started, to their last hop."""
+        first = self.started - len(self._works)
+        for number, (_, _, work) in enumerate(self._works, start=first):
+            if number < count:
+                work.advance()
+
     def start_rest(self) -> None:
         """All gradients of the pass are there: start what is left, in order."""
         if self._queue is None:
@@ -178,8 +192,19 @@ class Reducer:
         work = gradients.start_reduce(self.step, self._device)
         self._works.append((index, gradients.unit.layout.numel, work))
         self.started += 1
+        self._advance_older()
         while len(self._works) > _IN_FLIGHT or sum(numel for _, numel, _ in self._works) > self._bucket_numel:
             self._wait_first()
+
+    def _advance_older(self) -> None:
+        """The reductions before the newest go on to their last hop, where they have several, while the next unit
+        computes."""
+        first = self.started - len(self._works)
+        for number, (index, _, work) in enumerate(list(self._works)[:-1], start=first):
+            if work.has_hops:
+                if self.active:
+                    self.before_wait(number, self._gates[index])
+                work.advance()
 
     def _wait_first(self) -> None:
         index, _, work = self._works.popleft()

@@ -118,6 +118,7 @@ class Runtime:
         self._pace.end()
         self.gatherer.end()
         self.reducer.finish()
+        self._pace.stop()
         self._in_backward = False
         if self.reduces_now():
             self.show_gradients()

@@ -7,11 +7,12 @@ import enum
 import torch
 from torch import nn
 
-from zero_comm import Group, Tag, Work
+from zero_comm import Tag, Work
 
 from .layout import UnitLayout
 from .placeholder import Placeholders
 from .residency import Residency
+from .route import Route
 from .tier import StateTier
 from .units import UnitPlan
 
@@ -39,6 +40,7 @@ class Unit:
         index: position in the model's list of units; the same on every rank.
         flat: 1-D, ``layout.numel`` elements; its storage is empty while released.
         lent: an output that the user may keep shares the flat buffer's storage.
+        route: how the ranks' shards come together.
         master: the weights that the optimizer updates: all of the flat buffer's elements at stage 0, else this rank's
             shard. None for frozen units, and where ``states`` keeps them.
         states: the tier that keeps this unit's masters and moments and updates its shard.
@@ -49,7 +51,7 @@ class Unit:
         index: int,
         plan: UnitPlan,
         layout: UnitLayout,
-        group: Group,
+        route: Route,
         residency: Residency,
         *,
         device: torch.device,
@@ -66,7 +68,7 @@ class Unit:
         self.parameters: list[nn.Parameter] = list(plan.parameters.values())
         self.names: list[str] = list(plan.parameters)
         self.master: torch.Tensor | None = None
-        self._group = group
+        self.route = route
         self._residency = residency
         self._device = device
         self.lent = False
@@ -77,7 +79,7 @@ class Unit:
 
         ``update_dtype``: dtype of the weights that the optimizer updates. ``whole_master``: keep all of them (stage 0).
         """
-        start, end = self.layout.shard_range(self._group.rank)
+        start, end = self.layout.shard_range(self.route.rank)
         self._make_views(source if source.dtype == self.plan.dtype else source.to(self.plan.dtype))
         shard = self.flat[start:end]
         if self.releasable:
@@ -97,22 +99,21 @@ class Unit:
             )
             self.release()
 
-    def issue_gather(self, step: int) -> None:
+    def issue_gather(self, step: int, *, exact: bool = False) -> None:
         """Start bringing the parameters, or refreshing them where they are present already.
 
-        Every rank of the group issues gathers in the same order.
+        ``exact``: bring the weights themselves also where passes compute with what a codec leaves of them. Every rank
+        of the group issues gathers in the same order.
         """
         self.wait_gather()
         if self.state is UnitState.RELEASED:
             self._placeholders.verify()
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
-        start, end = self.layout.shard_range(self._group.rank)
-        mine = self.flat[start:end]
-        shard = self._residency.acquire(self.name)
-        if shard.data_ptr() != mine.data_ptr():
-            mine.copy_(shard)  # what the store lent is given back while the gather runs
-        self._residency.release(self.name, dirty=False)
-        self._work = self._group.all_gather(self.flat, mine, Tag("gather", self.name, step))
+        tag = Tag("gather", self.name, step)
+        if self.route.is_near(exact=exact):
+            self._work = self.route.all_gather_near(self.flat, tag)
+        else:
+            self._work = self.route.all_gather(self.flat, self._own_slice(), tag, exact=exact)
         self.state = UnitState.GATHERING
 
     def wait_gather(self) -> None:
@@ -120,6 +121,7 @@ class Unit:
         if self._work is not None:
             self._work.wait()
             self._work = None
+            self.route.arrived(self.flat)
             self._install_views()
             self.state = UnitState.GATHERED
 
@@ -162,6 +164,8 @@ class Unit:
 
         Returns the all-gather in flight where the parameters stay gathered and are sharded for the optimizer.
         """
+        if self.plan.trainable:
+            self.route.weights_changed()
         if self.master is not None and self.master.numel() == self.layout.numel:
             if self.master is not self.flat:
                 self.flat.copy_(self.master)
@@ -173,20 +177,15 @@ class Unit:
             self._residency.release(self.name, dirty=True)
         if self.releasable or not self.plan.trainable:
             return None
-        start, end = self.layout.shard_range(self._group.rank)
-        mine = self.flat[start:end]
-        shard = self._residency.acquire(self.name)
-        if mine.data_ptr() != shard.data_ptr():
-            mine.copy_(shard)  # what the store lent is given back while the gather runs
-        self._residency.release(self.name, dirty=False)
-        return self._group.all_gather(self.flat, mine, Tag("publish", self.name, step))
+        return self.route.all_gather(self.flat, self._own_slice(), Tag("publish", self.name, step), exact=True)
 
     def write_back(self) -> None:
         """Take the gathered parameters' present values into the shard and the master (after the user changed them).
 
         Elements of the master that round to the present value stay: they know more digits.
         """
-        start, end = self.layout.shard_range(self._group.rank)
+        self.route.weights_changed()
+        start, end = self.layout.shard_range(self.route.rank)
         shard = self._residency.acquire(self.name)
         if shard.data_ptr() != self.flat[start:end].data_ptr():
             shard.copy_(self.flat[start:end])
@@ -199,6 +198,15 @@ class Unit:
             changed = self.master.to(present.dtype) != present
             self.master.copy_(torch.where(changed, present.to(self.master.dtype), self.master))
 
+    def load_shard(self) -> torch.Tensor:
+        """This rank's shard, lent to be written; `shard_loaded` gives it back. On every rank at the same point."""
+        self.route.weights_changed()
+        return self._residency.acquire(self.name)
+
+    def shard_loaded(self) -> None:
+        """What `load_shard` lent holds the new weights."""
+        self._residency.release(self.name, dirty=True)
+
     def placeholder_tensors(self) -> list[torch.Tensor]:
         """The tensors that released parameters stand on."""
         return self._placeholders.tensors() if self.releasable else []
@@ -207,15 +215,25 @@ class Unit:
         """Whether a storage (by `UntypedStorage.data_ptr`) is the gathered flat buffer's."""
         return self.state is not UnitState.RELEASED and self.flat.untyped_storage().data_ptr() == storage_address
 
+    def _own_slice(self) -> torch.Tensor:
+        """This rank's slice of the flat buffer, holding its shard."""
+        start, end = self.layout.shard_range(self.route.rank)
+        mine = self.flat[start:end]
+        shard = self._residency.acquire(self.name)
+        if shard.data_ptr() != mine.data_ptr():
+            mine.copy_(shard)  # what the store lent is given back while the gather runs
+        self._residency.release(self.name, dirty=False)
+        return mine
+
     def _hand_over_masters(self, states: StateTier, source: torch.Tensor) -> None:
         """Give the tier what the weights' own dtype has not enough digits for."""
-        start, end = self.layout.shard_range(self._group.rank)
+        start, end = self.layout.shard_range(self.route.rank)
         own = source[start:end]
         if source.dtype == self.plan.dtype or bool((own.to(self.plan.dtype).to(own.dtype) == own).all()):
             return
         masters = {
             f.entry.name: {"master": source[start + f.shard_offset : start + f.shard_offset + f.length]}
-            for f in self.layout.fragments(self._group.rank)
+            for f in self.layout.fragments(self.route.rank)
             if "master" in states.kinds(f.entry.name)
         }
         states.write(masters)

@@ -217,7 +217,7 @@ class NormReduction:
         if self._partition.options.stage == 0:
             answers = [mine]
         else:
-            answers = self._partition.runtime.agree("norms", "", mine)
+            answers = self._partition.runtime.agree("norms", "", mine)[: self._partition.world_size]
         totals: dict[str, tuple[float, ...]] = {}
         for rank in range(self._partition.world_size):
             for answer in answers:

@@ -79,12 +79,12 @@ class DeepSpeedEngine(Engine):
     @property
     def global_rank(self) -> int:
         """This rank."""
-        return self.partition.rank
+        return self.partition.data_rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self.partition.world_size
+        return self.partition.data_world_size
 
     dp_world_size = world_size
 

@@ -117,13 +117,13 @@ def _is_spread(engine: Engine, unit: Unit) -> bool:
 
 def _fill_shard(engine: Engine, reading: Reading, unit: Unit) -> None:
     parts = engine.partition
-    shard = parts.residency.acquire(unit.name)
+    shard = unit.load_shard()
     for fragment, piece in pieces(unit, shard, parts.rank):
         if (fragment.entry.name, "param") in reading.checkpoint.tensors:
             reading.add_weights(fragment.entry.name, fragment.param_offset, piece)
     if not isinstance(parts.residency, DeviceResidency):  # the shard is lent until it is released
         reading.run()
-    parts.residency.release(unit.name, dirty=True)
+    unit.shard_loaded()
 
 
 def _fill_states(engine: Engine, reading: Reading) -> None:

@@ -48,7 +48,7 @@ def load_counters(engine: Engine, checkpoint: Checkpoint) -> None:
         setattr(engine, name, value)
     engine.partition.runtime.step = engine.global_steps
     ranks = checkpoint.rank_state
-    own = ranks[engine.partition.rank] if len(ranks) == engine.partition.world_size else None
+    own = ranks[engine.partition.data_rank] if len(ranks) == engine.partition.data_world_size else None
     if isinstance(own, dict) and "random" in own:
         RngState().load_state_dict(own["random"])
 
@@ -87,7 +87,7 @@ def load_position(engine: Engine, checkpoint: Checkpoint) -> None:
         return
     if position is not None:
         loader.load_state_dict(position)
-    elif engine.partition.rank == 0:
+    elif engine.partition.data_rank == 0:
         logger.warning(
             "%s holds no position in the training data: the loader starts at the beginning of an epoch", checkpoint.path
         )

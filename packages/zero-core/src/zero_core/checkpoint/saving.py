@@ -52,7 +52,7 @@ class Saver:
         parts.settle()
         group = coordinator_of(engine)
         node = socket.gethostname() if self._per_node else None
-        leads = parts.rank == 0 if node is None else _leads(group, node)
+        leads = parts.data_rank == 0 if node is None else _leads(group, node)
         options: dict[str, Any] = {
             "step": engine.global_steps,
             "aliases": aliases(engine),
@@ -117,8 +117,10 @@ def _leads(group: Coordinator, node: str) -> bool:
 
 def _intervals(engine: Engine, root: Path, exclude_frozen: bool, *, whole: bool, replicas: bool) -> Iterator[Interval]:
     """What this rank contributes; ``whole``: what every rank has whole too. ``replicas``: also what other ranks hold as
-    well, for nodes that cannot read one another's files."""
+    well, for nodes that cannot read one another's files. Of several copies of the model, the first is written."""
     stager, parts = Stager(), engine.partition
+    if parts.data_rank >= parts.world_size and not replicas:
+        return  # the ranks of the first copy of the model write it
     trained = sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in parts.units if u.states is not None)
     sealed, weights = engine.offloading.seal(root, trained)
     for unit in parts.units:

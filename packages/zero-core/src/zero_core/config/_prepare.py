@@ -23,8 +23,6 @@ REMOVED = {
     "quantize_training": "use torchao's quantisation-aware training",
     "sparse_attention": "use torch.nn.attention.flex_attention in the model",
     "sparse_gradients": "remove it: sparse gradients travel as dense ones",
-    "zero_optimization.mics_hierarchical_params_gather": 'use "zero_optimization.zero_hpz_partition_size"',
-    "zero_optimization.mics_shard_size": 'use "zero_optimization.zero_hpz_partition_size"',
     "zero_optimization.zeropp_loco_param": 'use "zero_optimization.zero_quantized_gradients"',
 }
 """Keys that DeepSpeed once had: refused whatever their value, each with what to do instead."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from zero_core.config._optimizer_params import AdamParams, OneBitParams
+from zero_core.config._sharing import sharing_problems
 from zero_core.config.errors import Problem
 from zero_core.config.keys import ConfigFile
 from zero_core.config.precision import build_policy, loss_scale
 from zero_precision import PrecisionError
 
 
-def contradictions(config: ConfigFile) -> list[Problem]:
-    """Return one problem for every pair of keys that cannot hold together."""
+def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
+    """Return one problem for every pair of keys that cannot hold together, or that ``world_size`` ranks cannot have."""
     return [
         *_precision(config),
         *_stages(config),
+        *sharing_problems(config, world_size),
         *_offload(config),
         *_one_bit(config),
         *_dtypes(config),

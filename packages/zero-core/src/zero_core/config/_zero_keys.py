@@ -151,10 +151,18 @@ class ZeroOptimization(Section):
     legacy_stage1: Flag = False
     round_robin_gradients: Flag = False
     parameter_alignment: Flag = False
-    zero_hpz_partition_size: PositiveInt = 1
-    zero_quantized_weights: Flag = False
-    zero_quantized_nontrainable_weights: Flag = False
-    zero_quantized_gradients: Flag = False
+    mics_shard_size: Int = Field(
+        default=-1, description="Ranks that share one copy of the model, the others repeat it; -1: all ranks."
+    )
+    mics_hierarchical_params_gather: Flag = False
+    zero_hpz_partition_size: PositiveInt = Field(
+        default=1, description="Ranks of a node that keep a copy of the weights for backward; 1: none (stage 3)."
+    )
+    zero_quantized_weights: Flag = Field(default=False, description="Passes gather weights in comm.weight_codec.")
+    zero_quantized_nontrainable_weights: Flag = Field(default=False, description="The same for frozen weights alone.")
+    zero_quantized_gradients: Flag = Field(
+        default=False, description="Gradients travel in comm.gradient_codec, inside nodes first, then across."
+    )
     memory_efficient_linear: Flag = True
     pipeline_loading_checkpoint: Flag = False
     override_module_apply: Flag = True
@@ -162,6 +170,16 @@ class ZeroOptimization(Section):
     enable_sanity_checks: Flag = False
     save_muon_momentum_buffer_in_memory: Flag = False
     leaf_module: LeafModule = LeafModule()
+
+
+class Comm(Section):
+    """Where ranks are, and how compressed messages are coded."""
+
+    ranks_per_node: PositiveInt | None = Field(
+        default=None, description="So many consecutive ranks count as one node; by default as they were started."
+    )
+    weight_codec: Literal["int8", "fp8_e4m3"] = "int8"
+    gradient_codec: Literal["int4", "int8", "fp8_e4m3"] = "int4"
 
 
 class Aio(Section):

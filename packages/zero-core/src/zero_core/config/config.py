@@ -77,7 +77,7 @@ class Config(ConfigFile):
             raise ConfigError(*explain(error, prepared)) from error
         derived = {**_rules.derived(file, prepared.auto, model_hint), **_batch_sizes(file, prepared, world_size)}
         file = _rules.with_values(file, derived)
-        _raise_as_written(_rules.contradictions(file), prepared)
+        _raise_as_written(_rules.contradictions(file, world_size), prepared)
         _raise_as_written(refusals(file), prepared)
         config = cls.model_construct(**dict(file))
         config._raw = copy.deepcopy(raw)

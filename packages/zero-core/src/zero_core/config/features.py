@@ -43,7 +43,6 @@ class Refusal(NamedTuple):
     instead: str
 
 
-_ZEROPP = "train with the default, which sends whole weights and gradients"
 _OFF = "set it to false"
 
 REFUSED: tuple[Refusal, ...] = (
@@ -67,12 +66,9 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("weight_quantization", is_given, "quantised inference weights", "remove it"),
     Refusal("zero_optimization.legacy_stage1", is_on, "the old stage 1", "set it to false: results are the same"),
     Refusal("zero_optimization.load_from_fp32_weights", is_not(True), "masters from 16-bit weights", "set it to true"),
+    Refusal("zero_optimization.mics_hierarchical_params_gather", is_on, "gathers in two hops", _OFF),
     Refusal("zero_optimization.offload_optimizer.super_offload", is_on, "SuperOffload", _OFF),
     Refusal("zero_optimization.zenflow", is_given, "ZenFlow", "remove it"),
-    Refusal("zero_optimization.zero_hpz_partition_size", is_above(1), "hierarchical partitioning", "set it to 1"),
-    Refusal("zero_optimization.zero_quantized_gradients", is_on, "quantised gradients", _ZEROPP),
-    Refusal("zero_optimization.zero_quantized_nontrainable_weights", is_on, "quantised weights", _ZEROPP),
-    Refusal("zero_optimization.zero_quantized_weights", is_on, "quantised weights", _ZEROPP),
 )
 
 _WRITER = "the writer is chosen for the disk"
@@ -139,6 +135,20 @@ NO_EFFECT: dict[str, str] = {
 """Keys, or whole sections, that change no result here: accepted, and listed in the report with the reason."""
 
 
+_GATHERS = (
+    "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_optimization.zero_quantized_weights",
+)
+_CODECS = {
+    "comm.gradient_codec": ("zero_optimization.zero_quantized_gradients",),
+    "comm.weight_codec": (
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_quantized_nontrainable_weights",
+    ),
+}
+
+
 def leaves(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every (path, value) of a section, nested sections flattened."""
     for name, value in section:
@@ -169,6 +179,10 @@ def no_effect(config: Section, path: str) -> str:
     """Return why a value at `path` changes nothing, or an empty text when it does something."""
     if path.startswith("zero_optimization.offload_param.") and lookup(config, "zero_optimization.stage") != 3:
         return "accepted, no effect: below stage 3 parameters stay on the device"
+    if path in _GATHERS and lookup(config, "zero_optimization.stage") != 3:
+        return "accepted, no effect: below stage 3 passes gather no parameters"
+    if path in _CODECS and not any(lookup(config, switch) for switch in _CODECS[path]):
+        return f"accepted, no effect: {_CODECS[path][0]} is false"
     if path == "offload.trace_steps" and lookup(config, "offload.trace") is None:
         return "accepted, no effect: offload.trace is null"
     if path.startswith("aio.") and "nvme" not in _devices(config):

@@ -30,11 +30,12 @@ from zero_core.config._tool_keys import (
     Timers,
     Wandb,
 )
-from zero_core.config._zero_keys import Aio, Offload, ZeroOptimization
+from zero_core.config._zero_keys import Aio, Comm, Offload, ZeroOptimization
 
 
 class ConfigFile(Section):
-    """The keys of a DeepSpeed configuration, and `deterministic`, `offload`, `reduce_each_micro_batch` and `unit_*`."""
+    """The keys of a DeepSpeed configuration, and our own: `comm`, `deterministic`, `offload`,
+    `reduce_each_micro_batch`, `unit_*`."""
 
     aliases: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
     auto_keys: ClassVar[frozenset[str]] = frozenset(
@@ -89,6 +90,7 @@ class ConfigFile(Section):
     use_data_before_expert_parallelism: Flag = False
 
     aio: Aio = Aio()
+    comm: Comm = Comm()
     offload: Offload = Offload()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     checkpoint: Checkpoint = Checkpoint()

@@ -43,19 +43,20 @@ def chosen_phases(config: Config) -> frozenset[str] | None:
 
 
 def communication_table(ledger: Ledger, phases: frozenset[str] | None = None, steps: int = 0) -> str:
-    """Collectives and bytes that this rank sent since the start, by phase and by unit or parameter."""
-    rows: dict[tuple[str, str], tuple[int, int]] = {}
+    """Collectives and bytes that this rank sent since the start, by phase and by unit or parameter, and what of that
+    left its node."""
+    rows: dict[tuple[str, str], tuple[int, int, int]] = {}
     for phase, name, row in ledger:
         if phases is None or phase in phases:
             for key in ((phase, ""), (phase, name)):
-                calls, sent = rows.get(key, (0, 0))
-                rows[key] = (calls + row.calls, sent + row.sent_bytes)
+                calls, sent, across = rows.get(key, (0, 0, 0))
+                rows[key] = (calls + row.calls, sent + row.sent_bytes, across + row.across_bytes)
     per_step = max(steps, 1)
     return table(
-        ("sent by this rank", "collectives", "MiB", "MiB per step"),
+        ("sent by this rank", "collectives", "MiB", "MiB per step", "MiB across nodes"),
         [
-            (f"  {name}" if name else phase, f"{calls:,}", mebibytes(sent), mebibytes(sent / per_step))
-            for (phase, name), (calls, sent) in sorted(rows.items())
+            (f"  {name}" if name else phase, f"{calls:,}", *map(mebibytes, (sent, sent / per_step, across)))
+            for (phase, name), (calls, sent, across) in sorted(rows.items())
         ],
     )
 
@@ -67,11 +68,11 @@ class SpokenLedger(Ledger):
         super().__init__()
         self._phases = phases
 
-    def count(self, tag: Tag, sent_bytes: int) -> None:
+    def count(self, tag: Tag, sent_bytes: int, across_bytes: int = 0) -> None:
         """Add one collective, and say it."""
-        super().count(tag, sent_bytes)
+        super().count(tag, sent_bytes, across_bytes)
         if self._phases is None or tag.phase in self._phases:
-            say(f"{tag}: {sent_bytes:,} bytes sent")
+            say(f"{tag}: {sent_bytes:,} bytes sent" + (f", {across_bytes:,} to other nodes" if across_bytes else ""))
 
 
 def ledger_for(config: Config, rank: int) -> Ledger:

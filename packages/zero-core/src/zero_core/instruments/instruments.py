@@ -71,6 +71,7 @@ class Speaking:
         self._flops = FlopsProfile(profiler, engine.module, engine.device) if profiler.enabled else None
         self._communication = config.comms_logger.enabled
         self._phases = chosen_phases(config)
+        self._open_waited = (0.0, 0.0)
         self._losses: list[torch.Tensor] = []
         self._times: dict[str, float] = {}
         self._after: dict[str, dict[str, int]] = {}
@@ -148,8 +149,17 @@ class Speaking:
                 [(part, *(mebibytes(found.get(n, 0)) for n in names)) for part, found in self._after.items()],
             )
             yield memory_table(memory_rows(engine.partition, engine.sharded_optimizer))
+        if self._communication or self._breakdown:
+            yield self._overlap_line()
         if self._communication:
             yield communication_table(engine.ledger, self._phases, engine.global_steps)
+
+    def _overlap_line(self) -> str:
+        """How much of the communication since the last line this rank computed behind."""
+        before, self._open_waited = self._open_waited, self._engine.ledger.seconds("gather", "reduce", "publish")
+        open_, waited = (max(0.0, now - then) for now, then in zip(self._open_waited, before, strict=True))
+        hidden = f", {1 - waited / open_:.0%} hidden behind computation" if open_ else ""
+        return f"step {self._engine.global_steps}, communication: {open_:.4f} s open, {waited:.4f} s waited for{hidden}"
 
     def _progress_line(self) -> str:
         engine = self._engine

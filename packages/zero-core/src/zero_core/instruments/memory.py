@@ -15,7 +15,15 @@ from .text import mebibytes, table
 if TYPE_CHECKING:
     from zero_partition import Partition, ShardedOptimizer, Unit
 
-MEMORY_KINDS = ("gathered parameters", "parameter shards", "masters", "gradients", "placeholders", "optimizer states")
+MEMORY_KINDS = (
+    "gathered parameters",
+    "parameter shards",
+    "secondary shards",
+    "masters",
+    "gradients",
+    "placeholders",
+    "optimizer states",
+)
 TIERS = ("device", "host", "nvme")
 
 
@@ -44,6 +52,8 @@ def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[
         gradients = partition.runtime.gradients.get(unit.index)
         rows += count.rows(unit.name, "gathered parameters", [unit.flat])
         rows += _shard_rows(partition, unit, count)
+        secondary = unit.route.copy_inside_node
+        rows += count.rows(unit.name, "secondary shards", [] if secondary is None else [secondary])
         rows += count.rows(unit.name, "masters", [] if unit.master is None else [unit.master])
         rows += count.rows(unit.name, "gradients", [] if gradients is None else gradients.tensors())
         rows += count.rows(unit.name, "placeholders", unit.placeholder_tensors())

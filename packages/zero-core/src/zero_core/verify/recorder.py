@@ -135,7 +135,7 @@ class EngineRecorder:
         """Rank 0's copies on the host of what all ranks gather."""
         for parameter in self._trained:
             whole = read(parameter)
-            if whole is not None and self._engine.partition.rank == 0:
+            if whole is not None and self._engine.partition.data_rank == 0:
                 yield from Stager().intervals(self._names[id(parameter)], kind, whole.cpu().contiguous())
 
     def _on_read(self, module: nn.Module, _args: Any) -> None:
