@@ -12,6 +12,7 @@ import zoo
 from training import Run
 
 import zero_core
+from zero_core.as_deepspeed.fragments import safe_get_local_fp32_param, safe_set_local_fp32_param
 
 NODES = {"comm": {"ranks_per_node": 2}}
 
@@ -108,6 +109,9 @@ def changed(folder: str, way: dict[str, Any]) -> list[float]:
     with engine.gathered(list(engine.module.parameters()), modifier_rank=0):
         if dist.get_rank() == 0:
             engine.module.load_state_dict(zoo.build("frozen", torch.float32, 7).state_dict())
+    losses.append(evaluate(engine))
+    if dist.get_rank() == 1:  # what one rank writes alone, all have to learn
+        safe_set_local_fp32_param(weight, 3 * safe_get_local_fp32_param(weight))
     losses.append(evaluate(engine))
     engine.offload_states()
     engine.reload_states()

@@ -77,6 +77,7 @@ class Runtime:
         self._failure: str | None = None
         self._synced = False
         self._paused = False
+        self._changed: set[int] = set()
         self._storages: dict[int, Unit] = {}
         self._frozen = [
             (n, p) for u in self.units for n, p in zip(u.names, u.parameters, strict=True) if not p.requires_grad
@@ -156,15 +157,25 @@ class Runtime:
         """Meet the other ranks; carries what was learned about orders along. Returns the payloads in rank order."""
         self.check_alive()
         news = self.gatherer.take_news() if self._sharded else {}
-        answers = self.agreement.start(kind, name, self.step, [payload, news, self.reducer.observed()], self._beside())
-        return self._learn(answers)
+        message = [payload, news, self.reducer.observed(), self._take_changed()]
+        return self._learn(self.agreement.start(kind, name, self.step, message, self._beside()))
 
     def _learn(self, answers: list[Any]) -> list[Any]:
         if any(answer[1] for answer in answers):
             self.gatherer.learn([answer[1] for answer in answers])
         if any(answer[2] for answer in answers):
             self.reducer.learn([answer[2] for answer in answers])
+        for index in {index for answer in answers for index in answer[3]}:
+            self.units[index].route.weights_changed()
         return [answer[0] for answer in answers]
+
+    def shard_changed(self, unit: Unit) -> None:
+        """This rank alone has written other weights into its shard; all ranks learn it when they next agree."""
+        self._changed.add(unit.index)
+
+    def _take_changed(self) -> list[int]:
+        changed, self._changed = sorted(self._changed), set()
+        return changed
 
     def abort(self, failure: BaseException) -> None:
         """This rank cannot go on: tell the others why and leave the data groups, so that nobody waits for it."""
@@ -330,7 +341,7 @@ class Runtime:
         """Join the forward passes of ranks that are not done, without computing anything."""
         while True:
             self.check_alive()
-            payload = [None, self.gatherer.take_news(), self.reducer.observed()]
+            payload = [None, self.gatherer.take_news(), self.reducer.observed(), self._take_changed()]
             others = self.agreement.meet(_DONE, self.step, payload)
             self._learn([message.payload for message in others])
             running = [message for message in others if message.kind != _DONE]

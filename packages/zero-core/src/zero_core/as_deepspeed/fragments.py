@@ -128,6 +128,7 @@ class _Place:
         shard = self._partition.residency.acquire(self._unit.name)
         self._cut(shard).copy_(flat)
         self._partition.residency.release(self._unit.name, dirty=True)
+        self._partition.runtime.shard_changed(self._unit)
 
     def gradient(self) -> torch.Tensor | None:
         gradients = self._partition.runtime.gradients.get(self._unit.index)
