@@ -23,7 +23,7 @@ def why_not() -> str | None:
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"no {program} here (Debian: iproute2)"
-    probe = subprocess.run(["unshare", "-n", "ip", "link", "add", "a", "type", "veth"], capture_output=True, text=True)
+    probe = subprocess.run(["unshare", "-n", "ip", "link", "add", WIRE, "type", "veth"], capture_output=True, text=True)
     return None if probe.returncode == 0 else f"no network namespaces here: {probe.stderr.strip()}"
 
 
