@@ -184,3 +184,18 @@ def test_wrong_tensors_are_refused_with_the_sizes_that_fit():
         codec.decode(payload[:-1], scales, torch.empty(130))
     with pytest.raises(PrecisionError, match="`out`"):
         codec.decode(payload, scales, torch.empty(13, 10))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_accelerator_gives_the_bits_of_the_cpu(name):
+    device = torch.accelerator.current_accelerator()
+    x = torch.randn(20_000 * 8, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    x[:5] = torch.tensor([math.nan, math.inf, -math.inf, 1e-44, -0.0])
+    codec = BlockCodec(name, block=8)
+    here, there = codec.encode(x), codec.encode(x.to(device))
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
+    out, far = torch.empty_like(x), torch.empty_like(x, device=device)
+    codec.decode(*here, out)
+    codec.decode(*there, far)
+    assert torch.equal(out.isnan(), far.cpu().isnan()) and torch.equal(out.nan_to_num(1.0), far.cpu().nan_to_num(1.0))
