@@ -7,7 +7,7 @@ options in them that belong to that one are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,19 +43,9 @@ class DeepSpeedCPUAdam(CPUAdam):
         if amsgrad:
             raise UsageError("DeepSpeedCPUAdam(amsgrad=True) is not available; leave it false")
 
-        def build(params: Any) -> None:
-            CPUAdam.__init__(
-                self,
-                params,
-                lr,
-                betas,
-                eps,
-                weight_decay,
-                decoupled_weight_decay=adamw_mode,
-                state_dtype=_state_dtype(fp32_optimizer_states),
-            )
-
-        _over_stand_ins(self, model_params, build, {"decoupled_weight_decay": adamw_mode})
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        forced = {"decoupled_weight_decay": adamw_mode}
+        _over_stand_ins(self, CPUAdam, model_params, fp32_optimizer_states, {**options, **forced}, forced)
 
 
 class DeepSpeedCPUAdagrad(CPUAdagrad):
@@ -75,17 +65,8 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
         if amsgrad:
             raise UsageError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no such variant; leave it false")
 
-        def build(params: Any) -> None:
-            CPUAdagrad.__init__(
-                self,
-                params,
-                lr,
-                eps=eps,
-                weight_decay=weight_decay,
-                state_dtype=_state_dtype(fp32_optimizer_states),
-            )
-
-        _over_stand_ins(self, model_params, build, {})
+        options = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        _over_stand_ins(self, CPUAdagrad, model_params, fp32_optimizer_states, options)
 
 
 class DeepSpeedCPULion(CPULion):
@@ -101,10 +82,8 @@ class DeepSpeedCPULion(CPULion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        def build(params: Any) -> None:
-            CPULion.__init__(self, params, lr, betas, weight_decay, state_dtype=_state_dtype(fp32_optimizer_states))
-
-        _over_stand_ins(self, model_params, build, {})
+        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        _over_stand_ins(self, CPULion, model_params, fp32_optimizer_states, options)
 
 
 class FusedAdam(torch.optim.AdamW):
@@ -144,14 +123,21 @@ class FusedLion(Lion):
 
 
 def _over_stand_ins(
-    optimizer: Optimizer, parameters: Parameters, build: Callable[[Any], None], forced: dict[str, Any]
+    optimizer: Optimizer,
+    kind: type[CPUAdam | CPUAdagrad | CPULion],
+    parameters: Parameters,
+    fp32_states: bool,
+    options: Mapping[str, Any],
+    forced: Mapping[str, Any] | None = None,
 ) -> None:
-    """Build over one empty parameter, then take the user's groups as they are; ``forced``: what they must say."""
+    """Build as ``kind`` with ``options`` over one empty parameter, then take the user's groups as they are; ``forced``:
+    what they must say."""
     given = list(parameters)
     if not given:
         raise UsageError(f"{type(optimizer).__name__}: there are no parameters to optimise")
     groups = given if isinstance(given[0], dict) else [{"params": given}]
-    build([nn.Parameter(torch.empty(0))])
+    stand_ins = [nn.Parameter(torch.empty(0))]
+    kind.__init__(optimizer, stand_ins, state_dtype="float32" if fp32_states else "bfloat16", **options)  # type: ignore[arg-type]
     optimizer.param_groups.clear()
     optimizer.state.clear()
     for group in groups:
@@ -159,9 +145,5 @@ def _over_stand_ins(
         group["params"] = [params] if isinstance(params, nn.Parameter) else list(params)
         for key, value in optimizer.defaults.items():
             group.setdefault(key, value)
-        group.update(forced)
+        group.update(forced or {})
         optimizer.param_groups.append(group)
-
-
-def _state_dtype(fp32: bool) -> str:
-    return "float32" if fp32 else "bfloat16"
