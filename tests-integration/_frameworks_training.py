@@ -1,7 +1,8 @@
 """One training through the name `deepspeed`, whoever answers it: KIND STAGE OFFLOAD FOLDER, prints what it saw as JSON.
 
-KIND: `trainer`, `trainer-ds` (optimizer and schedule from the configuration), `plain` (deepspeed.initialize) or
-`pretrained` (HfDeepSpeedConfig and from_pretrained of FOLDER/pretrained); the last two run on any number of ranks.
+KIND: `trainer`, `trainer-ds` (optimizer and schedule from the configuration), `accelerate` (its plugin), `plain`
+(deepspeed.initialize) or `pretrained` (HfDeepSpeedConfig and from_pretrained of FOLDER/pretrained); the last two run on
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -87,6 +88,60 @@ def with_trainer(stage: int, offload: bool, folder: Path, *, from_config: bool) 
     }
 
 
+def with_accelerate(stage: int, offload: bool, folder: Path) -> dict[str, Any]:
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from safetensors.torch import save_file
+    from torch.utils.data import DataLoader
+
+    where = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu" if stage == 3 else "none"}
+    plugin = DeepSpeedPlugin(
+        zero_stage=stage,
+        gradient_accumulation_steps=2,
+        gradient_clipping=1.0,
+        zero3_save_16bit_model=True,
+        **(where if offload else {}),
+    )
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        model, optimizer, DataLoader(Tokens(8 * STEPS, 0), batch_size=4), scheduler
+    )
+    batches = list(loader)
+    seen: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
+
+    def train(some: list[Any]) -> list[float]:
+        losses = []
+        for batch in some:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    seen["norms"].append(None if norm is None else float(norm))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            seen["rates"].append(scheduler.get_last_lr()[0])
+        return losses
+
+    seen["losses"] += train(batches[:STEPS])
+    accelerator.save_state(str(folder / "state"))
+    rest = train(batches[STEPS:])
+    seen["losses"] += rest
+    before = {key: list(values) for key, values in seen.items()}
+    whole = {name: tensor.clone().contiguous() for name, tensor in accelerator.get_state_dict(model).items()}
+    accelerator.load_state(str(folder / "state"))
+    again = train(batches[STEPS:])
+    resumed = accelerator.get_state_dict(model)
+    exactly = again == rest and all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    del whole["lm_head.weight"]
+    save_file(whole, folder / "model.safetensors")
+    return {**before, "resumed exactly": exactly}
+
+
 def with_engine(stage: int, offload: bool, folder: Path, *, pretrained: bool) -> dict[str, Any]:
     import deepspeed
     from safetensors.torch import save_file
@@ -135,6 +190,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if kind.startswith("trainer"):
         seen = with_trainer(stage, offload, folder, from_config=kind == "trainer-ds")
+    elif kind == "accelerate":
+        seen = with_accelerate(stage, offload, folder)
     else:
         seen = with_engine(stage, offload, folder, pretrained=kind == "pretrained")
     if os.environ.get("RANK", "0") == "0":

@@ -1,6 +1,6 @@
 """The same script, once with DeepSpeed and once with its names answered here: losses, norms, rates, weights, resuming.
 
-Float32 on the CPU; Trainer knows one process there, plain scripts run on two ranks.
+Float32 on the CPU; Trainer and Accelerate know one process there, plain scripts run on two ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(ours: bool, kind: str, stage: int, where: str, folder: Path) -> dict[str
         "DS_ACCELERATOR": "cpu",
     }
     command = [sys.executable]
-    if kind.startswith("trainer"):
+    if kind.startswith(("trainer", "accelerate")):
         environment.update(ALONE)
     else:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -64,7 +64,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.peer
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed beside it")
-@pytest.mark.parametrize("kind", ("trainer", "trainer-ds", "plain", "pretrained"))
+@pytest.mark.parametrize("kind", ("trainer", "trainer-ds", "accelerate", "plain", "pretrained"))
 @pytest.mark.parametrize("stage, where", STAGES)
 def test_deepspeed_and_this_project_see_the_same(kind: str, stage: int, where: str, tmp_path: Path) -> None:
     seen = {}
@@ -77,6 +77,7 @@ def test_deepspeed_and_this_project_see_the_same(kind: str, stage: int, where: s
         seen[ours] = run(ours, kind, stage, where, folder)
     assert farthest(seen[True]["losses"], seen[False]["losses"]) <= 1e-5
     assert farthest(seen[True]["norms"], seen[False]["norms"]) <= 1e-4
+    assert seen[True].get("resumed exactly", True)
     assert farthest(seen[True]["rates"], seen[False]["rates"]) <= 1e-12
     ours, theirs = weights(tmp_path / "ours"), weights(tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
