@@ -79,13 +79,13 @@ def plant(engine: zero_core.Engine) -> None:
     (unit,) = (u for u in engine.partition.units if u.name.startswith(VICTIM))
     gradients: Any = engine.partition.runtime.gradients[unit.index]
     if FAULT == "dropped reduction":
-        gradients._group = DropsReduction(gradients._group)
+        gradients._reduction = DropsReduction(gradients._reduction)
     elif FAULT == "wrong divisor":
-        gradients._group = DividesByOneMore(gradients._group)
+        gradients._reduction = DividesByOneMore(gradients._reduction)
     elif FAULT == "unclipped shard" and dist.get_rank() == 1:
         engine.sharded_optimizer.clip = 0.0  # type: ignore[union-attr]
     elif FAULT == "stale gather" and dist.get_rank() == 1:
-        unit._group = GathersOnce(unit._group)  # type: ignore[assignment]
+        unit.route._group = GathersOnce(unit.route._group)  # type: ignore[assignment]
 
 
 def main() -> None:
