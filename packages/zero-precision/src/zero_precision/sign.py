@@ -59,8 +59,11 @@ class SignCodec:
                 f"SignCodec.decode: a 1-D floating `out` of shape {tuple(out.shape)} in blocks of {self.block} needs "
                 f"{expected[0]} bytes and {expected[1]} scales, got {payload.numel()} and {scales.numel()}"
             )
-        magnitudes = scales.repeat_interleave(self.block)[: out.numel()]
-        out.copy_(torch.where(_unpack(payload)[: out.numel()], -magnitudes, magnitudes))
+        values = _unpack(payload)[: out.numel()].to(torch.float32).mul_(-2.0).add_(1.0)
+        whole = out.numel() // self.block * self.block
+        values[:whole].view(-1, self.block).mul_(scales[: whole // self.block].unsqueeze(1))
+        values[whole:].mul_(scales[whole // self.block :])
+        out.copy_(values)
 
 
 def _pack(flags: Tensor) -> Tensor:
