@@ -108,7 +108,7 @@ def one_process(run: Run) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=SOAK) for n in (1, 2)), 3])
 def test_copies_of_the_model_follow_the_oracle(world_size: int, size: int, stage: int) -> None:
-    run = Run("frozen and unused", steps=20, accumulation=2, clip=0.1)
+    run = Run("frozen and unused", steps=10, accumulation=2, clip=0.1)
     found = run_ranks(sharing_runs.weights, world_size, run, stage, {"mics_shard_size": size})[0]
     assert training.deviation(found, one_process(run)) <= 1e-12
 

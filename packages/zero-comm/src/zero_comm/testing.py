@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,18 @@ class RankFailure(RuntimeError):
 
 
 class _Pool:
-    """Worker processes that stay alive between calls: importing torch costs seconds."""
+    """Worker processes that stay alive between calls; new ones come from a server that has imported torch already, for
+    that costs seconds. They see the environment as it was when the first one was made."""
 
     def __init__(self) -> None:
-        self._workers: list[tuple[SpawnProcess, Connection]] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._workers: list[tuple[BaseProcess, Connection]] = []
 
-    def take(self, count: int) -> list[tuple[SpawnProcess, Connection]]:
-        context = multiprocessing.get_context("spawn")
+    def take(self, count: int) -> list[tuple[BaseProcess, Connection]]:
         while len(self._workers) < count:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
