@@ -125,7 +125,13 @@ def test_deepspeed_goes_on_from_what_is_exported(tmp_path: Path, saved: int, dty
     for stage in (1, 3):
         resumed = resume(tmp_path, 2, stage, dtype, universal, GROUPS[saved])
         assert not same(expected, resumed["loaded"])
-        if GROUPS[saved] <= GROUPS[stage]:
+        if GROUPS[saved] > GROUPS[stage]:
+            continue
+        if dtype == "bf16" and (saved == 3) != (stage == 3):  # its stages average 16-bit gradients differently
+            moved = max(float((following[name] - expected[name]).abs().max()) for name in following)
+            for name, value in following.items():
+                torch.testing.assert_close(resumed["after"][name], value, rtol=0, atol=moved / 64)
+        else:
             assert not same(following, resumed["after"])
 
 
