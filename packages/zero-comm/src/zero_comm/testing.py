@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import multiprocessing
 import pickle
-import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 
 class RankFailure(RuntimeError):
@@ -30,17 +28,24 @@ class RankFailure(RuntimeError):
 
 class _Pool:
     """Worker processes that stay alive between calls; new ones come from a server that has imported torch already, for
-    that costs seconds. They see the environment as it was when the first one was made."""
+    that costs seconds. They see the environment as it was when the first one was made. They meet in one TCPStore,
+    whose clients are told of a key at once; those of a FileStore look every 10 ms, several times for each group."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.distributed"])
         self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._calls = itertools.count()
+
+    def next_prefix(self) -> str:
+        """The part of the store that belongs to one call."""
+        return f"call {next(self._calls)}"
 
     def take(self, count: int) -> list[tuple[BaseProcess, Connection]]:
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -70,49 +75,50 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """
     pool = _pool()
     workers = pool.take(world_size)
-    with tempfile.TemporaryDirectory() as folder:
-        for rank, (_, connection) in enumerate(workers):
-            connection.send((fn, args, rank, world_size, str(Path(folder) / "store")))
-        results: dict[int, Any] = {}
-        failures: dict[int, Any] = {}
-        pending: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(workers)}
-        while pending:
-            ready = wait(list(pending), timeout)
-            if not ready:
-                pool.close()
-                raise TimeoutError(
-                    f"rank(s) {sorted(pending.values())} gave no answer in {timeout:.0f} s"
-                    + "".join(f"\n--- rank {r} ---\n{t}" for r, t in sorted(failures.items()))
-                )
-            for answered in ready:
-                rank = pending.pop(answered)
-                try:
-                    ok, value = answered.recv()  # type: ignore[union-attr, call-arg]
-                except EOFError:
-                    ok, value = False, "the process ended without an answer"
-                (results if ok else failures)[rank] = value
+    prefix = pool.next_prefix()
+    for rank, (_, connection) in enumerate(workers):
+        connection.send((fn, args, rank, world_size, prefix))
+    results: dict[int, Any] = {}
+    failures: dict[int, Any] = {}
+    pending: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(workers)}
+    while pending:
+        ready = wait(list(pending), timeout)
+        if not ready:
+            pool.close()
+            raise TimeoutError(
+                f"rank(s) {sorted(pending.values())} gave no answer in {timeout:.0f} s"
+                + "".join(f"\n--- rank {r} ---\n{t}" for r, t in sorted(failures.items()))
+            )
+        for answered in ready:
+            rank = pending.pop(answered)
+            try:
+                ok, value = answered.recv()  # type: ignore[union-attr, call-arg]
+            except EOFError:
+                ok, value = False, "the process ended without an answer"
+            (results if ok else failures)[rank] = value
     if failures:
         pool.close()
         raise RankFailure(failures)
     return [results[rank] for rank in range(world_size)]
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, port: int) -> None:
     torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     while True:
         try:
             call = connection.recv_bytes()
         except EOFError:
             return
         try:
-            connection.send((True, _run(call)))
+            connection.send((True, _run(call, store)))
         except BaseException:  # every failure goes back to the caller with its traceback, unpicklable results too
             connection.send((False, traceback.format_exc()))
 
 
-def _run(call: bytes) -> Any:
-    fn, args, rank, world_size, store = pickle.loads(call)
-    dist.init_process_group("gloo", store=FileStore(store, world_size), rank=rank, world_size=world_size)
+def _run(call: bytes, store: dist.Store) -> Any:
+    fn, args, rank, world_size, prefix = pickle.loads(call)
+    dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=world_size)
     try:
         dist.barrier()  # no rank leaves while another still connects
         return fn(*args)
