@@ -1,8 +1,9 @@
-"""Run test suites one after the other and close with one table and one count.
+"""Run test suites and close with one table and one count.
 
 Standard library only; it is run by the interpreter of the environment under test. A suite is a folder of a package
 (its tests/ is taken) or a folder of tests. Each runs in a pytest process of its own, so that files of the same name do
-not meet, and a suite that crashes does not take the others along.
+not meet, and a suite that crashes does not take the others along. Suites run one after the other, but those that mostly
+wait, for the disk or for processes to end, run beside the rest, and what they print appears when they are done.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS_COLLECTED = 5
+WAITING = ("zero-nvme-aio", "zero-launch")
+"""Suites that leave most of two cores idle."""
 
 
 @dataclass
@@ -58,20 +62,44 @@ def count(report: Path) -> tuple[int, int, int]:
     return passed, failed, skipped
 
 
-def run_suite(folder: Path, marker: str | None, pytest_args: list[str], scratch: Path) -> Outcome:
+def run_suite(folder: Path, marker: str | None, pytest_args: list[str], scratch: Path, beside: bool) -> Outcome:
     tests = folder / "tests" if (folder / "tests").is_dir() else folder
     if not tests.is_dir():
         return Outcome(folder.name, NO_TESTS_COLLECTED, 0, 0, 0, 0.0)
     report = scratch / f"{folder.name}.xml"
     command = [sys.executable, "-m", "pytest", str(tests), f"--junitxml={report}", "-o", "junit_family=xunit1", "-q"]
     command += ["-m", marker] if marker else []
-    print(f"\n=== {folder.name} ===", flush=True)
+    title = f"\n=== {folder.name} ===\n"
     begin = time.monotonic()
     # The working directory is not the repository: a test must not depend on it, nor import a package from its sources.
     work = scratch / folder.name
     work.mkdir()
-    status = subprocess.run([*command, *pytest_args], cwd=work, check=False).returncode
+    if beside:
+        printed = scratch / f"{folder.name}.txt"
+        with printed.open("wb") as sink:
+            status = subprocess.run(
+                [*command, *pytest_args], cwd=work, check=False, stdout=sink, stderr=subprocess.STDOUT
+            ).returncode
+        sys.stdout.write(title + printed.read_text(encoding="utf-8", errors="replace"))
+        sys.stdout.flush()
+    else:
+        print(title, end="", flush=True)
+        status = subprocess.run([*command, *pytest_args], cwd=work, check=False).returncode
     return Outcome(folder.name, status, *count(report), time.monotonic() - begin)
+
+
+def run_suites(folders: list[Path], marker: str | None, pytest_args: list[str]) -> list[Outcome]:
+    """Run two lanes of suites, the waiting ones beside the others; outcomes in the order of ``folders``."""
+    beside = len(folders) > 1
+    lanes = [[f for f in folders if (f.name in WAITING) is waiting] for waiting in (False, True)]
+    with tempfile.TemporaryDirectory(prefix="zero-suites-") as scratch, ThreadPoolExecutor(len(lanes)) as pool:
+
+        def run_lane(lane: list[Path]) -> list[Outcome]:
+            quiet = beside and lane is lanes[1]
+            return [run_suite(folder, marker, pytest_args, Path(scratch), quiet) for folder in lane]
+
+        outcomes = {outcome.name: outcome for lane in pool.map(run_lane, lanes) for outcome in lane}
+    return [outcomes[folder.name] for folder in folders]
 
 
 def main() -> int:
@@ -91,8 +119,9 @@ def main() -> int:
 
     # A shell's background job ignores SIGINT and hands that down; tests of Ctrl-C need the signal as users have it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="zero-suites-") as scratch:
-        outcomes = [run_suite(folder, args.marker, pytest_args, Path(scratch)) for folder in folders]
+    begin = time.monotonic()
+    outcomes = run_suites(folders, args.marker, pytest_args)
+    elapsed = time.monotonic() - begin
 
     width = max(len(outcome.name) for outcome in outcomes)
     print("\n=== all suites ===")
@@ -106,7 +135,7 @@ def main() -> int:
         print(f"not passed: {', '.join(outcome.name for outcome in bad)}")
     if nothing_ran:
         print("no test ran")
-    print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
+    print(f"{passed} passed, {failed} failed, {skipped} skipped in {elapsed:.0f} s", flush=True)
     return 1 if bad or nothing_ran else 0
 
 
