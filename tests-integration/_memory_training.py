@@ -1,8 +1,11 @@
-"""One rank of a job that trains a model of ``BLOCKS`` blocks: ``_memory_training.py STAGE BLOCKS GROUP [DRIVE]``.
+"""One rank of a job that trains a model of ``BLOCKS`` blocks.
 
-With ``DRIVE`` (a folder) the model is built inside `Init` and everything that can be lives in files there. Prints, as
-JSON on one line, the model's elements, its data segment and the memory charged to its control group ``GROUP`` (where it
-is one).
+``_memory_training.py STAGE BLOCKS GROUP [DRIVE [SHAPE]]``
+
+With ``DRIVE`` (a folder) the model is built inside `Init` and everything that can be lives in files there. ``SHAPE`` is
+``deep`` (layers one after the other; the default), ``wide`` (one layer of as many elements) or ``tiled`` (that layer in
+tiles). Prints, as JSON on one line, the model's elements, its data segment and the memory charged to its control group
+``GROUP`` (where it is one).
 """
 
 from __future__ import annotations
@@ -23,7 +26,16 @@ import zero_core
 WIDTH = 1024
 
 
-def main(stage: int, blocks: int, group: Path, drive: str | None = None) -> None:
+def build(shape: str, blocks: int) -> nn.Module:
+    """A model of ``blocks`` x (WIDTH x WIDTH weights and WIDTH biases)."""
+    if shape == "wide":
+        return nn.Linear(WIDTH, blocks * WIDTH)
+    if shape == "tiled":
+        return zero_core.TiledLinear(WIDTH, blocks * WIDTH, out_splits=blocks)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)))
+
+
+def main(stage: int, blocks: int, group: Path, drive: str | None = None, shape: str = "deep") -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     nvme = {"device": "nvme", "nvme_path": drive}
@@ -40,7 +52,7 @@ def main(stage: int, blocks: int, group: Path, drive: str | None = None) -> None
         },
     }
     with zero_core.Init(config) if drive else nullcontext():
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)))
+        model = build(shape, blocks)
     engine = zero_core.initialize(model=model, config=config)[0]
     losses = []
     for _ in range(3):

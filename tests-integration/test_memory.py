@@ -241,3 +241,21 @@ def test_a_model_of_three_times_the_limit_is_built_and_trained_from_files(
         assert rank.facts["elements"] * STATE_BYTES >= 3 * limit
         assert rank.facts["losses"][2] < rank.facts["losses"][0]
     assert {path.suffix for path in tmp_path.rglob("*")} <= {".lock"}
+
+
+@pytest.mark.soak
+def test_a_layer_larger_than_the_limit_trains_in_tiles_and_not_as_one(tmp_path: Path) -> None:
+    try:
+        find_parent()
+    except OSError as error:
+        pytest.skip(f"no control group with a memory limit: {error}")
+    (small,) = train_in_groups(3, 3, None, str(tmp_path), "tiled", ranks_count=1)
+    assert small.status == 0, small
+    limit = small.facts["anonymous"] + (160 << 20)  # the pages of torch's own files want room too
+    tiles = limit // (4 * BLOCK_ELEMENTS) + 1
+    (tiled,) = train_in_groups(3, tiles, limit, str(tmp_path), "tiled", ranks_count=1)
+    assert tiled.status == 0, tiled
+    assert 4 * tiled.facts["elements"] > limit  # the layer's fp32 weights alone
+    assert tiled.facts["losses"][2] < tiled.facts["losses"][0]
+    (whole,) = train_in_groups(3, tiles, limit, str(tmp_path), "wide", ranks_count=1)
+    assert whole.status == -signal.SIGKILL, whole

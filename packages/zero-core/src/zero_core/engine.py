@@ -39,7 +39,7 @@ class Engine(Preparation):
 
     Call order of a micro-batch: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``. `step` acts
     at the boundary of gradient accumulation and only counts otherwise. ``loss.backward()`` works too; then the loss
-    is neither scaled nor divided.
+    is not divided, and under fp16 it has to be scaled: ``engine.scale(loss).backward()``.
 
     Attributes:
         module: the user's model.
@@ -93,6 +93,7 @@ class Engine(Preparation):
             config.gradient_accumulation_steps,
         )
         self._accumulated = 0
+        self._scaled = False
         self._collate_fn = collate_fn
         self.training_dataloader: RankLoader[Any] | None = None
         self.observer: Observer = Unobserved()
@@ -130,9 +131,7 @@ class Engine(Preparation):
         Gradients are reduced on the way: at the accumulation boundary at stages 0 and 1, each time at stages 2 and 3.
         """
         self._check_trainable("backward")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise UsageError(f"engine.backward: expected a scalar loss that requires gradients, got {_describe(loss)}")
-        precise = loss.float() if loss.dtype.itemsize < 4 else loss  # a scale of 2**16 is infinite in fp16
+        precise = _precise("backward", loss)
         scaled = precise / self.gradient_accumulation_steps() if scale_wrt_gas else precise
         with self._told_to_all():
             self.observer.loss(loss)
@@ -147,6 +146,16 @@ class Engine(Preparation):
         self.instruments.loss(returned)
         return returned
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` (a scalar) times the loss scale, for a backward pass of your own: ``engine.scale(loss).backward()``.
+
+        It is not divided by the accumulation steps. Holds for the backward passes before the next `step`.
+        """
+        self._check_trainable("scale")
+        scaled = _precise("scale", loss) * self.loss_scale()
+        self._scaled = True
+        return scaled
+
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the accumulation boundary: agree, clip, update, publish, step the scheduler (with ``lr_kwargs``).
         Otherwise only count the micro-batch.
@@ -158,6 +167,7 @@ class Engine(Preparation):
         boundary = self.is_gradient_accumulation_boundary()
         self._accumulated = 0 if boundary else self._accumulated + 1
         self.micro_steps += 1
+        self._scaled = False
         self.global_samples += self.train_micro_batch_size_per_gpu() * self._partition.data_world_size
         if not boundary:
             return
@@ -272,8 +282,11 @@ class Engine(Preparation):
         return self._synchronises and self.is_gradient_accumulation_boundary()
 
     def _refuse_plain_backward(self) -> str | None:
-        if self.loss_scale() != 1.0:
-            return "loss.backward() does not scale the loss, but fp16 needs it: call engine.backward(loss)"
+        if self.loss_scale() != 1.0 and not self._scaled:
+            return (
+                "loss.backward() does not scale the loss, but fp16 needs it: call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
         return None
 
     def _autocast(self) -> Any:
@@ -294,6 +307,13 @@ class Engine(Preparation):
             self._partition.runtime.abort(failure)
             self.model_part.abort(failure)
             raise
+
+
+def _precise(call: str, loss: torch.Tensor) -> torch.Tensor:
+    """The loss in fp32 at least: a scale of 2**16 is infinite in fp16."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise UsageError(f"engine.{call}: expected a scalar loss that requires gradients, got {_describe(loss)}")
+    return loss.float() if loss.dtype.itemsize < 4 else loss
 
 
 def _describe(value: object) -> str:

@@ -80,6 +80,29 @@ def test_the_static_loss_scale_stays_and_the_norm_is_unscaled(stage: int) -> Non
         assert "engine.backward" in refusal and "scale" in refusal
 
 
+def scaled_by_hand(stage: int) -> tuple[float, str]:
+    trained = []
+    for by_hand in (False, True):
+        engine = half("fp16", stage, {"loss_scale": 128})
+        for number in range(3):
+            loss = engine(*batch(number, torch.float16))
+            if by_hand:
+                engine.scale(loss).backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+        trained.append(weights(engine))
+        again = outcome(lambda: engine(*batch(3, torch.float16)).backward())  # noqa: B023  (called here)
+        engine.destroy()
+    return distance(*trained), again
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_a_loss_scaled_by_the_engine_may_go_backward_by_hand(stage: int) -> None:
+    for apart, again in run_ranks(scaled_by_hand, RANKS, stage):
+        assert apart == 0.0 and "engine.scale" in again
+
+
 def overflow(section: dict[str, Any], stage: int) -> dict[str, Any]:
     engine = half("bf16", stage, section)
     rank = torch.distributed.get_rank()

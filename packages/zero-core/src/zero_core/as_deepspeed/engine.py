@@ -7,12 +7,16 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from zero_core.assembly import assemble
+from zero_core.config import precision_policy
 from zero_core.engine import Engine
 from zero_core.errors import UsageError
 from zero_core.observing import supervisor
@@ -23,6 +27,7 @@ from .accelerator import compute_device
 from .client_state import from_plain, to_plain
 from .communication import init_distributed
 from .construction import suspended
+from .getters import GETTERS, REFUSED, refuse
 from .naming import UnsupportedError
 from .offload import ParameterOffload
 from .optimizer import DeepSpeedOptimizer, ZeROOptimizer
@@ -92,6 +97,11 @@ class DeepSpeedEngine(Engine):
     def local_rank(self) -> int:
         """This rank's number on its host."""
         return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """What gradients travel in."""
+        return precision_policy(self.resolved_config).wire_dtype
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -172,6 +182,35 @@ class DeepSpeedEngine(Engine):
             custom_load_fn,
         )
         return path, from_plain(client_state)
+
+    save_fp16_model = save_16bit_model
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number among those that train the same part of the model."""
+        return self.partition.data_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's number among those that share a layer; 0 without an ``mpu``."""
+        return self.model_part.place.rank
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    @staticmethod
+    def is_map_style_dataset(obj: object) -> bool:
+        """Whether ``obj`` has a length and items by number."""
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: object) -> bool:
+        """Whether ``obj`` is a `torch.utils.data.IterableDataset`."""
+        return isinstance(obj, IterableDataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in GETTERS:
+            return partial(GETTERS[name], self.resolved_config)
+        if name in REFUSED:
+            return refuse(name)
+        return super().__getattr__(name)
 
     def destroy(self, whole: bool = True) -> None:
         """As `Engine.destroy`; the parameters are plain ones again."""
