@@ -303,6 +303,18 @@ def gpu(session: nox.Session) -> None:
     suites(session, python, "--all", "--marker", "gpu", "--", *session.posargs)
 
 
+@nox.session
+def triton(session: nox.Session) -> None:
+    """The Triton kernels without a GPU: in Triton's interpreter, and compiled as far as machine code."""
+    python = str(Path(session.virtualenv.location) / "bin" / "python")
+    install_tools(session, python, list(PACKAGES), *group("triton"))
+    install_packages(session, python, list(PACKAGES))
+    file = ROOT / "tests-integration" / "test_triton.py"
+    command = [python, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), str(file), *session.posargs]
+    with session.chdir(session.create_tmp()):
+        run(session, *command, env={"TRITON_INTERPRET": "1"})
+
+
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """Links between the pages resolve, and the examples in them are Python, JSON and TOML that parse."""

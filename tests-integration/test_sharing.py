@@ -81,18 +81,42 @@ def test_the_memory_report_counts_secondary_shards() -> None:
         assert secondary == {**plain, "secondary shards": total // 2}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=SOAK)])
-def test_secondary_shards_beside_an_offloaded_optimizer_change_no_bit(dtype: str) -> None:
+def optimizer_on(device: str, folder: Path) -> dict[str, Any]:
+    """Keys of zero_optimization that keep masters and moments there."""
+    return {"offload_optimizer": {"device": device, "nvme_path": str(folder / "nvme")}}
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize(
+    ("world_size", "size", "dtype"),
+    [(4, 2, "fp32"), *(pytest.param(*case, marks=SOAK) for case in
+     ((4, 2, "bf16"), (2, 2, "fp32"), (3, 3, "fp32"), (4, 4, "fp32"), (6, 2, "fp32"), (6, 3, "bf16")))],
+)  # fmt: skip
+def test_secondary_shards_beside_an_offloaded_optimizer_change_no_bit(
+    world_size: int, size: int, dtype: str, device: str, tmp_path: Path
+) -> None:
     run = Run("frozen", steps=3, dtype=dtype)
-    tier = {"offload_optimizer": {"device": "cpu"}}
-    for plain, secondary in run_ranks(sharing_runs.trained, 4, run, 3, [tier, {**tier, **HPZ}]):
+    tier = {**optimizer_on(device, tmp_path), "comm": {"ranks_per_node": size}}
+    ways = [tier, {**tier, "zero_hpz_partition_size": size}]
+    for plain, secondary in run_ranks(sharing_runs.trained, world_size, run, 3, ways):
         assert secondary == plain
 
 
-def test_a_resumed_run_goes_on_bitwise_over_present_secondary_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "size", "device"),
+    [(4, 2, "none"), (4, 2, "nvme"), *(pytest.param(*case, marks=SOAK) for case in
+     ((4, 2, "cpu"), (2, 2, "nvme"), (3, 3, "nvme"), (6, 2, "nvme"), (6, 3, "nvme")))],
+)  # fmt: skip
+def test_a_resumed_run_goes_on_bitwise_over_present_secondary_shards(
+    world_size: int, size: int, device: str, tmp_path: Path
+) -> None:
     run = Run("frozen", steps=4, accumulation=2, dtype="fp32")
-    saved = run_ranks(sharing_runs.save, 4, run, str(tmp_path), 2, HPZ)
-    assert run_ranks(sharing_runs.resume, 4, run, str(tmp_path), 2, HPZ) == [tuple(bits) for *bits, _ in saved]
+    way = {"zero_hpz_partition_size": size, "comm": {"ranks_per_node": size}, **optimizer_on(device, tmp_path)}
+    saved = run_ranks(sharing_runs.save, world_size, run, str(tmp_path), 2, way)
+    resumed = run_ranks(sharing_runs.resume, world_size, run, str(tmp_path), 2, way)
+    assert resumed == [tuple(bits) for *bits, _ in saved]
+    without = {key: value for key, value in way.items() if key != "zero_hpz_partition_size"}
+    assert run_ranks(sharing_runs.resume, world_size, run, str(tmp_path), 2, without) == resumed
 
 
 # -- copies of the model ---------------------------------------------------------------------------------------------
@@ -113,12 +137,15 @@ def test_copies_of_the_model_follow_the_oracle(world_size: int, size: int, stage
     assert training.deviation(found, one_process(run)) <= 1e-12
 
 
-def test_gathers_of_a_copy_stay_in_the_node_and_reductions_cross_it_once() -> None:
-    ways = [{}, COPIES]
-    for plain, copies in run_ranks(sharing_runs.across, 4, Run(dtype="fp32"), ways):
-        assert copies["forward"] == copies["backward"] == 0
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gathers_of_a_copy_stay_in_the_node_and_reductions_cross_it_once(dtype: str) -> None:
+    ways = [{}, COPIES, {**COPIES, **QGZ}]
+    for plain, copies, codes in run_ranks(sharing_runs.across, 4, Run(dtype=dtype), ways):
+        assert copies["forward"] == copies["backward"] == codes["forward"] == codes["backward"] == 0
         # half of the gradient there and back again, against the other node's half to two ranks
         assert copies["reduce"] == pytest.approx(plain["reduce"], rel=0.1)
+        # half a byte there, one back; scales and padding of small units are seen
+        assert codes["reduce"] == pytest.approx(plain["reduce"] * 0.75 / training.DTYPES[dtype].itemsize, rel=0.2)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=SOAK), pytest.param(2, marks=SOAK), 3])
@@ -155,6 +182,22 @@ def test_the_tutorials_configuration_trains_at_any_world_size(world_size: int, s
     plain = one_process(run)
     moved = max(float((p - q).abs().max()) for p, q in zip(plain.values(), initial(run).values(), strict=True))
     assert training.deviation(quantized, plain) < moved  # rounded, not lost
+
+
+@pytest.mark.parametrize(
+    ("world_size", "size", "per_node", "stage"),
+    [
+        (4, 2, 2, 3),
+        *(pytest.param(*case, marks=SOAK) for case in ((4, 2, 2, 1), (4, 1, 2, 2), (6, 2, 3, 3), (6, 3, 3, 2))),
+    ],
+)
+def test_copies_train_with_codes_between_them(world_size: int, size: int, per_node: int, stage: int) -> None:
+    run = Run("frozen and unused", steps=10, accumulation=2, clip=0.1, dtype="fp32")
+    way = {**QGZ, **QWZ, "mics_shard_size": size, "comm": {"ranks_per_node": per_node}}
+    quantized = run_ranks(sharing_runs.weights, world_size, run, stage, way)[0]
+    plain = one_process(run)
+    moved = max(float((p - q).abs().max()) for p, q in zip(plain.values(), initial(run).values(), strict=True))
+    assert 0 < training.deviation(quantized, plain) < moved  # rounded, not lost
 
 
 def initial(run: Run) -> dict[str, torch.Tensor]:

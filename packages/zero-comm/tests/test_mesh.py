@@ -83,21 +83,35 @@ def test_gathers_cover_the_shard_axis_and_reductions_all_copies(
         assert result["reduce bytes"] == (sent, across)
 
 
-def test_every_copy_ends_with_the_same_bits_in_the_documented_order() -> None:
-    for wire in (torch.float32, torch.bfloat16):
-        for rank, bits in enumerate(run_ranks(reduced_bits, 4, wire)):
-            flats = [values(r, 10, wire) for r in range(4)]
-            mine = slice(0, 5) if rank % 2 == 0 else slice(5, 10)
-            sums_of_copies = [flats[c].float()[mine] + flats[c + 1].float()[mine] for c in (0, 2)]
-            assert bits == ((sums_of_copies[0] + sums_of_copies[1]) / 4).tolist()
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_copy_ends_with_the_bits_of_averages_that_travel_in_the_dtype_of_gradients(wire: torch.dtype) -> None:
+    for rank, (bits, across) in enumerate(run_ranks(reduced, 4, wire)):
+        flats = [values(r, 10, wire) for r in range(4)]
+        mine = slice(0, 5) if rank % 2 == 0 else slice(5, 10)
+        of_copies = [((flats[c].float()[mine] + flats[c + 1].float()[mine]) / 2).to(wire) for c in (0, 2)]
+        expected = ((of_copies[0].float() + of_copies[1].float()) / 2).to(wire).float()
+        assert bits == expected.tolist()
+        assert across == 6 * wire.itemsize  # half of five elements and one of padding, there and back
 
 
-def reduced_bits(wire: torch.dtype) -> list[float]:
-    groups = Mesh(shard_size=2, device=CPU).open_groups()
+def reduced(wire: torch.dtype) -> tuple[list[float], int]:
+    groups = Mesh(shard_size=2, device=CPU).open_groups(ranks_per_node=2)
     out = torch.empty(5)
     groups.reduce.reduce(values(torch.distributed.get_rank(), 10, wire), out, TAG).wait()
     groups.close()
-    return out.tolist()
+    return out.tolist(), groups.gather.ledger.across_bytes("reduce")
+
+
+def largest_of_all() -> float:
+    groups = Mesh(shard_size=2, device=CPU).open_groups()
+    flat, out = torch.full((4,), 65504.0, dtype=torch.float16), torch.empty(2)
+    groups.reduce.reduce(flat, out, TAG).wait()
+    groups.close()
+    return float(out.max())
+
+
+def test_what_fits_the_wire_once_does_not_overflow_between_copies() -> None:
+    assert run_ranks(largest_of_all, 4) == [65504.0] * 4
 
 
 def refused(shard_size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from comm_ranks import failure_of, values
 
-from zero_comm import Group, Ledger, QuantizedGather, QuantizedReduce, Tag, open_group, run_ranks
+from zero_comm import EngineGroups, Group, Ledger, QuantizedGather, QuantizedReduce, Tag, open_group, run_ranks
 
 MESHES = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3)]
 """World size, ranks per node."""
@@ -146,6 +147,74 @@ def test_bytes_are_those_of_the_packets_inside_and_across(world_size: int, ranks
     nodes, packet = world_size // ranks_per_node, 152 + 7 * 4  # 150 bytes of payload, padded
     expected = (nodes * (ranks_per_node - 1) * packet, (nodes - 1) * packet)
     assert results(counted_bytes, world_size, ranks_per_node) == [expected] * world_size
+
+
+COPIES = [(2, 1, 1), (4, 2, 2), (4, 1, 2), (4, 2, 4), (4, 4, 2), (6, 3, 3), (6, 2, 3), (6, 3, 1)]
+"""World size, ranks of a copy, ranks per node."""
+
+
+def over_copies(copy: int, ranks_per_node: int) -> dict[str, Any]:
+    """Averages over copies of the model through codecs, two at a time, and what they sent."""
+    ledger, rank = Ledger(), dist.get_rank()
+    rows = [list(range(dist.get_world_size()))]
+    groups = EngineGroups.open(
+        rows,
+        ledger=ledger,
+        shard_size=copy,
+        ranks_per_node=ranks_per_node,
+        gradient_codec=Plain(),
+        average_codec=Plain(),
+    )
+    coarse = EngineGroups.open(
+        rows, ledger=ledger, shard_size=copy, ranks_per_node=ranks_per_node, gradient_codec=Rounded()
+    )
+    outs = [torch.ones(37) for _ in range(3)]
+    works = [
+        over.reduce.reduce(values(rank, 37 * copy, torch.float32), out, TAG, accumulate=accumulate)
+        for over, out, accumulate in zip((groups, groups, coarse), outs, (False, True, False), strict=True)
+    ]
+    works[1].advance()
+    for work in works:
+        work.wait()
+    ledger.reset()
+    coarse.reduce.reduce(values(rank, 100 * copy, torch.float32), torch.empty(100), TAG).wait()
+    sent = ledger.sent_bytes("reduce"), ledger.across_bytes("reduce")
+    groups.close()
+    coarse.close()
+    return {"exact": outs[0], "added": outs[1], "coarse": outs[2], "sent": sent}
+
+
+@pytest.mark.parametrize(("world_size", "copy", "ranks_per_node"), COPIES)
+def test_copies_of_the_model_average_through_codecs(world_size: int, copy: int, ranks_per_node: int) -> None:
+    answers = results(over_copies, world_size, copy, ranks_per_node)
+    terms = torch.stack([values(rank, 37 * copy, torch.float32).view(copy, 37) for rank in range(world_size)])
+    codec = Rounded()
+    for rank, found in enumerate(answers):
+        mine = terms[:, rank % copy].double()
+        torch.testing.assert_close(found["exact"].double(), mine.mean(0), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(found["added"].double(), mine.mean(0) + 1, rtol=1e-6, atol=1e-6)
+        assert torch.equal(found["coarse"], answers[rank % copy]["coarse"])  # in all copies the same bits
+        # a gradient is rounded at most once in its node, once in its copy, once among copies; then their average
+        whole = mine.abs().mean(0) * 1.4
+        allowed = sum(codec.bound(x) for x in mine) / world_size + 3 * codec.bound(whole)
+        assert bool(((found["coarse"].double() - mine.mean(0)).abs() <= allowed + 1e-5).all())
+
+
+@pytest.mark.parametrize(("world_size", "copy", "ranks_per_node"), COPIES)
+def test_between_copies_packets_of_parts_travel_there_and_back(world_size: int, copy: int, ranks_per_node: int) -> None:
+    block = math.gcd(copy, ranks_per_node)
+    copies, nodes = world_size // copy, copy // block
+    packet, part = 152 + 7 * 4, -(-100 // copies)
+    part_packet = -(-(part + (part + 1) // 2) // 4) * 4 + -(-part // 16) * 4
+    inside, across = nodes * (block - 1) * packet, (nodes - 1) * packet
+    between = 2 * (copies - 1) * part_packet
+    for rank, found in enumerate(results(over_copies, world_size, copy, ranks_per_node)):
+        start = rank // copy * copy
+        of_copy, of_others = range(start + rank % block, start + copy, block), range(rank % copy, world_size, copy)
+        far, far_copies = (
+            sum(rank // ranks_per_node != r // ranks_per_node for r in ranks) for ranks in (of_copy, of_others)
+        )
+        assert found["sent"] == (inside + across + between, far * packet + 2 * far_copies * part_packet)
 
 
 def several_in_flight() -> tuple[list[int], list[torch.Tensor]]:

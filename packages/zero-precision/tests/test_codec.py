@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import importlib.util
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -184,6 +187,29 @@ def test_wrong_tensors_are_refused_with_the_sizes_that_fit():
         codec.decode(payload[:-1], scales, torch.empty(130))
     with pytest.raises(PrecisionError, match="`out`"):
         codec.decode(payload, scales, torch.empty(13, 10))
+
+
+SERVED = """
+import sys
+if sys.argv[1] == "absent":
+    sys.modules["triton"] = None
+import torch
+from zero_precision import DeviceBlockQuantizer
+assert "triton" not in sys.modules or sys.argv[1] == "absent"
+quantizer = DeviceBlockQuantizer()
+print(quantizer.describe(torch.device("cpu")), quantizer.describe(torch.device("cuda")), sep="\\n")
+"""
+
+
+def test_what_serves_a_device_is_said_and_triton_is_imported_for_cuda_alone():
+    def said(triton):
+        run = [sys.executable, "-c", SERVED, triton]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    reason = "import of triton halted; None in sys.modules"
+    assert said("absent") == ["plain torch", f"plain torch, because triton cannot be imported ({reason})"]
+    if importlib.util.find_spec("triton") is not None:
+        assert said("there")[1].startswith("triton ")
 
 
 @pytest.mark.gpu

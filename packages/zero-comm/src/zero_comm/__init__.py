@@ -5,7 +5,7 @@ Read `group.py` first: it holds the gather, the one reduction and the broadcast.
 
 from __future__ import annotations
 
-from .channels import EngineGroups, Reduction, open_group
+from .channels import EngineGroups, open_group
 from .codec import Codec
 from .control import Control, Message
 from .discovery import Place, discover
@@ -15,7 +15,7 @@ from .group import Group
 from .ledger import Ledger, LedgerRow
 from .mesh import Mesh
 from .quantized import QuantizedGather, QuantizedReduce
-from .replicated import ReplicatedReduce
+from .replicated import Reduction, ReplicatedReduce
 from .setup import default_device, init
 from .slices import SliceSum, sum_slices
 from .tag import Tag

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,27 +14,14 @@ from .control import Control, Message
 from .errors import CommError
 from .group import Group
 from .ledger import Ledger
-from .quantized import QuantizedReduce
-from .replicated import ReplicatedReduce
+from .quantized import QuantizedGather, QuantizedReduce
+from .replicated import Reduction, ReplicatedReduce
 from .slices import SliceSum, sum_slices
 from .tag import Tag
 from .topology import node_name
-from .work import Work
 
 Rows = Sequence[Sequence[int]]
 """Global ranks of every group of one kind; each rank of the world is in one row."""
-
-
-class Reduction(Protocol):
-    """Averages a flat buffer into the owners' slices: `Group` does, and so do its relatives in several hops."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-
-    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """See `Group.reduce`."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +52,7 @@ class EngineGroups:
         shard_size: int | None = None,
         secondary_size: int = 1,
         gradient_codec: Codec | None = None,
+        average_codec: Codec | None = None,
     ) -> EngineGroups:
         """The groups of an engine over each of ``rows``; returns those of this rank's row. Every rank of the world must
         call it together, with the same arguments.
@@ -73,8 +60,8 @@ class EngineGroups:
         ``ranks_per_node``: see `node_name`. ``shard_size``: so many consecutive ranks of a row have one copy of the
         model between them, and the others repeat it (default: the whole row). ``secondary_size``: ranks of a
         secondary group, 1 for none. ``gradient_codec``: reductions travel through it, inside nodes first where blocks
-        of consecutive ranks lie in one, then across; not with several copies of the model. Raises ValueError when a
-        size does not divide a row, and for what does not go together.
+        of consecutive ranks lie in one, then across, then to other copies of the model, whose averages come back
+        through ``average_codec`` (default: the same). Raises ValueError when a size does not divide a row.
         """
         shards = rows if shard_size is None else _blocks(rows, "shard_size", shard_size)
         parts = _blocks(rows, "secondary_size", secondary_size)
@@ -100,18 +87,16 @@ class EngineGroups:
         gather, replicate = data_group(shards), Group(None, ledger=book)
         secondary = data_group(parts) if secondary_size > 1 else None
         reduction: Reduction
-        if len(shards) > len(rows):
-            if gradient_codec is not None:
-                raise ValueError("gradient_codec: expected none where there are several copies of the model")
-            copies = _columns(rows, len(shards[0]))
-            replicate = data_group(copies)
-            reduction = ReplicatedReduce(data_group(shards), data_group(copies), replicate)
-        elif gradient_codec is not None:
-            block = _common_block(rows, control)
-            inside, across = data_group(_blocks(rows, "node", block)), data_group(_columns(rows, block))
-            reduction = QuantizedReduce(inside, across, gradient_codec)
-        else:
+        if gradient_codec is None:
             reduction = data_group(shards)
+        else:
+            block = math.gcd(_common_block(rows, control), len(shards[0]))
+            inside, across = data_group(_blocks(shards, "node", block)), data_group(_columns(shards, block))
+            reduction = QuantizedReduce(inside, across, gradient_codec)
+        if len(shards) > len(rows):
+            copies = _columns(rows, len(shards[0]))
+            replicate, others = data_group(copies), data_group(copies)
+            reduction = _over_copies(reduction, others, replicate, gradient_codec, average_codec or gradient_codec)
         return cls(gather, reduction, control, replicate, secondary, tuple(opened))
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
@@ -154,6 +139,16 @@ def open_group(rows: Sequence[Sequence[int]], backend: str | None = None) -> dis
             if rank in row:
                 mine = group
     return mine
+
+
+def _over_copies(
+    copy: Reduction, across: Group, back: Group, gradient_codec: Codec | None, average_codec: Codec | None
+) -> ReplicatedReduce:
+    """``copy``'s averages, averaged over the copies of the model, through the codecs where there are some."""
+    if gradient_codec is None or average_codec is None:
+        return ReplicatedReduce(copy, across, back)
+    each_alone = QuantizedReduce(Group(None), across, gradient_codec)
+    return ReplicatedReduce(copy, each_alone, QuantizedGather(back, average_codec), rounds=False)
 
 
 def _common_block(rows: Rows, control: Control) -> int:

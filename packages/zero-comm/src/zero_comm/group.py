@@ -84,25 +84,23 @@ class Group:
         work = dist.all_gather_into_tensor(out, mine, group=self._process_group, async_op=True)
         return Work(tag, [(work, None)], buffers=(out, shard), explain=self._explain, ticket=ticket, ledger=self.ledger)
 
-    def reduce(
-        self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False, divisor: int | None = None
-    ) -> Work:
+    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Average the ranks' ``flat`` (N*s elements) into the owners' ``out`` (s elements): the one reduction.
 
-        Slices travel in ``flat``'s dtype, are summed in rank order 0…N-1 in ``out``'s dtype and divided once by
-        ``divisor``, N unless given; with ``accumulate`` the average is added to ``out``. ``flat`` is free for reuse
-        when the work is done. Sends s*(N-1) elements.
+        Slices travel in ``flat``'s dtype, are summed in rank order 0…N-1 in ``out``'s dtype and divided once by N;
+        with ``accumulate`` the average is added to ``out``. ``flat`` is free for reuse when the work is done. Sends
+        s*(N-1) elements; where a backend sums on the way, in ``out``'s dtype.
         """
-        divided_by = self.world_size if divisor is None else divisor
         size = out.numel()
         _check(flat.numel() == size * self.world_size, tag, f"flat of {size * self.world_size} elements", flat.numel())
         own = flat[self.rank * size : (self.rank + 1) * size]
         if self.world_size == 1 or size == 0:
-            return Work(tag, finish=lambda: self._slice_sum([own], out, divisor=divided_by, accumulate=accumulate))
-        self._count(tag, own.nbytes)
+            return Work(tag, finish=lambda: self._slice_sum([own], out, divisor=self.world_size, accumulate=accumulate))
+        native = not self._direct(flat) and not self._deterministic
+        self._count(tag, size * (out if native else flat).element_size())
         ticket = self._track.start(tag, flat.nbytes)
-        if not self._direct(flat) and not self._deterministic:
-            return self._native_reduce(flat, out, tag, accumulate, divided_by, ticket)
+        if native:
+            return self._native_reduce(flat, out, tag, accumulate, ticket)
         received = flat.new_empty(self.world_size - 1, size)
         parts = list(received.unbind())
         parts.insert(self.rank, own)
@@ -115,7 +113,7 @@ class Group:
             pending = [(dist.all_to_all_single(whole, flat, group=self._process_group, async_op=True), None)]
 
         def finish() -> None:
-            self._slice_sum(parts, out, divisor=divided_by, accumulate=accumulate)
+            self._slice_sum(parts, out, divisor=self.world_size, accumulate=accumulate)
 
         buffers = (flat, received, out)
         return Work(
@@ -186,14 +184,14 @@ class Group:
         return pending
 
     def _native_reduce(
-        self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, accumulate: bool, divisor: int, ticket: Ticket | None
+        self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, accumulate: bool, ticket: Ticket | None
     ) -> Work:
         source = flat if flat.dtype == out.dtype else flat.to(out.dtype)
         result = torch.empty_like(out) if accumulate else out
         work = dist.reduce_scatter_tensor(result, source, group=self._process_group, async_op=True)
 
         def finish() -> None:
-            result.div_(divisor)
+            result.div_(self.world_size)
             if accumulate:
                 out.add_(result)
 

@@ -10,7 +10,7 @@ import torch
 import zero_optim_kernels as kernels
 from zero_comm import SliceSum, sum_slices
 from zero_partition import NormSquared, norm_squared
-from zero_precision import BlockFormat, BlockQuantizer, TorchBlockQuantizer
+from zero_precision import BlockFormat, DeviceBlockQuantizer, TorchBlockQuantizer
 
 _DTYPES: dict[torch.dtype, Literal["f64", "f32", "bf16", "f16"]] = {
     torch.float64: "f64",
@@ -65,15 +65,19 @@ class NativeNormSquared:
 class NativeBlockQuantizer:
     """`zero_precision.BlockQuantizer` by the CPU kernels, with the bits of plain torch.
 
-    Plain torch itself encodes tensors elsewhere, fp8_e5m2, and what holds a NaN or an infinity.
+    Plain torch itself encodes fp8_e5m2 and what holds a NaN or an infinity; `DeviceBlockQuantizer` serves tensors
+    elsewhere.
     """
 
     def __init__(self) -> None:
         self._torch = TorchBlockQuantizer()
+        self._elsewhere = DeviceBlockQuantizer()
 
     def quantize_blocks(self, x: torch.Tensor, format: BlockFormat, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Payload (uint8) and scales (float32) of the contiguous 1-D ``x``."""
-        if x.device.type != "cpu" or format not in _CODES:
+        if x.device.type != "cpu":
+            return self._elsewhere.quantize_blocks(x, format, block)
+        if format not in _CODES:
             return self._torch.quantize_blocks(x, format, block)
         numel, single = x.numel(), x.float() if x.dtype == torch.float64 else x
         payload = torch.empty((numel + 1) // 2 if format == "int4" else numel, dtype=torch.uint8)
@@ -94,7 +98,10 @@ class NativeBlockQuantizer:
         self, payload: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat, block: int
     ) -> None:
         """Write code x scale into ``out``."""
-        if out.device.type != "cpu" or format not in _CODES:
+        if out.device.type != "cpu":
+            self._elsewhere.dequantize_blocks(payload, scales, out, format, block)
+            return
+        if format not in _CODES:
             self._torch.dequantize_blocks(payload, scales, out, format, block)
             return
         target = out.new_empty(out.numel(), dtype=torch.float32) if out.dtype == torch.float64 else out
@@ -111,6 +118,10 @@ class NativeBlockQuantizer:
         if target is not out:
             out.copy_(target)
 
+    def describe(self, device: torch.device) -> str:
+        """In words, what encodes tensors on ``device``."""
+        return "CPU kernels" if device.type == "cpu" else self._elsewhere.describe(device)
+
 
 def slice_sum() -> SliceSum:
     """The local sum of the one reduction."""
@@ -122,7 +133,7 @@ def norm() -> NormSquared:
     return NativeNormSquared()
 
 
-def block_quantizer() -> BlockQuantizer:
+def block_quantizer() -> NativeBlockQuantizer:
     """The arithmetic of block codecs."""
     return NativeBlockQuantizer()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .sharing import codec_lines
+
 if TYPE_CHECKING:
     from zero_partition import Partition
 
@@ -21,6 +23,7 @@ def startup_report(config: Config, partition: Partition) -> str:
         f"batch {config.train_batch_size} = {config.train_micro_batch_size_per_gpu} "
         f"x {config.gradient_accumulation_steps} accumulation x {partition.data_world_size} rank(s)",
         str(options.policy),
+        *codec_lines(config, partition.device),
     ]
     lines += [f"kept whole on every rank: '{name}', because {reason}" for name, reason in partition.uncut.items()]
     lines += [

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from zero_comm import Codec, EngineGroups, Ledger
 from zero_precision import BlockCodec, BlockFormat
 
@@ -29,6 +31,7 @@ def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -
         shard_size=zero.mics_shard_size if zero.mics_shard_size > 0 else None,
         secondary_size=zero.zero_hpz_partition_size if zero.stage >= 3 else 1,
         gradient_codec=_codec(config.comm.gradient_codec) if zero.zero_quantized_gradients else None,
+        average_codec=_codec("int8") if zero.zero_quantized_gradients else None,
     )
 
 
@@ -40,6 +43,17 @@ def weight_codecs(config: Config) -> tuple[Codec | None, Codec | None]:
         codec if zero.zero_quantized_weights else None,
         codec if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights else None,
     )
+
+
+def codec_lines(config: Config, device: torch.device) -> list[str]:
+    """Which codecs a run uses and what encodes on ``device``, in words; empty without codecs."""
+    zero, comm = config.zero_optimization, config.comm
+    used = []
+    if zero.stage >= 3 and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
+        used.append(f"weights in {comm.weight_codec}")
+    if zero.zero_quantized_gradients:
+        used.append(f"gradients in {comm.gradient_codec}")
+    return [f"codecs: {', '.join(used)}, by {kernels.block_quantizer().describe(device)}"] if used else []
 
 
 def shard_alignment(config: Config) -> int:

@@ -191,8 +191,6 @@ def test_keys_that_contradict_each_other_are_refused(config, path, said, refused
         ({"stage": 3, "mics_shard_size": 4}, "mics_shard_size", "expected a divisor of the number of ranks, 6"),
         ({"stage": 3, "mics_shard_size": 0}, "mics_shard_size", "expected a number of ranks, or -1 for all of them"),
         ({"stage": 0, "mics_shard_size": 2}, "mics_shard_size", "expected stage 1, 2 or 3 with it, got stage 0"),
-        ({"stage": 2, "mics_shard_size": 2, "zero_quantized_gradients": True}, "zero_quantized_gradients",
-         "expected false with zero_optimization.mics_shard_size"),
     ],
 )  # fmt: skip
 def test_groups_of_ranks_that_cannot_be_made_are_refused(zero, path, said, refused):

@@ -1,6 +1,8 @@
 """Say in which dtype each thing lives, and keep the loss scale honest."""
 
-from zero_precision.codec import BlockCodec, BlockFormat, BlockQuantizer, TorchBlockQuantizer
+from zero_precision.blocks import BlockFormat, BlockQuantizer, TorchBlockQuantizer
+from zero_precision.codec import BlockCodec
+from zero_precision.device_blocks import DeviceBlockQuantizer
 from zero_precision.dtypes import PrecisionError, dtype_name, parse_dtype
 from zero_precision.loss_scale import DynamicLossScale, LossScale, LossScaleError, NoLossScale, StaticLossScale
 from zero_precision.modules import (
@@ -19,6 +21,7 @@ __all__ = [
     "BlockCodec",
     "BlockFormat",
     "BlockQuantizer",
+    "DeviceBlockQuantizer",
     "DynamicLossScale",
     "KeepPattern",
     "LossScale",

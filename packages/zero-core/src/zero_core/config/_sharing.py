@@ -42,11 +42,6 @@ def _copies(config: ConfigFile, world_size: int) -> Iterator[Problem]:
     if zero.stage >= 3 and zero.zero_hpz_partition_size > 1:
         action = "gathers of a copy stay among its ranks already"
         yield Problem(_SECONDARY, f"expected 1 with {_COPIES}", str(zero.zero_hpz_partition_size), action=action)
-    if zero.zero_quantized_gradients:
-        action = "between copies gradients travel in the accumulate dtype"
-        yield Problem(
-            "zero_optimization.zero_quantized_gradients", f"expected false with {_COPIES}", "true", action=action
-        )
 
 
 def _divides(path: str, size: int, world_size: int) -> Iterator[Problem]:
