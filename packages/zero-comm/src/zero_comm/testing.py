@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 
 class RankFailure(RuntimeError):
@@ -35,7 +36,7 @@ class _Pool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.distributed"])
         self._workers: list[tuple[BaseProcess, Connection]] = []
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._calls = itertools.count()
 
     def next_prefix(self) -> str:
@@ -104,7 +105,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 def _serve(connection: Connection, port: int) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     while True:
         try:
             call = connection.recv_bytes()
@@ -116,9 +117,9 @@ def _serve(connection: Connection, port: int) -> None:
             connection.send((False, traceback.format_exc()))
 
 
-def _run(call: bytes, store: dist.Store) -> Any:
+def _run(call: bytes, store: Store) -> Any:
     fn, args, rank, world_size, prefix = pickle.loads(call)
-    dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=PrefixStore(prefix, store), rank=rank, world_size=world_size)
     try:
         dist.barrier()  # no rank leaves while another still connects
         return fn(*args)

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
 
 from zero_core.config._base import Section
 from zero_core.config.features import NO_EFFECT, REFUSED, leaves, no_effect
 from zero_core.config.keys import ConfigFile
 from zero_core.config.precision import precision_policy
+from zero_core.sharing import codec_lines
 
 ASKED = {
     "compile.passes": ["z3"],
@@ -204,6 +208,20 @@ def test_below_stage_3_keys_about_gathers_are_without_effect(loaded):
         zero = {"stage": stage, **keys}
         notes = {row.path: row.note for row in loaded({"zero_optimization": zero}, world_size=5).report()}
         assert all(("below stage 3" not in notes[f"zero_optimization.{key}"]) is silent for key in keys)
+
+
+def test_the_start_says_what_travels_in_codes_and_what_encodes_it(loaded):
+    keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    cpu = torch.device("cpu")
+    by = "by CPU kernels"
+    for stage, said in (
+        (3, f"codecs: weights in int8, gradients in int4, {by}"),
+        (2, f"codecs: gradients in int4, {by}"),
+    ):
+        assert codec_lines(loaded({"zero_optimization": {"stage": stage, **keys}}), cpu) == [said]
+    elsewhere = codec_lines(loaded({"zero_optimization": {"stage": 3, **keys}}), torch.device("cuda"))
+    assert re.search(r", by (triton \d|plain torch, because triton cannot be imported)", *elsewhere)
+    assert codec_lines(loaded({}), cpu) == []
 
 
 def test_a_codec_for_what_is_not_quantised_is_without_effect(loaded):
