@@ -25,9 +25,9 @@ CASES = [
     (Run("plain", steps=4, dtype="fp64", clip=0.5), 3, 2),
 ]
 
-
+STEPS = {"fp32": 4, "bf16": 4, "fp16": 6}  # with float16 the first ones overflow
 MATRIX = [
-    (Run(variant, steps=4, dtype=dtype, clip=clip, accumulation=accumulation), stage, ranks)
+    (Run(variant, steps=STEPS[dtype], dtype=dtype, clip=clip, accumulation=accumulation), stage, ranks)
     for variant in ("plain", "frozen and unused", "reused")
     for dtype in ("fp32", "bf16", "fp16")
     for clip, accumulation in ((0.0, 1), (0.5, 3))

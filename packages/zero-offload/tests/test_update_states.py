@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -172,7 +175,7 @@ def test_what_was_not_touched_since_stays_in_older_files(tmp_path: Path) -> None
     update, _ = trained(on_nvme(tmp_path), 1)
     first = update.seal()
     update.add_gradient("second", torch.ones(13_056))
-    update.step()
+    update.step(absent={"head"})
     saved = states_of(update)
     second = update.seal()
     assert first is not None and second is not None
@@ -183,7 +186,50 @@ def test_what_was_not_touched_since_stays_in_older_files(tmp_path: Path) -> None
         for kind, dtype in DTYPES.items():
             raw = bytearray(bytes_of(second, f"{name}/{kind}"))
             assert torch.equal(torch.frombuffer(raw, dtype=dtype), state[kind]), (name, kind)
-    assert dict(second.steps)["head"] == 2 and dict(second.steps)["embedding"] == 1
+    assert dict(second.steps)["bias"] == 2 and dict(second.steps)["embedding"] == 1
+    update.close()
+
+
+@pytest.fixture
+def sharing_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system whose files can share blocks."""
+    if os.geteuid() != 0 or shutil.which("mkfs.xfs") is None:
+        pytest.skip("making an XFS needs root and xfsprogs")
+    image, mount = tmp_path / "image", tmp_path / "mount"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(320 << 20)
+    subprocess.run(["mkfs.xfs", "-q", "-m", "reflink=1", str(image)], check=True)
+    mounted = subprocess.run(["mount", "-o", "loop", str(image), str(mount)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting is not allowed here: {mounted.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_what_was_not_touched_since_is_taken_along_where_blocks_can_be_shared(sharing_disk: Path) -> None:
+    update, _ = trained(on_nvme(sharing_disk / "swap"), 1)
+    first = update.seal()
+    assert first is not None
+    links = [first.link_to(sharing_disk / "first")]
+    first.release()
+    for step in range(2):
+        update.add_gradient("second", torch.ones(13_056))
+        update.step()
+        update.clear_gradients()
+        saved, written = states_of(update), update.bytes_written()
+        sealed = update.seal()
+        assert sealed is not None and len(sealed.files) == 1
+        assert update.bytes_written() - written <= 2 * 4096 * len(sealed.extents)  # the ends of extents
+        links.append(sealed.link_to(sharing_disk / f"again{step}"))
+        sealed.release()
+        for name, state in saved.items():
+            for kind, dtype in DTYPES.items():
+                raw = bytearray(bytes_of(sealed, f"{name}/{kind}"))
+                assert torch.equal(torch.frombuffer(raw, dtype=dtype), state[kind]), (name, kind)
+    assert len({os.stat(file).st_ino for found in links for file in found.values()}) == len(links)
+    assert len(list((sharing_disk / "swap").glob("optimizer.*.extents"))) == 1
+    one_step(update, 3)
     update.close()
 
 

@@ -239,7 +239,7 @@ class Offloading:
         else:
             update = None
         if store is not None and _share_drive(folder, weights):
-            _need(budget, "parameter shards after this checkpoint", rewritten_bytes, weights)
+            _need(budget, "parameter shards after this checkpoint", rewritten_bytes + store.carried_bytes(), weights)
         else:
             store = None
         budget.check()

@@ -1,4 +1,4 @@
-"""Copying a file through the engine."""
+"""Copying files, or ranges of them, through the engine: memory holds four chunks at a time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import secrets
 import shutil
 from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from ._engine import Engine, File, Request
 from ._memory import AlignedBuffer
 from ._tensors import sync_folder
 from .errors import ChecksumError
 
-__all__ = ["copy_file"]
+__all__ = ["Span", "copy_file", "copy_spans"]
 
+PAGE = 4096
 CHUNK_BYTES = 16 << 20
 CHUNKS = 4
 
@@ -39,7 +42,7 @@ def copy_file(
         nbytes = reading.size
         try:
             with engine.open(scratch, "rw") as writing:
-                sums = _stream(engine, reading, writing, nbytes)
+                sums = copy_spans(engine, [Span(reading, 0, writing, 0, nbytes)])
                 if sync:
                     engine.sync(writing)
                 if verify:
@@ -55,29 +58,52 @@ def copy_file(
     return nbytes
 
 
-def _stream(engine: Engine, reading: File, writing: File, nbytes: int) -> list[str | None]:
-    """Reads ahead while it writes; returns the checksum of every chunk."""
-    buffers = [memoryview(AlignedBuffer(min(CHUNK_BYTES, max(nbytes, 1)))) for _ in range(CHUNKS)]
-    begins = deque(range(0, nbytes, CHUNK_BYTES))
-    free = deque(buffers)
-    reads: deque[tuple[int, memoryview, Request]] = deque()
+class Span(NamedTuple):
+    """`nbytes` at `offset` of one file that go to `target_offset` of another."""
+
+    source: File
+    offset: int
+    target: File
+    target_offset: int
+    nbytes: int
+
+
+def copy_spans(engine: Engine, spans: Sequence[Span], *, chunk_bytes: int = CHUNK_BYTES) -> list[str | None]:
+    """Reads ahead while it writes, all through one ring of four buffers; returns the checksum of every chunk.
+
+    Errors of the engine, EndOfFileError where a source is shorter than its span.
+    """
+    chunks = deque(chunk for span in spans for chunk in _chunks(span, chunk_bytes))
+    largest = max((chunk.offset % PAGE + chunk.nbytes for chunk in chunks), default=1)
+    free = deque(memoryview(AlignedBuffer(largest)) for _ in range(CHUNKS))
+    reads: deque[tuple[Span, memoryview, memoryview, Request]] = deque()
     writes: deque[tuple[memoryview, Request]] = deque()
     sums: list[str | None] = []
-    while begins or reads or writes:
-        while begins and free:
-            begin, buffer = begins.popleft(), free.popleft()
-            piece = buffer[: min(CHUNK_BYTES, nbytes - begin)]
-            reads.append((begin, buffer, engine.read(reading, piece, begin, checksum=True)))
+    while chunks or reads or writes:
+        while chunks and free:
+            chunk, buffer = chunks.popleft(), free.popleft()
+            # As far from a page's begin as in the file, so that direct I/O needs no copy.
+            piece = buffer[chunk.offset % PAGE :][: chunk.nbytes]
+            reads.append((chunk, buffer, piece, engine.read(chunk.source, piece, chunk.offset, checksum=True)))
         if reads and (len(writes) < CHUNKS // 2 or not writes):
-            begin, buffer, request = reads.popleft()
-            length = request.wait()
+            chunk, buffer, piece, request = reads.popleft()
+            request.wait()
             sums.append(request.checksum)
-            writes.append((buffer, engine.write(writing, buffer[:length], begin)))
+            writes.append((buffer, engine.write(chunk.target, piece, chunk.target_offset)))
         else:
             buffer, request = writes.popleft()
             request.wait()
             free.append(buffer)
     return sums
+
+
+def _chunks(span: Span, chunk_bytes: int) -> Iterator[Span]:
+    """The span, cut where the source has a multiple of `chunk_bytes`."""
+    begin = span.offset
+    while begin < span.offset + span.nbytes:
+        end = min(span.offset + span.nbytes, (begin // chunk_bytes + 1) * chunk_bytes)
+        yield Span(span.source, begin, span.target, span.target_offset + begin - span.offset, end - begin)
+        begin = end
 
 
 def _verify(engine: Engine, file: File, nbytes: int, sums: list[str | None]) -> None:

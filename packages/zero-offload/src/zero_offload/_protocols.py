@@ -66,6 +66,9 @@ class ExtentStore(Protocol):
     def seal(self) -> Generation:
         """Make the open generation last; it is never written again."""
 
+    def carried_bytes(self) -> int:
+        """Bytes that `seal` would copy if it were called now."""
+
     def extents(self) -> Mapping[str, tuple[Extent, ...]]:
         """What holds each name now, over all generations."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._extents import DTYPE_NAMES, NvmePath, folders, open_extents
+from ._extents import DTYPE_NAMES, NvmePath, folders, naming, open_extents
 from ._lanes import DeviceCopies, compute_device
 from ._memory import nbytes_of
 from ._protocols import ExtentStore, Generation
@@ -228,13 +228,20 @@ class NvmeStore:
         self._host.flush()
         self._ring.flush()
 
+    def carried_bytes(self) -> int:
+        """Bytes that `seal` would copy if it were called now, of shards not written since the last one."""
+        return self._store.carried_bytes()
+
     def seal(self) -> Sealed:
         """Make the files read-only and durable, for a checkpoint to link to; later writes go to new ones.
 
-        Shards within ``host_bytes`` are ``resident``.
+        Shards that were not written since the last one are taken along by sharing blocks where the file system can;
+        elsewhere they stay in the files they are in, until less than half of those is current. Shards within
+        ``host_bytes`` are ``resident``. ShardError when a write failed.
         """
         self.flush()
-        self._generations.append(self._store.seal())
+        with naming("shards", "seal"):
+            self._generations.append(self._store.seal())
         sealed = Sealed.of(self._store.extents(), self._generations, steps={}, resident=frozenset(self._in_host))
         self._generations = sealed.needed(self._generations)
         return sealed

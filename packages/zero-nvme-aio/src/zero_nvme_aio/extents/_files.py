@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 from collections.abc import Sequence
 
 from .._engine import Engine, File
 from .._tensors import sync_folder
+from ..errors import ExtentError
+from ._reflink import shares_blocks
 
 __all__ = ["GenerationFiles", "StoreFolders"]
 
@@ -18,6 +21,28 @@ class StoreFolders:
     def __init__(self, paths: Sequence[str], prefix: str) -> None:
         self.paths = paths
         self.prefix = prefix
+        self._sharing: dict[int, bool] = {}
+
+    def take(self) -> int:
+        """Makes the folders and locks the store; returns what holds the lock until it is closed. ExtentError while
+        somebody else has it.
+        """
+        for path in self.paths:
+            os.makedirs(path, exist_ok=True)
+        lock = os.path.join(self.paths[0], f"{self.prefix}.lock")
+        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise ExtentError(f"the store '{self.prefix}' in '{self.paths[0]}' is in use") from None
+        return descriptor
+
+    def shares_blocks(self, stripe: int) -> bool:
+        """Whether the files of a stripe can share blocks."""
+        if stripe not in self._sharing:
+            self._sharing[stripe] = shares_blocks(self.paths[stripe])
+        return self._sharing[stripe]
 
     def data_name(self, generation: int, stripe: int) -> str:
         return f"{self.prefix}.g{generation:06d}.s{stripe}.extents"
@@ -58,6 +83,10 @@ class GenerationFiles:
     @property
     def stripes(self) -> list[int]:
         return sorted(self._files)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self._files.values())
 
     def path(self, stripe: int) -> str:
         return self._folders.data_path(self.generation, stripe)

@@ -110,15 +110,16 @@ class Place(NamedTuple):
 
 class Placement:
     """Hands out file space of one generation. Places are page-aligned like the bytes they hold, so that memory at a
-    page boundary for a range at a page boundary needs no copy.
+    page boundary for a range at a page boundary needs no copy. ``first_stripes``: name -> the stripe of its first
+    bytes, kept from one generation to the next so that bytes stay on their device.
     """
 
-    def __init__(self, stripes: int, stripe_bytes: int, first_offset: int) -> None:
+    def __init__(self, stripes: int, stripe_bytes: int, first_offset: int, first_stripes: dict[str, int]) -> None:
         self.stripes = stripes
         self.stripe_bytes = stripe_bytes
         self.ends = [first_offset] * stripes
         self._places: dict[str, list[Place]] = {}
-        self._first_stripe: dict[str, int] = {}
+        self._first_stripes = first_stripes
 
     def reserve(self, name: str, nbytes: int) -> None:
         """Gives the whole of a name its place at once, unless it has one."""
@@ -140,7 +141,7 @@ class Placement:
         return out
 
     def _allocate(self, name: str, begin: int, end: int) -> list[Place]:
-        first = self._first_stripe.setdefault(name, len(self._first_stripe) % self.stripes)
+        first = self._first_stripes.setdefault(name, len(self._first_stripes) % self.stripes)
         new = []
         while begin < end:
             unit = begin // self.stripe_bytes

@@ -12,7 +12,7 @@ from ..errors import ChecksumError
 from ._files import GenerationFiles
 from ._pieces import Covered, Piece
 
-__all__ = ["Reading"]
+__all__ = ["Reading", "compare"]
 
 
 class Reading:
@@ -35,7 +35,7 @@ class Reading:
             request = self._engine.submit_items(False, file, items, offset, False)
         elif whole:
             request = self._engine.submit_items(False, file, items, offset, True)
-            self.checks.append(lambda: _compare(file, piece, request))
+            self.checks.append(lambda: compare(file, piece, request))
         else:
             request = self._read_whole(file, covered, items)
         self.requests.append(request)
@@ -48,7 +48,7 @@ class Reading:
         request = self._engine.read(file, scratch, piece.file_offset, checksum=True)
 
         def check_and_copy() -> None:
-            _compare(file, piece, request)
+            compare(file, piece, request)
             position = covered.begin - piece.begin
             for item in items:
                 nbytes = _buffers.nbytes_of(item)
@@ -59,7 +59,8 @@ class Reading:
         return request
 
 
-def _compare(file: File, piece: Piece, request: Request) -> None:
+def compare(file: File, piece: Piece, request: Request) -> None:
+    """ChecksumError unless a read of the whole piece gave what was written."""
     if request.checksum != piece.checksum:
         raise ChecksumError(
             f"'{piece.name}' bytes {piece.begin} to {piece.end}: '{file.path}' at offset {piece.file_offset} "

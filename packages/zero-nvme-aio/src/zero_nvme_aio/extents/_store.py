@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import weakref
@@ -13,11 +12,11 @@ from typing import Any
 from .. import _buffers, _header
 from .._engine import Engine, Request
 from ..errors import ClosedError, ExtentError
-from . import _container, _reading, _sealing
+from . import _carrying, _container, _reading, _sealing
 from ._files import GenerationFiles, StoreFolders
 from ._generation import Extent, Generation
 from ._index import read_index
-from ._pieces import Covered, Piece, Placement, cover, overlay
+from ._pieces import Covered, Piece, Place, Placement, cover, overlay
 from ._request import StoreRequest
 
 __all__ = ["ExtentStore", "StoreRequest"]
@@ -69,8 +68,9 @@ class ExtentStore:
         self._pins: dict[int, weakref.finalize[Any, Any]] = {}
         self._busy: dict[str, list[tuple[int, int, bool, Request]]] = {}
         self._placement: Placement | None = None
+        self._first_stripes: dict[str, int] = {}
         self._reserved = 0
-        self._lock_fd = self._take_folder()
+        self._lock_fd = self._folders.take()
         self._owns_engine = engine is None
         self.engine = Engine() if engine is None else engine
         try:
@@ -112,10 +112,8 @@ class ExtentStore:
                 return StoreRequest([], 0)
             placement, files = self._open_generation()
             self._wait_for_conflicts(name, offset_bytes, offset_bytes + nbytes, writing=True)
-            if name in self._declared:
-                placement.reserve(name, self._declared[name][0])
             requests = []
-            for place in placement.place(name, offset_bytes, offset_bytes + nbytes):
+            for place in self._places(placement, name, offset_bytes, offset_bytes + nbytes):
                 part = _buffers.slice_items(items, place.begin - offset_bytes, place.end - offset_bytes)
                 file = files.file(place.stripe)
                 request = self.engine.submit_items(True, file, part, place.file_offset, self._checksums)
@@ -161,13 +159,19 @@ class ExtentStore:
     def seal(self) -> Generation:
         """Ends the open generation: waits, completes the checksums, syncs, makes the files read-only, and returns it.
 
-        After this call the generation survives a crash. Raises the first error of a write that failed; the generation
-        then stays open, and the bytes concerned can be written again.
+        Where only part of the state was written into it, the rest is taken along: by sharing blocks where the file
+        system can, so that the generation is the whole state and no bytes move; elsewhere a generation of which less
+        than half is current is emptied by a copy (see `carried_bytes`), and others stay beside the new one.
+
+        After this call the generation survives a crash. Raises the first error of a write that failed, ChecksumError
+        for bytes to be taken along that were changed underneath; the generation then stays open, and the bytes
+        concerned can be written again.
         """
         with self._lock:
             self._usable()
             self.flush()
             placement, files = self._open_generation()
+            self._carry(placement, files)
             pieces = [
                 c.piece for covered in self._live.values() for c in covered if c.piece.generation == files.generation
             ]
@@ -210,8 +214,16 @@ class ExtentStore:
                     if entry.piece.request is not None:
                         entry.piece.request.wait()
 
+    def carried_bytes(self) -> int:
+        """Bytes that `seal` would copy if it were called now, room for which it needs."""
+        with self._lock:
+            self._usable()
+            if not self._written_since_seal():
+                return 0
+            return _carrying.carried_bytes(self._live, self._generations, self._next, self._folders.shares_blocks)
+
     def bytes_written(self) -> int:
-        """Bytes handed to `write` so far."""
+        """Bytes handed to `write` and copied by `seal` so far."""
         return self._bytes_written
 
     def close(self, *, remove: bool) -> None:
@@ -243,9 +255,32 @@ class ExtentStore:
             stripes = len(self._folders.paths)
             start = _container.reserve_for(self._declared, stripes, self._stripe_bytes) if self._declared else 0
             self._reserved = start
-            self._placement = Placement(stripes, self._stripe_bytes, start)
+            self._placement = Placement(stripes, self._stripe_bytes, start, self._first_stripes)
             self._generations[self._next] = GenerationFiles(self.engine, self._folders, self._next)
         return self._placement, self._generations[self._next]
+
+    def _places(self, placement: Placement, name: str, begin: int, end: int) -> list[Place]:
+        if name in self._declared:
+            placement.reserve(name, self._declared[name][0])
+        return placement.place(name, begin, end)
+
+    def _written_since_seal(self) -> bool:
+        return any(c.piece.generation == self._next for covered in self._live.values() for c in covered)
+
+    def _carry(self, placement: Placement, files: GenerationFiles) -> None:
+        """Takes what is current in older generations into the open one."""
+        if not self._written_since_seal():
+            return
+        carrying = _carrying.Carrying(
+            self.engine,
+            self._generations,
+            files,
+            lambda name, begin, end: self._places(placement, name, begin, end),
+            self._folders.shares_blocks,
+        )
+        for piece in carrying.run(self._live):
+            self._live[piece.name] = overlay(self._live[piece.name], piece, files.generation)
+        self._bytes_written += carrying.copied_bytes
 
     def _extent(self, covered: Covered) -> Extent:
         piece = covered.piece
@@ -295,18 +330,6 @@ class ExtentStore:
             files = self._generations.pop(index, None)
             if files is not None:
                 files.remove()
-
-    def _take_folder(self) -> int:
-        for path in self._folders.paths:
-            os.makedirs(path, exist_ok=True)
-        lock = os.path.join(self._folders.paths[0], f"{self._folders.prefix}.lock")
-        fd = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(fd)
-            raise ExtentError(f"the store '{self._folders.prefix}' in '{self._folders.paths[0]}' is in use") from None
-        return fd
 
     def _adopt(self, resume: bool) -> int:
         """Takes over what is sealed in the folders and returns the number of the next generation."""

@@ -89,11 +89,15 @@ def build(
 
 
 def check_room_for_seal(parts: Parts) -> None:
-    """BudgetError when the disk has no room for everything once more: what is sealed is never written again."""
+    """BudgetError when the disk has no room for everything once more, which the next steps write anew, and for what
+    sealing copies: what is sealed is never written again.
+    """
     budget = HostBudget()
-    nbytes = parts.tier.memory()["nvme"]
+    nbytes, carried = parts.tier.memory()["nvme"], parts.tier.carried_bytes()
     for path in parts.paths if nbytes else ():
         budget.need("masters and states after this checkpoint", -(-nbytes // len(parts.paths)), "disk", path=path)
+        if carried:
+            budget.need("masters and states not written since the last", carried // len(parts.paths), "disk", path=path)
     budget.check()
 
 

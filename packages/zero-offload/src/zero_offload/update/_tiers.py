@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .._extents import DTYPE_NAMES, open_extents
+from .._extents import DTYPE_NAMES, naming, open_extents
 from .._memory import HostBlock, page_rounded
 from .._protocols import Extent, Generation
 from .._ring import Pack, Ring, lay_out
@@ -49,6 +49,9 @@ class Tier(Protocol):
 
     def flush(self) -> None:
         """Return when everything is on the tier."""
+
+    def carried_bytes(self) -> int:
+        """Bytes that `seal` would copy, of what was not written since the last one."""
 
     def seal(self) -> Generation | None:
         """Make what is in files last; None where there are no files."""
@@ -106,6 +109,9 @@ class HostTier:
 
     def flush(self) -> None:
         """Nothing to wait for."""
+
+    def carried_bytes(self) -> int:
+        return 0
 
     def seal(self) -> None:
         return None
@@ -206,9 +212,13 @@ class NvmeTier:
     def flush(self) -> None:
         self._ring.flush()
 
+    def carried_bytes(self) -> int:
+        return self._store.carried_bytes()
+
     def seal(self) -> Generation:
         self.flush()
-        return self._store.seal()
+        with naming("masters and states", "seal"):
+            return self._store.seal()
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
         return self._store.extents()
@@ -279,6 +289,9 @@ class SplitTier:
     def flush(self) -> None:
         self._first.flush()
         self._rest.flush()
+
+    def carried_bytes(self) -> int:
+        return self._first.carried_bytes()
 
     def seal(self) -> Generation | None:
         return self._first.seal()

@@ -1,0 +1,148 @@
+"""What is current in sealed generations, brought into the one that is about to be sealed.
+
+A generation that was written only in part leaves the rest of the state in older ones, whose files then stay for the
+sake of a few extents. Where the file system shares blocks between files, everything current is taken along: no bytes
+move, and a generation is the whole state. Elsewhere a generation is emptied by a copy through the engine once less than
+half of its files is current, so that sealed files never take more than twice the space of what is current in them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from .._copy import Span, copy_spans
+from .._engine import Engine
+from .._memory import AlignedBuffer
+from ._files import GenerationFiles
+from ._pieces import Covered, Piece, Place
+from ._reading import compare
+from ._reflink import block_bytes, clone_range
+
+__all__ = ["Carrying", "carried_bytes"]
+
+_CHUNK_BYTES = 4 << 20
+
+Live = Mapping[str, list[Covered]]
+
+
+class _Move(NamedTuple):
+    covered: Covered
+    places: list[Place]
+
+
+class Carrying:
+    """Takes what is current to the places in the open generation that ``place`` gives (name, begin, end)."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        generations: Mapping[int, GenerationFiles],
+        target: GenerationFiles,
+        place: Callable[[str, int, int], list[Place]],
+        shares_blocks: Callable[[int], bool],
+    ) -> None:
+        self._engine = engine
+        self._generations = generations
+        self._target = target
+        self._place = place
+        self._shares_blocks = shares_blocks
+        self._spans: list[Span] = []
+        self.copied_bytes = 0
+
+    def run(self, live: Live) -> list[Piece]:
+        """The pieces that now hold in the target what older generations held. All of them have arrived.
+
+        Errors of the engine; ChecksumError where what is left of an extent lies in bytes that were changed underneath.
+        """
+        chosen = list(_chosen(live, self._generations, self._target.generation, self._shares_blocks))
+        pieces = [
+            piece
+            for covered in sorted(chosen, key=lambda c: (c.piece.generation, c.piece.stripe, c.piece.file_offset))
+            for piece in self._move(covered)
+        ]
+        copy_spans(self._engine, self._spans, chunk_bytes=_CHUNK_BYTES)
+        self.copied_bytes += sum(span.nbytes for span in self._spans)
+        return pieces
+
+    def _move(self, covered: Covered) -> Iterator[Piece]:
+        old = covered.piece
+        places = self._place(old.name, covered.begin, covered.end)
+        if len(places) > 1 or (covered.begin, covered.end) != (old.begin, old.end):
+            yield from self._verified(covered, places)
+            return
+        self._whole(old, places[0])
+        yield self._piece(old, places[0], old.checksum)  # the bytes keep the checksum that they were written with
+
+    def _whole(self, old: Piece, place: Place) -> None:
+        """Shares the whole blocks of a piece, and copies what is left at its ends; or copies all of it."""
+        source, target = self._generations[old.generation], self._target
+        head, shared = 0, 0
+        if old.stripe == place.stripe and self._shares_blocks(place.stripe):
+            target.file(place.stripe)
+            head, shared = _whole_blocks(old, place, block_bytes(os.path.dirname(target.path(place.stripe))))
+        if shared:
+            begin, end = old.file_offset + head, place.file_offset + head
+            clone_range(source.path(old.stripe), begin, target.path(place.stripe), end, shared)
+        for begin, end in ((0, head), (head + shared, old.nbytes)):
+            if begin < end:
+                reading, writing = source.file(old.stripe), target.file(place.stripe)
+                span = Span(reading, old.file_offset + begin, writing, place.file_offset + begin, end - begin)
+                self._spans.append(span)
+
+    def _verified(self, covered: Covered, places: list[Place]) -> Iterator[Piece]:
+        """Copies parts of a piece. Its checksum is of the whole, so the whole is read: a checksum of what is left must
+        not vouch for bytes that nobody wrote.
+        """
+        old = covered.piece
+        source = self._generations[old.generation].file(old.stripe)
+        scratch = memoryview(AlignedBuffer(old.nbytes))
+        request = self._engine.read(source, scratch, old.file_offset, checksum=True)
+        request.wait()
+        compare(source, old, request)
+        for place in places:
+            part = scratch[place.begin - old.begin : place.end - old.begin]
+            writing = self._engine.write(self._target.file(place.stripe), part, place.file_offset, checksum=True)
+            writing.wait()
+            self.copied_bytes += place.end - place.begin
+            yield self._piece(old, place, writing.checksum or "")
+
+    def _piece(self, old: Piece, place: Place, checksum: str) -> Piece:
+        nbytes = place.end - place.begin
+        return Piece(
+            old.name, place.begin, nbytes, self._target.generation, place.stripe, place.file_offset, checksum=checksum
+        )
+
+
+def carried_bytes(
+    live: Live, generations: Mapping[int, GenerationFiles], target: int, shares_blocks: Callable[[int], bool]
+) -> int:
+    """Bytes that a seal would copy now; what shares its blocks is not copied."""
+    return sum(
+        covered.end - covered.begin
+        for covered in _chosen(live, generations, target, shares_blocks)
+        if not shares_blocks(covered.piece.stripe)
+    )
+
+
+def _chosen(
+    live: Live, generations: Mapping[int, GenerationFiles], target: int, shares_blocks: Callable[[int], bool]
+) -> Iterator[Covered]:
+    old = [c for covered in live.values() for c in covered if c.piece.generation != target]
+    current: dict[int, int] = {}
+    for covered in old:
+        index = covered.piece.generation
+        current[index] = current.get(index, 0) + covered.end - covered.begin
+    emptied = {index for index, nbytes in current.items() if 2 * nbytes < generations[index].nbytes}
+    return (c for c in old if c.piece.generation in emptied or shares_blocks(c.piece.stripe))
+
+
+def _whole_blocks(old: Piece, place: Place, block: int) -> tuple[int, int]:
+    """Bytes before the first whole block of a piece, and in its whole blocks; none where the two places are not equally
+    far from a block's begin.
+    """
+    if (old.file_offset - place.file_offset) % block:
+        return 0, 0
+    head = min(-old.file_offset % block, old.nbytes)
+    return head, (old.nbytes - head) // block * block
