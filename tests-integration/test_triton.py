@@ -125,11 +125,13 @@ def test_middles_of_two_codes_go_to_the_even_one(kernels: BlockQuantizer, device
 def test_every_payload_byte_decodes_alike(kernels: BlockQuantizer, device: str, name: BlockFormat) -> None:
     payload = torch.arange(256, dtype=torch.uint8)
     numel = 512 if name == "int4" else 256
-    scales = torch.tensor([1.0, 3.0e-5, math.inf, 2.0**-107]).repeat(numel // 256)
+    # the second and third scale make middles of two neighbours in bfloat16 and float16
+    scales = torch.tensor([1.0, 257 / 256, 2049 / 2048, 3.0e-5, 1.0e-9, math.inf, 2.0**-107, 3.0e38])
+    scales = scales.repeat(numel // 256)
     for dtype in DTYPES:
         out, wanted = torch.empty(numel, dtype=dtype, device=device), torch.empty(numel, dtype=dtype)
-        kernels.dequantize_blocks(payload.to(device), scales.to(device), out, name, 64)
-        TorchBlockQuantizer().dequantize_blocks(payload, scales, wanted, name, 64)
+        kernels.dequantize_blocks(payload.to(device), scales.to(device), out, name, 32)
+        TorchBlockQuantizer().dequantize_blocks(payload, scales, wanted, name, 32)
         assert same_bits(out, wanted), dtype
 
 
