@@ -1,6 +1,6 @@
 """Two billion parameters on one process and a drive: built, trained and measured within 8 GiB of memory.
 
-    python tests-integration/bench_scale.py [--layers 40] [--width 2048] [--steps 5] [--limit GIB] [--folder PATH]
+    python tests-integration/bench_scale.py [--layers 40] [--width 2048] [--steps 5] [--limit GIB] [--folder PATH] [--trace FILE]
 
 The model is built inside `zero_core.Init`, whose parameters go to files as they are drawn; parameters and gradients
 are bfloat16, masters and both moments float32, all of them in files; a batch is 1 x 256 tokens. A control group
@@ -48,7 +48,7 @@ def train(args: argparse.Namespace) -> None:
             "offload_optimizer": {**nvme, "buffer_count": 4},
             "offload_param": nvme,
         },
-        "offload": {"report": True},
+        "offload": {"report": True, **({"trace": str(args.trace), "trace_steps": 1} if args.trace else {})},
         "steps_per_print": float("inf"),
     }
     begin = time.perf_counter()
@@ -117,6 +117,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=float, default=8.0, help="GiB")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the drive to be used")
+    parser.add_argument("--trace", type=Path, help="write what moved in the first step there, for ui.perfetto.dev")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -146,6 +146,37 @@ def test_what_moves_is_reported_and_traced(tmp_path: Path) -> None:
         assert all(row["pid"] == rank for row in rows)
 
 
+def parked(case: Run, zero: dict[str, Any], offload: dict[str, Any], drive: str) -> dict[str, Any]:
+    """Half of the steps, everything that the device has in files and back, the other half."""
+    engine = start(case, 3, zero, offload=offload)
+    training.train(engine, case, 0, case.steps // 2)
+    before = engine.memory_report()
+    engine.offload_states(device="nvme")
+    found: dict[str, Any] = {
+        "freed": sum(before.values()) - sum(engine.memory_report().values()),
+        "files": [path.name for path in Path(drive).glob("parked.*.extents")],
+    }
+    engine.reload_states()
+    found["back"] = engine.memory_report() == before
+    training.train(engine, case, case.steps // 2, case.steps)
+    found["facts"] = facts(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_states_wait_in_files_whatever_tier_they_are_on(tier: str, tmp_path: Path) -> None:
+    case = Run("plain", steps=4, dtype="bf16")
+    expected = run_ranks(run, 2, case, 3, {}, {})[0]["facts"]
+    zero = tiers(tmp_path, 3)["nvme"] if tier == "nvme" else {}
+    offload = {"activations": {"device": "nvme", "nvme_path": str(tmp_path)}} if tier == "device" else {}
+    for rank, found in enumerate(run_ranks(parked, 2, case, zero, offload, str(tmp_path))):
+        assert found["facts"] == expected
+        assert found["freed"] > 0 and found["back"]
+        assert any(name.startswith(f"parked.rank{rank}.") for name in found["files"])
+    assert {path.suffix for path in tmp_path.rglob("*")} <= {".lock"}
+
+
 def striped(case: Run, folders: list[str]) -> tuple[dict[str, bytes], list[bool]]:
     place = {"device": "nvme", "nvme_path": folders}
     engine = start(case, 3, {"offload_optimizer": place, "offload_param": place})

@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--trace", type=Path, help="write what moved in the NVMe tier there, for ui.perfetto.dev")
     arguments = parser.parse_args()
     elements = max(TENSOR, arguments.elements // TENSOR * TENSOR)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
@@ -257,6 +258,8 @@ def main() -> None:
             tier = "training, NVMe tier" if peer.endswith("NVMe") else "training, host tier"
             print(f"{tier} / {peer.removeprefix('training, ')}: {ratio(seconds[tier], seconds[peer])}")
         print(f"NVMe tier, all {arguments.rounds + 1} rounds:\n{trace.table()}")
+        if arguments.trace is not None:
+            trace.save(arguments.trace)
         nvme.close()
         host.close()
 
