@@ -1,6 +1,7 @@
 """Two billion parameters on one process and a drive: built, trained and measured within 8 GiB of memory.
 
-    python tests-integration/bench_scale.py [--layers 40] [--width 2048] [--steps 5] [--limit GIB] [--folder PATH] [--trace FILE]
+    python tests-integration/bench_scale.py [--layers 40] [--width 2048] [--steps 5] [--limit GIB] [--folder PATH]
+                                            [--trace FILE]
 
 The model is built inside `zero_core.Init`, whose parameters go to files as they are drawn; parameters and gradients
 are bfloat16, masters and both moments float32, all of them in files; a batch is 1 x 256 tokens. A control group
