@@ -14,17 +14,17 @@ ZOK_INLINE typename T::M is_nan(typename T::U u) {
     return T::gt_u(u & T::setu(0x7fffffffu), T::setu(0x7f800000u));
 }
 
-// Of a number or infinity.
+// Of a number or infinity, in the high 16 bits; what is below them is to be dropped.
 template <class T>
-ZOK_INLINE typename T::U bf16_nearest_number(typename T::F x) {
+ZOK_INLINE typename T::U bf16_rounded(typename T::F x) {
     const typename T::U u = T::bits(x);
-    return (u + T::setu(0x7fffu) + (u >> 16 & T::setu(1u))) >> 16;
+    return u + T::setu(0x7fffu) + (u >> 16 & T::setu(1u));
 }
 
 template <class T>
 ZOK_INLINE typename T::U bf16_nearest(typename T::F x) {
     const typename T::U u = T::bits(x);
-    return T::pick(is_nan<T>(u), (u >> 16) | T::setu(0x40u), bf16_nearest_number<T>(x));
+    return T::pick(is_nan<T>(u), (u >> 16) | T::setu(0x40u), bf16_rounded<T>(x) >> 16);
 }
 
 // `random` is uniform in [0, 2^16): the expectation of the result is x.

@@ -14,8 +14,62 @@ static float largest_code(Code code) {
     return 0.0f;
 }
 
-// Integers in two's complement, at most `most` in magnitude; the low bits of the result are the code.
-template <class Load, bool kStochastic>
+// Codes to nearest, in the low bits of the result.
+struct IntegerCoder {  // in two's complement; the largest magnitude of the block gives the largest code, so none is too large
+    float inverse;
+    template <class T>
+    ZOK_MEMBER typename T::U of(typename T::F x) const { return T::bits(x * T::set(inverse) + T::set(kMagic)); }
+};
+struct E4m3Coder {
+    float inverse;
+    template <class T>
+    ZOK_MEMBER typename T::U of(typename T::F x) const { return e4m3_code<T>(x * T::set(inverse)); }
+};
+struct U5e3Coder {
+    float inverse;
+    template <class T>
+    ZOK_MEMBER typename T::U of(typename T::F x) const {
+        const typename T::U u = T::bits(x * T::set(inverse)) & T::setu(0x7fffffffu);
+        return u5e3_code<T>(T::from_bits(u), T::setu(0x7ffffu) + (u >> 20 & T::setu(1u)));
+    }
+};
+
+template <class Load, class Coder>
+struct EncodeNearest {
+    const char* x;
+    uint8_t* codes;
+    Coder coder;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) { T::store_u8(codes + i, coder.template of<T>(Load::template load<T>(x, i))); }
+};
+
+// Of bf16. `i` counts pairs of neighbours, which share a lane of 32 bits, as their codes do after it.
+template <class Coder, bool kNibbles, bool kStream>
+struct EncodePairs {
+    const char* x;
+    uint8_t* payload;
+    Coder coder;
+    int64_t ahead;  // bytes from here to what is asked for meanwhile
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) {
+        if constexpr (T::W > 1) __builtin_prefetch(x + 4 * i + ahead);
+        const typename T::U pairs = T::load_pairs(reinterpret_cast<const uint16_t*>(x) + 2 * i);
+        const typename T::U even = coder.template of<T>(T::from_bits(pairs << 16));
+        const typename T::U odd = coder.template of<T>(T::from_bits(pairs & T::setu(0xffff0000u)));
+        if constexpr (kNibbles) {
+            const typename T::U codes = (even & T::setu(0xfu)) | (odd & T::setu(0xfu)) << 4;
+            if constexpr (kStream) T::stream_u8(payload + i, codes);
+            else T::store_u8(payload + i, codes);
+        } else {
+            const typename T::H codes = T::narrow((even & T::setu(0xffu)) | (odd & T::setu(0xffu)) << 8);
+            if constexpr (kStream) T::stream_h(reinterpret_cast<uint16_t*>(payload) + i, codes);
+            else T::store_h(reinterpret_cast<uint16_t*>(payload) + i, codes);
+        }
+    }
+};
+
+// Stochastically rounded integers in two's complement, at most `most` in magnitude.
+template <class Load>
 struct EncodeInteger {
     const char* x;
     uint8_t* codes;
@@ -25,8 +79,7 @@ struct EncodeInteger {
     uint32_t index;
     template <class T>
     ZOK_MEMBER void at(int64_t i) {
-        typename T::F t = Load::template load<T>(x, i) * T::set(inverse);
-        if constexpr (kStochastic) t = t + noise<T>(key, index + static_cast<uint32_t>(i));
+        const typename T::F t = Load::template load<T>(x, i) * T::set(inverse) + noise<T>(key, index + static_cast<uint32_t>(i));
         const typename T::U u = T::bits(t + T::set(kMagic));
         T::store_u8(codes + i, T::max_u(T::min_u(u, T::setu(kMagicBits + most)), T::setu(kMagicBits - most)));
     }
@@ -38,105 +91,26 @@ struct EncodeInteger {
     }
 };
 
-template <class Load, bool kStochastic>
+// Stochastically rounded e4m3.
+template <class Load>
 struct EncodeFloat8 {
     const char* x;
     uint8_t* codes;
     float inverse;
     uint64_t key;
     uint32_t index;
-    template <class T>
-    ZOK_MEMBER void at(int64_t i) {
-        const typename T::F t = Load::template load<T>(x, i) * T::set(inverse);
-        if constexpr (!kStochastic) T::store_u8(codes + i, e4m3_code<T>(t));
-        else T::store_u8(codes + i, stochastic<T>(t, random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 12));
-    }
     // `t` is 2^-8 times the value, `random` uniform in [0, 2^20). Both ways `wide` has the code in front of 20 bits: as float32 has it, or
     // below the smallest normal number, where codes are multiples of 2^-17, as a multiple of 2^-37.
     template <class T>
-    ZOK_INLINE typename T::U stochastic(typename T::F t, typename T::U random) {
-        const typename T::U u = T::bits(t), a = u & T::setu(0x7fffffffu);
+    ZOK_MEMBER void at(int64_t i) {
+        const typename T::U random = random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 12;
+        const typename T::U u = T::bits(Load::template load<T>(x, i) * T::set(inverse)), a = u & T::setu(0x7fffffffu);
         const typename T::U normal = a - T::setu(112u << 23);
         const typename T::U small = T::bits(T::from_bits(a) * T::set(0x1p37f) + T::set(0x1p23f)) - T::setu(150u << 23);
         const typename T::U wide = T::pick(T::gt_u(T::setu(113u << 23), a), small, normal);
-        return T::min_u((wide + random) >> 20, T::setu(0x7eu)) | (u >> 24 & T::setu(0x80u));
+        T::store_u8(codes + i, T::min_u((wide + random) >> 20, T::setu(0x7eu)) | (u >> 24 & T::setu(0x80u)));
     }
 };
-
-template <class Load>
-struct EncodeU5e3Nearest {
-    const char* x;
-    uint8_t* codes;
-    float inverse;
-    template <class T>
-    ZOK_MEMBER void at(int64_t i) {
-        const typename T::U u = T::bits(Load::template load<T>(x, i) * T::set(inverse)) & T::setu(0x7fffffffu);
-        T::store_u8(codes + i, u5e3_code<T>(T::from_bits(u), T::setu(0x7ffffu) + (u >> 20 & T::setu(1u))));
-    }
-};
-
-struct DecodeInteger {
-    const uint8_t* codes;
-    float scale;
-    template <class T>
-    ZOK_MEMBER typename T::F value(int64_t i) const {
-        const typename T::U u = (T::load_u8(codes + i) ^ T::setu(0x80u)) + T::setu(kMagicBits - 0x80u);
-        return (T::from_bits(u) - T::set(kMagic)) * T::set(scale);
-    }
-};
-struct DecodeU5e3 {
-    const uint8_t* codes;
-    float scale;
-    template <class T>
-    ZOK_MEMBER typename T::F value(int64_t i) const { return u5e3_value<T>(T::load_u8(codes + i)) * T::set(scale); }
-};
-struct DecodeFloat8 {
-    const uint8_t* codes;
-    float scale;
-    template <class T>
-    ZOK_MEMBER typename T::F value(int64_t i) const { return T::load_e4m3(codes + i, T::set(scale)); }
-};
-
-template <class Decode>
-struct WriteSingle {
-    Decode decode;
-    float* out;
-    template <class T>
-    ZOK_MEMBER void at(int64_t i) { T::store(out + i, decode.template value<T>(i)); }
-};
-enum class Narrowed { half, bf16, bf16_without_nan };
-
-template <class Decode, Narrowed kTo, bool kStream>
-struct WriteNarrow {
-    Decode decode;
-    uint16_t* out;
-    template <class T>
-    ZOK_MEMBER void at(int64_t i) {
-        const typename T::F x = decode.template value<T>(i);
-        typename T::H h;
-        if constexpr (kTo == Narrowed::half) h = T::to_f16(x);
-        else if constexpr (kTo == Narrowed::bf16) h = T::narrow(bf16_nearest<T>(x));
-        else h = T::narrow(bf16_nearest_number<T>(x));
-        if (kStream) T::stream_h(out + i, h);
-        else T::store_h(out + i, h);
-    }
-};
-
-template <class Decode, Narrowed kTo>
-static void decode_narrow(const Decode& decode, char* to, int64_t n) {
-    uint16_t* out = reinterpret_cast<uint16_t*>(to);
-    if (reinterpret_cast<uintptr_t>(out) % sizeof(Vector::H) == 0) for_lanes(WriteNarrow<Decode, kTo, true>{decode, out}, n);
-    else for_lanes(WriteNarrow<Decode, kTo, false>{decode, out}, n);
-}
-
-template <class Decode>
-static void decode_codes(const Decode& decode, char* out, Dtype dtype, int64_t n) {
-    const bool number = (Scalar::bits(decode.scale) & kInfinity) != kInfinity;  // then no code's value is NaN
-    if (dtype == Dtype::f32) for_lanes(WriteSingle<Decode>{decode, reinterpret_cast<float*>(out)}, n);
-    else if (dtype == Dtype::f16) decode_narrow<Decode, Narrowed::half>(decode, out, n);
-    else if (number) decode_narrow<Decode, Narrowed::bf16_without_nan>(decode, out, n);
-    else decode_narrow<Decode, Narrowed::bf16>(decode, out, n);
-}
 
 // The largest magnitude as bits of its own type, which order as the numbers do.
 template <class U>
@@ -157,13 +131,11 @@ static uint32_t largest_of_buffer(const char* x, Dtype dtype, int64_t n) {
     return dtype == Dtype::bf16 ? static_cast<uint32_t>(largest) << 16 : Scalar::bits(Scalar::load_f16(&largest));
 }
 
-// A block is read, then read again and encoded: nothing would ask memory for more meanwhile. Asks for the bytes that are as far ahead as
-// the next block, or a page if that is further; blocks that do not stay in the first-level cache are left to the processor.
-static void prefetch_ahead(const char* x, int64_t bytes, int64_t block_bytes) {
+// A block is read, then read again and encoded: nothing would ask memory for more meanwhile. How far ahead the second pass asks for it: the
+// next block, or a page if that is further; of blocks that do not stay in the first-level cache, for nothing new.
+static int64_t bytes_ahead(int64_t block_bytes) {
     constexpr int64_t kPage = 4096, kMost = 16384;
-    if (block_bytes > kMost) return;
-    x += block_bytes > kPage ? block_bytes : kPage;
-    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(x + b);
+    return block_bytes > kMost ? 0 : block_bytes > kPage ? block_bytes : kPage;
 }
 
 // Two's complement nibbles, the even element in the low half. Two codes are handled as one little-endian number.
@@ -175,33 +147,52 @@ static void pack_nibbles(const uint8_t* codes, uint8_t* payload, int64_t n) {
     }
     if (n % 2) payload[n / 2] = codes[n - 1] & 0xf;
 }
-static void unpack_nibbles(const uint8_t* payload, uint8_t* codes, int64_t n) {
-    for (int64_t j = 0; j < n / 2; ++j) {
-        const unsigned apart = (payload[j] & 0xfu) | (payload[j] & 0xf0u) << 4;
-        const uint16_t pair = static_cast<uint16_t>(apart | (apart & 0x0808u) * 0x1eu);  // the sign is copied to the left
-        __builtin_memcpy(codes + 2 * j, &pair, 2);
+
+// What the elements of a block are multiplied with before they are rounded to codes.
+static float inverse_scale(Code code, float largest) {
+    switch (code) {
+        case Code::int8: return 127.0f / largest;
+        case Code::int4: return 7.0f / largest;
+        case Code::e4m3: return kLargestE4m3 * 0x1p-8f / largest;
+        case Code::u5e3: return kLargestU5e3 / largest;
     }
-    if (n % 2) codes[n - 1] = static_cast<uint8_t>(static_cast<int8_t>(payload[n / 2] << 4) >> 4);
+    return 0.0f;
 }
 
 template <class Load>
-static void encode_codes(const BlockFormat& f, const char* x, uint8_t* codes, float largest, int64_t n, uint64_t key, uint32_t index) {
-    if (f.code == Code::e4m3) {
-        const float inverse = kLargestE4m3 * 0x1p-8f / largest;
-        if (f.stochastic) for_lanes(EncodeFloat8<Load, true>{x, codes, inverse, key, index}, n);
-        else for_lanes(EncodeFloat8<Load, false>{x, codes, inverse, key, index}, n);
-        return;
-    }
-    if (f.code == Code::u5e3) {
-        const float inverse = kLargestU5e3 / largest;
-        if (f.stochastic) for_lanes(EncodeU5e3<Load>{x, codes, inverse, key, index}, n);
-        else for_lanes(EncodeU5e3Nearest<Load>{x, codes, inverse}, n);
-        return;
-    }
-    const uint32_t most = f.code == Code::int8 ? 127 : 7;
-    const float inverse = static_cast<float>(most) / largest;
-    if (f.stochastic) for_lanes(EncodeInteger<Load, true>{x, codes, inverse, most, key, index}, n);
-    else for_lanes(EncodeInteger<Load, false>{x, codes, inverse, most, key, index}, n);
+static void encode_nearest(Code code, const char* x, uint8_t* codes, float inverse, int64_t n) {
+    if (code == Code::e4m3) for_lanes(EncodeNearest<Load, E4m3Coder>{x, codes, {inverse}}, n);
+    else if (code == Code::u5e3) for_lanes(EncodeNearest<Load, U5e3Coder>{x, codes, {inverse}}, n);
+    else for_lanes(EncodeNearest<Load, IntegerCoder>{x, codes, {inverse}}, n);
+}
+
+template <class Load>
+static void encode_codes(const BlockFormat& f, const char* x, uint8_t* codes, float inverse, int64_t n, uint64_t index) {
+    if (!f.stochastic) return encode_nearest<Load>(f.code, x, codes, inverse, n);
+    const uint64_t key = tile_key(f.key, index, Stream::payload);
+    const uint32_t low = static_cast<uint32_t>(index), most = f.code == Code::int8 ? 127 : 7;
+    if (f.code == Code::e4m3) for_lanes(EncodeFloat8<Load>{x, codes, inverse, key, low}, n);
+    else if (f.code == Code::u5e3) for_lanes(EncodeU5e3<Load>{x, codes, inverse, key, low}, n);
+    else for_lanes(EncodeInteger<Load>{x, codes, inverse, most, key, low}, n);
+}
+
+template <class Coder, bool kNibbles>
+static void encode_pairs_of(const char* x, uint8_t* payload, Coder coder, int64_t ahead, int64_t pairs) {
+    const bool stream = reinterpret_cast<uintptr_t>(payload) % (kNibbles ? Vector::W : 2 * Vector::W) == 0;
+    if (stream) for_lanes(EncodePairs<Coder, kNibbles, true>{x, payload, coder, ahead}, pairs);
+    else for_lanes(EncodePairs<Coder, kNibbles, false>{x, payload, coder, ahead}, pairs);
+}
+
+static bool encodes_pairs(const BlockFormat& f, const uint8_t* payload, int64_t n) {
+    const bool pairs = n % 2 == 0 && reinterpret_cast<uintptr_t>(payload) % 2 == 0;
+    return pairs && f.dtype == Dtype::bf16 && !f.stochastic && f.code != Code::u5e3;
+}
+
+static void encode_pairs(const BlockFormat& f, const char* x, uint8_t* payload, float inverse, int64_t ahead, int64_t n) {
+    const int64_t pairs = n / 2;
+    if (f.code == Code::e4m3) encode_pairs_of<E4m3Coder, false>(x, payload, {inverse}, ahead, pairs);
+    else if (f.code == Code::int8) encode_pairs_of<IntegerCoder, false>(x, payload, {inverse}, ahead, pairs);
+    else encode_pairs_of<IntegerCoder, true>(x, payload, {inverse}, ahead, pairs);
 }
 
 // One block: elements [begin, begin + n) of the buffer, `begin` even.
@@ -218,35 +209,20 @@ static void quantize_block(const BlockFormat& f, const char* x, uint8_t* payload
         return;
     }
     *scale = largest / largest_code(f.code);
+    const float inverse = inverse_scale(f.code, largest);
+    const int64_t ahead = bytes_ahead(f.block * item_size(f.dtype));
+    if (encodes_pairs(f, target, n)) return encode_pairs(f, source, target, inverse, ahead, n);
     alignas(64) uint8_t codes[kTile];
     for (int64_t b = 0; b < n; b += kTile) {
         const int64_t length = n - b < kTile ? n - b : kTile;
-        const uint64_t index = f.offset + static_cast<uint64_t>(begin + b), key = tile_key(f.key, index, Stream::payload);
+        const uint64_t index = f.offset + static_cast<uint64_t>(begin + b);
         const char* from = source + b * item_size(f.dtype);
-        const uint32_t low = static_cast<uint32_t>(index);
         uint8_t* to = f.code == Code::int4 ? codes : target + b;
-        prefetch_ahead(from, length * item_size(f.dtype), f.block * item_size(f.dtype));
-        if (f.dtype == Dtype::bf16) encode_codes<LoadBf16>(f, from, to, largest, length, key, low);
-        else if (f.dtype == Dtype::f16) encode_codes<LoadF16>(f, from, to, largest, length, key, low);
-        else encode_codes<LoadF32>(f, from, to, largest, length, key, low);
+        for (int64_t line = 0; line < length * item_size(f.dtype); line += 64) __builtin_prefetch(from + line + ahead);
+        if (f.dtype == Dtype::bf16) encode_codes<LoadBf16>(f, from, to, inverse, length, index);
+        else if (f.dtype == Dtype::f16) encode_codes<LoadF16>(f, from, to, inverse, length, index);
+        else encode_codes<LoadF32>(f, from, to, inverse, length, index);
         if (f.code == Code::int4) pack_nibbles(codes, target + b / 2, length);
-    }
-}
-
-static void dequantize_block(const BlockFormat& f, const uint8_t* payload, float scale, char* out, int64_t begin, int64_t n) {
-    alignas(64) uint8_t unpacked[kTile];
-    for (int64_t b = 0; b < n; b += kTile) {
-        const int64_t length = n - b < kTile ? n - b : kTile;
-        char* target = out + (begin + b) * item_size(f.dtype);
-        const uint8_t* codes = payload + (f.code == Code::int4 ? (begin + b) / 2 : begin + b);
-        prefetch_ahead(reinterpret_cast<const char*>(codes), f.code == Code::int4 ? length / 2 : length, 0);
-        if (f.code == Code::int4) {
-            unpack_nibbles(codes, unpacked, length);
-            codes = unpacked;
-        }
-        if (f.code == Code::e4m3) decode_codes(DecodeFloat8{codes, scale}, target, f.dtype, length);
-        else if (f.code == Code::u5e3) decode_codes(DecodeU5e3{codes, scale}, target, f.dtype, length);
-        else decode_codes(DecodeInteger{codes, scale}, target, f.dtype, length);
     }
 }
 
@@ -255,12 +231,5 @@ static void quantize(const BlockFormat& f, const char* x, uint8_t* payload, floa
     for (int64_t k = first; k < last; ++k) {
         const int64_t begin = k * f.block, length = n - begin < f.block ? n - begin : f.block;
         quantize_block(f, x, payload, scales + k, begin, length);
-    }
-}
-
-static void dequantize(const BlockFormat& f, const uint8_t* payload, const float* scales, char* out, int64_t n, int64_t first, int64_t last) {
-    for (int64_t k = first; k < last; ++k) {
-        const int64_t begin = k * f.block, length = n - begin < f.block ? n - begin : f.block;
-        dequantize_block(f, payload, scales[k], out, begin, length);
     }
 }

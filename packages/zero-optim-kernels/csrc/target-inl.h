@@ -11,6 +11,8 @@
 
 #include "quantize-inl.h"
 
+#include "dequantize-inl.h"
+
 #include "rules-inl.h"
 
 #include "state-inl.h"

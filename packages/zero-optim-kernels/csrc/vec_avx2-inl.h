@@ -41,7 +41,26 @@ struct Vector {
         const __m128i h = narrow(x & setu(0xffu));
         _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(h, h));
     }
+    ZOK_INLINE void stream_u8(uint8_t* p, U x) {
+        const __m128i h = narrow(x & setu(0xffu));
+        _mm_stream_si64(reinterpret_cast<long long*>(p), _mm_cvtsi128_si64(_mm_packus_epi16(h, h)));
+    }
     ZOK_INLINE U load_u16(const uint16_t* p) { return (U)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+    ZOK_INLINE F load_i8(const uint8_t* p) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+    }
+    ZOK_INLINE U load_pairs(const uint16_t* p) { return (U)_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    ZOK_INLINE void store_pairs(uint16_t* p, U x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)x); }
+    ZOK_INLINE void stream_pairs(uint16_t* p, U x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)x); }
+    ZOK_INLINE U join_high(U first, U second) {
+        return (U)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)(first >> 16), (__m256i)(second >> 16)), 0xd8);
+    }
+    ZOK_INLINE U look_up(const uint32_t* table, U index) {
+        const __m256i* halves = reinterpret_cast<const __m256i*>(table);
+        const F low = (F)_mm256_permutevar8x32_epi32(_mm256_load_si256(halves), (__m256i)index);
+        const F high = (F)_mm256_permutevar8x32_epi32(_mm256_load_si256(halves + 1), (__m256i)index);
+        return (U)_mm256_blendv_ps(low, high, (F)(index << 28));
+    }
     ZOK_INLINE H narrow(U x) {
         return _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
     }

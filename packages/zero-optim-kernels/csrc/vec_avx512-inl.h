@@ -35,7 +35,21 @@ struct Vector {
     ZOK_INLINE uint32_t highest(U x) { return _mm512_reduce_max_epu32((__m512i)x); }
     ZOK_INLINE U load_u8(const uint8_t* p) { return (U)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
     ZOK_INLINE void store_u8(uint8_t* p, U x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x)); }
+    ZOK_INLINE void stream_u8(uint8_t* p, U x) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x)); }
     ZOK_INLINE U load_u16(const uint16_t* p) { return (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+    ZOK_INLINE F load_i8(const uint8_t* p) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+    }
+    ZOK_INLINE U load_pairs(const uint16_t* p) { return (U)_mm512_loadu_si512(p); }
+    ZOK_INLINE void store_pairs(uint16_t* p, U x) { _mm512_storeu_si512(p, (__m512i)x); }
+    ZOK_INLINE void stream_pairs(uint16_t* p, U x) { _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)x); }
+    ZOK_INLINE U join_high(U first, U second) {
+        const U high_halves = iota() * setu(0x40004u) + setu(0x30001u);
+        return (U)_mm512_permutex2var_epi16((__m512i)first, (__m512i)high_halves, (__m512i)second);
+    }
+    ZOK_INLINE U look_up(const uint32_t* table, U index) {
+        return (U)_mm512_permutexvar_epi32((__m512i)index, _mm512_load_si512(table));
+    }
     ZOK_INLINE H narrow(U x) { return _mm512_cvtepi32_epi16((__m512i)x); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x); }

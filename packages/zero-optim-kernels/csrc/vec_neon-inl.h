@@ -36,7 +36,21 @@ struct Vector {
     ZOK_INLINE void store_u8(uint8_t* p, U x) {
         for (int i = 0; i < W; ++i) p[i] = static_cast<uint8_t>(x[i]);
     }
+    ZOK_INLINE void stream_u8(uint8_t* p, U x) { store_u8(p, x); }
     ZOK_INLINE U load_u16(const uint16_t* p) { return vmovl_u16(vld1_u16(p)); }
+    ZOK_INLINE F load_i8(const uint8_t* p) {
+        const int8_t* i = reinterpret_cast<const int8_t*>(p);
+        return vcvtq_f32_s32(int32x4_t{i[0], i[1], i[2], i[3]});
+    }
+    ZOK_INLINE U load_pairs(const uint16_t* p) { return vreinterpretq_u32_u16(vld1q_u16(p)); }
+    ZOK_INLINE void store_pairs(uint16_t* p, U x) { vst1q_u16(p, vreinterpretq_u16_u32(x)); }
+    ZOK_INLINE void stream_pairs(uint16_t* p, U x) { store_pairs(p, x); }
+    ZOK_INLINE U join_high(U first, U second) {
+        return vreinterpretq_u32_u16(vuzp2q_u16(vreinterpretq_u16_u32(first), vreinterpretq_u16_u32(second)));
+    }
+    ZOK_INLINE U look_up(const uint32_t* table, U index) {
+        return U{table[index[0] & 0xf], table[index[1] & 0xf], table[index[2] & 0xf], table[index[3] & 0xf]};
+    }
     ZOK_INLINE H narrow(U x) { return vmovn_u32(x); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { vst1_u16(p, x); }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { vst1_u16(p, x); }

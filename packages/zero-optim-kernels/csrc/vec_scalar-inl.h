@@ -29,7 +29,18 @@ struct Scalar {
     ZOK_INLINE uint32_t highest(U x) { return x; }
     ZOK_INLINE U load_u8(const uint8_t* p) { return *p; }
     ZOK_INLINE void store_u8(uint8_t* p, U x) { *p = static_cast<uint8_t>(x); }
+    ZOK_INLINE void stream_u8(uint8_t* p, U x) { store_u8(p, x); }
     ZOK_INLINE U load_u16(const uint16_t* p) { return *p; }
+    ZOK_INLINE F load_i8(const uint8_t* p) { return static_cast<float>(static_cast<int8_t>(*p)); }
+    // Two neighbours of 16 bits in a lane of 32.
+    ZOK_INLINE U load_pairs(const uint16_t* p) { return p[0] | static_cast<uint32_t>(p[1]) << 16; }
+    ZOK_INLINE void store_pairs(uint16_t* p, U x) {
+        p[0] = static_cast<uint16_t>(x);
+        p[1] = static_cast<uint16_t>(x >> 16);
+    }
+    ZOK_INLINE void stream_pairs(uint16_t* p, U x) { store_pairs(p, x); }
+    ZOK_INLINE U join_high(U first, U second) { return first >> 16 | (second & 0xffff0000u); }    // those of `first`, then of `second`
+    ZOK_INLINE U look_up(const uint32_t* table, U index) { return table[index & 0xfu]; }          // of 16, whatever is above the 4 bits
     ZOK_INLINE H narrow(U x) { return static_cast<uint16_t>(x); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { *p = x; }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { *p = x; }

@@ -89,6 +89,16 @@ def blocks(digest: hashlib._Hash) -> None:
         zok.dequantize_blocks(payload, scales, out, n, code=code, block=64)
         for array in (payload, scales, out):
             absorb(digest, array)
+        low = np.zeros(n, np.uint16)
+        for dtype in ("bf16", "f16"):
+            zok.dequantize_blocks(payload, scales, low, n, code=code, block=64, dtype=dtype)
+            absorb(digest, low if dtype == "bf16" else low.view(np.float16), dtype)
+            zok.cast(x, low, n, dtype="f32", out_dtype=dtype)
+            zok.quantize_blocks(
+                low, payload, scales, n, code=code, block=64, dtype=dtype, stochastic=stochastic, seed=3
+            )
+            absorb(digest, payload)
+            absorb(digest, scales)
 
 
 def main() -> None:

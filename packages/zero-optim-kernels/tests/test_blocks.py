@@ -81,14 +81,19 @@ def critical(code: str) -> np.ndarray:
     return np.concatenate([exact, *beside, every_bf16, sweep])
 
 
-@EVERY_CODE
+# The largest value of u5e3 is no bf16 number.
+@pytest.mark.parametrize(("code", "dtype"), [*((c, "f32") for c in CODES), *((c, "bf16") for c in CODES[:3])])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-80, 2.0**70])
-def test_codes_are_the_nearest_and_the_even_one_at_a_tie(code: str, scale: float) -> None:
+def test_codes_are_the_nearest_and_the_even_one_at_a_tie(code: str, scale: float, dtype: str) -> None:
     top = np.float32(LARGEST[code]) if code != "u5e3" else np.float32(1.875) * np.float32(1 - 2.0**-22)
     x = critical(code)
     x = x[(x >= 0) & (x <= top)]
     x = np.concatenate([[top], x] if code == "u5e3" else [[top], x, -x]).astype(np.float32)
-    payload, scales = encode(x * np.float32(scale), code, x.size + x.size % 2)
+    if dtype == "bf16":
+        x = np.unique(reference.bf16_values(reference.bf16_nearest(x)))
+        x = x[: x.size // 2 * 2]
+    stored = reference.stored(x * np.float32(scale), dtype)
+    payload, scales = encode(stored, code, x.size + x.size % 2, dtype=dtype)
     assert scales.tolist() == [scale]
     values = decode(payload, np.ones(1, np.float32), x.size, code, x.size + x.size % 2).astype(np.float64)
     points = table(code)
@@ -162,11 +167,39 @@ def test_blocks_of_zeros_and_of_tiny_numbers_are_zero(code: str) -> None:
 
 
 @EVERY_CODE
-def test_dequantising_to_bf16_rounds_the_float32_value(code: str) -> None:
-    x = sample(3001, code)
-    payload, scales = encode(x, code, 64)
-    single = decode(payload, scales, x.size, code, 64)
-    assert np.array_equal(decode(payload, scales, x.size, code, 64, "bf16"), reference.bf16_nearest(single))
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("block", [64, 2048])
+@pytest.mark.parametrize("scale", [1e-3, np.inf, np.nan])
+def test_dequantising_to_16_bits_rounds_the_float32_value(code: str, dtype: str, block: int, scale: float) -> None:
+    n = 3 * 2048 + 331
+    payload = np.random.default_rng(0).integers(0, 256, -(-n // 2) if code == "int4" else n, np.uint8)
+    payload[:256] = np.arange(256)
+    scales = np.full(-(-n // block), scale, np.float32)
+    scales[-1] = 1e-39
+    wanted = reference.stored(decode(payload, scales, n, code, block), dtype)
+    wanted = reference.values(wanted, dtype)
+    for first in range(5):
+        memory = reference.stored(np.full(n + 32, 3.0), dtype)
+        zok.dequantize_blocks(payload, scales, memory[first : first + n], n, code=code, block=block, dtype=dtype)
+        got = reference.values(memory, dtype)
+        assert np.array_equal(got[first : first + n], wanted, equal_nan=True)
+        assert np.all(got[:first] == 3) and np.all(got[first + n :] == 3)
+
+
+@EVERY_CODE
+@pytest.mark.parametrize("n", [4096, 4094, 4093])
+def test_payloads_of_bf16_do_not_depend_on_where_memory_lies(code: str, n: int) -> None:
+    x = np.zeros(n + 8, np.uint16)
+    wanted = None
+    for first, shift in ((0, 0), (1, 0), (0, 1), (3, 2), (0, 16)):
+        x[first : first + n] = reference.bf16_nearest(sample(n, code))
+        memory = np.full(n + 64, 0xAA, np.uint8)
+        scales = np.zeros(2, np.float32)
+        payload = memory[shift : shift + (-(-n // 2) if code == "int4" else n)]
+        zok.quantize_blocks(x[first : first + n], payload, scales, n, code=code, block=2048, dtype="bf16")
+        assert np.all(memory[:shift] == 0xAA) and np.all(memory[shift + payload.size :] == 0xAA)
+        wanted = wanted or payload.tobytes()
+        assert payload.tobytes() == wanted
 
 
 @EVERY_CODE

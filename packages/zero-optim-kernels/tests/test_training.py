@@ -1,25 +1,29 @@
-"""Whether low-bit optimizer state trains as well as float32 state: a byte-level language model, the same data and
-seeds for all.
+"""Whether low-bit optimizer state trains as well as float32 state: a byte-level language model, the same data and seeds
+for all. The text is the standard library's own source code.
 
-    python soak_lowbit.py [--steps 1000] [--seeds 3] [--states int8 bfloat16] [--width 96] [--layers 3]
-
-The text is the standard library's own source code. Prints the validation loss per seed and, per state precision, the
-relative difference of the means from float32 state; the project holds itself to 1 %. Needs torch.
+Run it, and see every loss, with `pytest -m soak -s tests/test_training.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+import pytest
 
-from zero_optim_kernels.torch import CPUAdamW
+torch = pytest.importorskip("torch")
 
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from zero_optim_kernels.torch import CPUAdamW  # noqa: E402
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+
+STEPS, SEEDS = 1000, (0, 1, 2)
+WIDTH, LAYERS = 96, 3
 CONTEXT = 64
 BATCH = 16
 
@@ -80,19 +84,17 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-def train(state_dtype: str, seed: int, steps: int, width: int, layers: int) -> float:
-    """The validation loss after training."""
+def validation_loss(state_dtype: str, seed: int) -> float:
+    """After training with this seed."""
     training, validation = corpus()
     torch.manual_seed(seed)
-    model = ByteModel(width, layers)
-    optimizer = CPUAdamW(
-        model.parameters(), lr=2e-3, betas=(0.9, 0.999), weight_decay=0.01, state_dtype=state_dtype, seed=seed
-    )
+    model = ByteModel(WIDTH, LAYERS)
+    optimizer = CPUAdamW(model.parameters(), lr=2e-3, weight_decay=0.01, state_dtype=state_dtype, seed=seed)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1, cycle_momentum=False
+        optimizer, max_lr=2e-3, total_steps=STEPS, pct_start=0.1, cycle_momentum=False
     )
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
+    for _ in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, batch(training, generator)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -103,33 +105,23 @@ def train(state_dtype: str, seed: int, steps: int, width: int, layers: int) -> f
         return sum(float(loss_of(model, batch(validation, generator))) for _ in range(100)) / 100
 
 
-def main() -> None:
-    """Train every combination and print the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--states", nargs="+", default=["int8", "bfloat16"])
-    parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    shape = (arguments.width, arguments.layers)
-    size = sum(p.numel() for p in ByteModel(*shape).parameters())
-    sys.stdout.write(f"byte-level model of {size} parameters, {arguments.steps} steps\n")
-    means = {}
-    for state_dtype in ("float32", *arguments.states):
-        losses = []
-        for seed in range(arguments.seeds):
-            losses.append(train(state_dtype, seed, arguments.steps, *shape))
-            sys.stdout.write(f"{state_dtype:<10} seed {seed}: validation loss {losses[-1]:.4f}\n")
-            sys.stdout.flush()
-        means[state_dtype] = sum(losses) / len(losses)
-    for state_dtype in arguments.states:
-        difference = means[state_dtype] / means["float32"] - 1
-        verdict = "within 1 %" if difference <= 0.01 else "WORSE than 1 %"
-        sys.stdout.write(f"{state_dtype}: {100 * difference:+.2f} % of float32 state's mean loss, {verdict}\n")
+def mean_loss(state_dtype: str) -> float:
+    """Over the seeds; prints each."""
+    losses = [validation_loss(state_dtype, seed) for seed in SEEDS]
+    sys.stdout.write(f"\n{state_dtype} state: validation loss {', '.join(f'{loss:.4f}' for loss in losses)}\n")
+    return sum(losses) / len(losses)
 
 
-if __name__ == "__main__":
-    main()
+@pytest.fixture(scope="module")
+def float32_loss() -> Iterator[float]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield mean_loss("float32")
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
+def test_low_bit_state_trains_within_one_percent_of_float32_state(state_dtype: str, float32_loss: float) -> None:
+    difference = mean_loss(state_dtype) / float32_loss - 1
+    sys.stdout.write(f"{state_dtype} state: {100 * difference:+.2f} % of float32 state's mean\n")
+    assert difference <= 0.01
