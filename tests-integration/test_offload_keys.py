@@ -177,6 +177,33 @@ def test_states_wait_in_files_whatever_tier_they_are_on(tier: str, tmp_path: Pat
     assert {path.suffix for path in tmp_path.rglob("*")} <= {".lock"}
 
 
+def kept(case: Run, place: dict[str, Any]) -> dict[str, Any]:
+    engine = start(case, 3, {"offload_param": place, "unit_min_numel": 1})
+    training.train(engine, case, 0, case.steps)
+    store = engine.offloading.store
+    result = {
+        "facts": facts(engine),
+        "resident": store.resident_bytes,
+        "stored": store.stored_bytes,
+        "shards": sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in engine.partition.units),
+    }
+    engine.destroy()
+    return result
+
+
+def test_shards_fill_the_host_memory_given_and_buffers_have_the_size_given(tmp_path: Path) -> None:
+    case = Run("plain", steps=2, dtype="bf16")
+    expected = run_ranks(run, 2, case, 3, {}, {})[0]["facts"]
+    place = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 4, "buffer_size": 10_000}
+    ring = 4 * -(-20_000 // 4096) * 4096
+    for given in (0, 1500):
+        for found in run_ranks(kept, 2, case, {**place, "max_in_cpu": given}):
+            assert found["facts"] == expected
+            in_host = found["resident"] - ring
+            assert in_host + found["stored"] == found["shards"]
+            assert given <= in_host <= 2 * given
+
+
 def striped(case: Run, folders: list[str]) -> tuple[dict[str, bytes], list[bool]]:
     place = {"device": "nvme", "nvme_path": folders}
     engine = start(case, 3, {"offload_optimizer": place, "offload_param": place})

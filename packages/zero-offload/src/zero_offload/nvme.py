@@ -230,7 +230,8 @@ class NvmeStore:
 
     def carried_bytes(self) -> int:
         """Bytes that `seal` would copy if it were called now, of shards not written since the last one."""
-        return self._store.carried_bytes()
+        with naming("shards", "seal"):
+            return self._store.carried_bytes()
 
     def seal(self) -> Sealed:
         """Make the files read-only and durable, for a checkpoint to link to; later writes go to new ones.

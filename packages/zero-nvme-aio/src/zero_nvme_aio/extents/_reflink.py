@@ -22,16 +22,21 @@ def block_bytes(folder: str) -> int:
 
 
 def shares_blocks(folder: str) -> bool:
-    """Whether files in ``folder`` can share blocks, found by trying it with two files that have no name."""
+    """Whether files in ``folder`` can share blocks, found by trying it with two files that have no name.
+
+    The typed error of a transfer when it cannot be tried, as on a full disk.
+    """
     opened: list[int] = []
+    block = block_bytes(folder)
     try:
-        opened += [os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600) for _ in range(2)]
-        block = block_bytes(folder)
+        for _ in range(2):
+            opened.append(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         os.pwrite(opened[0], bytes(block), 0)
         _clone(opened[0], 0, opened[1], 0, block)
     except OSError as error:
         if error.errno not in _NOT_HERE:
-            raise
+            native = (error.errno or errno.EIO, 0, block, 0)
+            raise transfer_error("write", folder, native, NATIVE_CODES) from None
         return False
     finally:
         for descriptor in opened:

@@ -213,7 +213,8 @@ class NvmeTier:
         self._ring.flush()
 
     def carried_bytes(self) -> int:
-        return self._store.carried_bytes()
+        with naming("masters and states", "seal"):
+            return self._store.carried_bytes()
 
     def seal(self) -> Generation:
         self.flush()
