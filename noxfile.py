@@ -287,7 +287,10 @@ def integration(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def soak(session: nox.Session) -> None:
     """The long tests, marked `soak`, of every suite."""
-    suites(session, shared(session), "--all", "--marker", "soak", "--", "-o", "timeout=0", *session.posargs)
+    python = shared(session)
+    if "ZERO_PYTHON" not in os.environ:
+        pip_install(session, python, *group("soak"))
+    suites(session, python, "--all", "--marker", "soak", "--", "-o", "timeout=0", *session.posargs)
 
 
 @nox.session(venv_backend="none")
