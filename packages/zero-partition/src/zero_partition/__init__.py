@@ -15,6 +15,7 @@ from .access import (
     set_full_parameter,
     set_full_state,
 )
+from .cut import PartitionOptions
 from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
 from .initialisation import CutParameter, Init, NewShard, cut_record
@@ -24,7 +25,7 @@ from .needs import AveragingOptimizer, NormOptimizer
 from .norm import NormSquared, norm_squared
 from .optimizer import ShardedOptimizer, StepResult
 from .ownership import owner_of
-from .partition import Partition, PartitionOptions, partition
+from .partition import Partition, partition
 from .residency import DeviceResidency, Residency
 from .tier import MakeStates, ShardNeeds, StateTier
 from .tiling import TiledLinear

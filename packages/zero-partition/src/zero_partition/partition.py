@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from zero_comm import Codec, EngineGroups, Message, Tag
-from zero_precision import PrecisionPolicy, kept_in_fp32
+from zero_comm import EngineGroups, Tag
 
+from .cut import PartitionOptions, agree_on_model, kept_fp32, plan_cut, unit_layout, update_dtype
 from .errors import PartitionError
-from .external import external_parameters, leaf_marker
+from .external import external_parameters
 from .gradients import UnitGradients
 from .initialisation import cut_record, forget_cut
 from .layout import Layout, UnitLayout
@@ -25,43 +22,10 @@ from .route import Route, Secondary
 from .runtime import Runtime
 from .tier import MakeStates, ShardNeeds
 from .unit import Unit
-from .units import UnitLimits, UnitPlan, check_trainable_uncut, plan_units, uncut_parameters
+from .units import UnitPlan, check_trainable_uncut, uncut_parameters
 
 if TYPE_CHECKING:
     from .optimizer import ShardedOptimizer
-
-
-@dataclass(frozen=True)
-class PartitionOptions:
-    """How to cut and when to move; sizes in elements.
-
-    ``stage``: optimizer state is sharded when >= 1, gradients when >= 2, parameters when >= 3. At stages 0 and 1 the
-    backward passes of one step add up locally before they are reduced; with ``reduce_each_micro_batch`` they are
-    reduced one by one as stages 2 and 3 do, which makes all stages bitwise equal. ``alignment``: shard boundaries are
-    multiples of it where there are enough elements; ``entry_alignment``: so are they and the beginnings of parameters,
-    always, which states in blocks need. ``is_leaf``: whether a module (by name) is gathered as a whole whatever its
-    size. ``weight_codec``, ``frozen_codec``: what passes gather units with and without trained parameters through at
-    stage 3; weights that stay gathered travel as they are.
-    """
-
-    stage: int
-    policy: PrecisionPolicy
-    limits: UnitLimits = field(default_factory=UnitLimits)
-    prefetch_numel: int = 50_000_000
-    max_live_numel: int = 1_000_000_000
-    bucket_numel: int = 500_000_000
-    reduce_each_micro_batch: bool = False
-    compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    alignment: int = 64
-    entry_alignment: int = 1
-    is_leaf: Callable[[str, nn.Module], bool] = field(default_factory=leaf_marker)
-    weight_codec: Codec | None = None
-    frozen_codec: Codec | None = None
-
-    @property
-    def reduces_each(self) -> bool:
-        """Whether every backward pass reduces (else only the last one before a step)."""
-        return self.stage >= 2 or self.reduce_each_micro_batch
 
 
 class Partition:
@@ -103,10 +67,10 @@ class Partition:
         _refuse_owned(model)
         self.uncut = uncut_parameters(model)
         check_trainable_uncut(model)
-        self._kept_fp32 = _kept_fp32(model, options.policy)
-        plans = _plan(model, options, trainable, self._kept_fp32)
-        self.layout = Layout(tuple(_unit_layout(plan, self.world_size, options) for plan in plans))
-        self._agree_on_model(model, plans)
+        self._kept_fp32 = kept_fp32(model, options.policy)
+        plans = plan_cut(model, options, trainable, self._kept_fp32)
+        self.layout = Layout(tuple(unit_layout(plan, self.world_size, options) for plan in plans))
+        agree_on_model(model, plans, groups.control)
         self.states = make_states(self._shard_needs(plans), residency) if make_states is not None else None
         self.units = [
             self._make_unit(index, plan, layout)
@@ -225,8 +189,8 @@ class Partition:
             releasable=releasable,
             states=self.states,
         )
-        update_dtype = _update_dtype(plan, self.options.policy)
-        source = torch.zeros(layout.numel, dtype=update_dtype, device=self.device)
+        dtype = update_dtype(plan, self.options.policy)
+        source = torch.zeros(layout.numel, dtype=dtype, device=self.device)
         equal = True
         for entry, parameter in zip(layout.entries, unit.parameters, strict=True):
             record = cut_record(parameter)
@@ -238,7 +202,7 @@ class Partition:
             equal = equal and record is not None
         if not equal:
             self.groups.broadcast(source, 0, Tag("broadcast", plan.name))
-        unit.materialise(source, update_dtype, whole_master=self.options.stage == 0)
+        unit.materialise(source, dtype, whole_master=self.options.stage == 0)
         return unit
 
     def _route(self, plan: UnitPlan, layout: UnitLayout, *, releasable: bool) -> Route:
@@ -297,20 +261,6 @@ class Partition:
             return policy.buffer_dtype
         return policy.param_dtype if policy.param_dtype.itemsize < 4 else buffer.dtype
 
-    def _agree_on_model(self, model: nn.Module, plans: list[UnitPlan]) -> None:
-        """Refuse, by the first name that differs, to train different models together."""
-        mine = [
-            [name, list(p.shape), str(p.dtype), plan.trainable] for plan in plans for name, p in plan.parameters.items()
-        ]
-        mine += [[name, list(b.shape), str(b.dtype), False] for name, b in model.named_buffers()]
-        theirs = self.groups.control.agree(Message("partition", "the model", 0, mine))
-        for rank, rows in enumerate(theirs):
-            if rows != theirs[0]:
-                raise PartitionError(
-                    f"rank 0 and rank {rank} have different models: {_first_difference(theirs[0], rows)}. "
-                    "Build the same model on every rank."
-                )
-
 
 def partition(
     model: nn.Module,
@@ -346,58 +296,3 @@ def _refuse_owned(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if owner_of(parameter) is not None:
             raise PartitionError(f"parameter '{name}' belongs to an engine already; call that engine's destroy() first")
-
-
-def _kept_fp32(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
-    """What stays in float32: the policy's choice, and layers with running statistics, which bfloat16 cannot average."""
-    if policy.param_dtype.itemsize >= 4:
-        return frozenset()
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, _NormBase) and m.track_running_stats}
-    tensors = (f"{n}.{key}" if n else key for n, m in layers.items() for key in (*m._parameters, *m._buffers))
-    return kept_in_fp32(model, policy) | frozenset(tensors)
-
-
-def _plan(
-    model: nn.Module, options: PartitionOptions, trainable: set[int] | None, kept: frozenset[str]
-) -> list[UnitPlan]:
-    policy = options.policy
-
-    def is_trained(parameter: nn.Parameter) -> bool:
-        return parameter.requires_grad and (trainable is None or id(parameter) in trainable)
-
-    def dtype_of(name: str, parameter: nn.Parameter) -> torch.dtype:
-        if name in kept:
-            return torch.float32
-        if not is_trained(parameter) and parameter.dtype.itemsize < policy.param_dtype.itemsize:
-            return parameter.dtype
-        return options.compute_dtypes.get(name, policy.param_dtype) if options.stage >= 3 else policy.param_dtype
-
-    return plan_units(model, options.limits, trainable=is_trained, dtype_of=dtype_of, is_leaf=options.is_leaf)
-
-
-def _unit_layout(plan: UnitPlan, world_size: int, options: PartitionOptions) -> UnitLayout:
-    total = sum(math.prod(p.shape) for p in plan.parameters.values())
-    blocks = options.entry_alignment
-    wished = math.lcm(options.alignment, blocks)
-    align = wished if total >= wished * world_size else blocks
-    shapes = {name: tuple(p.shape) for name, p in plan.parameters.items()}
-    return UnitLayout.of(plan.name, shapes, world_size, align, entry_alignment=blocks)
-
-
-def _update_dtype(plan: UnitPlan, policy: PrecisionPolicy) -> torch.dtype:
-    """Frozen weights and those kept wider than the policy's are updated, if at all, as they are."""
-    if not plan.trainable or plan.dtype.itemsize > policy.param_dtype.itemsize:
-        return plan.dtype
-    return policy.update_dtype
-
-
-def _first_difference(expected: list[list[object]], got: list[list[object]]) -> str:
-    for ours, theirs in zip(expected, got, strict=False):
-        if ours != theirs:
-            return f"one has {_row(ours)} where the other has {_row(theirs)}"
-    return f"one has {len(expected)} parameters and buffers, the other {len(got)}"
-
-
-def _row(row: list[object]) -> str:
-    name, shape, dtype, trained = row
-    return f"'{name}' of shape {shape}, {dtype}, {'trained' if trained else 'not trained'}"
