@@ -4,6 +4,7 @@ node."""
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +196,13 @@ def test_copies_train_with_codes_between_them(world_size: int, size: int, per_no
     run = Run("frozen and unused", steps=10, accumulation=2, clip=0.1, dtype="fp32")
     way = {**QGZ, **QWZ, "mics_shard_size": size, "comm": {"ranks_per_node": per_node}}
     quantized = run_ranks(sharing_runs.weights, world_size, run, stage, way)[0]
-    plain = one_process(run)
-    moved = max(float((p - q).abs().max()) for p, q in zip(plain.values(), initial(run).values(), strict=True))
-    assert 0 < training.deviation(quantized, plain) < moved  # rounded, not lost
+    plain, start = one_process(run), initial(run)
+
+    def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+        return math.hypot(*(float((one[name] - other[name]).norm()) for name in one))
+
+    # no further from the plain run, of the way that it went, than a quarter: 0.15 without copies
+    assert 0 < distance(quantized, plain) < 0.25 * distance(plain, start)
 
 
 def initial(run: Run) -> dict[str, torch.Tensor]:
