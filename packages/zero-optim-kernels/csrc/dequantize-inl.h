@@ -1,6 +1,6 @@
 // The inverse of block quantisation: value = code * scale, written past the cache where the buffer's alignment allows it.
 
-constexpr int64_t kPayloadAhead = 1024;  // bytes from what is decoded to what is asked for meanwhile
+constexpr int64_t kPayloadAhead = 4096;  // bytes from what is decoded to what is asked for meanwhile
 
 struct DecodeInteger {
     const uint8_t* codes;

@@ -131,11 +131,11 @@ static uint32_t largest_of_buffer(const char* x, Dtype dtype, int64_t n) {
     return dtype == Dtype::bf16 ? static_cast<uint32_t>(largest) << 16 : Scalar::bits(Scalar::load_f16(&largest));
 }
 
-// A block is read, then read again and encoded: nothing would ask memory for more meanwhile. How far ahead the second pass asks for it: the
-// next block, or a page if that is further; of blocks that do not stay in the first-level cache, for nothing new.
+// A block is read, then read again and encoded: nothing would ask memory for more meanwhile. How far ahead the second pass asks for it: two
+// blocks, or two pages if that is further; of blocks that do not stay in the first-level cache, for nothing new.
 static int64_t bytes_ahead(int64_t block_bytes) {
     constexpr int64_t kPage = 4096, kMost = 16384;
-    return block_bytes > kMost ? 0 : block_bytes > kPage ? block_bytes : kPage;
+    return block_bytes > kMost ? 0 : 2 * (block_bytes > kPage ? block_bytes : kPage);
 }
 
 // Two's complement nibbles, the even element in the low half. Two codes are handled as one little-endian number.
