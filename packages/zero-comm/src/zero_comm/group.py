@@ -89,17 +89,17 @@ class Group:
 
         Slices travel in ``flat``'s dtype, are summed in rank order 0…N-1 in ``out``'s dtype and divided once by N;
         with ``accumulate`` the average is added to ``out``. ``flat`` is free for reuse when the work is done. Sends
-        s*(N-1) elements; where a backend sums on the way, in ``out``'s dtype.
+        s*(N-1) elements. An accelerator's backend may sum in an order of its own where both dtypes are the same; where
+        they differ it would either send ``out``'s wider numbers or sum in ``flat``'s narrower ones.
         """
         size = out.numel()
         _check(flat.numel() == size * self.world_size, tag, f"flat of {size * self.world_size} elements", flat.numel())
         own = flat[self.rank * size : (self.rank + 1) * size]
         if self.world_size == 1 or size == 0:
             return Work(tag, finish=lambda: self._slice_sum([own], out, divisor=self.world_size, accumulate=accumulate))
-        native = not self._direct(flat) and not self._deterministic
-        self._count(tag, size * (out if native else flat).element_size())
+        self._count(tag, own.nbytes)
         ticket = self._track.start(tag, flat.nbytes)
-        if native:
+        if not self._direct(flat) and not self._deterministic and flat.dtype == out.dtype:
             return self._native_reduce(flat, out, tag, accumulate, ticket)
         received = flat.new_empty(self.world_size - 1, size)
         parts = list(received.unbind())
@@ -186,16 +186,15 @@ class Group:
     def _native_reduce(
         self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, accumulate: bool, ticket: Ticket | None
     ) -> Work:
-        source = flat if flat.dtype == out.dtype else flat.to(out.dtype)
         result = torch.empty_like(out) if accumulate else out
-        work = dist.reduce_scatter_tensor(result, source, group=self._process_group, async_op=True)
+        work = dist.reduce_scatter_tensor(result, flat, group=self._process_group, async_op=True)
 
         def finish() -> None:
             result.div_(self.world_size)
             if accumulate:
                 out.add_(result)
 
-        buffers = (flat, source, result, out)
+        buffers = (flat, result, out)
         return Work(
             tag,
             [(work, None)],
