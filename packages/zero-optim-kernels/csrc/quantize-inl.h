@@ -19,11 +19,25 @@ struct IntegerCoder {  // in two's complement; the largest magnitude of the bloc
     float inverse;
     template <class T>
     ZOK_MEMBER typename T::U of(typename T::F x) const { return T::bits(x * T::set(inverse) + T::set(kMagic)); }
+    // Of two neighbours in bf16 that share a lane, in its low 16 bits; what is above them is to be dropped.
+    template <class T>
+    ZOK_MEMBER typename T::U of_pair(typename T::U pair) const {
+        const typename T::U even = of<T>(T::from_bits(pair << 16)), odd = of<T>(T::from_bits(pair & T::setu(0xffff0000u)));
+        return T::choose(T::setu(0xffu), even, odd << 8);
+    }
 };
 struct E4m3Coder {
     float inverse;
     template <class T>
     ZOK_MEMBER typename T::U of(typename T::F x) const { return e4m3_code<T>(x * T::set(inverse)); }
+    // As above; the signs go by themselves.
+    template <class T>
+    ZOK_MEMBER typename T::U of_pair(typename T::U pair) const {
+        const typename T::U even = e4m3_magnitude<T>(T::from_bits(pair << 16 & T::setu(0x7fffffffu)) * T::set(inverse));
+        const typename T::U odd = e4m3_magnitude<T>(T::from_bits(pair & T::setu(0x7fff0000u)) * T::set(inverse));
+        const typename T::U magnitudes = T::choose(T::setu(0x7fu), even, odd << 8);
+        return T::choose(T::setu(0x8000u), pair >> 16, T::choose(T::setu(0x80u), pair >> 8, magnitudes));
+    }
 };
 struct U5e3Coder {
     float inverse;
@@ -54,14 +68,14 @@ struct EncodePairs {
     ZOK_MEMBER void at(int64_t i) {
         if constexpr (T::W > 1) __builtin_prefetch(x + 4 * i + ahead);
         const typename T::U pairs = T::load_pairs(reinterpret_cast<const uint16_t*>(x) + 2 * i);
-        const typename T::U even = coder.template of<T>(T::from_bits(pairs << 16));
-        const typename T::U odd = coder.template of<T>(T::from_bits(pairs & T::setu(0xffff0000u)));
         if constexpr (kNibbles) {
+            const typename T::U even = coder.template of<T>(T::from_bits(pairs << 16));
+            const typename T::U odd = coder.template of<T>(T::from_bits(pairs & T::setu(0xffff0000u)));
             const typename T::U codes = (even & T::setu(0xfu)) | (odd & T::setu(0xfu)) << 4;
             if constexpr (kStream) T::stream_u8(payload + i, codes);
             else T::store_u8(payload + i, codes);
         } else {
-            const typename T::H codes = T::narrow((even & T::setu(0xffu)) | (odd & T::setu(0xffu)) << 8);
+            const typename T::H codes = T::low_half(coder.template of_pair<T>(pairs));
             if constexpr (kStream) T::stream_h(reinterpret_cast<uint16_t*>(payload) + i, codes);
             else T::store_h(reinterpret_cast<uint16_t*>(payload) + i, codes);
         }

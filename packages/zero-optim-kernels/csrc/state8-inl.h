@@ -18,17 +18,23 @@ ZOK_INLINE typename T::F e4m3_value(typename T::U code) {
     return T::from_bits(value | (code & T::setu(0x80u)) << 24);
 }
 
-// The code of the nearest value, ties to the even one, in the low 8 bits; `x` is 2^-8 times the number, at most 1.75. The codes around x are
-// 2^(e-3) apart, e its exponent but at least -14. That is the last bit of 2^(e+20), so adding this rounds |x| to a number of them, 8 to 16 and
-// below 8 for subnormal codes, at the end of the sum. The codes of an exponent begin at 8 (e + 14), which with that number makes the code;
-// kOffset, which is even and changes no rounding, takes away what the exponents' biases bring into the low 8 bits.
+// The code of the value nearest to a magnitude, ties to the even one, in the low 8 bits; `x` >= 0 is 2^-8 times the magnitude, at most 1.75.
+// The codes around x are 2^(e-3) apart, e its exponent but at least -14. That is the last bit of 2^(e+20), so adding this rounds x to a number
+// of them, 8 to 16 and below 8 for subnormal codes, at the end of the sum. The codes of an exponent begin at 8 (e + 14), which with that
+// number makes the code; kOffset, which is even and changes no rounding, takes away what the exponents' biases bring into the low 8 bits.
+template <class T>
+ZOK_INLINE typename T::U e4m3_magnitude(typename T::F x) {
+    constexpr uint32_t kSmallest = 113u << 23, kUp = 20u << 23, kOffset = (0u - ((kSmallest + kUp) >> 20)) % 256;
+    const typename T::U exponent = T::max_u(T::bits(x) & T::setu(kInfinity), T::setu(kSmallest));
+    const typename T::U magic = exponent + T::setu(kUp + kOffset);
+    return T::bits(x + T::from_bits(magic)) + (magic >> 20);
+}
+
+// The same with a sign.
 template <class T>
 ZOK_INLINE typename T::U e4m3_code(typename T::F x) {
-    constexpr uint32_t kSmallest = 113u << 23, kUp = 20u << 23, kOffset = (0u - ((kSmallest + kUp) >> 20)) % 256;
-    const typename T::U u = T::bits(x), exponent = T::max_u(u & T::setu(kInfinity), T::setu(kSmallest));
-    const typename T::U magic = exponent + T::setu(kUp + kOffset);
-    const typename T::U sum = T::bits(T::from_bits(u & T::setu(0x7fffffffu)) + T::from_bits(magic));
-    return sum + (magic >> 20) + (u >> 24 & T::setu(0x80u));
+    const typename T::U u = T::bits(x);
+    return e4m3_magnitude<T>(T::from_bits(u & T::setu(0x7fffffffu))) + (u >> 24 & T::setu(0x80u));
 }
 
 template <class T>

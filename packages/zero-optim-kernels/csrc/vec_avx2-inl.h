@@ -31,6 +31,7 @@ struct Vector {
     ZOK_INLINE M eq_u(U a, U b) { return _mm256_cmpeq_epi32((__m256i)a, (__m256i)b); }
     ZOK_INLINE M differs_from_zero(F x) { return (__m256i)_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ); }
     ZOK_INLINE U pick(M m, U a, U b) { return (U)_mm256_blendv_epi8((__m256i)b, (__m256i)a, m); }
+    ZOK_INLINE U choose(U mask, U a, U b) { return b ^ ((a ^ b) & mask); }
     ZOK_INLINE uint32_t highest(U x) {
         const __m128i four = _mm_max_epu32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
         const __m128i two = _mm_max_epu32(four, _mm_unpackhi_epi64(four, four));
@@ -64,6 +65,7 @@ struct Vector {
     ZOK_INLINE H narrow(U x) {
         return _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
     }
+    ZOK_INLINE H low_half(U x) { return narrow(x & setu(0xffffu)); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), x); }
     ZOK_INLINE F load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }

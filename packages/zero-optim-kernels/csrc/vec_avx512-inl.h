@@ -32,6 +32,9 @@ struct Vector {
     ZOK_INLINE M eq_u(U a, U b) { return _mm512_cmpeq_epi32_mask((__m512i)a, (__m512i)b); }
     ZOK_INLINE M differs_from_zero(F x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_OQ); }
     ZOK_INLINE U pick(M m, U a, U b) { return (U)_mm512_mask_blend_epi32(m, (__m512i)b, (__m512i)a); }
+    ZOK_INLINE U choose(U mask, U a, U b) {  // bits of `a` where `mask` has ones, else of `b`
+        return (U)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)a, (__m512i)b, 0xca);
+    }
     ZOK_INLINE uint32_t highest(U x) { return _mm512_reduce_max_epu32((__m512i)x); }
     ZOK_INLINE U load_u8(const uint8_t* p) { return (U)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
     ZOK_INLINE void store_u8(uint8_t* p, U x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x)); }
@@ -51,6 +54,7 @@ struct Vector {
         return (U)_mm512_permutexvar_epi32((__m512i)index, _mm512_load_si512(table));
     }
     ZOK_INLINE H narrow(U x) { return _mm512_cvtepi32_epi16((__m512i)x); }
+    ZOK_INLINE H low_half(U x) { return narrow(x); }  // whatever is above it
     ZOK_INLINE void store_h(uint16_t* p, H x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x); }
     ZOK_INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }

@@ -31,6 +31,7 @@ struct Vector {
     ZOK_INLINE M eq_u(U a, U b) { return vceqq_u32(a, b); }
     ZOK_INLINE M differs_from_zero(F x) { return vorrq_u32(vcltzq_f32(x), vcgtzq_f32(x)); }
     ZOK_INLINE U pick(M m, U a, U b) { return vbslq_u32(m, a, b); }
+    ZOK_INLINE U choose(U mask, U a, U b) { return vbslq_u32(mask, a, b); }
     ZOK_INLINE uint32_t highest(U x) { return vmaxvq_u32(x); }
     ZOK_INLINE U load_u8(const uint8_t* p) { return U{p[0], p[1], p[2], p[3]}; }
     ZOK_INLINE void store_u8(uint8_t* p, U x) {
@@ -52,6 +53,7 @@ struct Vector {
         return U{table[index[0] & 0xf], table[index[1] & 0xf], table[index[2] & 0xf], table[index[3] & 0xf]};
     }
     ZOK_INLINE H narrow(U x) { return vmovn_u32(x); }
+    ZOK_INLINE H low_half(U x) { return narrow(x); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { vst1_u16(p, x); }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { vst1_u16(p, x); }
     ZOK_INLINE F load_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }

@@ -26,6 +26,7 @@ struct Scalar {
     ZOK_INLINE M eq_u(U a, U b) { return a == b; }
     ZOK_INLINE M differs_from_zero(F x) { return x < 0.0f || x > 0.0f; }  // false for NaN
     ZOK_INLINE U pick(M m, U a, U b) { return m ? a : b; }   // m ? a : b
+    ZOK_INLINE U choose(U mask, U a, U b) { return b ^ ((a ^ b) & mask); }
     ZOK_INLINE uint32_t highest(U x) { return x; }
     ZOK_INLINE U load_u8(const uint8_t* p) { return *p; }
     ZOK_INLINE void store_u8(uint8_t* p, U x) { *p = static_cast<uint8_t>(x); }
@@ -42,6 +43,7 @@ struct Scalar {
     ZOK_INLINE U join_high(U first, U second) { return first >> 16 | (second & 0xffff0000u); }    // those of `first`, then of `second`
     ZOK_INLINE U look_up(const uint32_t* table, U index) { return table[index & 0xfu]; }          // of 16, whatever is above the 4 bits
     ZOK_INLINE H narrow(U x) { return static_cast<uint16_t>(x); }
+    ZOK_INLINE H low_half(U x) { return narrow(x); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { *p = x; }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { *p = x; }
     ZOK_INLINE F load_e4m3(const uint8_t* p, F scale) { return e4m3_value<Scalar>(load_u8(p)) * scale; }
