@@ -3,7 +3,7 @@
 Standard library only; it is run by the interpreter of the environment under test. A suite is a folder of a package
 (its tests/ is taken) or a folder of tests. Each runs in a pytest process of its own, so that files of the same name do
 not meet, and a suite that crashes does not take the others along. Suites run one after the other, but those that mostly
-wait, for the disk or for processes to end, run beside the rest, and what they print appears when they are done.
+wait for the disk run beside the rest, and what they print appears when they are done.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS_COLLECTED = 5
-WAITING = ("zero-nvme-aio", "zero-launch")
-"""Suites that leave most of two cores idle."""
+WAITING = ("zero-nvme-aio",)
+"""Suites that leave most of two cores idle and measure no time."""
 
 
 @dataclass

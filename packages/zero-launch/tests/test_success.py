@@ -70,7 +70,7 @@ def test_log_files_stay_where_asked_and_temporary_ones_go(run, write_script, tmp
 
 
 def test_the_direct_rank_writes_to_the_terminal_itself(run, write_script):
-    script = write_script("import os; print('rank', os.environ['RANK'])")
+    script = write_script("import os; os.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())")  # a line at once
     done = run("--nproc", 2, "--direct-rank", 0, script)
     assert sorted(done.stdout.splitlines()) == ["[rank 1] rank 1", "rank 0"], done.stderr
 
