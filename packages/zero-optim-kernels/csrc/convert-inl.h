@@ -9,6 +9,20 @@ ZOK_INLINE Body for_lanes(Body body, int64_t n) {
     return body;
 }
 
+// Calls body.at<Vector, kGroup>(i) for groups of vectors, and with a count of 1 for the rest of [0, n).
+template <int kGroup, class Body>
+ZOK_INLINE Body for_groups(Body body, int64_t n) {
+    int64_t i = 0;
+    for (; i + kGroup * Vector::W <= n; i += kGroup * Vector::W) body.template at<Vector, kGroup>(i);
+    for (; i + Vector::W <= n; i += Vector::W) body.template at<Vector, 1>(i);
+    for (; i < n; ++i) body.template at<Scalar, 1>(i);
+    return body;
+}
+
+// Whether vectors can be written past the cache from here on.
+template <class V>
+static bool streams(const void* out) { return reinterpret_cast<uintptr_t>(out) % sizeof(V) == 0; }
+
 template <class T>
 ZOK_INLINE typename T::M is_nan(typename T::U u) {
     return T::gt_u(u & T::setu(0x7fffffffu), T::setu(0x7f800000u));

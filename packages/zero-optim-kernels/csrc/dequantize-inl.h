@@ -53,8 +53,8 @@ struct WriteBf16 {
         if constexpr (T::W > 1) __builtin_prefetch(decode.codes + 2 * i + kPayloadAhead);
         const typename T::F first = decode.template value<T>(2 * i), second = decode.template value<T>(2 * i + T::W);
         const typename T::U pairs = T::join_high(bf16_rounded<T>(first), bf16_rounded<T>(second));
-        if constexpr (kStream) T::stream_pairs(out + 2 * i, pairs);
-        else T::store_pairs(out + 2 * i, pairs);
+        if constexpr (kStream) T::stream_lanes(out + 2 * i, pairs);
+        else T::store_lanes(out + 2 * i, pairs);
     }
 };
 
@@ -74,13 +74,10 @@ struct LookUpPairs {
         if constexpr (T::W > 1) __builtin_prefetch(payload + i + kPayloadAhead);
         const typename T::U codes = T::load_u8(payload + i);
         const typename T::U pairs = T::look_up(values.even, codes) | T::look_up(values.odd, codes >> 4);
-        if constexpr (kStream) T::stream_pairs(out + 2 * i, pairs);
-        else T::store_pairs(out + 2 * i, pairs);
+        if constexpr (kStream) T::stream_lanes(out + 2 * i, pairs);
+        else T::store_lanes(out + 2 * i, pairs);
     }
 };
-
-template <class V>
-static bool streams(const void* out) { return reinterpret_cast<uintptr_t>(out) % sizeof(V) == 0; }
 
 template <class Decode, bool kHalf>
 static void decode_narrow(const Decode& decode, uint16_t* out, int64_t n) {

@@ -16,7 +16,9 @@ std::string lacking(std::initializer_list<std::pair<const char*, bool>> features
 }
 
 std::string avx2_unavailable() {
-    return lacking({{"avx2", __builtin_cpu_supports("avx2") != 0}, {"f16c", __builtin_cpu_supports("f16c") != 0}});
+    return lacking({{"avx2", __builtin_cpu_supports("avx2") != 0},
+                    {"f16c", __builtin_cpu_supports("f16c") != 0},
+                    {"fma", __builtin_cpu_supports("fma") != 0}});
 }
 
 std::string avx512_unavailable() {

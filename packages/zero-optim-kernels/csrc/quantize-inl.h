@@ -19,24 +19,30 @@ struct IntegerCoder {  // in two's complement; the largest magnitude of the bloc
     float inverse;
     template <class T>
     ZOK_MEMBER typename T::U of(typename T::F x) const { return T::bits(x * T::set(inverse) + T::set(kMagic)); }
-    // Of two neighbours in bf16 that share a lane, in its low 16 bits; what is above them is to be dropped.
+    // Of two neighbours in bf16 that share a lane, in its low 16 bits; what is above them is to be dropped. The signs of sign-magnitude codes
+    // are missing: `signed_codes` adds them to the codes of two such vectors.
     template <class T>
     ZOK_MEMBER typename T::U of_pair(typename T::U pair) const {
         const typename T::U even = of<T>(T::from_bits(pair << 16)), odd = of<T>(T::from_bits(pair & T::setu(0xffff0000u)));
         return T::choose(T::setu(0xffu), even, odd << 8);
     }
+    template <class T>
+    ZOK_MEMBER typename T::U signed_codes(typename T::U codes, typename T::U, typename T::U) const { return codes; }
 };
 struct E4m3Coder {
-    float inverse;
+    float factor;
     template <class T>
-    ZOK_MEMBER typename T::U of(typename T::F x) const { return e4m3_code<T>(x * T::set(inverse)); }
-    // As above; the signs go by themselves.
+    ZOK_MEMBER typename T::U of(typename T::F x) const { return e4m3_code<T>(x * T::set(factor)); }
     template <class T>
     ZOK_MEMBER typename T::U of_pair(typename T::U pair) const {
-        const typename T::U even = e4m3_magnitude<T>(T::from_bits(pair << 16 & T::setu(0x7fffffffu)) * T::set(inverse));
-        const typename T::U odd = e4m3_magnitude<T>(T::from_bits(pair & T::setu(0x7fff0000u)) * T::set(inverse));
-        const typename T::U magnitudes = T::choose(T::setu(0x7fu), even, odd << 8);
-        return T::choose(T::setu(0x8000u), pair >> 16, T::choose(T::setu(0x80u), pair >> 8, magnitudes));
+        const typename T::U magnitudes = pair & T::setu(0x7fff7fffu);
+        const typename T::U even = e4m3_magnitude<T>(T::from_bits(magnitudes << 16) * T::set(factor));
+        const typename T::U odd = e4m3_magnitude<T>(T::from_bits(magnitudes & T::setu(0xffff0000u)) * T::set(factor));
+        return T::choose(T::setu(0xffu), even, odd << 8);
+    }
+    template <class T>
+    ZOK_MEMBER typename T::U signed_codes(typename T::U magnitudes, typename T::U first, typename T::U second) const {
+        return T::choose(T::setu(0x80808080u), T::join_signs(first, second), magnitudes);
     }
 };
 struct U5e3Coder {
@@ -51,34 +57,54 @@ struct U5e3Coder {
 template <class Load, class Coder>
 struct EncodeNearest {
     const char* x;
-    uint8_t* codes;
     Coder coder;
     template <class T>
-    ZOK_MEMBER void at(int64_t i) { T::store_u8(codes + i, coder.template of<T>(Load::template load<T>(x, i))); }
+    ZOK_MEMBER typename T::U codes(int64_t i) const { return coder.template of<T>(Load::template load<T>(x, i)); }
 };
 
-// Of bf16. `i` counts pairs of neighbours, which share a lane of 32 bits, as their codes do after it.
-template <class Coder, bool kNibbles, bool kStream>
-struct EncodePairs {
+// Of bf16. `i` counts fours of neighbours, which are two pairs; a pair shares a lane of 32 bits, and all four codes do.
+template <class Coder, bool kStream>
+struct EncodeFours {
     const char* x;
     uint8_t* payload;
     Coder coder;
     int64_t ahead;  // bytes from here to what is asked for meanwhile
     template <class T>
     ZOK_MEMBER void at(int64_t i) {
+        const uint16_t* from = reinterpret_cast<const uint16_t*>(x) + 4 * i;
+        if constexpr (T::W > 1) {
+            for (int line = 0; line < 8 * T::W; line += 64) __builtin_prefetch(x + 8 * i + ahead + line);
+        }
+        const typename T::U first = T::load_pairs(from), second = T::load_pairs(from + 2 * T::W);
+        const typename T::U codes = T::join_low(coder.template of_pair<T>(first), coder.template of_pair<T>(second));
+        const typename T::U all = coder.template signed_codes<T>(codes, first, second);
+        if constexpr (kStream) T::stream_lanes(payload + 4 * i, all);
+        else T::store_lanes(payload + 4 * i, all);
+    }
+};
+
+// Of bf16, to nibbles. `i` counts pairs of neighbours, which share a lane of 32 bits.
+template <bool kStream>
+struct EncodeNibbles {
+    const char* x;
+    uint8_t* payload;
+    IntegerCoder coder;
+    int64_t ahead;
+    template <class T, int kCount>
+    ZOK_MEMBER void at(int64_t i) {
+        typename T::U codes[kCount];
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) codes[j] = both<T>(i + j * T::W);
+        if constexpr (kCount == 1) T::store_u8(payload + i, codes[0]);
+        else if constexpr (kStream) T::stream_lanes(payload + i, T::join_u8(codes[0], codes[1], codes[2], codes[3]));
+        else T::store_lanes(payload + i, T::join_u8(codes[0], codes[1], codes[2], codes[3]));
+    }
+    template <class T>
+    ZOK_MEMBER typename T::U both(int64_t i) const {
         if constexpr (T::W > 1) __builtin_prefetch(x + 4 * i + ahead);
         const typename T::U pairs = T::load_pairs(reinterpret_cast<const uint16_t*>(x) + 2 * i);
-        if constexpr (kNibbles) {
-            const typename T::U even = coder.template of<T>(T::from_bits(pairs << 16));
-            const typename T::U odd = coder.template of<T>(T::from_bits(pairs & T::setu(0xffff0000u)));
-            const typename T::U codes = (even & T::setu(0xfu)) | (odd & T::setu(0xfu)) << 4;
-            if constexpr (kStream) T::stream_u8(payload + i, codes);
-            else T::store_u8(payload + i, codes);
-        } else {
-            const typename T::H codes = T::low_half(coder.template of_pair<T>(pairs));
-            if constexpr (kStream) T::stream_h(reinterpret_cast<uint16_t*>(payload) + i, codes);
-            else T::store_h(reinterpret_cast<uint16_t*>(payload) + i, codes);
-        }
+        const typename T::U even = coder.template of<T>(T::from_bits(pairs << 16));
+        const typename T::U odd = coder.template of<T>(T::from_bits(pairs & T::setu(0xffff0000u)));
+        return T::choose(T::setu(0xfu), even, odd << 4);
     }
 };
 
@@ -86,16 +112,15 @@ struct EncodePairs {
 template <class Load>
 struct EncodeInteger {
     const char* x;
-    uint8_t* codes;
     float inverse;
     uint32_t most;
     uint64_t key;
     uint32_t index;
     template <class T>
-    ZOK_MEMBER void at(int64_t i) {
+    ZOK_MEMBER typename T::U codes(int64_t i) const {
         const typename T::F t = Load::template load<T>(x, i) * T::set(inverse) + noise<T>(key, index + static_cast<uint32_t>(i));
         const typename T::U u = T::bits(t + T::set(kMagic));
-        T::store_u8(codes + i, T::max_u(T::min_u(u, T::setu(kMagicBits + most)), T::setu(kMagicBits - most)));
+        return T::max_u(T::min_u(u, T::setu(kMagicBits + most)), T::setu(kMagicBits - most));
     }
     // Uniform in (-1/2, 1/2), never an end: what is representable stays.
     template <class T>
@@ -109,20 +134,19 @@ struct EncodeInteger {
 template <class Load>
 struct EncodeFloat8 {
     const char* x;
-    uint8_t* codes;
     float inverse;
     uint64_t key;
     uint32_t index;
     // `t` is 2^-8 times the value, `random` uniform in [0, 2^20). Both ways `wide` has the code in front of 20 bits: as float32 has it, or
     // below the smallest normal number, where codes are multiples of 2^-17, as a multiple of 2^-37.
     template <class T>
-    ZOK_MEMBER void at(int64_t i) {
+    ZOK_MEMBER typename T::U codes(int64_t i) const {
         const typename T::U random = random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 12;
         const typename T::U u = T::bits(Load::template load<T>(x, i) * T::set(inverse)), a = u & T::setu(0x7fffffffu);
         const typename T::U normal = a - T::setu(112u << 23);
         const typename T::U small = T::bits(T::from_bits(a) * T::set(0x1p37f) + T::set(0x1p23f)) - T::setu(150u << 23);
         const typename T::U wide = T::pick(T::gt_u(T::setu(113u << 23), a), small, normal);
-        T::store_u8(codes + i, T::min_u((wide + random) >> 20, T::setu(0x7eu)) | (u >> 24 & T::setu(0x80u)));
+        return T::min_u((wide + random) >> 20, T::setu(0x7eu)) | (u >> 24 & T::setu(0x80u));
     }
 };
 
@@ -175,9 +199,9 @@ static float inverse_scale(Code code, float largest) {
 
 template <class Load>
 static void encode_nearest(Code code, const char* x, uint8_t* codes, float inverse, int64_t n) {
-    if (code == Code::e4m3) for_lanes(EncodeNearest<Load, E4m3Coder>{x, codes, {inverse}}, n);
-    else if (code == Code::u5e3) for_lanes(EncodeNearest<Load, U5e3Coder>{x, codes, {inverse}}, n);
-    else for_lanes(EncodeNearest<Load, IntegerCoder>{x, codes, {inverse}}, n);
+    if (code == Code::e4m3) store_codes(EncodeNearest<Load, E4m3Coder>{x, {inverse * kE4m3Up}}, codes, n);
+    else if (code == Code::u5e3) store_codes(EncodeNearest<Load, U5e3Coder>{x, {inverse}}, codes, n);
+    else store_codes(EncodeNearest<Load, IntegerCoder>{x, {inverse}}, codes, n);
 }
 
 template <class Load>
@@ -185,28 +209,32 @@ static void encode_codes(const BlockFormat& f, const char* x, uint8_t* codes, fl
     if (!f.stochastic) return encode_nearest<Load>(f.code, x, codes, inverse, n);
     const uint64_t key = tile_key(f.key, index, Stream::payload);
     const uint32_t low = static_cast<uint32_t>(index), most = f.code == Code::int8 ? 127 : 7;
-    if (f.code == Code::e4m3) for_lanes(EncodeFloat8<Load>{x, codes, inverse, key, low}, n);
-    else if (f.code == Code::u5e3) for_lanes(EncodeU5e3<Load>{x, codes, inverse, key, low}, n);
-    else for_lanes(EncodeInteger<Load>{x, codes, inverse, most, key, low}, n);
+    if (f.code == Code::e4m3) store_codes(EncodeFloat8<Load>{x, inverse, key, low}, codes, n);
+    else if (f.code == Code::u5e3) store_codes(EncodeU5e3<Load>{x, inverse, key, low}, codes, n);
+    else store_codes(EncodeInteger<Load>{x, inverse, most, key, low}, codes, n);
 }
 
-template <class Coder, bool kNibbles>
-static void encode_pairs_of(const char* x, uint8_t* payload, Coder coder, int64_t ahead, int64_t pairs) {
-    const bool stream = reinterpret_cast<uintptr_t>(payload) % (kNibbles ? Vector::W : 2 * Vector::W) == 0;
-    if (stream) for_lanes(EncodePairs<Coder, kNibbles, true>{x, payload, coder, ahead}, pairs);
-    else for_lanes(EncodePairs<Coder, kNibbles, false>{x, payload, coder, ahead}, pairs);
+template <class Coder>
+static void encode_fours(const char* x, uint8_t* payload, Coder coder, int64_t ahead, int64_t fours) {
+    if (streams<Vector::U>(payload)) for_lanes(EncodeFours<Coder, true>{x, payload, coder, ahead}, fours);
+    else for_lanes(EncodeFours<Coder, false>{x, payload, coder, ahead}, fours);
 }
 
-static bool encodes_pairs(const BlockFormat& f, const uint8_t* payload, int64_t n) {
-    const bool pairs = n % 2 == 0 && reinterpret_cast<uintptr_t>(payload) % 2 == 0;
-    return pairs && f.dtype == Dtype::bf16 && !f.stochastic && f.code != Code::u5e3;
+static void encode_nibbles(const char* x, uint8_t* payload, IntegerCoder coder, int64_t ahead, int64_t pairs) {
+    if (streams<Vector::U>(payload)) for_groups<4>(EncodeNibbles<true>{x, payload, coder, ahead}, pairs);
+    else for_groups<4>(EncodeNibbles<false>{x, payload, coder, ahead}, pairs);
 }
 
-static void encode_pairs(const BlockFormat& f, const char* x, uint8_t* payload, float inverse, int64_t ahead, int64_t n) {
-    const int64_t pairs = n / 2;
-    if (f.code == Code::e4m3) encode_pairs_of<E4m3Coder, false>(x, payload, {inverse}, ahead, pairs);
-    else if (f.code == Code::int8) encode_pairs_of<IntegerCoder, false>(x, payload, {inverse}, ahead, pairs);
-    else encode_pairs_of<IntegerCoder, true>(x, payload, {inverse}, ahead, pairs);
+// Whether a block has the fast way of `encode_together`.
+static bool encodes_together(const BlockFormat& f, int64_t n) {
+    const bool whole = n % (f.code == Code::int4 ? 2 : 4) == 0;
+    return whole && f.dtype == Dtype::bf16 && !f.stochastic && f.code != Code::u5e3;
+}
+
+static void encode_together(const BlockFormat& f, const char* x, uint8_t* payload, float inverse, int64_t ahead, int64_t n) {
+    if (f.code == Code::e4m3) encode_fours(x, payload, E4m3Coder{inverse * kE4m3Up}, ahead, n / 4);
+    else if (f.code == Code::int8) encode_fours(x, payload, IntegerCoder{inverse}, ahead, n / 4);
+    else encode_nibbles(x, payload, IntegerCoder{inverse}, ahead, n / 2);
 }
 
 // One block: elements [begin, begin + n) of the buffer, `begin` even.
@@ -225,7 +253,7 @@ static void quantize_block(const BlockFormat& f, const char* x, uint8_t* payload
     *scale = largest / largest_code(f.code);
     const float inverse = inverse_scale(f.code, largest);
     const int64_t ahead = bytes_ahead(f.block * item_size(f.dtype));
-    if (encodes_pairs(f, target, n)) return encode_pairs(f, source, target, inverse, ahead, n);
+    if (encodes_together(f, n)) return encode_together(f, source, target, inverse, ahead, n);
     alignas(64) uint8_t codes[kTile];
     for (int64_t b = 0; b < n; b += kTile) {
         const int64_t length = n - b < kTile ? n - b : kTile;

@@ -18,23 +18,25 @@ ZOK_INLINE typename T::F e4m3_value(typename T::U code) {
     return T::from_bits(value | (code & T::setu(0x80u)) << 24);
 }
 
-// The code of the value nearest to a magnitude, ties to the even one, in the low 8 bits; `x` >= 0 is 2^-8 times the magnitude, at most 1.75.
-// The codes around x are 2^(e-3) apart, e its exponent but at least -14. That is the last bit of 2^(e+20), so adding this rounds x to a number
-// of them, 8 to 16 and below 8 for subnormal codes, at the end of the sum. The codes of an exponent begin at 8 (e + 14), which with that
-// number makes the code; kOffset, which is even and changes no rounding, takes away what the exponents' biases bring into the low 8 bits.
+// The code of the value nearest to a magnitude, ties to the even one, in the low 8 bits; `y` >= 0 is 2^12 times the magnitude, at most 1.75 * 2^20.
+// With e the exponent of x = y * 2^-20, but at least -14, the codes around x are 2^(e-3) apart. That is the last bit of 2^(e+20), which is what
+// y's own exponent says, so adding x to this rounds it to a number of them, 8 to 16 and below 8 for subnormal codes, at the end of the sum. The
+// codes of an exponent begin at 8 (e + 14), which with that number makes the code; kOffset, which is even and changes no rounding, takes away
+// what the exponents' biases bring into the low 8 bits.
+constexpr float kE4m3Up = 0x1p20f;
+
 template <class T>
-ZOK_INLINE typename T::U e4m3_magnitude(typename T::F x) {
-    constexpr uint32_t kSmallest = 113u << 23, kUp = 20u << 23, kOffset = (0u - ((kSmallest + kUp) >> 20)) % 256;
-    const typename T::U exponent = T::max_u(T::bits(x) & T::setu(kInfinity), T::setu(kSmallest));
-    const typename T::U magic = exponent + T::setu(kUp + kOffset);
-    return T::bits(x + T::from_bits(magic)) + (magic >> 20);
+ZOK_INLINE typename T::U e4m3_magnitude(typename T::F y) {
+    constexpr uint32_t kSmallest = 133u << 23, kOffset = (0u - (kSmallest >> 20)) % 256;
+    const typename T::U power = (T::max_u(T::bits(y), T::setu(kSmallest)) & T::setu(kInfinity)) | T::setu(kOffset);
+    return T::bits(T::plus_product(T::from_bits(power), y, T::set(1 / kE4m3Up))) + (power >> 20);
 }
 
 // The same with a sign.
 template <class T>
-ZOK_INLINE typename T::U e4m3_code(typename T::F x) {
-    const typename T::U u = T::bits(x);
-    return e4m3_magnitude<T>(T::from_bits(u & T::setu(0x7fffffffu))) + (u >> 24 & T::setu(0x80u));
+ZOK_INLINE typename T::U e4m3_code(typename T::F y) {
+    const typename T::U u = T::bits(y);
+    return T::choose(T::setu(0x80u), u >> 24, e4m3_magnitude<T>(T::from_bits(u & T::setu(0x7fffffffu))));
 }
 
 template <class T>
@@ -49,26 +51,61 @@ ZOK_INLINE typename T::U u5e3_code(typename T::F x, typename T::U random) {
     return T::max_u(T::bits(x) + random, T::setu(kU5e3Bias)) >> 20;
 }
 
+// Codes of consecutive elements, in the low 8 bits of the lanes.
+template <class Load>
 struct EncodeE4m3 {
-    const float* x;
-    uint8_t* codes;
-    float inverse;
+    const char* x;
+    float factor;
     template <class T>
-    ZOK_MEMBER void at(int64_t i) { T::store_u8(codes + i, e4m3_code<T>(T::load(x + i) * T::set(inverse))); }
+    ZOK_MEMBER typename T::U codes(int64_t i) const { return e4m3_code<T>(Load::template load<T>(x, i) * T::set(factor)); }
 };
 template <class Load>
 struct EncodeU5e3 {
     const char* x;
-    uint8_t* codes;
     float inverse;
     uint64_t key;
     uint32_t index;
     template <class T>
-    ZOK_MEMBER void at(int64_t i) {
+    ZOK_MEMBER typename T::U codes(int64_t i) const {
         const typename T::U r = random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 12;
-        T::store_u8(codes + i, u5e3_code<T>(Load::template load<T>(x, i) * T::set(inverse), r));
+        return u5e3_code<T>(Load::template load<T>(x, i) * T::set(inverse), r);
     }
 };
+
+template <class Encode>
+struct StoreCodes {
+    Encode encode;
+    uint8_t* out;
+    template <class T, int kCount>
+    ZOK_MEMBER void at(int64_t i) {
+        typename T::U codes[kCount];
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) codes[j] = encode.template codes<T>(i + j * T::W);
+        if constexpr (kCount == 1) T::store_u8(out + i, codes[0]);
+        else T::store_lanes(out + i, T::join_u8(codes[0], codes[1], codes[2], codes[3]));
+    }
+};
+
+// The same, while memory is asked for what follows `next`, 4 bytes for each code. A block is encoded from the first-level cache: nothing else
+// would ask for anything meanwhile.
+template <class Encode>
+struct StoreCodesAsking {
+    StoreCodes<Encode> store;
+    const char* next;
+    template <class T, int kCount>
+    ZOK_MEMBER void at(int64_t i) {
+        ZOK_UNROLL for (int byte = 0; byte < 4 * kCount * T::W; byte += 64) __builtin_prefetch(next + 4 * i + byte);
+        store.template at<T, kCount>(i);
+    }
+};
+
+template <class Encode>
+ZOK_INLINE void store_codes(Encode encode, uint8_t* out, int64_t n) {
+    for_groups<4>(StoreCodes<Encode>{encode, out}, n);
+}
+template <class Encode>
+ZOK_INLINE void store_codes_asking(Encode encode, uint8_t* out, int64_t n, const char* next) {
+    for_groups<4>(StoreCodesAsking<Encode>{{encode, out}, next}, n);
+}
 
 // The largest magnitude so far, as bits: NaN orders above Inf, Inf above every number.
 struct Largest {
@@ -84,9 +121,10 @@ struct Largest {
     ZOK_MEMBER uint32_t bits() const { return Scalar::max_u(rest, Vector::highest(lanes)); }
 };
 
-// Writes the codes and the scale of one block, whose largest magnitude is known.
+// Writes the codes and the scale of one block, whose largest magnitude is known, and asks memory for as many float32 behind `next`.
 template <bool kSecond>
-ZOK_INLINE void encode_block(const float* x, uint8_t* codes, float* scale, int64_t n, uint32_t largest_bits, uint64_t key, uint32_t index) {
+ZOK_INLINE void encode_block(const float* x, uint8_t* codes, float* scale, int64_t n, uint32_t largest_bits, uint64_t key, uint32_t index,
+                             const char* next) {
     const float largest = Scalar::from_bits(largest_bits);
     const bool poisoned = largest_bits >= kInfinity;
     if (poisoned || largest < (kSecond ? kSmallestU5e3Block : kSmallestE4m3Block)) {
@@ -95,6 +133,7 @@ ZOK_INLINE void encode_block(const float* x, uint8_t* codes, float* scale, int64
         return;
     }
     *scale = largest / (kSecond ? kLargestU5e3 : kLargestE4m3);
-    if constexpr (kSecond) for_lanes(EncodeU5e3<LoadF32>{reinterpret_cast<const char*>(x), codes, kLargestU5e3 / largest, key, index}, n);
-    else for_lanes(EncodeE4m3{x, codes, kLargestE4m3 * 0x1p-8f / largest}, n);
+    const char* from = reinterpret_cast<const char*>(x);
+    if constexpr (kSecond) store_codes_asking(EncodeU5e3<LoadF32>{from, kLargestU5e3 / largest, key, index}, codes, n, next);
+    else store_codes_asking(EncodeE4m3<LoadF32>{from, kLargestE4m3 * 0x1p-8f / largest * kE4m3Up}, codes, n, next);
 }

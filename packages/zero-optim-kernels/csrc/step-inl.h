@@ -2,6 +2,8 @@
 // they are in the first-level cache; tiles sit at global multiples of kTile, so quantisation blocks and random numbers do not depend on
 // how a buffer is split into calls or chunks. Where the update loop does it all, a tile is as long as a chunk.
 
+constexpr int64_t kEncodeAhead = 1024;  // elements from the 8-bit block that is encoded to what is asked for meanwhile; a page of float32
+
 static bool is_wide(Dtype dtype) { return dtype == Dtype::f32 || dtype == Dtype::f64; }
 
 static char* open_parameter(const Format& f, const Run& run, int64_t b, int64_t n, float* scratch) {
@@ -115,8 +117,11 @@ private:
         const int64_t n = x.end - x.begin, k = x.begin / kQuantBlock;
         uint8_t* first = reinterpret_cast<uint8_t*>(run_.state[0]);
         uint8_t* second = reinterpret_cast<uint8_t*>(run_.state[1]);
-        if (first) encode_block<false>(state_[x.side][0], first + x.begin, run_.scale[0] + k, n, x.largest.of[0], x.key, index);
-        if (second) encode_block<true>(state_[x.side][1], second + x.begin, run_.scale[1] + k, n, x.largest.of[1], x.key, index);
+        const int64_t next = x.begin + kEncodeAhead < run_.n ? x.begin + kEncodeAhead : x.begin;
+        const char* parameters = run_.param + next * item_size(f_.param);
+        const char* gradients = run_.grad + next * item_size(f_.grad);
+        if (first) encode_block<false>(state_[x.side][0], first + x.begin, run_.scale[0] + k, n, x.largest.of[0], x.key, index, parameters);
+        if (second) encode_block<true>(state_[x.side][1], second + x.begin, run_.scale[1] + k, n, x.largest.of[1], x.key, index, gradients);
     }
 
     const Format& f_;

@@ -8,7 +8,7 @@
 #define ZOK_TARGET_NAME "avx2"
 
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,f16c,fma")
 
 namespace zok {
 namespace target_avx2 {

@@ -58,16 +58,6 @@ struct Update {
     }
 };
 
-template <class Body>
-ZOK_INLINE Body for_groups(Body body, int64_t n) {
-    constexpr int kGroup = Vector::kGroup;
-    int64_t i = 0;
-    for (; i + kGroup * Vector::W <= n; i += kGroup * Vector::W) body.template at<Vector, kGroup>(i);
-    for (; i + Vector::W <= n; i += Vector::W) body.template at<Vector, 1>(i);
-    for (; i < n; ++i) body.template at<Scalar, 1>(i);
-    return body;
-}
-
 template <bool kSecond>
 ZOK_INLINE uint32_t largest_of(const State8<kSecond>& state) { return state.largest.bits(); }
 template <class State>
@@ -85,7 +75,7 @@ static Magnitudes update_piece(const Piece& x, const Row& row) {
     Ahead ahead = *x.ahead;
     ahead.from -= x.begin;
     const Body body{reinterpret_cast<float*>(x.p), x.g, reinterpret_cast<float*>(x.update), copy, First(x), Second(x), k, ahead};
-    const Body done = for_groups(body, x.n);
+    const Body done = for_groups<Vector::kGroup>(body, x.n);
     return {{largest_of(done.first), largest_of(done.second)}};
 }
 

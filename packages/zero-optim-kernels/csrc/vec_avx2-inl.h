@@ -20,6 +20,7 @@ struct Vector {
     ZOK_INLINE U bits(F x) { return (U)x; }
     ZOK_INLINE F from_bits(U u) { return (F)u; }
     ZOK_INLINE F sqrt(F x) { return _mm256_sqrt_ps(x); }
+    ZOK_INLINE F plus_product(F sum, F a, F b) { return _mm256_fmadd_ps(a, b, sum); }
     ZOK_INLINE void add_square(Wide& sum, F x) {
         const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)), high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
         sum.low += low * low;
@@ -42,19 +43,29 @@ struct Vector {
         const __m128i h = narrow(x & setu(0xffu));
         _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(h, h));
     }
-    ZOK_INLINE void stream_u8(uint8_t* p, U x) {
-        const __m128i h = narrow(x & setu(0xffu));
-        _mm_stream_si64(reinterpret_cast<long long*>(p), _mm_cvtsi128_si64(_mm_packus_epi16(h, h)));
+    ZOK_INLINE U join_u8(U a, U b, U c, U d) {
+        const U low = setu(0xffu);
+        const __m256i ab = _mm256_packus_epi32((__m256i)(a & low), (__m256i)(b & low));
+        const __m256i cd = _mm256_packus_epi32((__m256i)(c & low), (__m256i)(d & low));
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        return (U)_mm256_permutevar8x32_epi32(_mm256_packus_epi16(ab, cd), order);
     }
     ZOK_INLINE U load_u16(const uint16_t* p) { return (U)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
     ZOK_INLINE F load_i8(const uint8_t* p) {
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
     }
     ZOK_INLINE U load_pairs(const uint16_t* p) { return (U)_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-    ZOK_INLINE void store_pairs(uint16_t* p, U x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)x); }
-    ZOK_INLINE void stream_pairs(uint16_t* p, U x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)x); }
+    ZOK_INLINE void store_lanes(void* p, U x) { _mm256_storeu_si256(static_cast<__m256i*>(p), (__m256i)x); }
+    ZOK_INLINE void stream_lanes(void* p, U x) { _mm256_stream_si256(static_cast<__m256i*>(p), (__m256i)x); }
     ZOK_INLINE U join_high(U first, U second) {
         return (U)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)(first >> 16), (__m256i)(second >> 16)), 0xd8);
+    }
+    ZOK_INLINE U join_low(U first, U second) {
+        const U low = setu(0xffffu);
+        return (U)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)(first & low), (__m256i)(second & low)), 0xd8);
+    }
+    ZOK_INLINE U join_signs(U first, U second) {
+        return (U)_mm256_permute4x64_epi64(_mm256_packs_epi16((__m256i)first, (__m256i)second), 0xd8);
     }
     ZOK_INLINE U look_up(const uint32_t* table, U index) {
         const __m256i* halves = reinterpret_cast<const __m256i*>(table);
@@ -65,7 +76,6 @@ struct Vector {
     ZOK_INLINE H narrow(U x) {
         return _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
     }
-    ZOK_INLINE H low_half(U x) { return narrow(x & setu(0xffffu)); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), x); }
     ZOK_INLINE F load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }

@@ -21,6 +21,7 @@ struct Vector {
     ZOK_INLINE U bits(F x) { return (U)x; }
     ZOK_INLINE F from_bits(U u) { return (F)u; }
     ZOK_INLINE F sqrt(F x) { return _mm512_sqrt_ps(x); }
+    ZOK_INLINE F plus_product(F sum, F a, F b) { return _mm512_fmadd_ps(a, b, sum); }
     ZOK_INLINE void add_square(Wide& sum, F x) {
         const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x)), high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
         sum.low += low * low;
@@ -38,23 +39,36 @@ struct Vector {
     ZOK_INLINE uint32_t highest(U x) { return _mm512_reduce_max_epu32((__m512i)x); }
     ZOK_INLINE U load_u8(const uint8_t* p) { return (U)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
     ZOK_INLINE void store_u8(uint8_t* p, U x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x)); }
-    ZOK_INLINE void stream_u8(uint8_t* p, U x) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x)); }
+    ZOK_INLINE U join_u8(U a, U b, U c, U d) {
+        const U low = setu(0xffu);
+        const __m512i ab = _mm512_packus_epi32((__m512i)(a & low), (__m512i)(b & low));
+        const __m512i cd = _mm512_packus_epi32((__m512i)(c & low), (__m512i)(d & low));
+        const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        return (U)_mm512_permutexvar_epi32(order, _mm512_packus_epi16(ab, cd));
+    }
     ZOK_INLINE U load_u16(const uint16_t* p) { return (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
     ZOK_INLINE F load_i8(const uint8_t* p) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
     }
     ZOK_INLINE U load_pairs(const uint16_t* p) { return (U)_mm512_loadu_si512(p); }
-    ZOK_INLINE void store_pairs(uint16_t* p, U x) { _mm512_storeu_si512(p, (__m512i)x); }
-    ZOK_INLINE void stream_pairs(uint16_t* p, U x) { _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)x); }
+    ZOK_INLINE void store_lanes(void* p, U x) { _mm512_storeu_si512(p, (__m512i)x); }
+    ZOK_INLINE void stream_lanes(void* p, U x) { _mm512_stream_si512(static_cast<__m512i*>(p), (__m512i)x); }
     ZOK_INLINE U join_high(U first, U second) {
         const U high_halves = iota() * setu(0x40004u) + setu(0x30001u);
         return (U)_mm512_permutex2var_epi16((__m512i)first, (__m512i)high_halves, (__m512i)second);
+    }
+    ZOK_INLINE U join_low(U first, U second) {
+        const U low_halves = iota() * setu(0x40004u) + setu(0x20000u);
+        return (U)_mm512_permutex2var_epi16((__m512i)first, (__m512i)low_halves, (__m512i)second);
+    }
+    ZOK_INLINE U join_signs(U first, U second) {
+        const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+        return (U)_mm512_permutexvar_epi64(order, _mm512_packs_epi16((__m512i)first, (__m512i)second));
     }
     ZOK_INLINE U look_up(const uint32_t* table, U index) {
         return (U)_mm512_permutexvar_epi32((__m512i)index, _mm512_load_si512(table));
     }
     ZOK_INLINE H narrow(U x) { return _mm512_cvtepi32_epi16((__m512i)x); }
-    ZOK_INLINE H low_half(U x) { return narrow(x); }  // whatever is above it
     ZOK_INLINE void store_h(uint16_t* p, H x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x); }
     ZOK_INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }

@@ -19,6 +19,7 @@ struct Scalar {
     ZOK_INLINE U bits(F x) { U u; __builtin_memcpy(&u, &x, 4); return u; }
     ZOK_INLINE F from_bits(U u) { F x; __builtin_memcpy(&x, &u, 4); return x; }
     ZOK_INLINE F sqrt(F x) { return __builtin_sqrtf(x); }
+    ZOK_INLINE F plus_product(F sum, F a, F b) { return sum + a * b; }    // of a product that needs no rounding; it may be fused
     ZOK_INLINE void add_square(Wide& sum, F x) { sum += static_cast<double>(x) * static_cast<double>(x); }
     ZOK_INLINE U max_u(U a, U b) { return a > b ? a : b; }
     ZOK_INLINE U min_u(U a, U b) { return a < b ? a : b; }
@@ -30,20 +31,20 @@ struct Scalar {
     ZOK_INLINE uint32_t highest(U x) { return x; }
     ZOK_INLINE U load_u8(const uint8_t* p) { return *p; }
     ZOK_INLINE void store_u8(uint8_t* p, U x) { *p = static_cast<uint8_t>(x); }
-    ZOK_INLINE void stream_u8(uint8_t* p, U x) { store_u8(p, x); }
+    ZOK_INLINE U join_u8(U a, U b, U c, U d) { return (a & 0xffu) | (b & 0xffu) << 8 | (c & 0xffu) << 16 | d << 24; }  // low 8 bits
     ZOK_INLINE U load_u16(const uint16_t* p) { return *p; }
     ZOK_INLINE F load_i8(const uint8_t* p) { return static_cast<float>(static_cast<int8_t>(*p)); }
     // Two neighbours of 16 bits in a lane of 32.
     ZOK_INLINE U load_pairs(const uint16_t* p) { return p[0] | static_cast<uint32_t>(p[1]) << 16; }
-    ZOK_INLINE void store_pairs(uint16_t* p, U x) {
-        p[0] = static_cast<uint16_t>(x);
-        p[1] = static_cast<uint16_t>(x >> 16);
-    }
-    ZOK_INLINE void stream_pairs(uint16_t* p, U x) { store_pairs(p, x); }
+    ZOK_INLINE void store_lanes(void* p, U x) { __builtin_memcpy(p, &x, 4); }
+    ZOK_INLINE void stream_lanes(void* p, U x) { store_lanes(p, x); }
     ZOK_INLINE U join_high(U first, U second) { return first >> 16 | (second & 0xffff0000u); }    // those of `first`, then of `second`
+    ZOK_INLINE U join_low(U first, U second) { return (first & 0xffffu) | second << 16; }
+    ZOK_INLINE U join_signs(U first, U second) {  // bytes, each with the highest bit of one of those neighbours; the rest is anything
+        return (first >> 8 & 0x80u) | (first >> 16 & 0x8000u) | (second << 8 & 0x800000u) | (second & 0x80000000u);
+    }
     ZOK_INLINE U look_up(const uint32_t* table, U index) { return table[index & 0xfu]; }          // of 16, whatever is above the 4 bits
     ZOK_INLINE H narrow(U x) { return static_cast<uint16_t>(x); }
-    ZOK_INLINE H low_half(U x) { return narrow(x); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { *p = x; }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { *p = x; }
     ZOK_INLINE F load_e4m3(const uint8_t* p, F scale) { return e4m3_value<Scalar>(load_u8(p)) * scale; }
