@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -24,6 +25,7 @@ def rows(step: int, rank: int) -> torch.Tensor:
     return torch.randn(2, zoo.WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+@functools.cache
 def one_process() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = zoo.Experts().double()
