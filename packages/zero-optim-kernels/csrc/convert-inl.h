@@ -71,16 +71,19 @@ ZOK_INLINE uint64_t tile_key(uint64_t key, uint64_t index, Stream stream) {
 }
 
 struct LoadF32 {
+    static constexpr int64_t kItem = 4;  // bytes of an element
     template <class T>
     ZOK_INLINE typename T::F load(const char* p, int64_t i) { return T::load(reinterpret_cast<const float*>(p) + i); }
 };
 struct LoadBf16 {
+    static constexpr int64_t kItem = 2;
     template <class T>
     ZOK_INLINE typename T::F load(const char* p, int64_t i) {
         return T::from_bits(T::load_u16(reinterpret_cast<const uint16_t*>(p) + i) << 16);
     }
 };
 struct LoadF16 {
+    static constexpr int64_t kItem = 2;
     template <class T>
     ZOK_INLINE typename T::F load(const char* p, int64_t i) { return T::load_f16(reinterpret_cast<const uint16_t*>(p) + i); }
 };

@@ -1,4 +1,5 @@
-// How a moment is read before an update and kept after it, by stored dtype: load<T>(i) and store<T>(i, x) within one piece.
+// How a moment is read before an update and kept after it, by stored dtype: load<T>(i) and store<T>(i, x) within one piece; ask(i) has memory
+// bring an element that is read later.
 
 // The operands of one update, all at the same element: inside one tile, one row and, for 8-bit state, one block.
 struct Piece {
@@ -19,26 +20,31 @@ struct Piece {
 
 template <bool kSecond>
 struct NoState {
+    static constexpr bool kAskedByEncoder = false;
     explicit NoState(const Piece&) {}
     template <class T>
     ZOK_MEMBER typename T::F load(int64_t) const { return T::set(0); }
     template <class T>
     ZOK_MEMBER void store(int64_t, typename T::F) {}
+    ZOK_MEMBER void ask(int64_t) const {}
 };
 
 template <bool kSecond>
 struct State32 {
+    static constexpr bool kAskedByEncoder = false;
     float* data;
     explicit State32(const Piece& x) : data(reinterpret_cast<float*>(x.state[kSecond])) {}
     template <class T>
     ZOK_MEMBER typename T::F load(int64_t i) const { return T::load(data + i); }
     template <class T>
     ZOK_MEMBER void store(int64_t i, typename T::F x) { T::store(data + i, x); }
+    ZOK_MEMBER void ask(int64_t i) const { __builtin_prefetch(data + i); }
 };
 
 // The first moment is rounded to nearest; the second stochastically, or it could not decay.
 template <bool kSecond>
 struct State16 {
+    static constexpr bool kAskedByEncoder = false;
     uint16_t* data;
     uint64_t key;
     uint32_t index;
@@ -51,11 +57,13 @@ struct State16 {
             T::store_h(data + i, T::narrow(bf16_stochastic<T>(x, random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 16)));
         else T::store_h(data + i, T::narrow(bf16_nearest<T>(x)));
     }
+    ZOK_MEMBER void ask(int64_t i) const { __builtin_prefetch(data + i); }
 };
 
 // What is stored waits in `wide` until the largest magnitude of the block is known.
 template <bool kSecond>
 struct State8 {
+    static constexpr bool kAskedByEncoder = true;  // for parameters and gradients; codes are few
     const uint8_t* codes;
     float* wide;
     float scale;
@@ -71,4 +79,5 @@ struct State8 {
         T::store(wide + i, x);
         largest.template note<T>(x);
     }
+    ZOK_MEMBER void ask(int64_t) const {}
 };
