@@ -114,6 +114,20 @@ def test_keys_of_older_templates_are_accepted_when_they_ask_for_nothing(caplog: 
             start(2, **{key: value})
 
 
+@pytest.mark.parametrize("schedule", ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
+def test_no_warm_up_is_the_shortest_one(schedule: str) -> None:
+    rates = []
+    for steps in (0, 1):
+        params = {"warmup_num_steps": steps, **({} if schedule == "WarmupLR" else {"total_num_steps": 10})}
+        engine = start(1, scheduler={"type": schedule, "params": params})
+        assert engine.config["scheduler"]["params"]["warmup_num_steps"] == steps
+        train(engine, 0, 4)
+        rates.append(engine.get_lr())
+    assert rates[0] == rates[1] != [0.0]
+    with pytest.raises(ValueError, match="warmup_num_steps"):
+        start(1, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": -1}})
+
+
 def test_accumulation_by_the_framework_and_learning_rates_written_into_groups() -> None:
     engine = start(1, gradient_accumulation_steps=4)
     seen = []
@@ -166,6 +180,28 @@ def test_a_checkpoint_resumes_exactly_and_a_missing_one_is_none(tmp_path: Path) 
     path, client = again.load_checkpoint(tmp_path)
     assert path is not None and Path(path).name == "global_step2" and client == {"epoch": 3}
     assert train(again, 2, 4) == expected
+
+
+def a_folder_per_rank(folder: Path) -> tuple[list[float], list[float], list[str]]:
+    mine = folder / f"rank{dist.get_rank()}"
+    mine.mkdir()
+    engine = start(3)
+    train(engine, 0, 2)
+    engine.save_checkpoint(mine)
+    expected = train(engine, 2, 4)
+    again = start(3, build(seed=7))
+    path = again.load_checkpoint(mine)[0]
+    assert again.load_checkpoint(folder / f"none{dist.get_rank()}") == (None, None)
+    return expected, train(again, 2, 4), [str(path), *sorted(file.name for file in mine.iterdir())]
+
+
+def test_ranks_that_name_different_folders_share_the_first_one(tmp_path: Path) -> None:
+    found = run_ranks(a_folder_per_rank, 2, tmp_path)
+    for expected, resumed, _ in found:
+        assert resumed == expected
+    paths, files = zip(*((seen[0], seen[1:]) for *_, seen in found), strict=True)
+    assert set(paths) == {str(tmp_path / "rank0" / "global_step2")}
+    assert "latest" in files[0] and not files[1]
 
 
 def test_client_state_of_any_kind_comes_back(tmp_path: Path) -> None:

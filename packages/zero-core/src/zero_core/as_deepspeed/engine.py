@@ -149,10 +149,12 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """As `Engine.save_checkpoint`; ``client_state`` may hold tensors, tuples and keys that are no strings.
 
-        Small files beside have DeepSpeed's names (see `state_files`).
+        Small files beside have DeepSpeed's names (see `state_files`). Where ranks name different folders, as scripts
+        with temporary ones do, the first rank's counts.
         """
         plain = to_plain(client_state or {})
-        return super().save_checkpoint(save_dir, tag, plain, save_latest, exclude_frozen_parameters)
+        folder = self._first_folder("save_checkpoint", save_dir)
+        return super().save_checkpoint(folder, tag, plain, save_latest, exclude_frozen_parameters)
 
     def files_beside(self, client_state: dict[str, Any]) -> dict[str, bytes]:
         """What `state_files` makes."""
@@ -168,12 +170,16 @@ class DeepSpeedEngine(Engine):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """As `Engine.load_checkpoint`; ``(None, None)`` when no tag is given and ``load_dir`` has no file `latest`."""
-        if tag is None and not (Path(load_dir) / "latest").is_file():
-            logger.warning("no file 'latest' in %s and no tag given: nothing was loaded", load_dir)
+        """As `Engine.load_checkpoint`; ``(None, None)`` when no tag is given and ``load_dir`` has no file `latest`.
+
+        Where ranks name different folders the first rank's counts, as in `save_checkpoint`.
+        """
+        folder = self._first_folder("load_checkpoint", load_dir)
+        if tag is None and not (Path(folder) / "latest").is_file():
+            logger.warning("no file 'latest' in %s and no tag given: nothing was loaded", folder)
             return None, None
         path, client_state = super().load_checkpoint(
-            load_dir,
+            folder,
             tag,
             load_module_strict,
             load_optimizer_states,
@@ -184,6 +190,18 @@ class DeepSpeedEngine(Engine):
         return path, from_plain(client_state)
 
     save_fp16_model = save_16bit_model
+
+    def _first_folder(self, call: str, folder: str | os.PathLike[str]) -> str:
+        """The folder that the first rank names: a checkpoint is in one."""
+        self._check_open(call)
+        given = os.fspath(folder)
+        told = self.partition.runtime.agree(call, "", given)
+        if self.model_part.coordinator is not None:
+            told = self.model_part.coordinator.all_gather_object(told[0])
+        first = str(told[0])
+        if first != given:
+            logger.warning("%s(%r) on rank %d: the folder of rank 0 counts, %r", call, given, self.global_rank, first)
+        return first
 
     def get_data_parallel_rank(self) -> int:
         """This rank's number among those that train the same part of the model."""

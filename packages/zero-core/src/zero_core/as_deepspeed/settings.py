@@ -42,10 +42,12 @@ def load_config(raw: Mapping[str, Any], world_size: int) -> Config:
     """Resolve DeepSpeed's configuration, with DeepSpeed's defaults where they differ.
 
     Keys that DeepSpeed has removed are accepted when they ask for nothing, unknown keys at the top and in sections that
-    it reads key by key are left out with a warning, and offload at stage 0 has no effect. Raises `ConfigError`.
+    it reads key by key are left out with a warning, offload at stage 0 has no effect, and a warm-up of no steps is one
+    of a single step. Raises `ConfigError`.
     """
     data = read(raw)
     _drop_idle(data)
+    _warm_up_at_once(data)
     _drop_unknown(data)
     _drop_idle_offload(data)
     return Config.load(data, world_size=world_size, defaults=_defaults(data))
@@ -99,6 +101,14 @@ def _asks_nothing(value: Any) -> bool:
     if isinstance(value, dict) and value:
         return value.get("enabled") is False
     return any(value is idle or (value == idle and not isinstance(value, bool)) for idle in _ASKS_NOTHING)
+
+
+def _warm_up_at_once(data: dict[str, Any]) -> None:
+    """No warm-up, which DeepSpeed before 0.19.6 took for the shortest one and older frameworks fill in for "auto"."""
+    section = data.get("scheduler")
+    params = section.get("params") if isinstance(section, dict) else None
+    if isinstance(params, dict) and params.get("warmup_num_steps") == 0:
+        params["warmup_num_steps"] = 1
 
 
 def _drop_unknown(data: dict[str, Any]) -> None:
