@@ -100,6 +100,52 @@ static void decode_codes(const Decode& decode, char* out, Dtype dtype, int64_t n
     else decode_bf16(decode, reinterpret_cast<uint16_t*>(out), n);
 }
 
+// The values in 16 bits of the 128 magnitudes of e4m3.
+struct MagnitudeValues {
+    alignas(64) uint16_t of[128];
+};
+
+// `i` counts pairs.
+template <bool kStream>
+struct LookUpMagnitudes {
+    const uint8_t* codes;
+    const MagnitudeValues& values;
+    uint16_t* out;
+    template <class T>
+    ZOK_MEMBER void at(int64_t i) {
+        if constexpr (T::W > 1) __builtin_prefetch(codes + 2 * i + kPayloadAhead);
+        const typename T::U pairs = T::look_up_magnitudes(values.of, codes + 2 * i);
+        if constexpr (kStream) T::stream_lanes(out + 2 * i, pairs);
+        else T::store_lanes(out + 2 * i, pairs);
+    }
+};
+
+template <bool kHalf>
+static MagnitudeValues magnitude_values(float scale) {
+    alignas(64) uint8_t codes[128];
+    for (int code = 0; code < 128; ++code) codes[code] = static_cast<uint8_t>(code);
+    MagnitudeValues values;
+    WriteNarrow<DecodeFloat8, kHalf, false> write{{codes, scale}, values.of};
+    for (int code = 0; code < 128; code += Vector::W) write.template at<Vector>(code);
+    return values;
+}
+
+// Whether a table of magnitudes for the block pays for itself. The sign of NaN is not the code's.
+template <class V>
+static bool looks_up_magnitudes(float scale, Dtype dtype, int64_t n) {
+    constexpr int64_t kLeast = 512;
+    return V::kLooksUpMagnitudes && dtype != Dtype::f32 && n % 2 == 0 && n >= kLeast && (Scalar::bits(scale) & kInfinity) != kInfinity;
+}
+
+template <class V>
+static void decode_magnitudes(const uint8_t* codes, float scale, uint16_t* out, Dtype dtype, int64_t n) {
+    if constexpr (V::kLooksUpMagnitudes) {
+        const MagnitudeValues values = dtype == Dtype::f16 ? magnitude_values<true>(scale) : magnitude_values<false>(scale);
+        if (streams<typename V::U>(out)) for_lanes(LookUpMagnitudes<true>{codes, values, out}, n / 2);
+        else for_lanes(LookUpMagnitudes<false>{codes, values, out}, n / 2);
+    }
+}
+
 static void unpack_nibbles(const uint8_t* payload, uint8_t* codes, int64_t n) {
     for (int64_t j = 0; j < n / 2; ++j) {
         const unsigned apart = (payload[j] & 0xfu) | (payload[j] & 0xf0u) << 4;
@@ -129,6 +175,8 @@ static void look_up_nibbles(const uint8_t* payload, const NibbleValues& values, 
 // One block: elements [begin, begin + n) of the buffer, `begin` even.
 static void dequantize_block(const BlockFormat& f, const uint8_t* payload, float scale, char* out, int64_t begin, int64_t n) {
     char* target = out + begin * item_size(f.dtype);
+    if (f.code == Code::e4m3 && looks_up_magnitudes<Vector>(scale, f.dtype, n))
+        return decode_magnitudes<Vector>(payload + begin, scale, reinterpret_cast<uint16_t*>(target), f.dtype, n);
     if (f.code == Code::e4m3) return decode_codes(DecodeFloat8{payload + begin, scale}, target, f.dtype, n);
     if (f.code == Code::u5e3) return decode_codes(DecodeU5e3{payload + begin, scale}, target, f.dtype, n);
     if (f.code == Code::int8) return decode_codes(DecodeInteger{payload + begin, scale}, target, f.dtype, n);

@@ -73,6 +73,7 @@ struct Vector {
         const F high = (F)_mm256_permutevar8x32_epi32(_mm256_load_si256(halves + 1), (__m256i)index);
         return (U)_mm256_blendv_ps(low, high, (F)(index << 28));
     }
+    static constexpr bool kLooksUpMagnitudes = false;
     ZOK_INLINE H narrow(U x) {
         return _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
     }

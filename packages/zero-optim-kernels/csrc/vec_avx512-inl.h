@@ -11,7 +11,7 @@ struct Vector {
         __m512d low, high;
     };
     static constexpr int W = 16;
-    static constexpr int kGroup = 4;  // vectors of one pass of an update loop
+    static constexpr int kGroup = 1;  // vectors of one pass of an update loop
 
     ZOK_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
     ZOK_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }
@@ -67,6 +67,15 @@ struct Vector {
     }
     ZOK_INLINE U look_up(const uint32_t* table, U index) {
         return (U)_mm512_permutexvar_epi32((__m512i)index, _mm512_load_si512(table));
+    }
+    static constexpr bool kLooksUpMagnitudes = true;
+    ZOK_INLINE U look_up_magnitudes(const uint16_t* table, const uint8_t* codes) {
+        const __m512i* quarters = reinterpret_cast<const __m512i*>(table);
+        const __m512i index = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+        const __m512i low = _mm512_permutex2var_epi16(_mm512_load_si512(quarters), index, _mm512_load_si512(quarters + 1));
+        const __m512i high = _mm512_permutex2var_epi16(_mm512_load_si512(quarters + 2), index, _mm512_load_si512(quarters + 3));
+        const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(index, _mm512_set1_epi16(0x40)), low, high);
+        return choose(setu(0x80008000u), (U)_mm512_slli_epi16(index, 8), (U)magnitude);
     }
     ZOK_INLINE H narrow(U x) { return _mm512_cvtepi32_epi16((__m512i)x); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }

@@ -10,7 +10,7 @@ struct Vector {
         float64x2_t low, high;
     };
     static constexpr int W = 4;
-    static constexpr int kGroup = 2;  // vectors of one pass of an update loop
+    static constexpr int kGroup = 4;  // vectors of one pass of an update loop
 
     ZOK_INLINE F load(const float* p) { return vld1q_f32(p); }
     ZOK_INLINE void store(float* p, F x) { vst1q_f32(p, x); }
@@ -62,6 +62,7 @@ struct Vector {
     ZOK_INLINE U look_up(const uint32_t* table, U index) {
         return U{table[index[0] & 0xf], table[index[1] & 0xf], table[index[2] & 0xf], table[index[3] & 0xf]};
     }
+    static constexpr bool kLooksUpMagnitudes = false;
     ZOK_INLINE H narrow(U x) { return vmovn_u32(x); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { vst1_u16(p, x); }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { vst1_u16(p, x); }

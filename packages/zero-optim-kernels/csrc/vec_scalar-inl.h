@@ -44,6 +44,12 @@ struct Scalar {
         return (first >> 8 & 0x80u) | (first >> 16 & 0x8000u) | (second << 8 & 0x800000u) | (second & 0x80000000u);
     }
     ZOK_INLINE U look_up(const uint32_t* table, U index) { return table[index & 0xfu]; }          // of 16, whatever is above the 4 bits
+    // Of 128, for two codes whose highest bit is the sign.
+    static constexpr bool kLooksUpMagnitudes = false;  // whether that is less work than computing the value
+    ZOK_INLINE U look_up_magnitudes(const uint16_t* table, const uint8_t* codes) {
+        const uint32_t even = table[codes[0] & 0x7f] | (codes[0] & 0x80u) << 8, odd = table[codes[1] & 0x7f] | (codes[1] & 0x80u) << 8;
+        return even | odd << 16;
+    }
     ZOK_INLINE H narrow(U x) { return static_cast<uint16_t>(x); }
     ZOK_INLINE void store_h(uint16_t* p, H x) { *p = x; }
     ZOK_INLINE void stream_h(uint16_t* p, H x) { *p = x; }
