@@ -163,6 +163,10 @@ class Engine(Preparation):
         Raises `NonFiniteGradientError` on every rank when a gradient is not finite and no loss scale is in use; the
         weights are unchanged.
         """
+        self._advance(lambda scheduler: scheduler.step(**(lr_kwargs or {})))
+
+    def _advance(self, schedule: Callable[[Scheduler], object]) -> None:
+        """`step`; ``schedule`` is called with the scheduler, if there is one, when the weights were updated."""
         sharded = self._check_trainable("step")
         boundary = self.is_gradient_accumulation_boundary()
         self._accumulated = 0 if boundary else self._accumulated + 1
@@ -177,7 +181,7 @@ class Engine(Preparation):
                 self._last = sharded.step()
         if self._last.taken:
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
+                schedule(self.lr_scheduler)
         else:
             self.skipped_steps += 1
             if self.reports:

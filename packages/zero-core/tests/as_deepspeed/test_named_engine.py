@@ -19,6 +19,7 @@ from torch import nn
 from zero_ckpt import CheckpointError, verify
 from zero_ckpt.zero_to_fp32 import convert_zero_checkpoint_to_state_dict
 from zero_comm import run_ranks
+from zero_core.as_deepspeed import VERSION
 from zero_core.as_deepspeed.communication import init_distributed
 from zero_core.as_deepspeed.construction import GatheredParameters, Init, unwrap_model_for_generation
 from zero_core.as_deepspeed.cpu_optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
@@ -39,6 +40,7 @@ from zero_core.as_deepspeed.naming import UnsupportedError
 from zero_core.as_deepspeed.optimizer import DeepSpeedOptimizer
 from zero_core.as_deepspeed.parameters import ZeroParamStatus
 from zero_core.as_deepspeed.state_files import get_model_state_file, get_optim_files
+from zero_core.config import ConfigError
 from zero_core.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -160,6 +162,52 @@ def test_overflow_is_seen_when_a_step_was_skipped() -> None:
     assert not engine.optimizer.overflow and engine.get_global_grad_norm() > 0
 
 
+def test_the_optimizers_own_step_is_the_engines_without_the_schedule() -> None:
+    schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 3}}}
+    engine, named = start(2), start(2, **schedule)
+    rates = []
+    for number in range(3):
+        for group in (*engine.optimizer.param_groups, *named.optimizer.param_groups):
+            group["lr"] = 1e-2
+        for each in (engine, named):
+            each.backward(each(batch(number)))
+        engine.step()
+        named.optimizer.step()
+        rates.append(named.optimizer.param_groups[0]["lr"])
+    assert all(map(torch.equal, engine.module.parameters(), named.module.parameters()))
+    assert rates == [1e-2] * 3 and named.global_steps == 3
+    assert named.get_global_grad_norm() == engine.get_global_grad_norm()
+    with pytest.raises(UsageError, match="closure"):
+        named.optimizer.step(lambda: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "inner", "masters"),
+    [
+        (2, "base_optimizer_state", "single_partition_of_fp32_groups"),
+        (3, "optimizer_state_dict", "fp32_flat_groups"),
+    ],
+)
+def test_the_optimizers_state_dict_has_deepspeeds_keys(stage: int, inner: str, masters: str) -> None:
+    engine = start(stage, bf16={"enabled": True})
+
+    def step() -> None:
+        engine.backward(engine(batch(0).bfloat16()))
+        engine.step()
+
+    step()
+    saved = copy.deepcopy(engine.optimizer.state_dict())
+    assert saved["zero_stage"] == stage and saved["partition_count"] == 1 and not saved["overflow"]
+    assert sum(master.numel() for master in saved[masters]) >= sum(p.numel() for p in engine.module.parameters())
+    assert {master.dtype for master in saved[masters]} == {torch.float32}
+    step()
+    assert engine.optimizer.state_dict()[inner]["state"][0]["step"] == saved[inner]["state"][0]["step"] + 1
+    engine.optimizer.load_state_dict(saved)
+    assert engine.optimizer.state_dict()[inner]["state"][0]["step"] == saved[inner]["state"][0]["step"]
+    with pytest.raises(UsageError, match=f"expected '{inner}'"):
+        engine.optimizer.load_state_dict(saved[inner])
+
+
 def test_a_half_loss_is_divided_by_the_accumulation_steps_before_the_scale_makes_it_infinite() -> None:
     engine = start(2, fp16={"enabled": True}, gradient_accumulation_steps=2)
     for number in range(2):
@@ -178,7 +226,8 @@ def test_a_checkpoint_resumes_exactly_and_a_missing_one_is_none(tmp_path: Path) 
     expected = train(engine, 2, 4)
     again = start(2, build(seed=7))
     path, client = again.load_checkpoint(tmp_path)
-    assert path is not None and Path(path).name == "global_step2" and client == {"epoch": 3}
+    assert path is not None and Path(path).name == "global_step2"
+    assert client == {"epoch": 3, "ds_version": VERSION}
     assert train(again, 2, 4) == expected
 
 
@@ -216,7 +265,7 @@ def test_client_state_of_any_kind_comes_back(tmp_path: Path) -> None:
     found = engine.load_checkpoint(tmp_path)[1]
     assert torch.equal(found.pop("best"), state.pop("best"))
     assert found.pop("nothing").shape == state.pop("nothing").shape
-    assert found == state
+    assert found == {**state, "ds_version": VERSION}
 
 
 @pytest.mark.parametrize("stage", (0, 2, 3))
@@ -394,6 +443,15 @@ def without_hooks(engine: DeepSpeedEngine) -> list[bool]:
         seen = [engine.module(batch(0)).isnan().item() for _ in range(2 - dist.get_rank())]
         offload._register_deepspeed_module(offload.module)
     return seen
+
+
+def test_an_init_that_was_refused_is_not_open_afterwards() -> None:
+    with pytest.raises(ConfigError), Init(config_dict_or_path=settings(3, bf16={"enabled": "yes please"})):
+        build()
+    with Init(config_dict_or_path=settings(3)):
+        model = build()
+    assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    assert not any(hasattr(parameter, "ds_id") for parameter in build().parameters())
 
 
 def test_parameters_answer_to_deepspeeds_names_on_two_ranks() -> None:

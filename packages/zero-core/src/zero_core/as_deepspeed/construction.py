@@ -87,10 +87,10 @@ class Init:
                 self._finish(module.parameters())
 
     def __enter__(self) -> Init:
-        nested = bool(_ACTIVE.get())
-        _ACTIVE.set((*_ACTIVE.get(), self))
-        if self._enabled and not nested:
+        active = _ACTIVE.get()
+        if self._enabled and not active:
             self._open()
+        _ACTIVE.set((*active, self))
         return self
 
     def __exit__(

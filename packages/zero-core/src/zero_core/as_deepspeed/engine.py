@@ -113,9 +113,12 @@ class DeepSpeedEngine(Engine):
         with super().no_sync():
             yield
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """As `Engine.step`."""
-        super().step(lr_kwargs)
+    def step_without_schedule(self) -> None:
+        """As `step`; the learning rate is left to the caller."""
+        self._advance(lambda _scheduler: None)
+
+    def _advance(self, schedule: Callable[[Scheduler], object]) -> None:
+        super()._advance(schedule)
         if self._last is not None and self._last.taken:
             self._norm = self._last.norm
 
@@ -149,10 +152,11 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """As `Engine.save_checkpoint`; ``client_state`` may hold tensors, tuples and keys that are no strings.
 
-        Small files beside have DeepSpeed's names (see `state_files`). Where ranks name different folders, as scripts
-        with temporary ones do, the first rank's counts.
+        `load_checkpoint` returns it with the ``ds_version`` that wrote it. Small files beside have DeepSpeed's names
+        (see `state_files`). Where ranks name different folders, as scripts with temporary ones do, the first rank's
+        counts.
         """
-        plain = to_plain(client_state or {})
+        plain = to_plain({"ds_version": VERSION, **(client_state or {})})
         folder = self._first_folder("save_checkpoint", save_dir)
         return super().save_checkpoint(folder, tag, plain, save_latest, exclude_frozen_parameters)
 

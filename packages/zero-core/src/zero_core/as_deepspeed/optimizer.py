@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,10 +13,16 @@ from torch.optim import Optimizer
 from zero_core.errors import UsageError
 from zero_partition import Partition, ShardedOptimizer, Unit
 
-if TYPE_CHECKING:
-    from zero_core.engine import Engine
+from . import VERSION
 
+if TYPE_CHECKING:
+    from .engine import DeepSpeedEngine
     from .offload import ParameterOffload
+
+_STATE_KEYS = {
+    False: ("base_optimizer_state", "single_partition_of_fp32_groups"),
+    True: ("optimizer_state_dict", "fp32_flat_groups"),
+}
 
 
 class DeepSpeedOptimizer:
@@ -26,11 +32,12 @@ class DeepSpeedOptimizer:
 class ZeROOptimizer(DeepSpeedOptimizer):
     """The torch optimizer of an engine, its param groups live, and the facts about its step.
 
-    ``param_groups``, ``state`` and ``defaults`` are the torch optimizer's own objects. The update happens in
-    `engine.step`.
+    ``param_groups``, ``state`` and ``defaults`` are the torch optimizer's own objects.
     """
 
-    def __init__(self, engine: Engine, sharded: ShardedOptimizer, parameter_offload: ParameterOffload | None) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, sharded: ShardedOptimizer, parameter_offload: ParameterOffload | None
+    ) -> None:
         self._reference = weakref.ref(engine)
         self._sharded = sharded
         if parameter_offload is not None:
@@ -87,12 +94,31 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's state dict: of this rank's fragments. `engine.save_checkpoint` saves everything."""
-        return self._sharded.inner.state_dict()
+        """This rank's part under DeepSpeed's names: the torch optimizer's state dict, the masters (not copies), and
+        facts. `engine.save_checkpoint` saves everything."""
+        stage = self._engine.zero_optimization_stage()
+        inner, masters = _STATE_KEYS[stage == 3]
+        return {
+            "zero_stage": stage,
+            "partition_count": self._engine.world_size,
+            "ds_version": VERSION,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "clip_grad": self.clip_grad,
+            inner: self._sharded.inner.state_dict(),
+            masters: self.fp32_partitioned_groups_flat,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **_options: Any) -> None:
-        """Load what `state_dict` gave on this rank, at the same number of ranks."""
-        self._sharded.inner.load_state_dict(dict(state_dict))
+        """Load the torch optimizer's part of what `state_dict` gave on this rank, at the same number of ranks and kind
+        of stage. Weights are not touched."""
+        key = _STATE_KEYS[self._engine.zero_optimization_stage() == 3][0]
+        if key not in state_dict:
+            raise UsageError(
+                f"engine.optimizer.load_state_dict: expected {key!r} as this rank's state_dict() has it, got "
+                f"{sorted(state_dict)}; engine.load_checkpoint loads at any number of ranks and stage"
+            )
+        self._sharded.inner.load_state_dict(state_dict[key])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients collected so far (`engine.step` does it by itself)."""
@@ -102,9 +128,11 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         """`engine.backward` without the division by the accumulation steps."""
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
-    def step(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Refused: the step is a transaction of the engine."""
-        raise UsageError("engine.optimizer.step(): the engine holds the gradients; call engine.step()")
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """`engine.step`, but the learning rate is left to the caller. Raises `UsageError` for a ``closure``."""
+        if closure is not None:
+            raise UsageError("engine.optimizer.step(closure=…): call the closure yourself, then step()")
+        self._engine.step_without_schedule()
 
     def get_full_hp_param(self, parameter: nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
         """The whole master of a parameter, or one of its states. Collective."""
@@ -113,7 +141,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return self._engine.full_state(parameter, optim_state_key)
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> DeepSpeedEngine:
         engine = self._reference()
         if engine is None:
             raise UsageError("engine.optimizer outlived its engine; keep a reference to the engine")
