@@ -62,10 +62,9 @@ Ahead ahead_of(const Chunk& chunk, const Chunk& next, const Format& format) {
     Ahead ahead{};
     bool apart = false;
     for (int s = 0; s < 4; ++s) {
-        const int present = there[s] ? s : 0;
-        ahead.item[s] = item_size(dtypes[present]);
-        ahead.stream[s] = there[present] + next.begin * ahead.item[s];
-        apart = apart || (next.run != chunk.run && there[s] && ahead.stream[s] != here[s] + chunk.end * ahead.item[s]);
+        if (!there[s]) continue;
+        ahead.stream[s] = there[s] + next.begin * item_size(dtypes[s]);
+        apart = apart || (next.run != chunk.run && ahead.stream[s] != here[s] + chunk.end * item_size(dtypes[s]));
     }
     ahead.from = apart ? std::max(chunk.begin, chunk.end - kAhead) : chunk.end;
     return ahead;

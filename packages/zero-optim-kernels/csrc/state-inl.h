@@ -20,6 +20,7 @@ struct Piece {
 
 template <bool kSecond>
 struct NoState {
+    static constexpr int64_t kItem = 0;  // bytes of an element
     static constexpr bool kAskedByEncoder = false;
     explicit NoState(const Piece&) {}
     template <class T>
@@ -31,6 +32,7 @@ struct NoState {
 
 template <bool kSecond>
 struct State32 {
+    static constexpr int64_t kItem = 4;
     static constexpr bool kAskedByEncoder = false;
     float* data;
     explicit State32(const Piece& x) : data(reinterpret_cast<float*>(x.state[kSecond])) {}
@@ -44,6 +46,7 @@ struct State32 {
 // The first moment is rounded to nearest; the second stochastically, or it could not decay.
 template <bool kSecond>
 struct State16 {
+    static constexpr int64_t kItem = 2;
     static constexpr bool kAskedByEncoder = false;
     uint16_t* data;
     uint64_t key;
@@ -63,6 +66,7 @@ struct State16 {
 // What is stored waits in `wide` until the largest magnitude of the block is known.
 template <bool kSecond>
 struct State8 {
+    static constexpr int64_t kItem = 1;
     static constexpr bool kAskedByEncoder = true;  // for parameters and gradients; codes are few
     const uint8_t* codes;
     float* wide;

@@ -45,8 +45,7 @@ struct Run {
 // Where a chunk is followed by another place in memory: the streams of the next one, whose elements 0, 1, ... the update asks for from
 // element `from` of this run on.
 struct Ahead {
-    const char* stream[4];  // param, grad and the states; instead of one that is absent, param again
-    int64_t item[4];        // bytes of an element
+    const char* stream[4];  // param, grad and the states; null where there is none
     int64_t from;           // after the chunk's end where nothing is asked for
 };
 

@@ -36,9 +36,9 @@ struct Update {
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) p_[j] = T::load(p + i + j * T::W);
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) m[j] = first.template load<T>(i + j * T::W);
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) v[j] = second.template load<T>(i + j * T::W);
-        if constexpr (kCount * T::W % kLine == 0) {
-            if (i >= ahead.from) ask_next<kCount * T::W>(i - ahead.from);
-            else ask_here<kCount * T::W>(i + kLoopAhead);
+        if constexpr (kCount * T::W == kLine) {
+            if (i >= ahead.from) ask_next(i - ahead.from);
+            else ask_here(i + kLoopAhead);
         }
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) u[j] = Rule::template apply<T>(p_[j], m[j], v[j], g_[j] * T::set(k.c[0]), k.c);
         float* target = Rule::kWritesUpdate ? update : p;
@@ -48,25 +48,21 @@ struct Update {
         if (Rule::kWritesUpdate || copy.out == nullptr) return;
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) copy.template store<T>(i + j * T::W, p_[j]);
     }
-    static constexpr int kLine = 16;  // elements of a line of the cache in float32
+    static constexpr int kLine = 16;  // elements of a line of the cache in float32, and of a pass of the loop
     static constexpr int64_t kLoopAhead = 512;  // elements from what the loop reads to what it asks for
-    template <int kElements>
     ZOK_MEMBER void ask_here(int64_t i) const {
         if constexpr (First::kAskedByEncoder || Second::kAskedByEncoder) return;
-        ZOK_UNROLL for (int e = 0; e < kElements; e += kLine) {
-            __builtin_prefetch(p + i + e);
-            __builtin_prefetch(g + (i + e) * Load::kItem);
-            first.ask(i + e);
-            second.ask(i + e);
-        }
+        __builtin_prefetch(p + i);
+        __builtin_prefetch(g + i * Load::kItem);
+        first.ask(i);
+        second.ask(i);
     }
-    template <int kElements>
     ZOK_MEMBER void ask_next(int64_t i) const {
         asm("" : "+r"(i));  // or the update loop would step an address for each of these, and spill its own
-        for (int s = 0; s < 4; ++s) {
-            const char* from = ahead.stream[s] + i * ahead.item[s];
-            ZOK_UNROLL for (int e = 0; e < kElements; e += kLine) __builtin_prefetch(from + e * ahead.item[s]);
-        }
+        __builtin_prefetch(ahead.stream[0] + i * static_cast<int64_t>(sizeof(float)));
+        __builtin_prefetch(ahead.stream[1] + i * Load::kItem);
+        if constexpr (First::kItem > 0) __builtin_prefetch(ahead.stream[2] + i * First::kItem);
+        if constexpr (Second::kItem > 0) __builtin_prefetch(ahead.stream[3] + i * Second::kItem);
     }
 };
 

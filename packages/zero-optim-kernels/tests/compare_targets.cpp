@@ -82,7 +82,7 @@ static void compare_step(const Kernels& k, Format f, bool exact, bool momentum, 
     RowNorms norms[2][2] = {};
     const bool lamb = f.rule == Rule::lamb;
     const Run run[2] = {run_of(a, n, 3 * kTile), run_of(b, n, 3 * kTile)};
-    const Ahead nothing{{}, {}, n};
+    const Ahead nothing{{}, n};
     k.step(f, run[0], rows, 0, n, nothing, lamb ? norms[0] : nullptr);
     scalar_kernels()->step(f, run[1], rows, 0, n, nothing, lamb ? norms[1] : nullptr);
     if (lamb) {
