@@ -367,7 +367,10 @@ def named_parameters(_: int) -> dict[str, Any]:
         model = Net()
     weight = model.blocks[0].weight
     seen: dict[str, Any] = {"built": (weight.ds_numel, tuple(weight.ds_shape), weight.ds_status.name)}
+    seen["copied"] = [copy.deepcopy(model).blocks[0].weight]
     with GatheredParameters({*model.parameters(), None}, modifier_rank=None):
+        if dist.get_rank() == 1:
+            seen["copied"] += [copy.deepcopy(weight)]
         seen["whole"] = weight.detach().clone()
         seen["inside"] = weight.ds_status.name
     with GatheredParameters([model.head.weight, None], modifier_rank=1), torch.no_grad():
@@ -394,7 +397,12 @@ def named_parameters(_: int) -> dict[str, Any]:
     weight.all_gather()
     seen["gathered"] = (weight.ds_status.name, weight.sum().isnan().item())
     weight.partition()
-    seen["copies"] = (type(copy.deepcopy(weight)).__name__, type(pickle.loads(pickle.dumps(weight))).__name__)
+    copied = copy.deepcopy(weight)
+    seen["copies"] = (
+        type(copied).__name__,
+        bool((copied == 3.0).all()),
+        type(pickle.loads(pickle.dumps(weight))).__name__,
+    )
     with unwrap_model_for_generation(engine) as plain:
         seen["calls"] = [plain(batch(0)).isnan().item() for _ in range(1 + dist.get_rank())]
     seen["by hand"] = without_hooks(engine)
@@ -467,7 +475,8 @@ def test_parameters_answer_to_deepspeeds_names_on_two_ranks() -> None:
         assert seen["gradient"] == (True, 0.0) and seen["state"] == 0.0
         assert seen["local"][0] == seen["local"][1]
         assert seen["set"] and seen["set whole"] and seen["gathered"] == ("AVAILABLE", False)
-        assert seen["copies"] == ("Parameter", "Parameter")
+        assert seen["copies"] == ("Parameter", True, "Parameter")
+        assert all(torch.equal(copied, seen["whole"]) for copied in seen["copied"])
         assert not any(seen["calls"]) and not any(seen["by hand"])
     assert first["ids"] == second["ids"]
     assert first["owned"][1] + second["owned"][1] == WIDTH * WIDTH

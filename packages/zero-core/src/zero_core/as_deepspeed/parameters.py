@@ -6,6 +6,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -201,7 +202,11 @@ class ZeroParameter(nn.Parameter):
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied: nn.Parameter = memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
+        """A plain parameter with the whole values. Collective where they are not here."""
+        if id(self) not in memo:
+            with nullcontext() if _is_whole(self) else gathered_anywhere(self):
+                memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -240,6 +245,13 @@ def note_external(parameter: nn.Parameter) -> None:
 def _facts(parameter: nn.Parameter) -> _Facts:
     facts: _Facts = getattr(parameter, _FACTS)
     return facts
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    place, record = _place(parameter), cut_record(parameter)
+    if place is not None:
+        return not place[0].releasable or place[0].state is UnitState.GATHERED
+    return record is None or record.whole
 
 
 def _place(parameter: nn.Parameter) -> tuple[Unit, int] | None:
