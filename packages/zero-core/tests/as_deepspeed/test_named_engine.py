@@ -325,9 +325,14 @@ def test_a_new_engine_takes_the_model_over() -> None:
 
 
 def test_an_engine_without_an_optimizer_evaluates() -> None:
-    engine, optimizer, _, _ = initialize(
-        model=build(), model_parameters=[], config={"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    training = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
+    engine, optimizer, _, scheduler = initialize(
+        model=build(),
+        model_parameters=[],
+        lr_scheduler=lambda _: pytest.fail("a schedule without an optimizer"),
+        config={"train_batch_size": 1, "zero_optimization": {"stage": 3}, **training},
     )
+    assert scheduler is None and engine.config["scheduler"] == training["scheduler"]
     assert optimizer is engine.optimizer and [hook.remove for hook in optimizer.forward_hooks]
     assert engine.eval()(batch(0)).item() == build()(batch(0)).item()
 

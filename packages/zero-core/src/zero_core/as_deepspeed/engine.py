@@ -260,7 +260,8 @@ def initialize(
 
     ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, the path of a JSON file, or urlsafe base64
     of JSON text. A model that an engine of these names still holds is taken from it first. ``mpu``: who shares a layer
-    with whom, in tensor parallelism. A mesh with sequence parallelism (``mesh_param``) is not available.
+    with whom, in tensor parallelism. Without an optimizer a schedule has no effect. A mesh with sequence parallelism
+    (``mesh_param``) is not available.
     """
     logger.info("DeepSpeed info: version=%s, answered by zero_core.as_deepspeed", VERSION)
     _refuse_mesh(mesh_param)
@@ -268,15 +269,16 @@ def initialize(
     raw = raw_config(_one_source(args, config, config_params))
     if isinstance(model, nn.Module):
         _take_back(model)
+    trains = optimizer is not None or raw.get("optimizer") is not None
     with suspended():
         engine = assemble(
             DeepSpeedEngine,
             model,
-            lambda world_size: load_config(supervisor().config(raw, world_size), world_size),
+            lambda world_size: load_config(supervisor().config(raw, world_size), world_size, trains=trains),
             optimizer=optimizer,
             model_parameters=_some(model_parameters),
             training_data=training_data,
-            lr_scheduler=lr_scheduler,
+            lr_scheduler=lr_scheduler if trains else None,
             mpu=mpu,
             collate_fn=collate_fn,
             device=compute_device(),

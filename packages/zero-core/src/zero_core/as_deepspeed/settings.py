@@ -38,14 +38,18 @@ def raw_config(source: Any) -> dict[str, Any]:
     return _file(Path(source)) if isinstance(source, (str, os.PathLike)) else read(source)
 
 
-def load_config(raw: Mapping[str, Any], world_size: int) -> Config:
+def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True) -> Config:
     """Resolve DeepSpeed's configuration, with DeepSpeed's defaults where they differ.
+
+    ``trains``: false where there is no optimizer; the section `scheduler` of a training configuration has no effect.
 
     Keys that DeepSpeed has removed are accepted when they ask for nothing, unknown keys at the top and in sections that
     it reads key by key are left out with a warning, offload at stage 0 has no effect, and a warm-up of no steps is one
     of a single step. Raises `ConfigError`.
     """
     data = read(raw)
+    if not trains:
+        data.pop("scheduler", None)
     _drop_idle(data)
     _warm_up_at_once(data)
     _drop_unknown(data)
