@@ -49,10 +49,12 @@ ZOK_INLINE typename T::U bf16_stochastic(typename T::F x, typename T::U random) 
 }
 
 // Random bits that depend on (seed, step) through `key` and on the global element index. The high bits are the good ones.
+// `vector` counts vectors from `index` on: a group of them shares the product of the index, the rest are constants.
 template <class T>
-ZOK_INLINE typename T::U random_bits(uint64_t key, uint32_t index) {
-    constexpr uint32_t kFirst = 0x9e3779b1u;  // times the lanes' numbers a constant, times the index a scalar product
-    const typename T::U x = T::iota() * T::setu(kFirst) + T::setu((index + static_cast<uint32_t>(key)) * kFirst);
+ZOK_INLINE typename T::U random_bits(uint64_t key, uint32_t index, int vector = 0) {
+    constexpr uint32_t kFirst = 0x9e3779b1u;
+    const typename T::U lanes = (T::iota() + T::setu(static_cast<uint32_t>(vector * T::W))) * T::setu(kFirst);
+    const typename T::U x = lanes + T::setu((index + static_cast<uint32_t>(key)) * kFirst);
     return (x ^ x >> 16 ^ T::setu(static_cast<uint32_t>(key >> 32))) * T::setu(0x85ebca6bu);
 }
 

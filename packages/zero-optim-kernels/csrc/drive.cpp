@@ -8,8 +8,6 @@
 namespace zok {
 namespace {
 
-constexpr int64_t kAhead = 2048;  // elements, whose streams a first-level cache holds
-
 struct Chunk {
     const Run* run;
     int64_t begin, end;

@@ -59,7 +59,7 @@ struct EncodeNearest {
     const char* x;
     Coder coder;
     template <class T>
-    ZOK_MEMBER typename T::U codes(int64_t i) const { return coder.template of<T>(Load::template load<T>(x, i)); }
+    ZOK_MEMBER typename T::U codes(int64_t i, int j) const { return coder.template of<T>(Load::template load<T>(x, i + j * T::W)); }
 };
 
 // Of bf16. `i` counts fours of neighbours, which are two pairs; a pair shares a lane of 32 bits, and all four codes do.
@@ -117,15 +117,15 @@ struct EncodeInteger {
     uint64_t key;
     uint32_t index;
     template <class T>
-    ZOK_MEMBER typename T::U codes(int64_t i) const {
-        const typename T::F t = Load::template load<T>(x, i) * T::set(inverse) + noise<T>(key, index + static_cast<uint32_t>(i));
+    ZOK_MEMBER typename T::U codes(int64_t i, int j) const {
+        const typename T::F t = Load::template load<T>(x, i + j * T::W) * T::set(inverse) + noise<T>(key, index + static_cast<uint32_t>(i), j);
         const typename T::U u = T::bits(t + T::set(kMagic));
         return T::max_u(T::min_u(u, T::setu(kMagicBits + most)), T::setu(kMagicBits - most));
     }
     // Uniform in (-1/2, 1/2), never an end: what is representable stays.
     template <class T>
-    ZOK_INLINE typename T::F noise(uint64_t key, uint32_t index) {
-        const typename T::U r = random_bits<T>(key, index) >> 16;
+    ZOK_INLINE typename T::F noise(uint64_t key, uint32_t index, int j) {
+        const typename T::U r = random_bits<T>(key, index, j) >> 16;
         return (T::from_bits(r + T::setu(kMagicBits)) - T::set(kMagic) - T::set(32767.5f)) * T::set(0x1p-16f);
     }
 };
@@ -140,9 +140,9 @@ struct EncodeFloat8 {
     // `t` is 2^-8 times the value, `random` uniform in [0, 2^20). Both ways `wide` has the code in front of 20 bits: as float32 has it, or
     // below the smallest normal number, where codes are multiples of 2^-17, as a multiple of 2^-37.
     template <class T>
-    ZOK_MEMBER typename T::U codes(int64_t i) const {
-        const typename T::U random = random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 12;
-        const typename T::U u = T::bits(Load::template load<T>(x, i) * T::set(inverse)), a = u & T::setu(0x7fffffffu);
+    ZOK_MEMBER typename T::U codes(int64_t i, int j) const {
+        const typename T::U random = random_bits<T>(key, index + static_cast<uint32_t>(i), j) >> 12;
+        const typename T::U u = T::bits(Load::template load<T>(x, i + j * T::W) * T::set(inverse)), a = u & T::setu(0x7fffffffu);
         const typename T::U normal = a - T::setu(112u << 23);
         const typename T::U small = T::bits(T::from_bits(a) * T::set(0x1p37f) + T::set(0x1p23f)) - T::setu(150u << 23);
         const typename T::U wide = T::pick(T::gt_u(T::setu(113u << 23), a), small, normal);

@@ -81,7 +81,7 @@ struct State8 {
     template <class T>
     ZOK_MEMBER void store(int64_t i, typename T::F x) {
         T::store(wide + i, x);
-        largest.template note<T>(x);
+        largest.template note<T, !kSecond>(x);
     }
     ZOK_MEMBER void ask(int64_t) const {}
 };

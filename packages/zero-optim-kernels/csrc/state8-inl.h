@@ -18,25 +18,25 @@ ZOK_INLINE typename T::F e4m3_value(typename T::U code) {
     return T::from_bits(value | (code & T::setu(0x80u)) << 24);
 }
 
-// The code of the value nearest to a magnitude, ties to the even one, in the low 8 bits; `y` >= 0 is 2^12 times the magnitude, at most 1.75 * 2^20.
-// With e the exponent of x = y * 2^-20, but at least -14, the codes around x are 2^(e-3) apart. That is the last bit of 2^(e+20), which is what
-// y's own exponent says, so adding x to this rounds it to a number of them, 8 to 16 and below 8 for subnormal codes, at the end of the sum. The
-// codes of an exponent begin at 8 (e + 14), which with that number makes the code; kOffset, which is even and changes no rounding, takes away
-// what the exponents' biases bring into the low 8 bits.
-constexpr float kE4m3Up = 0x1p20f;
+// The code of the value nearest to a magnitude, ties to the even one, in the low 8 bits; `y` >= 0 is 2^7 times the magnitude, at most 1.75 * 2^15.
+// With 2^e the power of two in y, but at least 2, the codes around y are 2^(e-3) apart. Adding y * 2^-20 to 2^e, whose last bit is 2^(e-23), rounds
+// it to a number of them, 8 to 16 and below 8 for subnormal codes, at the end of the sum. The codes of 2^e begin at 8 (e - 1), which with that
+// number makes the code, and are what its exponent field puts into the low 8 bits.
+constexpr float kE4m3Up = 0x1p15f;
 
 template <class T>
 ZOK_INLINE typename T::U e4m3_magnitude(typename T::F y) {
-    constexpr uint32_t kSmallest = 133u << 23, kOffset = (0u - (kSmallest >> 20)) % 256;
-    const typename T::U power = (T::max_u(T::bits(y), T::setu(kSmallest)) & T::setu(kInfinity)) | T::setu(kOffset);
-    return T::bits(T::plus_product(T::from_bits(power), y, T::set(1 / kE4m3Up))) + (power >> 20);
+    constexpr uint32_t kSmallest = 128u << 23;
+    static_assert((kSmallest >> 20) % 256 == 0, "the bias of the exponent falls away with the bits above the code");
+    const typename T::U power = T::max_u(T::bits(y), T::setu(kSmallest)) & T::setu(kInfinity);
+    return T::bits(T::plus_product(T::from_bits(power), y, T::set(0x1p-20f))) + (power >> 20);
 }
 
 // The same with a sign.
 template <class T>
 ZOK_INLINE typename T::U e4m3_code(typename T::F y) {
     const typename T::U u = T::bits(y);
-    return T::choose(T::setu(0x80u), u >> 24, e4m3_magnitude<T>(T::from_bits(u & T::setu(0x7fffffffu))));
+    return T::with_sign(e4m3_magnitude<T>(T::from_bits(u & T::setu(0x7fffffffu))), u);
 }
 
 template <class T>
@@ -51,13 +51,15 @@ ZOK_INLINE typename T::U u5e3_code(typename T::F x, typename T::U random) {
     return T::max_u(T::bits(x) + random, T::setu(kU5e3Bias)) >> 20;
 }
 
-// Codes of consecutive elements, in the low 8 bits of the lanes.
+// Codes of the j-th vector of elements from the i-th on, in the low 8 bits of its lanes.
 template <class Load>
 struct EncodeE4m3 {
     const char* x;
     float factor;
     template <class T>
-    ZOK_MEMBER typename T::U codes(int64_t i) const { return e4m3_code<T>(Load::template load<T>(x, i) * T::set(factor)); }
+    ZOK_MEMBER typename T::U codes(int64_t i, int j) const {
+        return e4m3_code<T>(Load::template load<T>(x, i + j * T::W) * T::set(factor));
+    }
 };
 template <class Load>
 struct EncodeU5e3 {
@@ -66,9 +68,9 @@ struct EncodeU5e3 {
     uint64_t key;
     uint32_t index;
     template <class T>
-    ZOK_MEMBER typename T::U codes(int64_t i) const {
-        const typename T::U r = random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 12;
-        return u5e3_code<T>(Load::template load<T>(x, i) * T::set(inverse), r);
+    ZOK_MEMBER typename T::U codes(int64_t i, int j) const {
+        const typename T::U r = random_bits<T>(key, index + static_cast<uint32_t>(i), j) >> 12;
+        return u5e3_code<T>(Load::template load<T>(x, i + j * T::W) * T::set(inverse), r);
     }
 };
 
@@ -79,7 +81,7 @@ struct StoreCodes {
     template <class T, int kCount>
     ZOK_MEMBER void at(int64_t i) {
         typename T::U codes[kCount];
-        ZOK_UNROLL for (int j = 0; j < kCount; ++j) codes[j] = encode.template codes<T>(i + j * T::W);
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) codes[j] = encode.template codes<T>(i, j);
         if constexpr (kCount == 1) T::store_u8(out + i, codes[0]);
         else T::store_lanes(out + i, T::join_u8(codes[0], codes[1], codes[2], codes[3]));
     }
@@ -107,14 +109,14 @@ ZOK_INLINE void store_codes_asking(Encode encode, uint8_t* out, int64_t n, const
     for_groups<4>(StoreCodesAsking<Encode>{{encode, out}, next}, n);
 }
 
-// The largest magnitude so far, as bits: NaN orders above Inf, Inf above every number.
+// The largest magnitude so far, as bits: NaN orders above Inf, Inf above every number. What has no sign is its own magnitude.
 struct Largest {
     Vector::U lanes;
     uint32_t rest;
     Largest() : lanes(Vector::setu(0)), rest(0) {}
-    template <class T>
+    template <class T, bool kSigned>
     ZOK_MEMBER void note(typename T::F x) {
-        const typename T::U magnitude = T::bits(x) & T::setu(0x7fffffffu);
+        const typename T::U magnitude = kSigned ? T::bits(x) & T::setu(0x7fffffffu) : T::bits(x);
         if constexpr (T::W == 1) rest = Scalar::max_u(rest, magnitude);
         else lanes = T::max_u(lanes, magnitude);
     }

@@ -11,6 +11,7 @@ enum class Dtype : int { f32, bf16, f16, f64, int8, none };
 constexpr int64_t kQuantBlock = 256;  // elements that share one scale in an 8-bit state
 constexpr int64_t kTile = 1024;       // elements that stay in the first-level cache between the phases of one step
 constexpr int64_t kChunk = 32768;     // elements of one unit of work for a thread; anchored at multiples of itself
+constexpr int64_t kAhead = 512;       // elements from what an update reads to what it asks memory for; the processor alone asks for too little
 static_assert(kTile % kQuantBlock == 0 && kChunk % kTile == 0, "a quantisation block never spans two chunks");
 
 inline int64_t item_size(Dtype dtype) {

@@ -38,7 +38,7 @@ struct Update {
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) v[j] = second.template load<T>(i + j * T::W);
         if constexpr (kCount * T::W == kLine) {
             if (i >= ahead.from) ask_next(i - ahead.from);
-            else ask_here(i + kLoopAhead);
+            else ask_here(i + kAhead);
         }
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) u[j] = Rule::template apply<T>(p_[j], m[j], v[j], g_[j] * T::set(k.c[0]), k.c);
         float* target = Rule::kWritesUpdate ? update : p;
@@ -49,7 +49,6 @@ struct Update {
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) copy.template store<T>(i + j * T::W, p_[j]);
     }
     static constexpr int kLine = 16;  // elements of a line of the cache in float32, and of a pass of the loop
-    static constexpr int64_t kLoopAhead = 512;  // elements from what the loop reads to what it asks for
     ZOK_MEMBER void ask_here(int64_t i) const {
         if constexpr (First::kAskedByEncoder || Second::kAskedByEncoder) return;
         __builtin_prefetch(p + i);

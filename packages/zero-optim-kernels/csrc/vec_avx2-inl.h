@@ -33,6 +33,7 @@ struct Vector {
     ZOK_INLINE M differs_from_zero(F x) { return (__m256i)_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ); }
     ZOK_INLINE U pick(M m, U a, U b) { return (U)_mm256_blendv_epi8((__m256i)b, (__m256i)a, m); }
     ZOK_INLINE U choose(U mask, U a, U b) { return b ^ ((a ^ b) & mask); }
+    ZOK_INLINE U with_sign(U code, U x) { return code + (x >> 24 & setu(0x80u)); }
     ZOK_INLINE uint32_t highest(U x) {
         const __m128i four = _mm_max_epu32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
         const __m128i two = _mm_max_epu32(four, _mm_unpackhi_epi64(four, four));

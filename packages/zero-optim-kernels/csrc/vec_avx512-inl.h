@@ -36,6 +36,7 @@ struct Vector {
     ZOK_INLINE U choose(U mask, U a, U b) {  // bits of `a` where `mask` has ones, else of `b`
         return (U)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)a, (__m512i)b, 0xca);
     }
+    ZOK_INLINE U with_sign(U code, U x) { return choose(setu(0x80u), x >> 24, code); }
     ZOK_INLINE uint32_t highest(U x) { return _mm512_reduce_max_epu32((__m512i)x); }
     ZOK_INLINE U load_u8(const uint8_t* p) { return (U)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
     ZOK_INLINE void store_u8(uint8_t* p, U x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x)); }

@@ -33,6 +33,7 @@ struct Vector {
     ZOK_INLINE M differs_from_zero(F x) { return vorrq_u32(vcltzq_f32(x), vcgtzq_f32(x)); }
     ZOK_INLINE U pick(M m, U a, U b) { return vbslq_u32(m, a, b); }
     ZOK_INLINE U choose(U mask, U a, U b) { return vbslq_u32(mask, a, b); }
+    ZOK_INLINE U with_sign(U code, U x) { return vaddq_u32(code, vandq_u32(vshrq_n_u32(x, 24), setu(0x80u))); }
     ZOK_INLINE uint32_t highest(U x) { return vmaxvq_u32(x); }
     ZOK_INLINE U load_u8(const uint8_t* p) { return U{p[0], p[1], p[2], p[3]}; }
     ZOK_INLINE void store_u8(uint8_t* p, U x) {

@@ -28,6 +28,7 @@ struct Scalar {
     ZOK_INLINE M differs_from_zero(F x) { return x < 0.0f || x > 0.0f; }  // false for NaN
     ZOK_INLINE U pick(M m, U a, U b) { return m ? a : b; }   // m ? a : b
     ZOK_INLINE U choose(U mask, U a, U b) { return b ^ ((a ^ b) & mask); }
+    ZOK_INLINE U with_sign(U code, U x) { return code + (x >> 24 & 0x80u); }  // the sign of `x` at bit 7 of a code, whatever is above it
     ZOK_INLINE uint32_t highest(U x) { return x; }
     ZOK_INLINE U load_u8(const uint8_t* p) { return *p; }
     ZOK_INLINE void store_u8(uint8_t* p, U x) { *p = static_cast<uint8_t>(x); }
