@@ -2,8 +2,8 @@
 
 Standard library only; it is run by the interpreter of the environment under test. A suite is a folder of a package
 (its tests/ is taken) or a folder of tests. Each runs in a pytest process of its own, so that files of the same name do
-not meet, and a suite that crashes does not take the others along. Suites run one after the other, but those that mostly
-wait for the disk run beside the rest, and what they print appears when they are done.
+not meet, and a suite that crashes does not take the others along. Suites run one after the other, but those of `BESIDE`
+run beside the rest, and what they print appears when they are done.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS_COLLECTED = 5
-WAITING = ("zero-nvme-aio",)
-"""Suites that leave most of two cores idle and measure no time."""
+BESIDE = ("zero-nvme-aio", "zero-offload")
+"""Suites that measure no time and leave a core idle; they run beside the others, of which most use one core."""
 
 
 @dataclass
@@ -89,9 +89,9 @@ def run_suite(folder: Path, marker: str | None, pytest_args: list[str], scratch:
 
 
 def run_suites(folders: list[Path], marker: str | None, pytest_args: list[str]) -> list[Outcome]:
-    """Run two lanes of suites, the waiting ones beside the others; outcomes in the order of ``folders``."""
+    """Run two lanes of suites, those of `BESIDE` beside the others; outcomes in the order of ``folders``."""
     beside = len(folders) > 1
-    lanes = [[f for f in folders if (f.name in WAITING) is waiting] for waiting in (False, True)]
+    lanes = [[f for f in folders if (f.name in BESIDE) is second] for second in (False, True)]
     with tempfile.TemporaryDirectory(prefix="zero-suites-") as scratch, ThreadPoolExecutor(len(lanes)) as pool:
 
         def run_lane(lane: list[Path]) -> list[Outcome]:
