@@ -6,41 +6,19 @@ import argparse
 import copy
 import json
 import logging
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from named_cases import BATCH, WIDTH, Net, batch, build, settings, start, train
+from named_cases import BATCH, batch, build, settings, start, train
 from torch import nn
 
-from zero_ckpt import CheckpointError, verify
-from zero_ckpt.zero_to_fp32 import convert_zero_checkpoint_to_state_dict
-from zero_comm import run_ranks
-from zero_core.as_deepspeed import VERSION
-from zero_core.as_deepspeed.communication import init_distributed
-from zero_core.as_deepspeed.construction import GatheredParameters, Init, unwrap_model_for_generation
+from zero_core.as_deepspeed.construction import Init
 from zero_core.as_deepspeed.cpu_optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
 from zero_core.as_deepspeed.engine import DeepSpeedEngine, initialize
-from zero_core.as_deepspeed.fragments import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_local_fp32_param,
-    safe_update_full_grad_vectorized,
-)
-from zero_core.as_deepspeed.leaf_modules import set_z3_leaf_modules, z3_leaf_module
 from zero_core.as_deepspeed.naming import UnsupportedError
 from zero_core.as_deepspeed.optimizer import DeepSpeedOptimizer
-from zero_core.as_deepspeed.parameters import ZeroParamStatus
-from zero_core.as_deepspeed.state_files import get_model_state_file, get_optim_files
-from zero_core.config import ConfigError
 from zero_core.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -217,102 +195,6 @@ def test_a_half_loss_is_divided_by_the_accumulation_steps_before_the_scale_makes
     assert engine.was_step_applied()
 
 
-def test_a_checkpoint_resumes_exactly_and_a_missing_one_is_none(tmp_path: Path) -> None:
-    engine = start(2)
-    assert engine.load_checkpoint(tmp_path) == (None, None)
-    train(engine, 0, 2)
-    engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
-    assert (tmp_path / "latest").read_text().strip() == "global_step2"
-    expected = train(engine, 2, 4)
-    again = start(2, build(seed=7))
-    path, client = again.load_checkpoint(tmp_path)
-    assert path is not None and Path(path).name == "global_step2"
-    assert client == {"epoch": 3, "ds_version": VERSION}
-    assert train(again, 2, 4) == expected
-
-
-def a_folder_per_rank(folder: Path) -> tuple[list[float], list[float], list[str]]:
-    mine = folder / f"rank{dist.get_rank()}"
-    mine.mkdir()
-    engine = start(3)
-    train(engine, 0, 2)
-    engine.save_checkpoint(mine)
-    expected = train(engine, 2, 4)
-    again = start(3, build(seed=7))
-    path = again.load_checkpoint(mine)[0]
-    assert again.load_checkpoint(folder / f"none{dist.get_rank()}") == (None, None)
-    return expected, train(again, 2, 4), [str(path), *sorted(file.name for file in mine.iterdir())]
-
-
-def test_ranks_that_name_different_folders_share_the_first_one(tmp_path: Path) -> None:
-    found = run_ranks(a_folder_per_rank, 2, tmp_path)
-    for expected, resumed, _ in found:
-        assert resumed == expected
-    paths, files = zip(*((seen[0], seen[1:]) for *_, seen in found), strict=True)
-    assert set(paths) == {str(tmp_path / "rank0" / "global_step2")}
-    assert "latest" in files[0] and not files[1]
-
-
-def test_client_state_of_any_kind_comes_back(tmp_path: Path) -> None:
-    state = {
-        "best": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
-        "nothing": torch.empty(0, 3),
-        "pair": (1, [torch.tensor(True)]),
-        "milestones": {10: 1, ("a", 2): {"x", "y"}},
-    }
-    engine = start(1)
-    engine.save_checkpoint(tmp_path, client_state=state)
-    found = engine.load_checkpoint(tmp_path)[1]
-    assert torch.equal(found.pop("best"), state.pop("best"))
-    assert found.pop("nothing").shape == state.pop("nothing").shape
-    assert found == {**state, "ds_version": VERSION}
-
-
-@pytest.mark.parametrize("stage", (0, 2, 3))
-def test_scripts_find_the_facts_of_a_checkpoint_in_files_of_deepspeeds_names(stage: int, tmp_path: Path) -> None:
-    engine = start(stage, bf16={"enabled": stage == 3})
-    engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
-    folder = tmp_path / "global_step0"
-    model = torch.load(get_model_state_file(folder, stage), weights_only=True)
-    assert (model["epoch"], model["dp_world_size"], model["ds_config"]) == (3, 1, engine.config)
-    assert model["param_shapes"][0]["head.weight"] == engine.module.head.weight.shape
-    if stage == 0:
-        with pytest.raises(FileNotFoundError, match="optim_states"):
-            get_optim_files(folder)
-        return
-    (file,) = get_optim_files(folder)
-    assert Path(file).name == ("bf16_" if stage == 3 else "") + "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    assert torch.load(file, weights_only=True)["optimizer_state_dict"]["zero_stage"] == stage
-    assert verify(tmp_path)
-    convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "out", torch.bfloat16)
-    whole = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
-    assert torch.equal(whole["head.weight"], engine.module.head.weight.bfloat16())
-    with pytest.raises(CheckpointError, match="expected one of float32, float16, bfloat16"):
-        convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "out", "int8")
-
-
-def test_a_custom_function_loads_the_weights(tmp_path: Path) -> None:
-    engine = start(3)
-    engine.save_checkpoint(tmp_path)
-    names = []
-
-    def load(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
-        names.extend(src)
-        with torch.no_grad():
-            dst.head.weight.copy_(src["head.weight"] + 1)
-
-    before = engine.module.head.weight.detach().clone()
-    engine.load_checkpoint(tmp_path, load_optimizer_states=False, custom_load_fn=load)
-    assert "head.weight" in names and torch.equal(engine.module.head.weight, before + 1)
-
-
-@pytest.mark.parametrize("asked", (False, True))
-def test_save_16bit_model_at_stage_3_needs_the_key(asked: bool, tmp_path: Path) -> None:
-    engine = start(3, zero_optimization={"stage": 3, "stage3_gather_16bit_weights_on_model_save": asked})
-    assert engine.save_16bit_model(tmp_path, "model.bin") is asked
-    assert (tmp_path / "model.bin").exists() is asked
-
-
 def test_a_new_engine_takes_the_model_over() -> None:
     model = build()
     first = start(3, model)
@@ -363,143 +245,3 @@ def test_cpu_optimizers_share_the_groups_of_the_optimizer_that_they_replace(kind
     theirs.param_groups[0]["lr"] = 1e-2
     train(engine, 1, 2)
     assert not torch.equal(model.head.weight, before)
-
-
-def named_parameters(_: int) -> dict[str, Any]:
-    unresolved = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "train_batch_size": "auto"}
-    with Init(config_dict_or_path=unresolved):
-        torch.manual_seed(0)
-        model = Net()
-    weight = model.blocks[0].weight
-    seen: dict[str, Any] = {"built": (weight.ds_numel, tuple(weight.ds_shape), weight.ds_status.name)}
-    seen["copied"] = [copy.deepcopy(model).blocks[0].weight]
-    with GatheredParameters({*model.parameters(), None}, modifier_rank=None):
-        if dist.get_rank() == 1:
-            seen["copied"] += [copy.deepcopy(weight)]
-        seen["whole"] = weight.detach().clone()
-        seen["inside"] = weight.ds_status.name
-    with GatheredParameters([model.head.weight, None], modifier_rank=1), torch.no_grad():
-        model.head.weight.fill_(dist.get_rank())
-    engine = start(3, model)
-    seen["owned"] = (weight.ds_status.name, weight.ds_tensor.numel(), weight.partition_numel())
-    seen["ids"] = [p.ds_id for p in model.parameters()]
-    seen["head"] = safe_get_full_fp32_param(model.head.weight)
-    engine.backward(engine(batch(0)))
-    gradient = safe_get_full_grad(weight)
-    safe_update_full_grad_vectorized([weight], lambda g, p: g * 0)
-    seen["gradient"] = (gradient.abs().sum().item() > 0, safe_get_full_grad(weight).abs().sum().item())
-    local = safe_get_local_grad(weight)
-    seen["local"] = (local.numel(), weight.ds_tensor.numel())
-    engine.step()
-    seen["state"] = safe_get_full_optimizer_state(weight, "exp_avg").abs().sum().item()
-    seen["local state"] = safe_get_local_optimizer_state(model.head.weight, "exp_avg").shape
-    part = safe_get_local_fp32_param(weight)
-    safe_set_local_fp32_param(weight, torch.full_like(part, 2.0))
-    seen["set"] = bool((safe_get_full_fp32_param(weight) == 2.0).all())
-    safe_set_full_fp32_param(weight, torch.full(weight.ds_shape, 3.0))
-    with GatheredParameters(weight):
-        seen["set whole"] = bool((weight == 3.0).all())
-    weight.all_gather()
-    seen["gathered"] = (weight.ds_status.name, weight.sum().isnan().item())
-    weight.partition()
-    copied = copy.deepcopy(weight)
-    seen["copies"] = (
-        type(copied).__name__,
-        bool((copied == 3.0).all()),
-        type(pickle.loads(pickle.dumps(weight))).__name__,
-    )
-    with unwrap_model_for_generation(engine) as plain:
-        seen["calls"] = [plain(batch(0)).isnan().item() for _ in range(1 + dist.get_rank())]
-    seen["by hand"] = without_hooks(engine)
-    seen["after"] = train(engine, 0, 1)
-    return seen
-
-
-def built_in_parts(_: int) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("note", torch.float32)):
-        config = {"zero_optimization": {"stage": 3}, section: {"enabled": True}}
-        model = build()
-        Init(module=model, config_dict_or_path=config, data_parallel_group=dist.group.WORLD)
-        with Init(config_dict_or_path=config):
-            torch.manual_seed(0)
-            other = Net()
-        for made in (model, other):
-            weight: Any = made.blocks[0].weight
-            status = weight.ds_status.name
-            assert {p.dtype for p in made.parameters()} == {dtype} and (
-                dist.get_world_size() == 1 or weight.isnan().all()
-            )
-            with GatheredParameters(list(made.parameters())):
-                assert torch.equal(weight, build().blocks[0].weight.to(dtype)) and status == "NOT_AVAILABLE"
-        if section != "note":
-            engine = start(3, model, **{section: {"enabled": True}})
-            seen[section] = engine(batch(0).to(dtype)).dtype
-    return seen
-
-
-def test_models_are_cut_afterwards_too_and_have_the_configurations_dtype() -> None:
-    init_distributed()
-    for seen in (built_in_parts(0), *run_ranks(built_in_parts, 2, 0)):
-        assert seen == {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def without_hooks(engine: DeepSpeedEngine) -> list[bool]:
-    """Generation as frameworks on top of Transformers do it: gather everything, take the hooks away, put them back."""
-    offload = engine.optimizer.parameter_offload
-    with GatheredParameters(engine.module.parameters()):
-        for _, parameter in [*offload.module.named_parameters(), *offload.module.ds_external_parameters()]:
-            parameter.ds_active_sub_modules.clear()
-        for hook in [*offload.forward_hooks, *offload.backward_hooks]:
-            hook.remove()
-        offload.forward_hooks, offload.backward_hooks = [], []
-        seen = [engine.module(batch(0)).isnan().item() for _ in range(2 - dist.get_rank())]
-        offload._register_deepspeed_module(offload.module)
-    return seen
-
-
-def test_an_init_that_was_refused_is_not_open_afterwards() -> None:
-    with pytest.raises(ConfigError), Init(config_dict_or_path=settings(3, bf16={"enabled": "yes please"})):
-        build()
-    with Init(config_dict_or_path=settings(3)):
-        model = build()
-    assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    assert not any(hasattr(parameter, "ds_id") for parameter in build().parameters())
-
-
-def test_parameters_answer_to_deepspeeds_names_on_two_ranks() -> None:
-    first, second = run_ranks(named_parameters, 2, 0)
-    torch.manual_seed(0)
-    expected = Net()
-    for seen in (first, second):
-        assert seen["built"] == (WIDTH * WIDTH, (WIDTH, WIDTH), "NOT_AVAILABLE") and seen["inside"] == "AVAILABLE"
-        assert torch.equal(seen["whole"], expected.blocks[0].weight)
-        status, _, share = seen["owned"]
-        assert (status, share) == ("NOT_AVAILABLE", WIDTH * WIDTH // 2)
-        assert (seen["head"] == 1.0).all()
-        assert seen["gradient"] == (True, 0.0) and seen["state"] == 0.0
-        assert seen["local"][0] == seen["local"][1]
-        assert seen["set"] and seen["set whole"] and seen["gathered"] == ("AVAILABLE", False)
-        assert seen["copies"] == ("Parameter", True, "Parameter")
-        assert all(torch.equal(copied, seen["whole"]) for copied in seen["copied"])
-        assert not any(seen["calls"]) and not any(seen["by hand"])
-    assert first["ids"] == second["ids"]
-    assert first["owned"][1] + second["owned"][1] == WIDTH * WIDTH
-
-
-def test_one_rank_says_not_available_outside_of_a_gather() -> None:
-    engine = start(3)
-    weight: Any = engine.module.head.weight
-    assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
-    with GatheredParameters([weight]):
-        assert weight.ds_status == ZeroParamStatus.AVAILABLE
-    assert weight.ds_summary()["ds_shape"] == (1, WIDTH)
-
-
-def test_leaf_modules_are_marked_and_found() -> None:
-    model = build()
-    assert set_z3_leaf_modules(model, [nn.ModuleList]) == [model.blocks]
-    assert z3_leaf_module(model.blocks) and model.blocks._z3_leaf is True and not z3_leaf_module(model)
-    with pytest.raises(ValueError, match="no module"):
-        set_z3_leaf_modules(model, ["Conv2d"])
-    assert train(start(3, model), 0, 1)
