@@ -1,0 +1,51 @@
+"""What user code does to parameters, gradients and the optimizer counts as in plain torch, or is refused by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import user_actions
+
+from zero_comm import run_ranks
+
+KEPT: tuple[int, ...] = ()
+"""Seeds whose sequences were wrong once."""
+CHUNK = 50
+
+
+def verdicts(seeds: range, world_size: int) -> list[user_actions.Verdict]:
+    """How the sequences of ``seeds`` ended, the same on every rank; stops at the first that is wrong."""
+    return run_ranks(user_actions.run_cases, world_size, seeds, timeout=300)[0]
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+def test_random_sequences_end_as_in_plain_torch_or_are_refused(world_size: int) -> None:
+    wrong = [v for v in verdicts(range(1000 * world_size, 1000 * world_size + 40), world_size) if v.wrong]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("seed", KEPT)
+def test_sequences_that_were_wrong_once(seed: int) -> None:
+    (verdict,) = verdicts(range(seed, seed + 1), 2)
+    assert not verdict.wrong, verdict
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+def test_ten_thousand_sequences(world_size: int) -> None:
+    count = {1: 3000, 2: 4000, 3: 3000}[world_size]
+    refused: Counter[str] = Counter()
+    done = 0
+    wrong = []
+    for first in range(0, count, CHUNK):
+        seeds = range(100_000 + first, 100_000 + first + CHUNK)
+        while seeds:
+            ended = verdicts(seeds, world_size)
+            done += len(ended)
+            refused.update(v.done[-1] for v in ended if v.refused)
+            wrong += [v for v in ended if v.wrong]
+            seeds = seeds[len(ended) :]
+    print(f"{world_size} rank(s): {done} sequences, {sum(refused.values())} refused by name, {len(wrong)} wrong")
+    assert not wrong, wrong[:10]
