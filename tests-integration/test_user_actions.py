@@ -19,12 +19,14 @@ def verdicts(seeds: range, world_size: int) -> list[user_actions.Verdict]:
     return run_ranks(user_actions.run_cases, world_size, seeds, timeout=300)[0]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 def test_random_sequences_end_as_in_plain_torch_or_are_refused(world_size: int) -> None:
     wrong = [v for v in verdicts(range(1000 * world_size, 1000 * world_size + 40), world_size) if v.wrong]
     assert not wrong, wrong
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", KEPT)
 def test_sequences_that_were_wrong_once(seed: int) -> None:
     (verdict,) = verdicts(range(seed, seed + 1), 2)

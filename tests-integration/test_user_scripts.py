@@ -32,6 +32,7 @@ def is_named(refusal: str) -> bool:
     return ours or "more than one element of the written-to tensor" in refusal
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 def test_scripts_of_known_methods_on_two_ranks(stage: int) -> None:
     complaints = {name: complaint(name, 2, stage, "device", 1) for name in user_scripts.SCRIPTS}
