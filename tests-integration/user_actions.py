@@ -12,6 +12,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class Model(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         widths = case.widths
-        self.blocks = nn.ModuleList(Block(a, b, case.normed) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.blocks = nn.ModuleList(Block(a, b, case.normed) for a, b in pairwise(widths))
         self.late = nn.Linear(widths[-1], widths[-1], bias=False)
         if case.late == "frozen":
             self.late.requires_grad_(False)
@@ -332,7 +333,8 @@ def draw(case: Case) -> Iterator[Action]:
             saved.append(position)
             yield Action(f"save slot {position}", lambda run, slot=position: run.save(slot))
         elif kind == "load":
-            yield Action("load", lambda run, slot=rng.choice(saved): run.load(slot))
+            chosen = rng.choice(saved)
+            yield Action(f"load slot {chosen}", lambda run, slot=chosen: run.load(slot))
         elif kind == "join":
             joined = True
             yield Action("add_param_group", join)

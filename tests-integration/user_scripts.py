@@ -66,7 +66,11 @@ class EngineTrainer:
                 "unit_min_numel": bench.unit_min_numel,
                 **({"offload_optimizer": {"device": "cpu"}} if bench.tier == "cpu" and bench.stage else {}),
             },
-            **({"bf16": {"enabled": True}} if bench.dtype == torch.bfloat16 else {"data_types": {"param_dtype": "fp64"}}),
+            **(
+                {"bf16": {"enabled": True}}
+                if bench.dtype == torch.bfloat16
+                else {"data_types": {"param_dtype": "fp64"}}
+            ),
         }
         self.engine, self.optimizer, _, _ = zero_core.initialize(model=model, optimizer=optimizer, config=config)
 
@@ -95,7 +99,13 @@ class Workbench:
     """What a script gets: a way to make trainers, batches, and a place for what it computed."""
 
     def __init__(
-        self, *, plain: bool, stage: int = 0, dtype: torch.dtype = torch.float64, tier: str = "device", unit_min: int = 1
+        self,
+        *,
+        plain: bool,
+        stage: int = 0,
+        dtype: torch.dtype = torch.float64,
+        tier: str = "device",
+        unit_min: int = 1,
     ) -> None:
         self.plain, self.stage, self.dtype, self.tier, self.unit_min_numel = plain, stage, dtype, tier, unit_min
         self.rank = 0 if plain else dist.get_rank()
@@ -667,7 +677,9 @@ def loads_a_plain_optimizer_state(bench: Workbench) -> None:
     for step in range(2):
         other.zero_grad()
         generator = torch.Generator().manual_seed(step)
-        F.mse_loss(twin(torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)), torch.zeros(4, WIDTH)).backward()
+        F.mse_loss(
+            twin(torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)), torch.zeros(4, WIDTH)
+        ).backward()
         other.step()
     t = bench.trainer(mlp(), kind="adamw")
     t.optimizer.load_state_dict(other.state_dict())
@@ -832,7 +844,10 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(10)
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH, bias=False).double(), nn.Linear(WIDTH, WIDTH, bias=False).double()
+        self.enter, self.leave = (
+            nn.Linear(WIDTH, WIDTH, bias=False).double(),
+            nn.Linear(WIDTH, WIDTH, bias=False).double(),
+        )
         self.leave.weight.data = self.enter.weight.data
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
