@@ -364,7 +364,7 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build all nine wheels, install `zero-core[nvme]` from them alone, and import every package."""
+    """Build all ten wheels, install `zero-core[nvme]` from them alone, and import every package."""
     python = str(Path(session.virtualenv.location) / "bin" / "python")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)

@@ -1,0 +1,40 @@
+"""Turn a run's record into one page that shows it.
+
+Names are imported on first use: a run that writes a record imports its writer and nothing else. Read
+`record/schema.py` first.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .record.reader import RecordError, Run, read_run
+    from .record.schema import Kind
+    from .record.writer import RecordWriter, next_attempt
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Kind": "record.schema",
+    "RecordError": "record.reader",
+    "RecordWriter": "record.writer",
+    "Run": "record.reader",
+    "next_attempt": "record.writer",
+    "read_run": "record.reader",
+}
+
+__all__ = ["Kind", "RecordError", "RecordWriter", "Run", "next_attempt", "read_run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

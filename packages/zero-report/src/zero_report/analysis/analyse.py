@@ -1,0 +1,31 @@
+"""The analysis of a run's last attempt, in one pass over the steps that are looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..record.reader import Run
+from .causes import Causes, CauseSums, chosen_steps
+from .links import Link, LinkSums
+from .verdict import Verdict, judge
+
+
+@dataclass
+class Analysis:
+    """What is known about a run beside its numbers."""
+
+    verdict: Verdict
+    causes: Causes
+    links: list[Link]
+
+
+def analyse(run: Run) -> Analysis:
+    """Follow the waits, add up the transfers, and judge."""
+    causes, links = CauseSums(), LinkSums()
+    for step in chosen_steps(run.last):
+        blocks = {r: block for r, record in run.last.ranks.items() if (block := record.block(step)) is not None}
+        causes.add(step, blocks)
+        links.add(blocks)
+    notes = [note for record in run.last.ranks.values() for note in record.notes]
+    found, speeds = causes.result(), links.result(notes)
+    return Analysis(judge(run, found, speeds), found, speeds)

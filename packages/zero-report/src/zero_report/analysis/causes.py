@@ -1,0 +1,140 @@
+"""Losses added up: the shares of the step that each cause took, and the longest single waits."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..record.reader import Attempt, Block
+from .waiting import Cause, CauseKind, Loss, losses
+
+_SPANS = 1_500_000  # read for the analysis at most
+_LONGEST = 10
+_WARM_UP = 2
+_Key = tuple[CauseKind, int]
+
+
+@dataclass
+class Share:
+    """What one cause, or all of one kind, took. ``share``: of the step of the rank that lost most by it, 0 to 1;
+    ``loser``: that rank; ``seconds``: of all ranks, added up; ``names``: seconds by what was waited for."""
+
+    kind: CauseKind
+    rank: int
+    share: float
+    loser: int
+    seconds: float
+    names: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Causes:
+    """Where the time of ``steps`` went. ``seconds``: of all ranks together."""
+
+    steps: list[int]
+    ranks: int
+    seconds: float
+    by_kind: list[Share]
+    by_rank: list[Share]
+    longest: list[Loss]
+
+    def of_kind(self, kind: CauseKind) -> list[Share]:
+        """The causes of one kind, one per rank, the largest first."""
+        return [share for share in self.by_rank if share.kind == kind]
+
+
+def chosen_steps(attempt: Attempt, most: int = 64) -> list[int]:
+    """Return steps to look at, spread evenly over those that all ranks kept; the first two only where no others are."""
+    steps = attempt.steps()
+    if not steps:
+        return []
+    sample = attempt.first.block(steps[-1])
+    spans = max(1, len(sample.spans) if sample is not None else 1)
+    count = max(2, min(most, _SPANS // (spans * len(attempt.ranks))))
+    late = [step for step in steps if step > _WARM_UP] or steps
+    if len(late) <= count:
+        return late
+    return sorted({late[round(number * (len(late) - 1) / (count - 1))] for number in range(count)})
+
+
+class CauseSums:
+    """Adds up losses, step by step."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._total: dict[int, float] = defaultdict(float)
+        self._lost: dict[_Key, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self._names: dict[_Key, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._longest: list[tuple[float, int, Loss]] = []
+        self._count = 0
+
+    def add(self, step: int, blocks: Mapping[int, Block]) -> None:
+        """Follow the waits of one step; ``blocks`` by rank."""
+        self._steps.append(step)
+        for rank, block in blocks.items():
+            self._total[rank] += block.us / 1e6
+        for loss in losses(step, blocks):
+            key = (loss.cause.kind, loss.cause.rank)
+            self._lost[key][loss.rank] += loss.us / 1e6
+            self._names[key][_what(loss)] += loss.us / 1e6
+            self._count += 1
+            if len(self._longest) < _LONGEST:
+                heapq.heappush(self._longest, (loss.us, -self._count, loss))
+            elif loss.us > self._longest[0][0]:
+                heapq.heapreplace(self._longest, (loss.us, -self._count, loss))
+
+    def result(self) -> Causes:
+        """Return what was added up, the largest first."""
+        by_rank = [_share(*key, by, self._total, self._names[key]) for key, by in self._lost.items()]
+        return Causes(
+            self._steps,
+            len(self._total),
+            sum(self._total.values()),
+            _largest_first(_kinds(self._lost, self._total, self._names)),
+            _largest_first(by_rank),
+            [loss for *_, loss in sorted(self._longest, key=lambda item: -item[0])],
+        )
+
+
+def _kinds(
+    lost: dict[_Key, dict[int, float]], total: dict[int, float], names: dict[_Key, dict[str, float]]
+) -> list[Share]:
+    merged: dict[CauseKind, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    merged_names: dict[CauseKind, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for (kind, rank), by in lost.items():
+        for loser, seconds in by.items():
+            merged[kind][loser] += seconds
+        for name, seconds in names[(kind, rank)].items():
+            merged_names[kind][name] += seconds
+    return [_share(kind, -1, by, total, merged_names[kind]) for kind, by in merged.items()]
+
+
+def _share(
+    kind: CauseKind, rank: int, by: dict[int, float], total: dict[int, float], names: dict[str, float]
+) -> Share:
+    loser = max(by, key=lambda r: by[r] / (total[r] or 1))
+    return Share(kind, rank, by[loser] / (total[loser] or 1), loser, sum(by.values()), dict(names))
+
+
+def _what(loss: Loss) -> str:
+    """For a link, the unit whose message was waited for; else the cause's own name."""
+    return loss.span.name if loss.cause.kind == "link" else loss.cause.name
+
+
+def _largest_first(shares: Sequence[Share]) -> list[Share]:
+    return sorted(shares, key=lambda share: -share.share)
+
+
+def cause_text(cause: Cause) -> str:
+    """Return a cause in words."""
+    if cause.kind == "data":
+        return f"the data loader of rank {cause.rank}"
+    if cause.kind == "tier":
+        return f"{cause.name} on rank {cause.rank}"
+    if cause.kind == "save":
+        return f"a checkpoint on rank {cause.rank}"
+    if cause.kind == "link":
+        return f"the link: {cause.name} under way"
+    return f"rank {cause.rank}, busy in {cause.name}" if cause.name != "between passes" else f"rank {cause.rank}, busy"

@@ -1,0 +1,88 @@
+"""How fast links and drives were, and how fast they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..record.reader import Block
+from ..record.schema import COLLECTIVES, TIERS, Kind
+
+
+@dataclass
+class Link:
+    """One kind of transfer over all ranks. ``busy``: seconds of a rank with one under way, added up over ranks;
+    ``waited``: those in which it only waited; ``peak``: bytes per second of one rank, and ``source`` says by what."""
+
+    name: str
+    nbytes: int
+    busy: float
+    waited: float
+    peak: float
+    source: str
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of one rank while busy."""
+        return self.nbytes / self.busy if self.busy else 0.0
+
+    @property
+    def of_peak(self) -> float:
+        """The rate as a share of the peak, 0 to 1."""
+        return self.rate / self.peak if self.peak else 0.0
+
+
+class LinkSums:
+    """Adds up transfers, step by step."""
+
+    def __init__(self) -> None:
+        self._links: dict[str, Link] = {}
+
+    def add(self, blocks: Mapping[int, Block]) -> None:
+        """Add the transfers of one step; ``blocks`` by rank."""
+        for block in blocks.values():
+            _add(self._links, block)
+
+    def result(self, notes: Iterable[Mapping[str, Any]]) -> list[Link]:
+        """Return the links, the busiest first.
+
+        The peak is that of a note (``"note": "peak"`` with ``link`` and ``bytes_per_second``), else that of the fastest
+        rank and step.
+        """
+        for note in notes:
+            if note["note"] == "peak" and note.get("link") in self._links:
+                link = self._links[note["link"]]
+                link.peak, link.source = float(note["bytes_per_second"]), str(note.get("source", "measured"))
+        return sorted(self._links.values(), key=lambda link: -link.busy)
+
+
+def _add(links: dict[str, Link], block: Block) -> None:
+    found: dict[str, list[tuple[int, int, int, int]]] = {}
+    for span in block.spans:
+        if span.nbytes and (span.kind in COLLECTIVES or span.kind in TIERS):
+            found.setdefault(link_name(span.kind, span.name), []).append(
+                (span.begin, span.end, span.nbytes, span.waited)
+            )
+    for name, transfers in found.items():
+        busy = covered((begin, end) for begin, end, *_ in transfers) / 1e6
+        nbytes = sum(transfer[2] for transfer in transfers)
+        link = links.setdefault(name, Link(name, 0, 0.0, 0.0, 0.0, "fastest step of this run"))
+        link.nbytes += nbytes
+        link.busy += busy
+        link.waited += sum(transfer[3] for transfer in transfers) / 1e6
+        link.peak = max(link.peak, nbytes / busy if busy else 0.0)
+
+
+def link_name(kind: int, name: str) -> str:
+    """Return the link of a transfer: for tiers what stands before the colon, for collectives their phase."""
+    return name.partition(":")[0] if kind in TIERS else Kind(kind).name.lower()
+
+
+def covered(intervals: Iterable[tuple[int, int]]) -> float:
+    """Return the length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

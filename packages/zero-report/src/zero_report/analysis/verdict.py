@@ -1,0 +1,125 @@
+"""One sentence about a run, and the reasons for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..record.reader import Attempt, Run
+from .causes import Causes, Share
+from .links import Link
+
+_WORTH_NAMING = 0.05  # of the step
+_ONE_RANK = 0.6  # of all that a kind of cause took; then the rank is named
+
+
+@dataclass
+class Verdict:
+    """``sentence``: what a person reads first; ``ended``: how the run ended where it did not end well, else empty;
+    ``tone``: good, mixed or bad."""
+
+    sentence: str
+    ended: str
+    tone: str
+
+
+def judge(run: Run, causes: Causes, links: list[Link]) -> Verdict:
+    """Say where the time of a run goes."""
+    ended = _how_it_ended(run.last)
+    if not causes.steps:
+        return Verdict("No step of this run is over yet.", ended, "bad" if ended else "mixed")
+    largest = causes.by_kind[0] if causes.by_kind else None
+    if largest is None or largest.share < _WORTH_NAMING:
+        rest = "" if largest is None else f"; nothing else takes more than {_percent(largest.share)}"
+        sentence = f"Ranks compute all the time{rest}."
+        return Verdict(sentence, ended, "bad" if ended else "good")
+    sentence = _SENTENCES[largest.kind](largest, causes, links)
+    return Verdict(sentence, ended, "bad" if ended or largest.share >= 0.25 else "mixed")
+
+
+def _data(share: Share, causes: Causes, _links: list[Link]) -> str:
+    one = _one_rank(share, causes)
+    if one is None:
+        return f"The ranks wait for their data loaders: {_percent(share.share)} of the step."
+    follow = "; the other ranks wait for it" if causes.ranks > 1 else ""
+    return f"Rank {one.rank} waits for its data loader: {_percent(one.share)} of the step{follow}."
+
+
+def _rank(share: Share, causes: Causes, _links: list[Link]) -> str:
+    one = _one_rank(share, causes)
+    if one is None:
+        return f"The ranks wait for one another, now for one, now for another: {_percent(share.share)} of the step."
+    where = max(one.names, key=lambda name: one.names[name])
+    during = "" if where == "between passes" else f", mostly in {where}"
+    return f"Rank {one.rank} is slower than the others{during}: they wait for it {_percent(one.share)} of the step."
+
+
+def _tier(share: Share, causes: Causes, links: list[Link]) -> str:
+    one = _one_rank(share, causes)
+    chosen = one or share
+    by_link: dict[str, float] = {}
+    for name, seconds in chosen.names.items():
+        by_link[name.partition(":")[0]] = by_link.get(name.partition(":")[0], 0.0) + seconds
+    worst = max(by_link, key=lambda name: by_link[name])
+    things = sorted(
+        (name.partition(":")[2].strip() for name in chosen.names if name.partition(":")[0] == worst),
+        key=_natural,
+    )
+    who = "Ranks wait" if one is None else f"Rank {one.rank} waits"
+    link = next((link for link in links if link.name == worst), None)
+    speed = (
+        f"; it runs at {_percent(link.of_peak)} of its peak, {link.rate / 1e9:.2g} GB/s ({link.source})"
+        if link is not None and link.peak
+        else ""
+    )
+    return f"{who} for {worst}{_range(things)}: {_percent(chosen.share)} of the step{speed}."
+
+
+def _link(share: Share, _causes: Causes, links: list[Link]) -> str:
+    worst = max(share.names, key=lambda name: share.names[name])
+    found = max(links, key=lambda link: link.waited, default=None)
+    speed = ""
+    if found is not None and found.peak:
+        speed = f"; {found.name} runs at {_percent(found.of_peak)} of its peak, {found.rate / 1e9:.2g} GB/s"
+    return f"Ranks wait for messages under way, most for '{worst}': {_percent(share.share)} of the step{speed}."
+
+
+def _save(share: Share, causes: Causes, _links: list[Link]) -> str:
+    return f"Checkpoints block the run: {_percent(share.share)} of the steps looked at."
+
+
+_SENTENCES = {"data": _data, "rank": _rank, "tier": _tier, "link": _link, "save": _save}
+
+
+def _one_rank(share: Share, causes: Causes) -> Share | None:
+    """The rank that stands behind most of a kind of cause; None where there are several, or only one rank at all."""
+    candidates = causes.of_kind(share.kind)
+    return candidates[0] if candidates and candidates[0].seconds >= _ONE_RANK * share.seconds else None
+
+
+def _how_it_ended(attempt: Attempt) -> str:
+    for record in attempt.ranks.values():
+        for note in record.notes:
+            if note["note"] == "failure":
+                return str(note.get("text", "the run failed"))
+    unfinished = [record for record in attempt.ranks.values() if not record.closed]
+    if not unfinished:
+        return ""
+    first = min(unfinished, key=lambda record: record.last_sign())
+    step = int(first.table["first"][-1] + first.table["steps"][-1] - 1) if len(first.table["first"]) else 0
+    ranks = "rank" if len(unfinished) == 1 else f"{len(unfinished)} ranks, rank"
+    return f"The record of {ranks} {first.rank} is not closed: the run goes on, or was killed after step {step}."
+
+
+def _range(things: list[str]) -> str:
+    if not things or things == [""]:
+        return ""
+    return f" of '{things[0]}'" if len(things) == 1 else f" of '{things[0]}' to '{things[-1]}'"
+
+
+def _natural(text: str) -> list[tuple[int, int, str]]:
+    """Sort key by which layers.10 comes after layers.9."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in text.split(".")]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,1 @@
+"""The record of a run: its format, its writer and its reader. Read `schema.py` first."""

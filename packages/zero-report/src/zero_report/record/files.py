@@ -1,0 +1,189 @@
+"""The three files of one rank, each within a bound."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .lines import encode
+from .schema import COLUMN_NAMES, COLUMNS, RECENT_STEPS
+
+Row = list[float | None]
+_STEPS = COLUMN_NAMES.index("steps")
+
+
+class Appended:
+    """A file to which lines are appended; its last line may be provisional and is then written over by the next."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._whole = 0
+        self._size = 0
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of lines that stay."""
+        return self._whole
+
+    def append(self, lines: bytes, provisional: bytes = b"") -> None:
+        """Write ``lines`` after those that stay, and ``provisional`` after them."""
+        data = lines + provisional
+        if data:
+            _write_all(self._descriptor, data, self._whole)
+        size = self._whole + len(data)
+        if size < self._size:
+            os.ftruncate(self._descriptor, size)
+        self._whole, self._size = self._whole + len(lines), size
+
+    def replace(self, data: bytes) -> None:
+        """Put ``data`` in place of everything, so that a reader finds the old lines or the new ones."""
+        scratch = self._path.with_name(f"{self._path.name}.new")
+        descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        _write_all(descriptor, data, 0)
+        os.replace(scratch, self._path)
+        os.close(self._descriptor)
+        self._descriptor, self._whole, self._size = descriptor, len(data), len(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+class Table:
+    """The steps of a rank in at most ``max_bytes``: rows are merged two by two when the file is full."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._file = Appended(path)
+        self._head = encode(COLUMN_NAMES)
+        self._max_bytes = max_bytes
+        self._rows: list[Row] = []
+        self._written = 0
+        self._stride = 1
+        self._file.append(self._head)
+
+    def add(self, row: Row) -> None:
+        """Add one step."""
+        last = self._rows[-1] if self._rows else None
+        if last is not None and (last[_STEPS] or 0) < self._stride:
+            self._rows[-1] = merge(last, row)
+        else:
+            self._rows.append(row)
+
+    def flush(self) -> None:
+        """Write what came since the last time; the last row too, in place."""
+        if not self._rows:
+            return
+        new = b"".join(map(encode, self._rows[self._written : -1]))
+        self._file.append(new, encode(self._rows[-1]))
+        self._written = len(self._rows) - 1
+        if self._file.whole_bytes > self._max_bytes:
+            self._merge()
+
+    def close(self) -> None:
+        """Write the rest and close the file."""
+        self.flush()
+        self._file.close()
+
+    def _merge(self) -> None:
+        self._stride *= 2
+        merged: list[Row] = []
+        for row in self._rows:
+            if merged and (merged[-1][_STEPS] or 0) + (row[_STEPS] or 0) <= self._stride:
+                merged[-1] = merge(merged[-1], row)
+            else:
+                merged.append(row)
+        self._rows, self._written = merged, len(merged) - 1
+        self._file.replace(self._head + b"".join(map(encode, merged[:-1])))
+        self._file.append(b"", encode(merged[-1]))
+
+
+class Timeline:
+    """The spans of steps in at most ``max_bytes``: older steps are thinned by powers of two when the file is full."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._file = Appended(path)
+        self._max_bytes = max_bytes
+        self._blocks: list[tuple[int, bytes]] = []
+        self._bytes = 0
+        self._stride = 1
+
+    def append(self, blocks: Sequence[dict[str, Any]], open_block: dict[str, Any] | None) -> None:
+        """Write steps that are over, and the one that is not."""
+        lines = [(int(block["step"]), encode(block)) for block in blocks]
+        self._blocks += lines
+        self._bytes += sum(len(line) for _, line in lines)
+        if self._bytes > self._max_bytes:
+            self._thin()
+            lines = []
+        self._file.append(b"".join(line for _, line in lines), b"" if open_block is None else encode(open_block))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _thin(self) -> None:
+        """Drop steps until half of the room is free, or only the recent ones are left."""
+        old, recent = self._blocks[:-RECENT_STEPS], self._blocks[-RECENT_STEPS:]
+        while True:
+            old = [block for block in old if block[0] % self._stride == 0]
+            self._bytes = sum(len(line) for _, line in (*old, *recent))
+            if self._bytes <= self._max_bytes // 2 or not old:
+                break
+            self._stride *= 2
+        while self._bytes > self._max_bytes and len(recent) > 1:
+            self._bytes -= len(recent.pop(0)[1])
+        self._blocks = old + recent
+        self._file.replace(b"".join(line for _, line in self._blocks))
+
+
+class Notes:
+    """Events in at most ``max_bytes``; what comes later is counted and left out, but for the last note."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._file = Appended(path)
+        self._max_bytes = max_bytes
+        self._left_out = 0
+
+    def add(self, note: dict[str, Any]) -> None:
+        """Write one note now."""
+        line = encode(note)
+        if self._file.whole_bytes + len(line) > self._max_bytes and self._file.whole_bytes:
+            self._left_out += 1
+            self._file.append(b"", encode({"note": "left_out", "at": note["at"], "count": self._left_out}))
+        else:
+            self._file.append(line)
+
+    def close(self, last: dict[str, Any]) -> None:
+        """Write the last note, whatever the bound, and close the file."""
+        self._file.append(encode({**last, "left_out": self._left_out}))
+        self._file.close()
+
+
+def merge(left: Row, right: Row) -> Row:
+    """Return one row for the steps of two."""
+    weight_left, weight_right = left[_STEPS] or 0, right[_STEPS] or 0
+    out: Row = []
+    for column, a, b in zip(COLUMNS, left, right, strict=True):
+        if a is None or b is None:
+            out.append(b if a is None else a)
+        elif column.merge == "sum":
+            out.append(a + b)
+        elif column.merge == "mean":
+            out.append((a * weight_left + b * weight_right) / (weight_left + weight_right))
+        elif column.merge == "first":
+            out.append(a)
+        elif column.merge == "last":
+            out.append(b)
+        else:
+            out.append(min(a, b) if column.merge == "min" else max(a, b))
+    return out
+
+
+def _write_all(descriptor: int, data: bytes, at: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, at)
+        at, view = at + written, view[written:]

@@ -1,0 +1,114 @@
+"""What a record holds. This file is the format; it imports nothing of the package.
+
+[Note: record format 1] A record is a folder. Every start of the run adds a folder `attempt-0000`, `attempt-0001`, ...
+In it each rank writes three files of lines, `rank-00000.notes`, `.table` and `.timeline`. A line is the CRC-32 of the
+rest as eight hexadecimal digits, a space, JSON in UTF-8, a newline. A line whose checksum is wrong is left out by
+readers, which say so.
+
+`notes`: objects. The first has `"note": "head"`: `schema`, `rank`, `world_size`, `attempt`, `host`, `pid`, `began`
+(Unix seconds) and the writer's `facts`. Each other one is an event with `note` (its kind), `at` (Unix seconds) and
+facts of its own; `"note": "closed"` is the last one of a rank that ended its record.
+
+`table`: arrays of numbers or null. The first line is the names of the columns (see `COLUMNS`); each other one is a row,
+which covers `steps` steps from step `first` on. When a table is full, neighbouring rows are merged and from then on a
+row covers twice the steps. The last row may still grow; it is rewritten in place.
+
+`timeline`: one object per step: `step`, `began` (Unix seconds), `us` (microseconds of the step), `names`, `spans` (six
+integers for each span: kind, index into names, begin, duration and waited microseconds, bytes; times from `began`),
+`left_out` (spans beyond `SPANS_PER_STEP`), `memory` (pairs of microseconds and bytes by owner). When the file is full,
+steps that are not multiples of a power of two are dropped, except the last `RECENT_STEPS`. A block with `"open": true`
+is a step that was not over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+SCHEMA_VERSION = 1
+SPANS_PER_STEP = 2000
+RECENT_STEPS = 16
+MAX_BYTES = 256 << 20
+"""Bytes of a whole record, all ranks together, unless the writer is told otherwise."""
+
+
+class Kind(IntEnum):
+    """What a span is. `waited` of a span is the part at its end in which the rank did nothing but wait for it."""
+
+    DATA = 0  # between the end of a step's work and the next forward: the data loader, and the script's own code
+    FORWARD = 1
+    BACKWARD = 2
+    UPDATE = 3
+    GATHER = 4
+    REDUCE = 5
+    PUBLISH = 6
+    BROADCAST = 7
+    CONTROL = 8
+    CHECKPOINT = 9  # collectives of checkpointing
+    TIER_READ = 10
+    TIER_WRITE = 11
+    COMPUTE = 12  # the forward of one unit
+    SAVE = 13  # training was blocked by a checkpoint
+
+
+PHASES = (Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.SAVE)
+COLLECTIVES = (Kind.GATHER, Kind.REDUCE, Kind.PUBLISH, Kind.BROADCAST, Kind.CONTROL, Kind.CHECKPOINT)
+TIERS = (Kind.TIER_READ, Kind.TIER_WRITE)
+
+OWNERS = ("gathered", "parameters", "masters", "gradients", "states", "activations", "buffers", "other")
+"""Who holds memory; `other` is what the process holds beyond the rest."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the table. ``merge``: how rows become one; a mean is weighted by steps. Nulls are left out."""
+
+    name: str
+    merge: Literal["first", "last", "sum", "mean", "min", "max"]
+    meaning: str
+
+
+COLUMNS = (
+    Column("first", "first", "number of the row's first step, from 1"),
+    Column("steps", "sum", "steps in the row"),
+    Column("began", "first", "Unix seconds at which the first step began"),
+    Column("seconds", "sum", "from the begin of each step to the begin of the next"),
+    Column("data_s", "sum", "seconds between steps: data loader and script"),
+    Column("forward_s", "sum", "seconds in forward passes"),
+    Column("backward_s", "sum", "seconds in backward passes"),
+    Column("update_s", "sum", "seconds in the optimizer's step"),
+    Column("save_s", "sum", "seconds in which checkpoints blocked the run"),
+    Column("gather_wait_s", "sum", "seconds waited for gathers, publishing and broadcasts"),
+    Column("reduce_wait_s", "sum", "seconds waited for reductions"),
+    Column("control_wait_s", "sum", "seconds waited for control messages"),
+    Column("tier_wait_s", "sum", "seconds waited for host or NVMe transfers"),
+    Column("loss", "mean", "mean loss of this rank's micro-batches"),
+    Column("loss_min", "min", "lowest loss of a step in the row"),
+    Column("loss_max", "max", "highest loss of a step in the row"),
+    Column("lr", "last", "learning rate of the first param group"),
+    Column("grad_norm", "mean", "global gradient norm before clipping"),
+    Column("loss_scale", "last", "loss scale"),
+    Column("skipped", "sum", "steps skipped because a gradient was not finite"),
+    Column("samples", "sum", "samples of all ranks"),
+    Column("tokens", "sum", "tokens of all ranks, where the script says"),
+    Column("sent_bytes", "sum", "bytes that this rank sent to other ranks"),
+    Column("across_bytes", "sum", "those of them that left the node"),
+    Column("collectives", "sum", "collectives of this rank that sent something"),
+    Column("read_bytes", "sum", "bytes read from host or NVMe tiers"),
+    Column("written_bytes", "sum", "bytes written to host or NVMe tiers"),
+    Column("process_bytes", "max", "resident bytes of the process"),
+    Column("device_bytes", "max", "bytes that the accelerator's allocator holds"),
+    *(Column(f"{owner}_bytes", "max", f"bytes of {owner}") for owner in OWNERS),
+)
+COLUMN_NAMES = tuple(column.name for column in COLUMNS)
+
+
+def rank_file(rank: int, part: Literal["notes", "table", "timeline"]) -> str:
+    """Return the name of a rank's file inside an attempt's folder."""
+    return f"rank-{rank:05d}.{part}"
+
+
+def attempt_folder(attempt: int) -> str:
+    """Return the name of an attempt's folder inside the record."""
+    return f"attempt-{attempt:04d}"

@@ -1,0 +1,193 @@
+"""The record: within its bound, readable after a kill and after damage, sums exact."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zero_report import Kind, RecordError, RecordWriter, next_attempt, read_run
+from zero_report.record.files import merge
+from zero_report.record.schema import COLUMN_NAMES, RECENT_STEPS
+
+KILLED = """
+import sys, time
+from zero_report import Kind, RecordWriter
+writer = RecordWriter(sys.argv[1], rank=0, world_size=1)
+step = 0
+while True:
+    begin = time.perf_counter()
+    time.sleep(0.01)
+    writer.span(Kind.FORWARD, "forward", begin, time.perf_counter())
+    step += 1
+    if step == 100:
+        writer.span(Kind.GATHER, "the one that hangs", begin, time.perf_counter(), 0.001, 8)
+        print(time.time(), flush=True)
+        time.sleep(60)
+    writer.end_step(loss=1.0 / step, samples=1)
+"""
+
+
+def write(path: Path, steps: int, *, max_bytes: int = 1 << 30, spans: int = 3, world_size: int = 1) -> None:
+    with_rank = RecordWriter(path, rank=0, world_size=world_size, max_bytes=max_bytes, background=False)
+    for step in range(steps):
+        now = time.perf_counter()
+        for number in range(spans):
+            with_rank.span(Kind.GATHER, f"layers.{number}", now, now + 0.001, 0.0005, 1000 + step)
+        with_rank.end_step(loss=float(step), loss_min=float(step), loss_max=float(step), lr=0.1 / (step + 1), samples=8)
+        if step % 50 == 0:
+            with_rank.flush()
+    with_rank.close()
+
+
+def test_a_killed_run_can_be_read_up_to_its_last_second(tmp_path: Path) -> None:
+    ran = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert ran.stdout is not None
+    hung = float(ran.stdout.readline())
+    time.sleep(1.0)
+    ran.send_signal(signal.SIGKILL)
+    ran.wait()
+    record = read_run(tmp_path).last.first
+    assert not record.closed
+    assert record.table["steps"].sum() == 99
+    last = record.block(100)
+    assert last is not None and last.open
+    assert [span.name for span in last.spans] == ["forward", "the one that hangs"]
+    assert record.last_sign() > hung - 1.0
+
+
+def test_sums_are_exact_after_rows_were_merged(tmp_path: Path) -> None:
+    steps = 4000
+    write(tmp_path, steps, max_bytes=1, spans=2)
+    record = read_run(tmp_path).last.first
+    table = record.table
+    assert len(table["first"]) < steps / 4
+    assert table["steps"].sum() == steps
+    assert table["sent_bytes"].sum() == sum(2 * (1000 + step) for step in range(steps))
+    assert table["samples"].sum() == 8 * steps
+    assert np.average(table["loss"], weights=table["steps"]) == pytest.approx((steps - 1) / 2, rel=1e-9)
+    assert (table["loss_min"][0], table["loss_max"][-1]) == (0.0, steps - 1)
+    assert table["lr"][-1] == pytest.approx(0.1 / steps)
+    assert (np.diff(table["first"]) == table["steps"][:-1]).all()
+
+
+def test_a_rank_stays_within_its_share_of_the_bound(tmp_path: Path) -> None:
+    write(tmp_path, 4000, max_bytes=1, spans=8)
+    files = list((tmp_path / "attempt-0000").iterdir())
+    assert len(files) == 3
+    assert sum(file.stat().st_size for file in files) <= 128 << 10
+
+
+def test_old_steps_are_thinned_evenly_and_the_last_ones_all_stay(tmp_path: Path) -> None:
+    write(tmp_path, 3000, max_bytes=1, spans=8)
+    kept = read_run(tmp_path).last.first.steps
+    assert kept[-RECENT_STEPS:] == list(range(3001 - RECENT_STEPS, 3001))
+    old = kept[:-RECENT_STEPS]
+    assert len(old) > 5
+    assert old[0] < 300
+    assert max(np.diff(old)) <= 64
+
+
+@pytest.mark.parametrize("part", ["table", "timeline", "notes"])
+def test_a_damaged_line_is_left_out_and_said(tmp_path: Path, part: str) -> None:
+    write(tmp_path, 20)
+    file = tmp_path / "attempt-0000" / f"rank-00000.{part}"
+    data = bytearray(file.read_bytes())
+    data[data.index(b"\n") + 30 if part != "notes" else 30] ^= 1
+    file.write_bytes(data)
+    run = read_run(tmp_path)
+    assert len(run.problems) == 1
+    assert f"rank-00000.{part}: 1 damaged or cut line" in run.problems[0]
+    assert run.last.first.table["steps"].sum() == (19 if part == "table" else 20)
+    assert len(run.last.first.steps) == (19 if part == "timeline" else 20)
+
+
+@pytest.mark.parametrize("part", ["table", "timeline", "notes"])
+def test_a_file_cut_anywhere_is_read_as_far_as_it_is_whole(tmp_path: Path, part: str) -> None:
+    write(tmp_path, 6)
+    file = tmp_path / "attempt-0000" / f"rank-00000.{part}"
+    data = file.read_bytes()
+    for size in range(0, len(data), max(1, len(data) // 60)):
+        file.write_bytes(data[:size])
+        run = read_run(tmp_path)
+        whole = data[:size].count(b"\n")
+        assert bool(run.problems) == (not data[:size].endswith(b"\n") and size > 0)
+        if part == "table":
+            assert len(run.last.first.table["first"]) == max(0, whole - 1)
+        elif part == "timeline":
+            assert len(run.last.first.steps) == whole
+
+
+def test_noise_instead_of_a_record_is_no_crash(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    chance = np.random.default_rng(0)
+    for file in (tmp_path / "attempt-0000").iterdir():
+        file.write_bytes(chance.bytes(5000))
+    run = read_run(tmp_path)
+    assert len(run.problems) == 3
+    assert len(run.last.first.table["first"]) == 0
+
+
+def test_missing_ranks_are_said(tmp_path: Path) -> None:
+    write(tmp_path, 3, world_size=12)
+    problems = read_run(tmp_path).problems
+    assert problems == ["attempt-0000: 11 of 12 ranks wrote nothing: 1, 2, 3, 4, 5, 6, 7, 8 and 3 more"]
+
+
+def test_no_record_is_an_error_that_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r'"run_record": \{"path"'):
+        read_run(tmp_path)
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    from zero_report.record import lines
+
+    write(tmp_path, 3)
+    file = tmp_path / "attempt-0000" / "rank-00000.notes"
+    file.write_bytes(lines.encode({"note": "head", "at": 0, "schema": 99, "world_size": 1}))
+    with pytest.raises(RecordError, match="schema 99, this zero-report reads up to 1"):
+        read_run(tmp_path)
+
+
+def test_a_second_start_is_a_second_attempt_and_its_steps_count_as_replayed(tmp_path: Path) -> None:
+    assert next_attempt(tmp_path) == 0
+    write(tmp_path, 30)
+    assert next_attempt(tmp_path) == 1
+    with_rank = RecordWriter(tmp_path, rank=0, world_size=1, attempt=1, first_step=21, background=False)
+    for _ in range(15):
+        with_rank.end_step(loss=0.0)
+    with_rank.close()
+    run = read_run(tmp_path)
+    assert [attempt.number for attempt in run.attempts] == [0, 1]
+    assert run.replayed == 10
+
+
+def test_numbers_that_json_cannot_hold_are_missing_values(tmp_path: Path) -> None:
+    with_rank = RecordWriter(tmp_path, rank=0, world_size=1, background=False)
+    with_rank.end_step(loss=float("nan"), grad_norm=float("inf"), lr=0.5)
+    with_rank.note("warning", text="x", value=float("nan"))
+    with_rank.close()
+    record = read_run(tmp_path).last.first
+    assert np.isnan(record.table["loss"][0]) and np.isnan(record.table["grad_norm"][0])
+    assert record.table["lr"][0] == 0.5
+
+
+def test_merging_rows_leaves_missing_values_out() -> None:
+    left = [None if name == "loss" else 1.0 for name in COLUMN_NAMES]
+    right = [None if name == "lr" else 3.0 for name in COLUMN_NAMES]
+    merged = dict(zip(COLUMN_NAMES, merge(left, right), strict=True))
+    assert (merged["loss"], merged["lr"], merged["seconds"], merged["grad_norm"]) == (3.0, 1.0, 4.0, 2.5)
+
+
+def test_writing_imports_neither_numpy_nor_rich() -> None:
+    code = (
+        "import sys; from zero_report import RecordWriter, Kind; RecordWriter; "
+        "print([m for m in ('numpy', 'rich', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

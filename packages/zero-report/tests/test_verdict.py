@@ -1,0 +1,65 @@
+"""The verdict names what was made slow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from simulated import Simulation, simulate
+
+from zero_report.analysis.analyse import Analysis, analyse
+from zero_report.record.reader import read_run
+
+
+def judged(path: Path, **what: object) -> Analysis:
+    simulate(path, Simulation(**what))  # type: ignore[arg-type]
+    return analyse(read_run(path))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_rank_is_named(tmp_path: Path, ranks: int, slow: int) -> None:
+    found = judged(tmp_path, ranks=ranks, compute={slow: 2.0})
+    assert found.verdict.sentence.startswith(f"Rank {slow} is slower than the others, mostly in backward: ")
+    assert found.causes.by_kind[0].share == pytest.approx(0.49, abs=0.03)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_data_loader_is_named_though_the_other_rank_waits_in_a_gather(tmp_path: Path, slow: int) -> None:
+    found = judged(tmp_path, ranks=2, data={slow: 0.2})
+    assert f"Rank {slow} waits for its data loader: 5" in found.verdict.sentence
+    assert "the other ranks wait for it" in found.verdict.sentence
+
+
+def test_slow_data_loaders_of_all_ranks_are_one_cause(tmp_path: Path) -> None:
+    found = judged(tmp_path, ranks=3, data={0: 0.2, 1: 0.2, 2: 0.2})
+    assert found.verdict.sentence.startswith("The ranks wait for their data loaders: 5")
+
+
+def test_a_slow_disk_is_named_with_its_units_and_speed(tmp_path: Path) -> None:
+    found = judged(tmp_path, ranks=2, units=12, disk={0: 0.01, 1: 0.01})
+    assert found.verdict.sentence.startswith("Ranks wait for nvme in of 'layers.0' to 'layers.11': ")
+    assert "of its peak, 5.2 GB/s (fastest step of this run)" in found.verdict.sentence
+
+
+def test_a_slow_disk_of_one_rank_is_named_with_the_rank(tmp_path: Path) -> None:
+    found = judged(tmp_path, ranks=2, disk={1: 0.01})
+    assert found.verdict.sentence.startswith("Rank 1 waits for nvme in of 'layers.0' to 'layers.5': ")
+    assert {loss.cause.rank for loss in found.causes.longest} == {1}
+
+
+def test_a_run_that_waits_for_nothing_is_said_to_compute(tmp_path: Path) -> None:
+    found = judged(tmp_path, ranks=2)
+    assert found.verdict.sentence.startswith("Ranks compute all the time; nothing else takes more than")
+    assert found.verdict.tone == "good"
+
+
+def test_every_waited_second_has_a_cause(tmp_path: Path) -> None:
+    found = judged(tmp_path, ranks=3, steps=12, compute={2: 1.5}, disk={0: 0.002})
+    run = read_run(tmp_path)
+    waited = 0.0
+    for record in run.last.ranks.values():
+        rows = record.table["first"] > 2
+        columns = ("gather_wait_s", "reduce_wait_s", "control_wait_s", "tier_wait_s", "data_s")
+        waited += sum(float(record.table[c][rows & (record.table[c] == record.table[c])].sum()) for c in columns)
+    assert sum(share.seconds for share in found.causes.by_kind) == pytest.approx(waited, rel=1e-3)
