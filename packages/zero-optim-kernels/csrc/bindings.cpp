@@ -8,6 +8,7 @@
 
 #include "dispatch.hpp"
 #include "drive.hpp"
+#include "nogil.hpp"
 #include "operands.hpp"
 #include "processors.hpp"
 
@@ -144,7 +145,7 @@ py::object step(const Call& call, bool apply) {
     const bool with_norms = format.rule == Rule::lamb && !apply;
     std::vector<RowNorms> norms;
     {
-        py::gil_scoped_release nogil;
+        const WithoutGil nogil;
         if (apply) run_apply(format, runs, rows, call.threads);
         else run_step(format, runs, rows, call.threads, with_norms ? &norms : nullptr);
     }
@@ -159,7 +160,7 @@ double norm_squared(py::object x, py::object n, const std::string& dtype_name, i
     const std::vector<Span> spans = parse_spans(operands, x, n, dtype, false);
     check_threads(threads);
     active();
-    py::gil_scoped_release nogil;
+    const WithoutGil nogil;
     return run_norm_squared(spans, dtype, threads);
 }
 
@@ -169,7 +170,7 @@ int64_t count_nonfinite(py::object x, py::object n, const std::string& dtype_nam
     const std::vector<Span> spans = parse_spans(operands, x, n, dtype, false);
     check_threads(threads);
     active();
-    py::gil_scoped_release nogil;
+    const WithoutGil nogil;
     return run_count_nonfinite(spans, dtype, threads);
 }
 
@@ -179,7 +180,7 @@ void scale(py::object x, py::object n, double factor, const std::string& dtype_n
     const std::vector<Span> spans = parse_spans(operands, x, n, dtype, true);
     check_threads(threads);
     active();
-    py::gil_scoped_release nogil;
+    const WithoutGil nogil;
     run_scale(spans, dtype, factor, threads);
 }
 
@@ -191,7 +192,7 @@ void cast(py::object x, py::object out, py::object n, const std::string& from_na
     char* target = required(operands, out, "out", to, count, true);
     check_threads(threads);
     active();
-    py::gil_scoped_release nogil;
+    const WithoutGil nogil;
     run_cast(source, from, target, to, count, threads);
 }
 
@@ -208,7 +209,7 @@ void sum_slices(py::object slices, py::object out, py::object n, const std::stri
     char* target = required(operands, out, "out", out_dtype, count, true);
     check_threads(threads);
     active();
-    py::gil_scoped_release nogil;
+    const WithoutGil nogil;
     run_sum_slices(inputs, dtype, target, out_dtype, count, divisor, threads);
 }
 
@@ -244,7 +245,7 @@ void quantize(py::object x, py::object payload, py::object scales, py::object n,
     if (codes == nullptr && count > 0) throw py::type_error("payload: expected an address or buffer, got None");
     check_threads(threads);
     active();
-    py::gil_scoped_release nogil;
+    const WithoutGil nogil;
     run_quantize(f, source, reinterpret_cast<uint8_t*>(codes), reinterpret_cast<float*>(factors), count, threads);
 }
 
@@ -259,7 +260,7 @@ void dequantize(py::object payload, py::object scales, py::object out, py::objec
     if (codes == nullptr && count > 0) throw py::type_error("payload: expected an address or buffer, got None");
     check_threads(threads);
     active();
-    py::gil_scoped_release nogil;
+    const WithoutGil nogil;
     run_dequantize(f, reinterpret_cast<uint8_t*>(codes), reinterpret_cast<float*>(factors), target, count, threads);
 }
 
