@@ -29,11 +29,26 @@ def test_hosts_come_in_order_with_their_slots(tmp_path):
         ("a slots=0", r"hosts:1: host 'a' offers slots=0"),
         ("a slots=1\n\na slots=2", r"hosts:3: host 'a' is already named in line 1"),
         ("# nothing", r"hosts: no host in it"),
+        ("-oProxyCommand=touch${IFS}x slots=1", r"hosts:1: .* is no host name"),
+        ("-a slots=1", r"hosts:1: '-a' is no host name: .*no - at its beginning"),
+        ("you@-a slots=1", r"hosts:1: 'you@-a' is no host name"),
+        ("a,b slots=1", r"hosts:1: 'a,b' is no host name"),
+        ("^file slots=1", r"hosts:1: '\^file' is no host name"),
+        ("a slots=999999999", r"hosts:1: expected at most 65536 hosts of at most 65536 slots each"),
+        ("a slots=9999999999", r"hosts:1: expected 'host slots=N'"),
     ],
 )
 def test_a_bad_line_is_refused_by_number(text, message):
     with pytest.raises(ValueError, match=message):
         Hostfile.parse(text, source="hosts")
+
+
+def test_a_name_that_a_program_would_take_for_an_option_is_refused_wherever_it_comes_from(tmp_path):
+    with pytest.raises(ValueError, match="hosts: '-oX' is no host name"):
+        Hostfile({"-oX": (0,)})
+    (tmp_path / "hosts").write_bytes(b"\xff\xfe slots=1\n")
+    with pytest.raises(ValueError, match="hosts: expected UTF-8 text"):
+        Hostfile.read(tmp_path / "hosts")
 
 
 @pytest.mark.parametrize(

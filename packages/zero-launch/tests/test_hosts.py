@@ -92,10 +92,10 @@ def test_a_port_in_use_is_named(run, write_script, hosts):
         port = server.getsockname()[1]
         done = run(*hosts, "--master_port", port, write_script("pass"))
         assert done.returncode == 1
-        assert f"cannot listen on port {port} for the ranks' store" in done.stderr
+        assert f"cannot listen on 127.0.0.1 port {port} for the ranks' store" in done.stderr
         node = ["--no_ssh", "--nnodes", 2, "--node_rank", 0, "--master_addr", "127.0.0.1", "--nproc", 1]
         done = run(*node, "--master_port", port, write_script("pass"))
-        assert (done.returncode, f"cannot listen on port {port}" in done.stderr) == (2, True), done.stderr
+        assert (done.returncode, f"cannot listen on 127.0.0.1 port {port}" in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.soak
@@ -151,3 +151,17 @@ def test_a_restart_on_one_host_runs_all_ranks_again(run, write_script):
     lines = done.stdout.splitlines()
     assert "[rank 0] 0 1" in lines and "[rank 1] 1 1" in lines and "[rank 1] 1 0" in lines
     assert "rank 1 of 2 failed first: exit status 3" in done.stderr and "restart 1 of 1" in done.stderr
+
+
+def test_a_pid_file_is_not_written_through_a_link_that_somebody_left_there(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    code = (
+        "import os, pathlib, sys, zero_launch\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.ds').symlink_to({str(victim)!r})\n"
+        "sys.exit(zero_launch.main(['--save_pid', '--nproc', '1', '--no_python', 'true']))"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "is there already" in done.stderr, done.stderr
+    assert victim.read_text() == "untouched"

@@ -36,7 +36,7 @@ def test_ssh_asks_nothing_waits_briefly_and_carries_no_variable(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     command = Transport("ssh", ("-F", "config"), 2222).command("node1", "zero_launch.host")
     assert command[:3] == ["ssh", "-T", "-o"] and "BatchMode=yes" in command and "ConnectTimeout=10" in command
-    assert command[-6:-2] == ["-p", "2222", "-F", "config"] and command[-2] == "node1"
+    assert command[-7:-1] == ["-p", "2222", "-F", "config", "--", "node1"]
     assert "secret" not in " ".join(command)
 
 

@@ -1,32 +1,42 @@
 """Messages between the launcher and the process that it has on each host: one line of JSON each, over a pair of pipes.
 
 Both ends send something at least twice a second. An end that hears nothing for `SILENCE_SECONDS` takes the other for
-lost; that is how a dead link is told from a quiet job.
+lost; that is how a dead link is told from a quiet job. What is no message ends the connection.
 """
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, BinaryIO
+
+from zero_launch.handshake import Seal
+from zero_launch.messages import MOST_BYTES, Check, Message, decode, encode
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 4.0
 _BACKLOG = 1000
 
-Message = dict[str, Any]
-
 
 class Channel:
     """Sends and receives messages in threads of its own, so that neither a full pipe nor a dead peer blocks the caller.
 
-    Received messages go to ``inbox`` as ``(name, message)``; the end of the stream as a message of kind `eof`.
+    ``kinds`` are the messages that the other end may send. ``seal`` signs and checks lines where strangers may reach
+    the connection. Received messages go to ``inbox`` as ``(name, message)``; the end of the stream as a message of kind
+    `eof`.
     """
 
     def __init__(
-        self, name: str, reader: BinaryIO, writer: BinaryIO, inbox: queue.SimpleQueue[tuple[str, Message]]
+        self,
+        name: str,
+        reader: BinaryIO,
+        writer: BinaryIO,
+        inbox: queue.SimpleQueue[tuple[str, Message]],
+        *,
+        kinds: Mapping[str, Mapping[str, Check]],
+        seal: Seal | None = None,
     ) -> None:
         self.name = name
         self.heard_at = time.monotonic()
@@ -35,6 +45,7 @@ class Channel:
         """Seconds that this clock is ahead of the other end's, at most; each message makes it more exact."""
         self.broken = False
         self._reader, self._writer, self._inbox = reader, writer, inbox
+        self._kinds, self._seal = kinds, seal
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._write)]
         for thread in self._threads:
@@ -68,8 +79,8 @@ class Channel:
                     message = {"kind": "beat"}
                 if message is None:
                     break
-                line = json.dumps({**message, "at": time.time()})
-                self._writer.write(line.encode() + b"\n")
+                line = encode({**message, "at": time.time()})
+                self._writer.write((line if self._seal is None else self._seal.sign(line)) + b"\n")
                 self._writer.flush()
         except (OSError, ValueError):
             self.broken = True  # the reader sees the end of the stream, and that is reported
@@ -81,13 +92,16 @@ class Channel:
     def _read(self) -> None:
         why = "the connection was closed"
         try:
-            for line in self._reader:
-                message = json.loads(line)
+            while line := self._reader.readline(MOST_BYTES + 1):
+                content = line.rstrip(b"\n")
+                message = decode(content if self._seal is None else self._seal.open(content), self._kinds)
                 self.heard_at = time.monotonic()
                 self.clock_offset = min(self.clock_offset, time.time() - message.pop("at"))
                 if message["kind"] != "beat":
                     self._inbox.put((self.name, message))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
             why = f"the connection broke: {error}"
+        except ValueError as error:
+            why = f"it sent what is no message: {error}"
         self.broken = True
         self._inbox.put((self.name, {"kind": "eof", "why": why}))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from zero_launch.cluster import launch_cluster
 from zero_launch.environment import Forwarded, env_files, forwarded, read_env_file
+from zero_launch.handshake import shared_token
 from zero_launch.hostfile import Hostfile
 from zero_launch.job import launch
 from zero_launch.nodes import Node, discover_node
@@ -104,6 +105,7 @@ def _run_hosts(options: argparse.Namespace, hosts: Hostfile) -> None:
             master_address=options.master_addr,
             master_port=options.master_port or 0,
             bind_devices=bool(options.include or options.exclude),
+            bind_address=options.bind_addr,
         )
     )
 
@@ -115,10 +117,11 @@ def _run_node(options: argparse.Namespace, node: Node) -> None:
         raise ValueError(f"--node_rank must be from 0 to {node.nodes - 1}, got {node.rank}")
     if not options.quiet:
         _say(f"node {node.rank} of {node.nodes}, led by {node.address}:{node.port}")
+    token = shared_token(os.environ, Path.home())
     if node.rank > 0:
         from zero_launch.remote_node import join
 
-        join(node, job)
+        join(node, job, token)
         return
     here = Hostfile({socket.gethostname(): tuple(range(job.nproc))})
     launch_cluster(
@@ -129,6 +132,8 @@ def _run_node(options: argparse.Namespace, node: Node) -> None:
             master_address=node.address,
             master_port=node.port,
             nodes=node.nodes,
+            token=token,
+            bind_address=options.bind_addr,
         )
     )
 
@@ -241,7 +246,15 @@ def _become(command: list[str]) -> None:
 @contextlib.contextmanager
 def _pid_file() -> Iterator[None]:
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.ds"
-    path.write_text(str(os.getpid()))
+    # Others may write into that folder and know the name: what lies there is neither followed nor written over.
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    except FileExistsError:
+        raise FileExistsError(
+            f"--save_pid: {path} is there already; remove it, or set TMPDIR to a folder of yours"
+        ) from None
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(str(os.getpid()))
     try:
         yield
     finally:

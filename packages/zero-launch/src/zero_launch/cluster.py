@@ -14,12 +14,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from zero_launch.channel import SILENCE_SECONDS, Message
+from zero_launch.channel import SILENCE_SECONDS
 from zero_launch.desync import Record, difference, explain
 from zero_launch.facts import versions
+from zero_launch.messages import Message
 from zero_launch.outcome import failures_in_order, notes
 from zero_launch.peers import Inbox, Listener, Peer, call
 from zero_launch.report import LaunchError, RankFailure, signal_name
+from zero_launch.sockets import LOOPBACK
 from zero_launch.spec import ClusterSpec
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -48,6 +50,7 @@ class Cluster:
         self._callers = [Peer(str(number), ()) for number in range(1, spec.nodes)]
         self._peers.update({peer.name: peer for peer in self._callers})
         self._listener: Listener | None = None
+        self._store_host: Peer | None = None
         self._attempt = 0
         self._began_at = time.time()
         self._restarting = False
@@ -114,8 +117,11 @@ class Cluster:
 
     def _call_all(self) -> None:
         spec = self._spec
-        if self._callers or not spec.transport.carries_input:
-            self._listener = Listener(self._inbox, port=spec.master_port if self._callers else 0)
+        if self._callers:
+            own = spec.bind_address or spec.master_address or LOOPBACK
+            self._listener = Listener(self._inbox, address=own, port=spec.master_port, token=spec.token)
+        elif not spec.transport.carries_input:
+            self._listener = Listener(self._inbox)
         for peer in self._callers:
             if self._listener is not None:
                 self._listener.await_peer(peer)
@@ -163,7 +169,14 @@ class Cluster:
             variables=dict(self._spec.variables),
             colours=colour,
             host=peer.name,
+            address=self._own_address(peer),
         )
+
+    def _own_address(self, peer: Peer) -> str:
+        """The address of a host that is this machine, whose ranks listen there; other hosts know theirs."""
+        if self._listener is not None and peer not in self._callers and self._spec.transport.launcher == "local":
+            return self._listener.address
+        return LOOPBACK if self._spec.transport.launcher == "local" and not self._callers else ""
 
     def _lead(self) -> None:
         while self._stopping is None and self._there():
@@ -246,10 +259,19 @@ class Cluster:
         for peer in self._there():
             peer.failures, peer.records, peer.stalled, peer.divergence = [], {}, False, None
         self._began_at = time.time()
-        self._there()[0].send("serve", port=0 if self._callers else self._spec.master_port)
+        self._store_host = self._there()[0]
+        address = self._spec.bind_address or self._store_address(self._store_host)
+        self._store_host.send("serve", address=address, port=0 if self._callers else self._spec.master_port)
+
+    def _store_address(self, peer: Peer) -> str:
+        """Where the ranks find their store on this host."""
+        known = self._own_address(peer) or peer.hello["address"]
+        return self._spec.master_address or known or LOOPBACK
 
     def _on_store(self, peer: Peer, message: Message) -> None:
-        address = self._spec.master_address or peer.hello.get("address") or "127.0.0.1"
+        if peer is not self._store_host:
+            return
+        address = self._store_address(peer)
         peers = self._there()
         for number, other in enumerate(peers):
             other.state = "running"

@@ -11,12 +11,13 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from zero_launch.agent import Agent, RankFiles
-from zero_launch.channel import Channel, Message
+from zero_launch.channel import Channel
 from zero_launch.cores import bindings
 from zero_launch.desync import Record
 from zero_launch.guard import Guard
 from zero_launch.host import ChannelSink, failure_message
 from zero_launch.job import core_variables, job_environment, worker_group_spec
+from zero_launch.messages import Message
 from zero_launch.rendezvous import LedRendezvous
 from zero_launch.spec import LaunchSpec
 

@@ -53,16 +53,6 @@ def greeting() -> dict[str, Any]:
     }
 
 
-def interface_of(address: str) -> str | None:
-    """The network interface that carries ``address``, or None when none does."""
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in addresses):
-            return str(name)
-    return None
-
-
 def memlock_bytes() -> int | None:
     """How much memory this user may lock; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -95,7 +85,7 @@ def examination(folder: str) -> dict[str, Any]:
 def free_port() -> int | None:
     """A TCP port that can be listened on now; None when none can."""
     try:
-        with socket.create_server(("", 0)) as server:
+        with socket.create_server(("127.0.0.1", 0)) as server:
             return int(server.getsockname()[1])
     except OSError:
         return None

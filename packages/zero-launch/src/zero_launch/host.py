@@ -12,19 +12,19 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import sys
 import threading
-import time
-from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from zero_launch.channel import SILENCE_SECONDS, Channel, Message
+from zero_launch.channel import SILENCE_SECONDS, Channel
+from zero_launch.connection import connect
 from zero_launch.environment import applied
-from zero_launch.facts import examination, greeting, interface_of
+from zero_launch.facts import examination, greeting
+from zero_launch.messages import FROM_LAUNCHER, Message
 from zero_launch.processes import end_job
 from zero_launch.report import RankFailure
+from zero_launch.sockets import interface_variables
 from zero_launch.spec import LaunchSpec
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zero_launch.rendezvous import LedRendezvous
 
 _FORCE_SECONDS = 2.0
+_PART_CHARACTERS = 1 << 20
 
 
 class _Stopped(BaseException):
@@ -46,8 +47,9 @@ class ChannelSink:
         self._stream = stream
 
     def write(self, text: str) -> None:
-        self._channel.wait_for_room()
-        self._channel.send("lines", stream=self._stream, text=text)
+        for begin in range(0, len(text), _PART_CHARACTERS):
+            self._channel.wait_for_room()
+            self._channel.send("lines", stream=self._stream, text=text[begin : begin + _PART_CHARACTERS])
 
     def flush(self) -> None:
         """Lines go out as they come."""
@@ -108,7 +110,9 @@ class Hand:
         if own_spec is None:
             given = order["spec"]
             own_spec = LaunchSpec(**{**given, "args": tuple(given["args"])})
-        spec = _with_interface(own_spec, order["spec"]["env"])
+        address = order["address"] or greeting()["address"]
+        env = {**order["spec"]["env"], **interface_variables(address), **own_spec.env}
+        spec = dataclasses.replace(own_spec, env=env)
         spec.check_target()
         folder, keep = run_folder(spec.log_dir, order["job_id"])
         with ring_folder() as rings, guarded(job_id, rings) as guard:
@@ -173,41 +177,9 @@ def _stop_early(signum: int, frame: FrameType | None) -> None:
     raise _Stopped
 
 
-def _with_interface(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpec:
-    """The spec with gloo told the interface by which the launcher reached this host.
-
-    gloo asks the host name otherwise, which many distributions resolve to a loopback address.
-    """
-    more = dict(env)
-    address = greeting()["address"]
-    if address and "GLOO_SOCKET_IFNAME" not in os.environ:
-        interface = interface_of(address)
-        if interface is not None:
-            more["GLOO_SOCKET_IFNAME"] = interface
-    return dataclasses.replace(spec, env={**more, **spec.env})
-
-
 def failure_message(failure: RankFailure, at: float) -> dict[str, Any]:
     """A failure as plain data; ``at`` is when, in seconds since the epoch by this host's clock."""
     return {**vars(failure), "at": at}
-
-
-def connect(address: str, port: int, seconds: float) -> tuple[BinaryIO, BinaryIO]:
-    """Streams to a launcher that listens; tries for ``seconds``, because it may start later than we do."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            connection = socket.create_connection((address, port), timeout=5)
-            break
-        except OSError as error:
-            if time.monotonic() > end:
-                raise ConnectionError(
-                    f"no launcher answers at {address}:{port} after {seconds:.0f} s ({error}); "
-                    "is node 0 running, with the same --master_addr and --master_port?"
-                ) from error
-            time.sleep(0.5)
-    connection.settimeout(None)
-    return connection.makefile("rb"), connection.makefile("wb")
 
 
 def main() -> int:
@@ -215,17 +187,19 @@ def main() -> int:
     inbox: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
     reader: BinaryIO
     writer: BinaryIO
+    seal = None
     if len(sys.argv) > 1:
         caller = os.environ["SSH_CONNECTION"].split()[0]
-        reader, writer = connect(caller, int(sys.argv[1]), 10.0)
+        connection = connect(caller, int(sys.argv[1]), 10.0, token=sys.argv[2], about={})
+        reader, writer, seal = connection.reader, connection.writer, connection.seal
     else:
         # The channel gets the pipes for itself: nobody else may write into it or read from it.
         reader, writer = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
         with open(os.devnull) as null:
             os.dup2(null.fileno(), 0)
-    channel = Channel("launcher", reader, writer, inbox)
-    channel.send("hello", token=sys.argv[2] if len(sys.argv) > 2 else "", **greeting())
+    channel = Channel("launcher", reader, writer, inbox, kinds=FROM_LAUNCHER, seal=seal)
+    channel.send("hello", **greeting())
     return Hand(channel, inbox).run()
 
 

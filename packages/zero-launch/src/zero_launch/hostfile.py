@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
+_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[0-9]{1,9})")
+_NAME = re.compile(r"(?!-)[A-Za-z0-9._:%-]+(?:@(?!-)[A-Za-z0-9._:%-]+)?")
+_MOST_SLOTS = 1 << 16
+_MOST_HOSTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -18,11 +21,16 @@ class Hostfile:
 
     ``hosts`` maps a host name to its slot indices, at least one each. Two hostfiles are equal when hosts, order and
     slots are.
+
+    Raises ValueError for a name that ssh, pdsh or mpirun would take for something else: one that begins with `-`, or
+    holds anything but letters, digits and `._:%@-`.
     """
 
     hosts: Mapping[str, tuple[int, ...]]
 
     def __post_init__(self) -> None:
+        for host in self.hosts:
+            _check_name(host, "hosts")
         object.__setattr__(self, "hosts", MappingProxyType(dict(self.hosts)))
 
     def __eq__(self, other: object) -> bool:
@@ -33,8 +41,12 @@ class Hostfile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Hostfile:
-        """Read a hostfile. Raises FileNotFoundError, and ValueError with the line number for what `parse` refuses."""
-        return cls.parse(Path(path).read_text(encoding="utf-8"), source=os.fspath(path))
+        """Read a hostfile. Raises FileNotFoundError, and ValueError for what is no text or what `parse` refuses."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{os.fspath(path)}: expected UTF-8 text: {error}") from None
+        return cls.parse(text, source=os.fspath(path))
 
     @classmethod
     def parse(cls, text: str, *, source: str = "hostfile") -> Hostfile:
@@ -52,6 +64,12 @@ class Hostfile:
             if match is None:
                 raise ValueError(f"{source}:{number}: expected 'host slots=N', got {content!r}")
             host, slots = match["host"], int(match["slots"])
+            _check_name(host, f"{source}:{number}")
+            if slots > _MOST_SLOTS or len(hosts) == _MOST_HOSTS:
+                raise ValueError(
+                    f"{source}:{number}: expected at most {_MOST_HOSTS} hosts of at most {_MOST_SLOTS} slots each, "
+                    f"got {content!r}"
+                )
             if slots == 0:
                 raise ValueError(
                     f"{source}:{number}: host {host!r} offers slots=0; give it at least 1 or remove the line"
@@ -119,3 +137,10 @@ class Hostfile:
                     raise ValueError(f"{what} {text!r}: host {host!r} has no slot {slot}; it has {have}")
             named[host] = set(wanted)
         return named
+
+
+def _check_name(host: str, where: str) -> None:
+    if _NAME.fullmatch(host) is None:
+        raise ValueError(
+            f"{where}: {host!r} is no host name: expected letters, digits and ._:%@-, and no - at its beginning"
+        )

@@ -20,6 +20,7 @@ from zero_launch.cores import bindings, threads_per_rank, usable_cores
 from zero_launch.guard import Guard
 from zero_launch.processes import CORES_VARIABLE, JOB_VARIABLE, LAUNCHER_PID_VARIABLE, end_job
 from zero_launch.report import LaunchError, signal_name
+from zero_launch.sockets import LOOPBACK, interface_variables
 from zero_launch.spec import LaunchSpec
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "c
     job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []
     folder, keep = run_folder(spec.log_dir, job_id)
-    env = job_environment(spec, cores, job_id)
+    env = {**interface_variables(LOOPBACK), **job_environment(spec, cores, job_id)}
     if not spec.quiet:
         _say(_greeting(spec, env, folder if keep else None))
     with ring_folder() as rings, guarded(job_id, rings) as guard:
@@ -82,12 +83,13 @@ def _run_agent(
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from zero_launch.agent import Agent, RankFiles
+    from zero_launch.local_rendezvous import LocalRendezvous
 
     interrupted: int | None = None
     failed = False
     with _own_signal_handlers():
         files = RankFiles(folder, spec.direct_rank, env, own_env=core_variables(cores), rings=rings)
-        worker_spec = worker_group_spec(spec, kind, local_rendezvous(job_id), "localhost")
+        worker_spec = worker_group_spec(spec, kind, LocalRendezvous(job_id), LOOPBACK)
         agent = Agent(
             worker_spec,
             files,
@@ -103,17 +105,6 @@ def _run_agent(
         finally:
             sweep(agent, job_id)
     return agent, interrupted, failed
-
-
-def local_rendezvous(job_id: str) -> RendezvousHandler:
-    """torch's c10d rendezvous for one agent, on a free port of the loopback interface."""
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    parameters = RendezvousParameters(
-        backend="c10d", endpoint="localhost:0", run_id=job_id, min_nodes=1, max_nodes=1, local_addr="localhost"
-    )
-    return get_rendezvous_handler(parameters)
 
 
 def worker_group_spec(

@@ -96,6 +96,12 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--master_port", "--master-port", type=int, metavar="PORT", help="TCP port there (default: a free one)"
     )
+    group.add_argument(
+        "--bind_addr",
+        "--bind-addr",
+        metavar="ADDR",
+        help="where to listen there, when --master_addr is not an address of that host (address translation)",
+    )
     group.add_argument("--no_ssh", "--no-ssh", action="store_true", help="this command runs on every host by itself")
     group.add_argument("--node_rank", "--node-rank", type=int, metavar="R", help="with --no_ssh: number of this host")
     group.add_argument(

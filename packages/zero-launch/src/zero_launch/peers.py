@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import collections
-import hmac
-import json
-import os
 import queue
 import secrets
 import socket
 import subprocess
+import sys
 import threading
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, BinaryIO
 
-from zero_launch.channel import Channel, Message
+from zero_launch.channel import Channel
 from zero_launch.desync import Record
+from zero_launch.handshake import Refused, welcome
+from zero_launch.messages import FROM_HOST, Message
+from zero_launch.sockets import listen
 from zero_launch.transport import Transport
 
 Inbox = queue.SimpleQueue[tuple[str, Message]]
 _MODULE = "zero_launch.host"
 _ERROR_LINES = 20
+_WELCOME_SECONDS = 10
+_MOST_STRANGERS = 64
+_MOST_REFUSALS = 10
+_MOST_RANKS = 4096
 
 
 @dataclass
@@ -34,6 +39,8 @@ class Peer:
     process: subprocess.Popen[bytes] | None = None
     errors: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=_ERROR_LINES))
     state: str = "called"
+    claimed: bool = False
+    """Whether a node that came by itself has taken this place."""
     hello: Message = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
     """Rank to pid, for the attempt that runs."""
@@ -88,7 +95,8 @@ def call(peer: Peer, transport: Transport, inbox: Inbox, listener: Listener | No
     )
     threads = [threading.Thread(target=_keep_errors, args=(peer, peer.process.stderr), daemon=True)]
     if peer.process.stdin is not None and peer.process.stdout is not None:
-        peer.channel = Channel(peer.name, _binary(peer.process.stdout), _binary(peer.process.stdin), inbox)
+        reader, writer = _binary(peer.process.stdout), _binary(peer.process.stdin)
+        peer.channel = Channel(peer.name, reader, writer, inbox, kinds=FROM_HOST)
     else:
         threads.append(threading.Thread(target=_keep_errors, args=(peer, peer.process.stdout), daemon=True))
         threads.append(threading.Thread(target=_report_end, args=(peer, inbox), daemon=True))
@@ -113,30 +121,37 @@ def _report_end(peer: Peer, inbox: Inbox) -> None:
 
 
 class Listener:
-    """Takes connections from hosts that call back: with a token each, or from anyone who knows the port."""
+    """Takes connections from hosts that show that they know a token (see handshake.py).
 
-    def __init__(self, inbox: Inbox, *, port: int = 0) -> None:
+    A host that is called gets a token of its own, good for one connection. Nodes that come by themselves share
+    ``token`` and say which node they are; each is let in once. ``address`` is where to listen; the empty string means
+    every interface of this host.
+    """
+
+    def __init__(self, inbox: Inbox, *, address: str = "", port: int = 0, token: str | None = None) -> None:
         self._inbox = inbox
         self._expected: dict[str, Peer] = {}
-        self._open_peers: list[Peer] = []
-        try:
-            self._server = socket.create_server(("", port))
-        except OSError as error:
-            raise OSError(
-                f"cannot listen on port {port}: {os.strerror(error.errno or 0)}; choose another with --master_port"
-            ) from None
+        self._open_peers: dict[str, Peer] = {}
+        self._token = token
+        self._lock = threading.Lock()
+        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        self._refusals = 0
+        self._server = listen(address or "0.0.0.0", port, "the hosts of the job")
         self.port: int = self._server.getsockname()[1]
+        self.address = str(self._server.getsockname()[0])
         threading.Thread(target=self._accept, name="zero-launch-accept", daemon=True).start()
 
     def expect(self, peer: Peer) -> str:
         """Make a token with which ``peer`` may connect, once."""
-        token = secrets.token_hex(16)
-        self._expected[token] = peer
+        token = secrets.token_hex(32)
+        with self._lock:
+            self._expected[token] = peer
         return token
 
     def await_peer(self, peer: Peer) -> None:
-        """Let ``peer`` be whoever connects and says that it is node number ``peer.name``."""
-        self._open_peers.append(peer)
+        """Let ``peer`` be whoever knows the shared token and says that it is node number ``peer.name``."""
+        with self._lock:
+            self._open_peers[peer.name] = peer
 
     def close(self) -> None:
         """Take no more connections."""
@@ -145,35 +160,64 @@ class Listener:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._server.accept()
+                connection, address = self._server.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
+            if not self._strangers.acquire(blocking=False):
+                connection.close()  # too many who have not said who they are; ours try again
+                continue
+            threading.Thread(target=self._welcome, args=(connection, str(address[0])), daemon=True).start()
 
-    def _welcome(self, connection: socket.socket) -> None:
-        connection.settimeout(10)
-        reader = connection.makefile("rb")
+    def _welcome(self, connection: socket.socket, address: str) -> None:
+        admitted: list[Peer] = []
         try:
-            hello = json.loads(reader.readline(1 << 16))
-            peer = self._who(hello)
-        except (OSError, ValueError, AttributeError):
-            peer = None  # not one of ours
-        if peer is None:
+            connection.settimeout(_WELCOME_SECONDS)
+            reader, writer = connection.makefile("rb"), connection.makefile("wb")
+            with self._lock:
+                tokens = [*self._expected, *([] if self._token is None else [self._token])]
+
+            def admit(token: str, about: Mapping[str, Any]) -> str | None:
+                peer, why = self._who(token, about)
+                admitted.extend([] if peer is None else [peer])
+                return why
+
+            seal = welcome(reader, writer, tokens, admit)
+        except Refused as error:
+            self._say_refused(address, str(error))
             connection.close()
             return
+        except (OSError, ValueError) as error:
+            if admitted:  # it was one of ours, and broke off before it began
+                self._inbox.put((admitted[0].name, {"kind": "eof", "why": f"the connection broke: {error}"}))
+            connection.close()  # else not one of ours
+            return
+        finally:
+            self._strangers.release()
         connection.settimeout(None)
-        writer = connection.makefile("wb")
-        peer.channel = Channel(peer.name, reader, writer, self._inbox)
-        peer.channel.clock_offset = time.time() - hello.pop("at")
-        self._inbox.put((peer.name, hello))
+        peer = admitted[0]
+        peer.channel = Channel(peer.name, reader, writer, self._inbox, kinds=FROM_HOST, seal=seal)
 
-    def _who(self, hello: Message) -> Peer | None:
-        token = str(hello.get("token", ""))
-        for expected in list(self._expected):
-            if hmac.compare_digest(expected, token):
-                return self._expected.pop(expected)
-        for peer in self._open_peers:
-            if str(hello.get("node_rank")) == peer.name and peer.channel is None:
-                peer.slots = tuple(range(int(hello["nproc"])))
-                return peer
-        return None
+    def _say_refused(self, address: str, why: str) -> None:
+        with self._lock:
+            self._refusals += 1
+            if self._refusals > _MOST_REFUSALS:
+                return
+        print(f"zero-launch: refused a connection from {address}: {why}", file=sys.stderr, flush=True)
+
+    def _who(self, token: str, about: Mapping[str, Any]) -> tuple[Peer | None, str | None]:
+        """The peer that the token and ``about`` stand for, and nobody else from here on; or why there is none."""
+        with self._lock:
+            if token != self._token:
+                peer = self._expected.pop(token, None)
+                return peer, None if peer is not None else "another has come with the same token"
+            rank, nproc = about.get("node_rank"), about.get("nproc")
+            if type(rank) is not int or type(nproc) is not int or not 1 <= nproc <= _MOST_RANKS:
+                return None, f"it is to say its node_rank and nproc, and said {rank!r:.20} and {nproc!r:.20}"
+            if str(rank) not in self._open_peers:
+                return None, f"--node_rank {rank}: expected 1 to {len(self._open_peers)}"
+            peer = self._open_peers[str(rank)]
+            if peer.claimed:
+                return None, f"--node_rank {rank} is taken: another node has come with it"
+            peer.claimed = True
+            peer.slots = tuple(range(nproc))
+            return peer, None

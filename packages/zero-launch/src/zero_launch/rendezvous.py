@@ -14,9 +14,9 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from zero_launch.channel import Channel, Message
-
-_STORE_SECONDS = 60
+from zero_launch.channel import Channel
+from zero_launch.messages import Message
+from zero_launch.sockets import STORE_SECONDS, open_store
 
 
 class LedRendezvous(RendezvousHandler):
@@ -56,22 +56,16 @@ class LedRendezvous(RendezvousHandler):
         self.failures = []
         order = self.orders.get()
         if order["kind"] == "serve":
-            self._serve(order["port"])
+            self._serve(order["address"], order["port"])
             order = self.orders.get()
         self.attempt = order["attempt"]
         address, port = order["address"], order["port"]
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS))
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
         info = RendezvousStoreInfo(address, port)
         return RendezvousInfo(PrefixStore("zero-launch", store), order["group_rank"], order["groups"], info)
 
-    def _serve(self, port: int) -> None:
-        try:
-            self._server = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-        except RuntimeError as error:
-            raise OSError(
-                f"cannot listen on port {port} for the ranks' store: {str(error).splitlines()[0]}; "
-                "choose another with --master_port, or leave the option away for a free one"
-            ) from error
+    def _serve(self, address: str, port: int) -> None:
+        self._server = open_store(address, port)
         self._channel.send("store", port=self._server.port)
 
     def num_nodes_waiting(self) -> int:

@@ -84,7 +84,9 @@ class ClusterSpec:
     that travels. ``master_address``, ``master_port``: where the ranks' store listens on the first host; by default the
     address at which this process reached it, and a free port. ``nodes``: for hosts that are not called but call
     (`--no_ssh`): how many there are, this one included; they come to ``master_port`` of this host, and ``hosts`` then
-    holds this host only.
+    holds this host only. ``token``: what these nodes show that they know (see handshake.py). ``bind_address``: where to
+    listen when the others reach this host, or the ranks' store, by an address that is not its own; by default that
+    address itself.
     """
 
     job: LaunchSpec
@@ -96,3 +98,9 @@ class ClusterSpec:
     master_port: int = 0
     bind_devices: bool = False
     nodes: int = 1
+    token: str | None = None
+    bind_address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes > 1 and not self.token:
+            raise ValueError("token: nodes that come by themselves need one, the same on all of them")

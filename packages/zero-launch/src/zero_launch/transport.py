@@ -58,7 +58,7 @@ class Transport:
         port = [] if self.port is None else ["-p", str(self.port)]
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={self.connect_seconds}"]
         if self.launcher == "ssh":
-            return ["ssh", "-T", *options, *port, *self.arguments, host, remote]
+            return ["ssh", "-T", *options, *port, *self.arguments, "--", host, remote]
         return ["pdsh", "-R", "ssh", "-N", *self.arguments, "-w", host, remote]
 
     def environment(self) -> dict[str, str]:

@@ -1,0 +1,68 @@
+"""A host's connection to a launcher that listens."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from zero_launch.handshake import Refused, Seal, present
+
+_SAY_SECONDS = 5.0
+_TRY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Streams to the launcher, the seal of their lines, and the address of this host that the launcher sees."""
+
+    reader: BinaryIO
+    writer: BinaryIO
+    seal: Seal
+    own_address: str
+
+
+def connect(
+    address: str, port: int, seconds: float, *, token: str, about: Mapping[str, Any], quiet: bool = True
+) -> Connection:
+    """Come to the launcher at ``address`` and ``port``; ``about`` is what this host says of itself.
+
+    Tries for ``seconds``, because the launcher may start later than we do, and says so after five unless ``quiet``.
+    Raises ConnectionError when nobody answers in time, or when the launcher does not let this host take part.
+    """
+    begin = time.monotonic()
+    said = quiet
+    while True:
+        try:
+            return _once(address, port, token, about)
+        except Refused as error:
+            raise Refused(f"{address}:{port}: {error}; {_ADVICE}") from None
+        except (OSError, ValueError) as error:
+            waited = time.monotonic() - begin
+            if waited > seconds:
+                raise ConnectionError(
+                    f"no launcher answers at {address}:{port} after {seconds:.0f} s ({error}); "
+                    "is node 0 running, with the same --master_addr and --master_port?"
+                ) from error
+            if waited > _SAY_SECONDS and not said:
+                said = True
+                print(f"zero-launch: waiting for node 0 at {address}:{port} ({error})", file=sys.stderr, flush=True)
+            time.sleep(0.5)
+
+
+_ADVICE = "ZERO_LAUNCH_TOKEN, or the file ~/.zero-launch/token, is to be the same on every node"
+
+
+def _once(address: str, port: int, token: str, about: Mapping[str, Any]) -> Connection:
+    connection = socket.create_connection((address, port), timeout=_TRY_SECONDS)
+    try:
+        reader, writer = connection.makefile("rb"), connection.makefile("wb")
+        seal = present(reader, writer, token, about)
+    except BaseException:
+        connection.close()
+        raise
+    connection.settimeout(None)
+    return Connection(reader, writer, seal, str(connection.getsockname()[0]))
