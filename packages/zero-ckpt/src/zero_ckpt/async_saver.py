@@ -14,7 +14,7 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,8 +34,10 @@ _ALIGNMENT = 64
 class AsyncSaver:
     """Saves checkpoints in the background, at most `max_pending` at a time.
 
-    `threads` copy the snapshot. A save that failed raises its CheckpointError, on every rank, from the next call of
-    `save`, `check`, `wait` or `close`; training may go on after that. Memory of up to `max_pending` snapshots is kept.
+    `threads` copy the snapshot. `then` is called on the background thread with the path of every checkpoint that was
+    written; what it raises counts as a failure of that save. A save that failed raises its CheckpointError, on every
+    rank, from the next call of `save`, `check`, `wait` or `close`; training may go on after that. Memory of up to
+    `max_pending` snapshots is kept.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class AsyncSaver:
         max_pending: int = 1,
         threads: int = 4,
         open_sink: OpenSink = make_sink,
+        then: Callable[[Path], None] | None = None,
     ) -> None:
         if max_pending < 1:
             raise ValueError(f"max_pending is {max_pending}, expected at least 1")
         self._coordinator = coordinator or SoloCoordinator()
         self._open_sink = open_sink
+        self._then = then
         self._arenas: queue.Queue[_Arena] = queue.Queue()
         for _ in range(max_pending):
             self._arenas.put(_Arena(threads))
@@ -116,7 +120,9 @@ class AsyncSaver:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                save_sharded(coordinator=self._coordinator, open_sink=self._open_sink, **job.arguments)
+                path = save_sharded(coordinator=self._coordinator, open_sink=self._open_sink, **job.arguments)
+                if self._then is not None:
+                    self._then(path)
             except Exception as error:  # raised again by the next call from the training thread
                 if not job.told:
                     self._failures.put(error)

@@ -1,0 +1,225 @@
+"""Checkpoints in the memory of the nodes themselves: what one lost rank or node takes along, its neighbour still has.
+
+[Note: node memory]
+Every node has a directory in memory (tmpfs) that outlives its processes. A save writes each rank's file there, as a
+checkpoint whose nodes share no file system; then every rank's files are copied to a partner on the next node. When all
+copies have arrived, the nodes remove what is older. So the directories of all nodes but one hold a complete checkpoint
+at every instant after the first save.
+
+To recover, the nodes say what they hold, choose the newest checkpoint of which every file is somewhere, and copy to
+each node the files that its ranks will read. Then it is an ordinary checkpoint, at any number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..async_saver import AsyncSaver
+from ..catalog import find_candidates
+from ..commit import remove_directory, write_durably
+from ..coordination import together
+from ..errors import CheckpointError
+from ..manifest import MANIFEST_NAME, Manifest, decode_manifest
+from ..types import Interval
+from .coordinator import DistCoordinator
+from .transfer import Transfer, exchange
+
+Needs = Callable[[Manifest], "Iterable[str]"]
+"""The names of the files of a checkpoint that this rank will read."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that the nodes hold together, of step `step`; `holders`: by file, the ranks that can read it."""
+
+    tag: str
+    step: int
+    files: dict[str, int]
+    holders: dict[str, tuple[int, ...]]
+    manifest_holders: tuple[int, ...]
+
+
+class NodeMemory:
+    """This rank's part of the checkpoints in the nodes' memory; `directory` is this node's, created with mode 0700.
+
+    `group` moves CPU tensors and is used by nothing else while a save runs. Collective. Raises CheckpointError on every
+    rank when a directory belongs to somebody else, is a link or can be written by others.
+    """
+
+    def __init__(self, directory: Path, group: dist.ProcessGroup) -> None:
+        self.directory = directory
+        self._group = group
+        self._coordinator = DistCoordinator(group)
+        opened = together(self._coordinator, f"opening {directory}", self._open_directory)
+        self._nodes: list[str] = [node for node, _ in opened]
+        self._attempt: str = opened[0][1]
+        self._partner = partners(self._nodes)
+        self._saver = AsyncSaver(self._coordinator, then=self._copy_to_partners)
+
+    @property
+    def node(self) -> str:
+        """The node of this rank: ranks that see the same directory are on one."""
+        return self._nodes[self._coordinator.rank]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of its node."""
+        return self._nodes.index(self.node) == self._coordinator.rank
+
+    def save(self, intervals: Iterable[Interval], *, step: int, **options: Any) -> None:
+        """Copy `intervals` and save them behind training, with the options of `save_sharded`; collective.
+
+        Waits while the last save runs. A save that failed raises its CheckpointError from a later call.
+        """
+        tag = f"step{step}-{self._attempt}"
+        self._saver.save(self.directory, tag, intervals, step=step, node=self.node, save_latest=False, **options)
+
+    def check(self) -> None:
+        """Raise what an earlier save met."""
+        self._saver.check()
+
+    def wait(self) -> None:
+        """Wait until what was started is saved and copied; raises as `check` does."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Finish what was started; raises as `check` does. The checkpoints stay."""
+        self._saver.close()
+
+    def find(self) -> Found | None:
+        """The newest checkpoint that the nodes hold together; None when there is none. Collective."""
+        views = together(self._coordinator, f"looking for checkpoints in {self.directory}", self._held)
+        steps = {tag: step for view in views for tag, (step, _, _) in view.items()}
+        for tag in sorted(steps, key=lambda tag: (-steps[tag], tag)):
+            files = {name: nbytes for view in views if tag in view for name, nbytes in view[tag][1].items()}
+            holders = {
+                name: tuple(rank for rank, view in enumerate(views) if tag in view and name in view[tag][2])
+                for name in files
+            }
+            if all(holders.values()):
+                manifests = tuple(rank for rank, view in enumerate(views) if tag in view)
+                return Found(tag, steps[tag], files, holders, manifests)
+        return None
+
+    def fetch(self, found: Found, needs: Needs) -> Path:
+        """Bring what this node's ranks need of `found` into its directory; the checkpoint's path. Collective.
+
+        Raises CheckpointError on every rank.
+        """
+        what = f"fetching {found.tag} into {self.directory}"
+        path = self.directory / found.tag
+        source = found.manifest_holders[0]
+        raw = together(
+            self._coordinator,
+            what,
+            lambda: (path / MANIFEST_NAME).read_bytes() if self._coordinator.rank == source else b"",
+        )
+        missing = self._first_of_nodes(found.manifest_holders)
+        together(self._coordinator, what, lambda: self._place_manifest(path, raw[source], missing))
+        wanted = together(self._coordinator, what, lambda: sorted(set(needs(_decode(path)))))
+        transfers = self._transfers(found, wanted)
+        together(self._coordinator, what, lambda: exchange(path, transfers, self._group))
+        return path
+
+    def forget(self) -> None:
+        """Remove every checkpoint of this node; on every rank, after the last save."""
+        if self.leads:
+            for candidate in find_candidates(self.directory):
+                remove_directory(candidate.path)
+
+    def _open_directory(self) -> list[str]:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = os.lstat(self.directory)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise CheckpointError(
+                f"{self.directory}: expected a directory of this user that nobody else can write, got mode "
+                f"{stat.filemode(status.st_mode)} of user {status.st_uid}; remove it or name another"
+            )
+        return [f"{socket.gethostname()}:{status.st_dev}:{status.st_ino}", os.urandom(4).hex()]
+
+    def _copy_to_partners(self, path: Path) -> None:
+        """On the saver's thread: give every file to the partner of the rank that wrote it, then remove older tags."""
+        held = together(self._coordinator, f"copying {path}", lambda: self._own_files(path))
+        transfers = [
+            Transfer(name, nbytes, rank, self._partner[rank])
+            for rank, files in enumerate(held)
+            for name, nbytes in files.items()
+            if self._partner[rank] != rank
+        ]
+        together(self._coordinator, f"copying {path}", lambda: exchange(path, transfers, self._group))
+        if self.leads:
+            for candidate in find_candidates(self.directory):
+                if candidate.tag != path.name:
+                    remove_directory(candidate.path)
+
+    def _own_files(self, path: Path) -> dict[str, int]:
+        """The files that this rank wrote."""
+        prefix = f"rank-{self._coordinator.rank:05d}"
+        return {entry.path: entry.nbytes for entry in _decode(path).files if entry.path.startswith(prefix)}
+
+    def _held(self) -> dict[str, Any]:
+        """By tag: (step, every file of the checkpoint, those that are here); reported by each node's first rank."""
+        if not self.leads:
+            return {}
+        return {
+            candidate.tag: [
+                candidate.manifest.step,
+                {entry.path: entry.nbytes for entry in candidate.manifest.files},
+                [entry.path for entry in candidate.manifest.files if (candidate.path / entry.path).is_file()],
+            ]
+            for candidate in find_candidates(self.directory)
+            if candidate.manifest is not None
+        }
+
+    def _first_of_nodes(self, present: tuple[int, ...]) -> set[int]:
+        """The first rank of every node of which no rank is in `present`."""
+        known = {self._nodes[rank] for rank in present}
+        return {self._nodes.index(node) for node in self._nodes if node not in known}
+
+    def _place_manifest(self, path: Path, raw: bytes, missing: set[int]) -> None:
+        if self._coordinator.rank in missing:
+            path.mkdir(mode=0o700, exist_ok=True)
+            write_durably(path / MANIFEST_NAME, raw)
+
+    def _transfers(self, found: Found, wanted: list[list[str]]) -> list[Transfer]:
+        """What nodes lack of the files that their ranks will read, from the holder that gives least so far."""
+        given = [0] * len(self._nodes)
+        transfers = []
+        for node in dict.fromkeys(self._nodes):
+            target = self._nodes.index(node)
+            names = {name for rank, own in enumerate(wanted) if self._nodes[rank] == node for name in own}
+            for name in sorted(names):
+                holders = found.holders[name]
+                if any(self._nodes[rank] == node for rank in holders):
+                    continue
+                source = min(holders, key=lambda rank: (given[rank], rank))
+                given[source] += found.files[name]
+                transfers.append(Transfer(name, found.files[name], source, target))
+        return transfers
+
+
+def _decode(path: Path) -> Manifest:
+    return decode_manifest((path / MANIFEST_NAME).read_bytes(), str(path / MANIFEST_NAME))
+
+
+def partners(nodes: list[str]) -> list[int]:
+    """By rank, who keeps a copy of its files: the rank of the same number on the next node, itself on a single node."""
+    members: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    order = list(members)
+    if len(order) == 1:
+        return list(range(len(nodes)))
+    found = []
+    for rank, node in enumerate(nodes):
+        following = members[order[(order.index(node) + 1) % len(order)]]
+        found.append(following[members[node].index(rank) % len(following)])
+    return found

@@ -1,0 +1,127 @@
+"""Copy files of a directory between ranks whose directories are not the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError
+from ..filing import read_at
+from .buffers import tensor_buffer
+
+_CHUNK_BYTES = 4 << 20
+_AT_ONCE = 8  # transfers that one rank takes part in at a time
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One file of `nbytes` bytes to be copied from rank `source` to rank `target` (ranks of the group)."""
+
+    name: str
+    nbytes: int
+    source: int
+    target: int
+
+
+def exchange(directory: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup) -> None:
+    """Copy files between the ranks' own directories; collective, with the same transfers in the same order.
+
+    A file appears under its name when all its bytes are there. A rank has at most 8 transfers of 4 MiB in memory at a
+    time. What a rank cannot read or write is raised when every rank is through (OSError or DamagedError naming the
+    file), so that nobody waits for it.
+    """
+    rank = dist.get_rank(group)
+    failures: list[Exception] = []
+    for batch in batches(transfers):
+        _run([t for t in batch if rank in (t.source, t.target)], directory, rank, group, failures)
+    if failures:
+        raise failures[0]
+
+
+def batches(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
+    """The transfers in groups in which no rank has more than 8."""
+    waiting = list(transfers)
+    while waiting:
+        load: dict[int, int] = {}
+        batch, later = [], []
+        for transfer in waiting:
+            if max(load.get(transfer.source, 0), load.get(transfer.target, 0)) >= _AT_ONCE:
+                later.append(transfer)
+                continue
+            batch.append(transfer)
+            for end in {transfer.source, transfer.target}:
+                load[end] = load.get(end, 0) + 1
+        yield batch
+        waiting = later
+
+
+def _run(
+    transfers: Sequence[Transfer], directory: Path, rank: int, group: dist.ProcessGroup, failures: list[Exception]
+) -> None:
+    """Move the chunks of one batch side by side."""
+    files = {t.name: _Incoming(directory, t.name, failures) for t in transfers if t.target == rank}
+    for begin in range(0, max((t.nbytes for t in transfers), default=0), _CHUNK_BYTES):
+        works, arriving = [], []
+        for transfer in transfers:
+            chunk = torch.zeros(max(0, min(_CHUNK_BYTES, transfer.nbytes - begin)), dtype=torch.uint8)
+            if not chunk.numel():
+                continue
+            if transfer.source == rank:
+                path = directory / transfer.name
+                try:
+                    read_at(path, begin, tensor_buffer(chunk), str(path))
+                except CheckpointError as error:
+                    failures.append(error)
+                works.append(dist.isend(chunk, group_dst=transfer.target, group=group))
+            else:
+                arriving.append((transfer.name, chunk))
+                works.append(dist.irecv(chunk, group_src=transfer.source, group=group))
+        for work in works:
+            if work is not None:
+                work.wait()
+        for name, chunk in arriving:
+            files[name].write(chunk)
+    for file in files.values():
+        file.close()
+
+
+class _Incoming:
+    """A file that arrives in chunks; what goes wrong is noted, and the file does not appear."""
+
+    def __init__(self, directory: Path, name: str, failures: list[Exception]) -> None:
+        self._target, self._partial = directory / name, directory / f".arriving-{name}"
+        self._failures = failures
+        self._file: BinaryIO | None = None
+        try:
+            self._file = self._partial.open("wb")
+        except OSError as error:
+            failures.append(error)
+
+    def write(self, chunk: torch.Tensor) -> None:
+        """Append a chunk."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(tensor_buffer(chunk))
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """All chunks were written: give the file its name."""
+        if self._file is None:
+            return
+        try:
+            self._file.close()
+            self._partial.rename(self._target)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._failures.append(error)
+        self._file = None
+        self._partial.unlink(missing_ok=True)
