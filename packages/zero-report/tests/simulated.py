@@ -139,7 +139,7 @@ def _unit(
     chance: random.Random,
 ) -> None:
     """Each rank fetches its shard, all meet, each computes."""
-    name = what.names.format(unit)
+    name = what.names.replace("{}", str(unit), 1)
     starts = []
     for rank, (clock, writer) in enumerate(zip(clocks, writers, strict=True)):
         read = what.disk.get(rank, 0.0)

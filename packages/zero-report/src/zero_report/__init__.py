@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .page.report import Report, make_report, write_report
     from .record.reader import RecordError, Run, read_run
     from .record.schema import Kind
     from .record.writer import RecordWriter, next_attempt
@@ -20,12 +21,25 @@ _LAZY = {
     "Kind": "record.schema",
     "RecordError": "record.reader",
     "RecordWriter": "record.writer",
+    "Report": "page.report",
     "Run": "record.reader",
+    "make_report": "page.report",
     "next_attempt": "record.writer",
     "read_run": "record.reader",
+    "write_report": "page.report",
 }
 
-__all__ = ["Kind", "RecordError", "RecordWriter", "Run", "next_attempt", "read_run"]
+__all__ = [
+    "Kind",
+    "RecordError",
+    "RecordWriter",
+    "Report",
+    "Run",
+    "make_report",
+    "next_attempt",
+    "read_run",
+    "write_report",
+]
 
 
 def __getattr__(name: str) -> Any:

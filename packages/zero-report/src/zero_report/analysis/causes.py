@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ..record.reader import Attempt, Block
 from .waiting import Cause, CauseKind, Loss, losses
 
-_SPANS = 1_500_000  # read for the analysis at most
+_SPANS = 300_000  # read for the analysis at most
 _LONGEST = 10
 _WARM_UP = 2
 _Key = tuple[CauseKind, int]
@@ -111,9 +111,7 @@ def _kinds(
     return [_share(kind, -1, by, total, merged_names[kind]) for kind, by in merged.items()]
 
 
-def _share(
-    kind: CauseKind, rank: int, by: dict[int, float], total: dict[int, float], names: dict[str, float]
-) -> Share:
+def _share(kind: CauseKind, rank: int, by: dict[int, float], total: dict[int, float], names: dict[str, float]) -> Share:
     loser = max(by, key=lambda r: by[r] / (total[r] or 1))
     return Share(kind, rank, by[loser] / (total[loser] or 1), loser, sum(by.values()), dict(names))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..record.reader import Attempt, Run
+from ..record.reader import Run
 from .causes import Causes, Share
 from .links import Link
 
@@ -15,25 +15,26 @@ _ONE_RANK = 0.6  # of all that a kind of cause took; then the rank is named
 @dataclass
 class Verdict:
     """``sentence``: what a person reads first; ``ended``: how the run ended where it did not end well, else empty;
-    ``tone``: good, mixed or bad."""
+    ``tone``: good, mixed or bad; ``detail``: what is known about the end, line by line."""
 
     sentence: str
     ended: str
     tone: str
+    detail: str = ""
 
 
 def judge(run: Run, causes: Causes, links: list[Link]) -> Verdict:
     """Say where the time of a run goes."""
-    ended = _how_it_ended(run.last)
+    ended, detail = _how_it_ended(run)
     if not causes.steps:
-        return Verdict("No step of this run is over yet.", ended, "bad" if ended else "mixed")
+        return Verdict("No step of this run is over yet.", ended, "bad" if ended else "mixed", detail)
     largest = causes.by_kind[0] if causes.by_kind else None
     if largest is None or largest.share < _WORTH_NAMING:
         rest = "" if largest is None else f"; nothing else takes more than {_percent(largest.share)}"
         sentence = f"Ranks compute all the time{rest}."
-        return Verdict(sentence, ended, "bad" if ended else "good")
+        return Verdict(sentence, ended, "bad" if ended else "good", detail)
     sentence = _SENTENCES[largest.kind](largest, causes, links)
-    return Verdict(sentence, ended, "bad" if ended or largest.share >= 0.25 else "mixed")
+    return Verdict(sentence, ended, "bad" if ended or largest.share >= 0.25 else "mixed", detail)
 
 
 def _data(share: Share, causes: Causes, _links: list[Link]) -> str:
@@ -71,7 +72,7 @@ def _tier(share: Share, causes: Causes, links: list[Link]) -> str:
         if link is not None and link.peak
         else ""
     )
-    return f"{who} for {worst}{_range(things)}: {_percent(chosen.share)} of the step{speed}."
+    return f"{who} for {_range(things) or 'transfers'} ({worst}): {_percent(chosen.share)} of the step{speed}."
 
 
 def _link(share: Share, _causes: Causes, links: list[Link]) -> str:
@@ -80,7 +81,7 @@ def _link(share: Share, _causes: Causes, links: list[Link]) -> str:
     speed = ""
     if found is not None and found.peak:
         speed = f"; {found.name} runs at {_percent(found.of_peak)} of its peak, {found.rate / 1e9:.2g} GB/s"
-    return f"Ranks wait for messages under way, most for '{worst}': {_percent(share.share)} of the step{speed}."
+    return f"Ranks wait for messages under way, most for {worst}: {_percent(share.share)} of the step{speed}."
 
 
 def _save(share: Share, causes: Causes, _links: list[Link]) -> str:
@@ -96,24 +97,31 @@ def _one_rank(share: Share, causes: Causes) -> Share | None:
     return candidates[0] if candidates and candidates[0].seconds >= _ONE_RANK * share.seconds else None
 
 
-def _how_it_ended(attempt: Attempt) -> str:
-    for record in attempt.ranks.values():
-        for note in record.notes:
-            if note["note"] == "failure":
-                return str(note.get("text", "the run failed"))
+def _how_it_ended(run: Run) -> tuple[str, str]:
+    """The first cause in one line, and what else is known."""
+    attempt = run.last
+    if run.failure is not None:
+        return str(run.failure.get("text", "the run failed")), str(run.failure.get("detail", ""))
+    notes = [(note, rank) for rank, record in attempt.ranks.items() for note in record.notes]
+    failures = sorted(
+        (float(note["at"]), rank, str(note.get("text", ""))) for note, rank in notes if note["note"] == "failure"
+    )
+    if failures:
+        detail = "\n".join(f"rank {rank}: {text}" for _, rank, text in failures)
+        return f"Rank {failures[0][1]} failed first: {failures[0][2].splitlines()[0]}", detail
     unfinished = [record for record in attempt.ranks.values() if not record.closed]
     if not unfinished:
-        return ""
+        return "", ""
     first = min(unfinished, key=lambda record: record.last_sign())
     step = int(first.table["first"][-1] + first.table["steps"][-1] - 1) if len(first.table["first"]) else 0
     ranks = "rank" if len(unfinished) == 1 else f"{len(unfinished)} ranks, rank"
-    return f"The record of {ranks} {first.rank} is not closed: the run goes on, or was killed after step {step}."
+    return f"The record of {ranks} {first.rank} is not closed: the run goes on, or was killed after step {step}.", ""
 
 
 def _range(things: list[str]) -> str:
     if not things or things == [""]:
         return ""
-    return f" of '{things[0]}'" if len(things) == 1 else f" of '{things[0]}' to '{things[-1]}'"
+    return things[0] if len(things) == 1 else f"{things[0]} to {things[-1]}"
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import lines
-from .schema import COLUMN_NAMES, SCHEMA_VERSION, rank_file
+from .schema import COLUMN_NAMES, FAILURE_FILE, SCHEMA_VERSION, rank_file
 
 Array = NDArray[np.float64]
 _STEP = re.compile(rb'\{"step":(\d+)')
@@ -123,11 +123,13 @@ class Attempt:
 
 @dataclass
 class Run:
-    """A record. ``attempts`` in order, at least one; ``problems``: what could not be read, one sentence each."""
+    """A record. ``attempts`` in order, at least one; ``problems``: what could not be read, one sentence each;
+    ``failure``: what a launcher left about the end (`failure.json`)."""
 
     path: Path
     attempts: list[Attempt]
     problems: list[str]
+    failure: dict[str, Any] | None = None
 
     @property
     def last(self) -> Attempt:
@@ -158,7 +160,18 @@ def read_run(path: str | Path) -> Run:
             f"{root}: expected a record, a folder with attempt-0000 and files such as rank-00000.table, found none"
             f'{detail}. Write one with "run_record": {{"path": "{root}"}} in the configuration'
         )
-    return Run(root, attempts, problems)
+    return Run(root, attempts, problems, _failure(root / FAILURE_FILE, problems))
+
+
+def _failure(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name}: cannot be read: {error}")
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _attempt(folder: Path, problems: list[str]) -> Attempt | None:

@@ -17,7 +17,10 @@ row covers twice the steps. The last row may still grow; it is rewritten in plac
 integers for each span: kind, index into names, begin, duration and waited microseconds, bytes; times from `began`),
 `left_out` (spans beyond `SPANS_PER_STEP`), `memory` (pairs of microseconds and bytes by owner). When the file is full,
 steps that are not multiples of a power of two are dropped, except the last `RECENT_STEPS`. A block with `"open": true`
-is a step that was not over.
+is a step that was not over. The name of a tier's span is `link: thing`, as in `nvme in: layers.3`.
+
+`failure.json`, beside the attempts, is a launcher's word about how the last attempt ended: `text`, one line with the
+first cause, and `detail`, lines about all ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from enum import IntEnum
 from typing import Literal
 
 SCHEMA_VERSION = 1
+FAILURE_FILE = "failure.json"
 SPANS_PER_STEP = 2000
 RECENT_STEPS = 16
 MAX_BYTES = 256 << 20

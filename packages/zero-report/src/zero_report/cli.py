@@ -1,0 +1,64 @@
+"""The command: `zero-report run/record` writes the page and prints its path."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import webbrowser
+from pathlib import Path
+
+from .record.reader import RecordError, read_run
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the options of `zero-report`."""
+    made = argparse.ArgumentParser(prog="zero-report", description="Turn a run's record into one page that shows it.")
+    made.add_argument("record", type=Path, help='the folder of "run_record"')
+    made.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: report.html in the record")
+    made.add_argument("--open", action="store_true", help="open the page in a browser")
+    made.add_argument("--compare", type=Path, metavar="OTHER", help="the record of another run, shown beside this one")
+    made.add_argument("--perfetto", type=Path, metavar="FILE", help="write the spans of all ranks for ui.perfetto.dev")
+    made.add_argument("--watch", action="store_true", help="write the page again while the run goes on")
+    made.add_argument("--live", action="store_true", help="show the run in the terminal instead")
+    made.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between looks (default 5)")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    args = parser().parse_args(arguments)
+    try:
+        return _live(args) if args.live else _page(args)
+    except RecordError as error:
+        print(f"zero-report: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _live(args: argparse.Namespace) -> int:
+    from .live import live
+
+    live(args.record, seconds=args.every)
+    return 0
+
+
+def _page(args: argparse.Namespace) -> int:
+    from .page.report import write_report
+    from .perfetto import write_perfetto
+
+    if args.perfetto is not None:
+        spans = write_perfetto(args.record, args.perfetto)
+        print(f"{args.perfetto}: {spans:,} spans")
+    refresh = args.every if args.watch else None
+    path = write_report(args.record, args.output, compare=args.compare, refresh=refresh)
+    print(path, flush=True)
+    if args.open:
+        webbrowser.open(path.resolve().as_uri())
+    while args.watch and not all(rank.closed for rank in read_run(args.record).last.ranks.values()):
+        time.sleep(args.every)
+        write_report(args.record, args.output, compare=args.compare, refresh=refresh)
+    if args.watch:
+        write_report(args.record, args.output, compare=args.compare)
+    return 0

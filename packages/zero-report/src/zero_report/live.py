@@ -1,0 +1,82 @@
+"""A run in the terminal while it goes on, from the same record."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .analysis.analyse import analyse
+from .page.curves import curves
+from .page.figures import totals
+from .record.reader import Array, RecordError, Run, read_run
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 48
+
+
+def live(
+    record: str | Path, *, seconds: float = 2.0, rounds: int | None = None, console: Console | None = None
+) -> None:
+    """Show the run until it ends, or until Ctrl-C; read the record anew every ``seconds``.
+
+    ``rounds``: look so many times at most. Waits for a record that is not there yet.
+    """
+    shown = console or Console()
+    with Live(console=shown, refresh_per_second=4) as display:
+        while True:
+            try:
+                run = read_run(record)
+                display.update(view(run))
+                over = all(rank.closed for rank in run.last.ranks.values())
+            except RecordError:
+                display.update(Text(f"waiting for a record in {record}"))
+                over = False
+            rounds = None if rounds is None else rounds - 1
+            if over or rounds == 0:
+                return
+            time.sleep(seconds)
+
+
+def view(run: Run) -> RenderableType:
+    """Return what `live` shows of a run: the verdict, the figures, the loss as a line of bars."""
+    found, drawn = totals(run), curves(run)
+    judged = analyse(run)
+    table = Table.grid(padding=(0, 2))
+    table.add_row("step", f"{found['steps']:,.0f}", f"{found['step_seconds'] * 1e3:,.1f} ms per step")
+    if len(drawn["step"]):
+        table.add_row("loss", _number(drawn["loss"]), _spark(drawn["loss"]))
+        rate = drawn["tokens"] if np.nansum(drawn["tokens"]) else drawn["samples"]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            speed = rate / drawn["seconds"]
+        unit = "tokens/s" if np.nansum(drawn["tokens"]) else "samples/s"
+        table.add_row(unit, _number(speed), _spark(speed))
+        table.add_row("memory", f"{found['process_bytes'] / 2**30:.2f} GiB", _spark(drawn["process"]))
+    for share in judged.causes.by_kind[:3]:
+        bar = "█" * round(share.share * _WIDTH / 2)
+        table.add_row({"tier": "tiers", "link": "links"}.get(share.kind, share.kind), f"{share.share:.0%}", bar)
+    lines: list[RenderableType] = [Text(judged.verdict.sentence, style="bold"), table]
+    if judged.verdict.ended:
+        lines.append(Text(judged.verdict.ended, style="dim"))
+    return Panel(Group(*lines), title=Text(str(run.path)), expand=False)
+
+
+def _spark(values: Array) -> str:
+    known = np.asarray(values)[~np.isnan(values)]
+    if not len(known):
+        return ""
+    chosen = known[np.linspace(0, len(known) - 1, min(_WIDTH, len(known))).astype(int)]
+    low, high = float(chosen.min()), float(chosen.max())
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((float(value) - low) * scale)] for value in chosen)
+
+
+def _number(values: Array) -> str:
+    known = np.asarray(values)[~np.isnan(values)]
+    return f"{known[-1]:,.4g}" if len(known) else "–"

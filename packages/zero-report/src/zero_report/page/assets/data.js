@@ -1,0 +1,31 @@
+// The page's data: compressed, in base64, in an element that no browser runs.
+
+page.readData = async () => {
+  const packed = Uint8Array.from(atob(page.at("data").textContent.trim()), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+};
+
+// The six numbers of each span, as objects; made for the step that is shown.
+page.spansOf = (rank, names) => {
+  const found = [];
+  for (let at = 0; at < rank.spans.length; at += 6) {
+    const [kind, name, begin, duration, waited, bytes] = rank.spans.slice(at, at + 6);
+    found.push({ kind, name: names[name], begin, duration, waited, bytes, end: begin + duration, rank: rank.rank });
+  }
+  return found;
+};
+
+// "0-3,7" as a set; null for all; throws on what is no list of numbers.
+page.parseRanks = (text) => {
+  const trimmed = text.trim();
+  if (!trimmed || trimmed === "all") return null;
+  const chosen = new Set();
+  for (const part of trimmed.split(",")) {
+    const match = /^\s*(\d{1,7})\s*(?:-\s*(\d{1,7})\s*)?$/.exec(part);
+    if (!match) throw new Error(`Expected ranks as in 0-3,7, got “${part.trim()}”.`);
+    const last = Number(match[2] ?? match[1]);
+    for (let rank = Number(match[1]); rank <= last; rank += 1) chosen.add(rank);
+  }
+  return chosen;
+};

@@ -1,0 +1,104 @@
+"""What runs over all steps: loss, rates, throughput, where the time goes, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..record.reader import Array, RankRecord, Run
+from ..record.schema import OWNERS
+
+_POINTS = 1200
+_BAND = 8  # ranks from which on a band leaves out the outermost 5 % on either side
+WAITS = ("gather_wait_s", "reduce_wait_s", "control_wait_s", "tier_wait_s")
+_MEANS = ("lr", "grad_norm", "loss_scale", "began")
+_SECONDS = ("seconds", "data_s", "forward_s", "backward_s", "update_s", "save_s", *WAITS)
+_COUNTS = ("samples", "tokens", "skipped")
+
+
+def tables(run: Run) -> Iterator[tuple[RankRecord, dict[str, Array]]]:
+    """Yield the tables of all ranks and attempts, without the rows that a later attempt did again."""
+    firsts = [a.first.table["first"] for a in run.attempts]
+    begins = [float(first[0]) if len(first) else np.inf for first in firsts]
+    for number, attempt in enumerate(run.attempts):
+        until = min(begins[number + 1 :], default=np.inf)
+        for record in attempt.ranks.values():
+            keep = record.table["first"] < until
+            yield record, {name: column[keep] for name, column in record.table.items()}
+
+
+def curves(run: Run) -> dict[str, Any]:
+    """Return one number per point and curve; a point covers ``per_point`` steps.
+
+    Loss is the mean over ranks, with the band of the ranks; seconds are means over ranks.
+    """
+    found = [(record, table) for record, table in tables(run) if len(table["first"])]
+    if not found:
+        return {"step": []}
+    low = min(float(table["first"][0]) for _, table in found)
+    high = max(float(table["first"][-1] + table["steps"][-1]) for _, table in found)
+    widest = max(float(table["steps"].max()) for _, table in found)
+    width = max(widest, np.ceil((high - low) / _POINTS))
+    points = int(np.ceil((high - low) / width))
+    bins = _Bins(low, width, points)
+    mean: dict[str, Array] = {}
+    for name in _MEANS:
+        mean[name] = bins.mean([(table, table[name]) for record, table in found if record.rank == _reporter(run)])
+    for name in _SECONDS:
+        mean[name] = bins.mean([(table, table[name] / table["steps"]) for _, table in found])
+    for name in _COUNTS:
+        lead = [(t, t[name] / t["steps"]) for record, t in found if record.rank == _reporter(run)]
+        mean[name] = bins.mean(lead)
+    losses = bins.by_rank([(record.rank, table, table["loss"]) for record, table in found])
+    process = bins.by_rank([(record.rank, table, table["process_bytes"]) for record, table in found])
+    out: dict[str, Any] = dict(mean)
+    out["step"] = low + width * np.arange(points)
+    out["loss"], out["loss_low"], out["loss_high"] = _band(losses)
+    out["process"], out["process_low"], out["process_high"] = _band(process)
+    out["memory"] = {owner: bins.mean([(table, table[f"{owner}_bytes"]) for _, table in found]) for owner in OWNERS}
+    out["per_point"] = width
+    return out
+
+
+class _Bins:
+    """Groups of consecutive steps."""
+
+    def __init__(self, low: float, width: float, count: int) -> None:
+        self._low, self._width, self._count = low, width, count
+
+    def mean(self, columns: list[tuple[dict[str, Array], Array]]) -> Array:
+        """The mean by bin, each row weighted by its steps; NaN where there is nothing."""
+        total, weight = np.zeros(self._count), np.zeros(self._count)
+        for table, values in columns:
+            known = ~np.isnan(values)
+            at = ((table["first"][known] + (table["steps"][known] - 1) / 2 - self._low) / self._width).astype(int)
+            at = np.clip(at, 0, self._count - 1)
+            total += np.bincount(at, values[known] * table["steps"][known], self._count)
+            weight += np.bincount(at, table["steps"][known], self._count)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray(total / weight)
+
+    def by_rank(self, columns: list[tuple[int, dict[str, Array], Array]]) -> Array:
+        """One row of means per rank."""
+        ranks: dict[int, list[tuple[dict[str, Array], Array]]] = {}
+        for rank, table, values in columns:
+            ranks.setdefault(rank, []).append((table, values))
+        return np.stack([self.mean(own) for own in ranks.values()])
+
+
+def _band(by_rank: Array) -> tuple[Array, Array, Array]:
+    """Mean, lower and upper end over ranks."""
+    ends = (5, 95) if len(by_rank) >= _BAND else (0, 100)
+    known = ~np.isnan(by_rank).all(axis=0)
+    out = tuple(np.full(by_rank.shape[1], np.nan) for _ in range(3))
+    if known.any():
+        columns = by_rank[:, known]
+        out[0][known] = np.nanmean(columns, axis=0)
+        out[1][known], out[2][known] = np.nanpercentile(columns, ends, axis=0)
+    return out[0], out[1], out[2]
+
+
+def _reporter(run: Run) -> int:
+    return run.last.first.rank

@@ -1,0 +1,89 @@
+"""Everything that the page shows, as one plain value."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from ..analysis.analyse import Analysis
+from ..record.reader import Run
+from . import figures
+from .compare import comparison
+from .curves import curves
+from .steps import steps
+
+_DIGITS = 6
+_LARGE = 1e6  # from here on numbers are whole
+_EXACT = 1 << 53
+
+
+def page_data(run: Run, analysis: Analysis, other: tuple[Run, Analysis] | None = None) -> dict[str, Any]:
+    """Return what the page shows of ``run``, beside ``other`` where it is given; plain data without NaN."""
+    facts = run.last.facts
+    verdict = analysis.verdict
+    data = {
+        "made": time.time(),
+        "version": __version__,
+        "title": str(facts.get("title") or run.path.name),
+        "path": str(run.path),
+        "attempts": len(run.attempts),
+        "ranks": run.last.world_size,
+        "versions": facts.get("versions", {}),
+        "machine": facts.get("machine", {}),
+        "problems": run.problems,
+        "verdict": {
+            "sentence": verdict.sentence,
+            "ended": verdict.ended,
+            "tone": verdict.tone,
+            "detail": verdict.detail,
+            "steps": len(analysis.causes.steps),
+        },
+        "totals": figures.totals(run),
+        "causes": figures.cause_rows(analysis),
+        "waits": figures.wait_rows(analysis),
+        "links": figures.link_rows(analysis),
+        "rank_rows": figures.rank_rows(run.last, analysis),
+        "checkpoints": figures.checkpoint_rows(run),
+        "events": figures.event_rows(run),
+        "configuration": figures.configuration_rows(run.last),
+        "plan": figures.plan_bytes(run),
+    }
+    data = {name: _exact(value) for name, value in data.items()}
+    data["curves"] = _rounded(curves(run))
+    data["steps"] = steps(run.last, analysis.causes)
+    data["other"] = None
+    if other is not None:
+        data["other"] = _rounded(comparison(run, other[0], other[1].verdict.sentence))
+    return data
+
+
+def _exact(value: Any) -> Any:
+    """Plain data with every number as it is; what JSON cannot hold is null."""
+    if isinstance(value, dict):
+        return {str(key): _exact(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_exact(item) for item in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return int(value) if value.is_integer() and abs(value) < _EXACT else value
+    return value
+
+
+def _rounded(value: Any) -> Any:
+    """Plain data with numbers of six digits."""
+    if isinstance(value, np.ndarray):
+        return [_rounded(item) for item in value.tolist()]
+    if isinstance(value, dict):
+        return {str(key): _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return _exact(float(f"{value:.{_DIGITS}g}") if abs(value) < _LARGE else float(round(value)))
+    return value

@@ -1,0 +1,189 @@
+"""Numbers in tables: totals, one line per rank, causes, links, checkpoints, events, configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..analysis.analyse import Analysis
+from ..analysis.causes import Share, cause_text
+from ..record.reader import Array, Attempt, RankRecord, Run
+from ..record.schema import OWNERS, Kind
+from .curves import WAITS, tables
+
+_CAUSES = 8
+_EVENTS = 400
+_OWN_NOTES = ("head", "closed", "checkpoint", "plan", "peak")
+
+
+def totals(run: Run) -> dict[str, Any]:
+    """Return sums and peaks of the whole run, over all ranks and attempts, without steps that were done again."""
+    found = [table for _, table in tables(run)]
+
+    def total(name: str) -> float:
+        return float(sum(np.nansum(table[name]) for table in found))
+
+    def peak(name: str) -> float:
+        return float(max((np.nanmax(t[name], initial=0.0) for t in found), default=0.0))
+
+    lead = [table for record, table in tables(run) if record.rank == run.last.first.rank]
+    steps = float(sum(table["steps"].sum() for table in lead))
+    seconds = float(sum(np.nansum(table["seconds"]) for table in lead))
+    rank_seconds = total("seconds") or 1.0
+    waits = {name.removesuffix("_s"): total(name) for name in WAITS}
+    phases = {name: total(f"{name}_s") for name in ("data", "forward", "backward", "update", "save")}
+    last = [table["loss"][~np.isnan(table["loss"])][-10:] for table in lead[-1:]]
+    samples = float(sum(np.nansum(table["samples"]) for table in lead))
+    tokens = float(sum(np.nansum(table["tokens"]) for table in lead))
+    return {
+        "steps": steps,
+        "seconds": seconds,
+        "step_seconds": seconds / steps if steps else 0.0,
+        "samples": samples,
+        "samples_per_second": samples / seconds if seconds else 0.0,
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "loss": float(last[0].mean()) if last and len(last[0]) else None,
+        "skipped": float(sum(np.nansum(table["skipped"]) for table in lead)),
+        "replayed": run.replayed,
+        "rank_seconds": rank_seconds,
+        "phases": phases,
+        "waits": waits,
+        "compute": max(0.0, sum(phases[p] for p in ("forward", "backward", "update")) - sum(waits.values())),
+        **{name: total(name) for name in ("sent_bytes", "across_bytes", "collectives", "read_bytes", "written_bytes")},
+        "process_bytes": peak("process_bytes"),
+        "device_bytes": peak("device_bytes"),
+        "memory": {owner: peak(f"{owner}_bytes") for owner in OWNERS},
+    }
+
+
+def rank_rows(attempt: Attempt, analysis: Analysis) -> dict[str, Any]:
+    """Return, by column, seconds per step of each rank of the last attempt; ``blamed``: the share of the step that
+    others lost by it."""
+    ranks = sorted(attempt.ranks)
+    blamed = dict.fromkeys(ranks, 0.0)
+    for share in analysis.causes.by_rank:
+        if share.rank in blamed and (share.loser != share.rank or len(ranks) > 1):
+            blamed[share.rank] += share.share
+    columns: dict[str, list[float]] = {name: [] for name in ("data", "compute", "wait", "tier", "save", "memory")}
+    for rank in ranks:
+        table = attempt.ranks[rank].table
+        steps = float(table["steps"].sum()) or 1.0
+        seconds = {name: _sum(table, f"{name}_s") / steps for name in ("data", "forward", "backward", "update", "save")}
+        tier = _sum(table, "tier_wait_s") / steps
+        wait = sum(_sum(table, name) for name in WAITS) / steps - tier
+        columns["data"].append(seconds["data"])
+        columns["save"].append(seconds["save"])
+        columns["tier"].append(tier)
+        columns["wait"].append(wait)
+        columns["compute"].append(max(0.0, sum(seconds[p] for p in ("forward", "backward", "update")) - wait - tier))
+        columns["memory"].append(float(np.nanmax(table["process_bytes"], initial=0.0)))
+    hosts = [str(attempt.ranks[rank].head.get("host", "")) for rank in ranks]
+    ended = [attempt.ranks[rank].closed for rank in ranks]
+    return {"rank": ranks, "host": hosts, "closed": ended, "blamed": [blamed[rank] for rank in ranks], **columns}
+
+
+def cause_rows(analysis: Analysis) -> list[dict[str, Any]]:
+    """Return what took the steps' time, by kind, with the ranks and things behind it."""
+    rows = []
+    for share in analysis.causes.by_kind[:_CAUSES]:
+        rows.append(
+            {"kind": share.kind, "share": share.share, "seconds": share.seconds, "most": _most(share, analysis)}
+        )
+    return rows
+
+
+def _most(share: Share, analysis: Analysis) -> list[str]:
+    found = []
+    for own in analysis.causes.of_kind(share.kind)[:3]:
+        thing = max(own.names, key=lambda name: own.names[name])
+        who = f"rank {own.rank}" if own.rank >= 0 else ""
+        found.append(", ".join(part for part in (who, thing) if part) + f": {100 * own.share:.1f} %")
+    return found
+
+
+def wait_rows(analysis: Analysis) -> list[dict[str, Any]]:
+    """Return the longest waits, with what each was for."""
+    return [
+        {
+            "rank": loss.rank,
+            "step": loss.step,
+            "us": loss.us,
+            "in": f"{Kind(loss.span.kind).name.lower().replace('_', ' ')} of {loss.span.name}"
+            if loss.span.kind not in (Kind.DATA, Kind.SAVE)
+            else Kind(loss.span.kind).name.lower(),
+            "cause": cause_text(loss.cause),
+        }
+        for loss in analysis.causes.longest
+    ]
+
+
+def link_rows(analysis: Analysis) -> list[dict[str, Any]]:
+    """Return every link with its rate and its peak."""
+    return [
+        {
+            "name": link.name,
+            "bytes": link.nbytes,
+            "busy": link.busy,
+            "waited": link.waited,
+            "rate": link.rate,
+            "peak": link.peak,
+            "source": link.source,
+        }
+        for link in analysis.links
+    ]
+
+
+def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
+    """Return one row per checkpoint and attempt: bytes of all ranks, the longest blocking."""
+    rows: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for number, _, note in _notes(run):
+        if note["note"] == "checkpoint":
+            key = (number, int(note.get("step", 0)), str(note.get("path", "")))
+            row = rows.setdefault(
+                key, {"step": key[1], "path": key[2], "at": note["at"], "bytes": 0, "seconds": 0.0, "blocked_s": 0.0}
+            )
+            row["bytes"] += int(note.get("bytes") or 0)
+            for name in ("seconds", "blocked_s"):
+                row[name] = max(row[name], float(note.get(name) or 0.0))
+    return list(rows.values())
+
+
+def event_rows(run: Run) -> list[dict[str, Any]]:
+    """Return what happened, in order; the same event of several ranks is one row."""
+    rows: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for _, record, note in _notes(run):
+        if note["note"] in _OWN_NOTES:
+            continue
+        facts = {key: value for key, value in note.items() if key not in ("note", "at", "step", "text")}
+        text = str(note.get("text") or "") or ", ".join(f"{key} {value}" for key, value in facts.items())
+        row = rows.setdefault(
+            (note["note"], int(note.get("step", 0)), text),
+            {"kind": note["note"], "step": note.get("step", 0), "at": note["at"], "text": text, "ranks": []},
+        )
+        row["ranks"].append(record.rank)
+    return sorted(rows.values(), key=lambda row: float(row["at"]))[-_EVENTS:]
+
+
+def configuration_rows(attempt: Attempt) -> list[list[Any]]:
+    """Return path, value, provenance and note of every value, as the writer gave them."""
+    rows = attempt.facts.get("configuration", [])
+    return [[*map(_plain, row), "", "", "", ""][:4] for row in rows if isinstance(row, list)]
+
+
+def plan_bytes(run: Run) -> float | None:
+    """Return the bytes that a plan promised for one rank; None where no plan was given."""
+    found = [note.get("bytes") for _, _, note in _notes(run) if note["note"] == "plan"]
+    return float(found[-1]) if found and found[-1] is not None else None
+
+
+def _notes(run: Run) -> list[tuple[int, RankRecord, dict[str, Any]]]:
+    return [(a.number, record, note) for a in run.attempts for record in a.ranks.values() for note in record.notes]
+
+
+def _sum(table: dict[str, Array], name: str) -> float:
+    return float(np.nansum(table[name]))
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)

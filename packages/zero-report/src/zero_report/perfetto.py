@@ -1,0 +1,58 @@
+"""The steps of all ranks as one trace in the trace event format, for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .record.reader import Attempt, Span, read_run
+from .record.schema import COLLECTIVES, TIERS, Kind
+
+_TRACKS = ("passes", "collectives", "tiers", "units")
+
+
+def write_perfetto(record: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
+    """Write every step that all ranks kept to ``path``, a process per rank; return the number of spans.
+
+    Raises `RecordError` where there is no record.
+    """
+    run = read_run(Path(record))
+    count = 0
+    with Path(path).open("w", encoding="utf-8", errors="replace") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        separator = ""
+        for event in _events(run.last):
+            file.write(separator + json.dumps(event, separators=(",", ":")))
+            separator = ",\n"
+            count += event["ph"] == "X"
+        file.write("\n]}\n")
+    return count
+
+
+def _events(attempt: Attempt) -> Iterator[dict[str, Any]]:
+    for rank in attempt.ranks:
+        yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+        for number, track in enumerate(_TRACKS):
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": 2 * number, "args": {"name": track}}
+            waiting = f"{track}, waiting"
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": 2 * number + 1, "args": {"name": waiting}}
+    for step in attempt.steps():
+        for rank, record in attempt.ranks.items():
+            block = record.block(step)
+            for span in () if block is None else block.spans:
+                assert block is not None
+                yield from _span(span, rank, step, block.began * 1e6)
+
+
+def _span(span: Span, rank: int, step: int, origin: float) -> Iterator[dict[str, Any]]:
+    track = 2 * (1 if span.kind in COLLECTIVES else 2 if span.kind in TIERS else 3 if span.kind == Kind.COMPUTE else 0)
+    kind = Kind(span.kind).name.lower()
+    name = kind if span.name in (kind, "") else f"{kind}: {span.name}"
+    args = {"step": step, "bytes": span.nbytes, "waited_us": span.waited}
+    event = {"ph": "X", "name": name, "cat": kind, "pid": rank, "args": args}
+    yield {**event, "tid": track, "ts": origin + span.begin, "dur": span.duration}
+    if span.waited:
+        yield {**event, "tid": track + 1, "ts": origin + span.end - span.waited, "dur": span.waited}

@@ -1,0 +1,83 @@
+"""The command line, the trace and the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from simulated import Simulation, simulate
+from test_page import data_of
+
+import zero_report
+from zero_report import RecordWriter, make_report, read_run
+from zero_report.cli import main
+from zero_report.live import live
+
+
+def test_the_command_writes_a_page_and_prints_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(tmp_path, Simulation(steps=5))
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert data_of(tmp_path / "report.html")["totals"]["steps"] == 5
+
+
+def test_no_record_is_exit_status_1_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none")]) == 1
+    assert "expected a record" in capsys.readouterr().err
+
+
+def test_watching_ends_with_the_run_and_leaves_a_page_that_does_not_reload(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(ranks=1, steps=5, close=False))
+    assert "not closed" in str(data_of(zero_report.write_report(tmp_path, refresh=1))["verdict"]["ended"])
+    assert 'http-equiv="refresh" content="1"' in (tmp_path / "report.html").read_text()
+
+    def end() -> None:
+        with_more = RecordWriter(tmp_path, rank=0, world_size=1, attempt=1, first_step=6, background=False)
+        with_more.end_step(loss=1.0)
+        with_more.close()
+
+    later = threading.Timer(0.3, end)
+    later.start()
+    assert main([str(tmp_path), "--watch", "--every", "0.1"]) == 0
+    assert "refresh" not in (tmp_path / "report.html").read_text().split("</head>")[0].split("<style>")[0]
+    assert data_of(tmp_path / "report.html")["totals"]["steps"] == 6
+
+
+def test_the_trace_holds_every_span_of_every_rank_once(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(ranks=3, steps=6, disk={1: 0.01}))
+    assert main([str(tmp_path), "--perfetto", str(tmp_path / "trace.json")]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    whole = [event for event in events if event["ph"] == "X" and event["tid"] % 2 == 0]
+    blocks = [record.block(step) for record in read_run(tmp_path).last.ranks.values() for step in range(1, 7)]
+    assert len(whole) == sum(len(block.spans) for block in blocks if block is not None)
+    assert {event["pid"] for event in whole} == {0, 1, 2}
+
+
+def test_the_terminal_shows_verdict_loss_and_throughput(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(ranks=2, steps=30, data={1: 0.2}))
+    out = io.StringIO()
+    live(tmp_path, rounds=1, console=Console(file=out, width=100, force_terminal=True, color_system=None))
+    assert "Rank 1 waits for its data loader" in out.getvalue()
+    assert "tokens/s" in out.getvalue() and "▁" in out.getvalue()
+
+
+def test_a_notebook_shows_the_page_in_a_frame(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(steps=3))
+    shown = make_report(tmp_path)._repr_html_()
+    assert shown.startswith('<iframe srcdoc="&lt;!doctype html&gt;') and 'sandbox="allow-scripts"' in shown
+
+
+def test_a_launchers_word_about_the_end_is_on_top(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(steps=3, close=False))
+    (tmp_path / "failure.json").write_text(json.dumps({"text": "rank 1 of 2 failed first: boom", "detail": "a\nb"}))
+    verdict = data_of(zero_report.write_report(tmp_path))["verdict"]
+    assert (verdict["ended"], verdict["detail"], verdict["tone"]) == ("rank 1 of 2 failed first: boom", "a\nb", "bad")
+
+
+def test_names_of_the_package_are_exact() -> None:
+    assert zero_report.__all__ == sorted(zero_report.__all__)
+    assert all(hasattr(zero_report, name) for name in zero_report.__all__)

@@ -1,0 +1,135 @@
+"""The page as data and as text: bounded, exact, safe whatever a run is called."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from simulated import Simulation, simulate
+
+from zero_report import read_run, write_report
+from zero_report.analysis.analyse import analyse
+from zero_report.page.data import page_data
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`${alert(3)}&lt;\u2028{}"
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """What a browser would read from a page."""
+    match = re.search(r'<script type="application/gzip" id="data">([^<]*)</script>', page.read_text(encoding="utf-8"))
+    assert match is not None
+    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(match[1])))
+    return data
+
+
+def test_totals_of_the_page_are_the_sums_of_the_record(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(ranks=3, steps=50, compute={1: 1.4}, disk={0: 0.003}))
+    totals = data_of(write_report(tmp_path))["totals"]
+    tables = [record.table for record in read_run(tmp_path).last.ranks.values()]
+    assert totals["sent_bytes"] == sum(int(table["sent_bytes"].sum()) for table in tables)
+    assert totals["read_bytes"] == int(np.nansum([np.nansum(table["read_bytes"]) for table in tables]))
+    assert totals["collectives"] == 3 * 50 * 12
+    assert totals["seconds"] == pytest.approx(float(tables[0]["seconds"].sum()), rel=1e-12)
+    inside = totals["compute"] + sum(totals["waits"].values()) + totals["phases"]["data"]
+    assert inside == pytest.approx(totals["rank_seconds"], rel=1e-6)
+
+
+def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(ranks=2, steps=30, close=False))
+    simulate(tmp_path, Simulation(ranks=2, steps=20, attempt=1, first_step=21))
+    data = data_of(write_report(tmp_path))
+    assert (data["totals"]["steps"], data["totals"]["replayed"], data["attempts"]) == (40, 10, 2)
+    assert data["curves"]["step"] == list(range(1, 41))
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    rows = [[HOSTILE, HOSTILE, HOSTILE, HOSTILE]]
+    simulate(
+        record,
+        Simulation(
+            ranks=2, steps=6, names="{}" + HOSTILE, disk={1: 0.02}, configuration=rows, facts={"title": HOSTILE}
+        ),
+    )
+    page = write_report(record)
+    text = page.read_text(encoding="utf-8")
+    assert "alert(" not in re.sub(r"<title>.*?</title>", "", text)
+    assert text.count("<script") == 3 and text.count("</script>") == 3
+    assert data_of(page)["title"] == HOSTILE
+
+
+def test_what_json_and_the_format_cannot_hold_does_not_stop_the_page(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(ranks=1, steps=3, facts={"title": "\ud800 lone", "versions": {"x": float("nan")}}))
+    assert data_of(write_report(tmp_path))["versions"] == {"x": None}
+
+
+def test_a_record_without_a_finished_step_is_a_page_too(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(ranks=2, steps=0, close=False))
+    data = data_of(write_report(tmp_path))
+    assert data["verdict"]["sentence"] == "No step of this run is over yet."
+    assert "is not closed" in data["verdict"]["ended"]
+
+
+def test_problems_of_the_record_are_said_on_the_page(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(ranks=2, steps=5))
+    file = tmp_path / "attempt-0000" / "rank-00001.table"
+    file.write_bytes(file.read_bytes()[:-20])
+    assert "rank-00001.table: 1 damaged or cut line" in data_of(write_report(tmp_path))["problems"][0]
+
+
+def test_two_runs_beside_each_other_differ_where_they_differ(tmp_path: Path) -> None:
+    simulate(tmp_path / "a", Simulation(ranks=2, steps=20))
+    changed = [["zero_optimization.stage", 2, "user", ""], ["train_batch_size", 64, "user", ""]]
+    simulate(tmp_path / "b", Simulation(ranks=2, steps=20, unit_s=0.02, configuration=changed))
+    other = data_of(write_report(tmp_path / "a", compare=tmp_path / "b"))["other"]
+    assert ["zero_optimization.stage", 3, 2] in other["configuration"]
+    assert "train_batch_size" not in [row[0] for row in other["configuration"]]
+    step = next(row for row in other["figures"] if row["name"] == "seconds of a step")
+    assert step["there"] / step["here"] == pytest.approx(2, rel=0.05)
+
+
+def test_a_day_on_64_ranks_is_less_than_two_megabytes(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(ranks=64, steps=10, units=24))
+    run = read_run(tmp_path)
+    for record in run.last.ranks.values():  # a day: as many rows as a table of 64 ranks holds, of 500 steps each
+        rows = np.arange(3000)
+        columns = {name: np.resize(column, 3000) for name, column in record.table.items()}
+        columns["loss"] = np.random.default_rng(0).random(3000)
+        record.table = {**columns, "first": rows * 500.0 + 1, "steps": np.full(3000, 500.0)}
+    from zero_report.page.html import render
+
+    page = render(page_data(run, analyse(run)))
+    print(f"{len(page):,} bytes")
+    assert len(page) < 2_000_000
+
+
+LARGE = """
+import resource, sys, time
+from zero_report import write_report
+begin = time.monotonic()
+page = write_report(sys.argv[1])
+print(time.monotonic() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, page.stat().st_size)
+"""
+
+
+@pytest.mark.soak
+def test_1024_ranks_times_10000_steps(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    simulate(tmp_path, Simulation(ranks=1024, steps=10_000, units=1))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"record: {time.monotonic() - begin:.0f} s, {peak:.2f} GiB")
+    done = subprocess.run([sys.executable, "-c", LARGE, str(tmp_path)], capture_output=True, text=True, check=True)
+    seconds, memory, size = map(float, done.stdout.split())
+    print(f"page: {seconds:.1f} s, {memory / 2**30:.2f} GiB, {size / 1e6:.2f} MB")
+    assert memory <= 1 << 30
+    assert size <= 5_000_000
