@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,3 +85,18 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+class Lines:
+    """The lines of a pipe as they come."""
+
+    def __init__(self, pipe) -> None:
+        self.text = ""
+        threading.Thread(target=self._read, args=(pipe,), daemon=True).start()
+
+    def _read(self, pipe) -> None:
+        for line in pipe:
+            self.text += line
+
+    def have(self, pattern: str, seconds: float) -> bool:
+        return wait_until(lambda: re.search(pattern, self.text) is not None, seconds)

@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from conftest import marked_processes, wait_until
+from conftest import Lines, marked_processes, wait_until
 
 SHORT = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ.get('CUDA_VISIBLE_DEVICES'))"
 
@@ -105,11 +105,31 @@ def test_nodes_that_are_started_one_by_one_find_the_first(start, write_script):
     script = write_script(SHORT)
     common = ["--no_ssh", "--nnodes", 2, "--master_addr", "127.0.0.1", "--master_port", port, "--nproc", 1]
     second = start(*common, "--node_rank", 1, script)
+    heard = Lines(second.stderr)
+    assert heard.have(rf"waiting for node 0 at 127\.0\.0\.1:{port}", 60)
     first = start(*common, "--node_rank", 0, script)
     out, err = first.communicate(timeout=60)
     assert sorted(line[:12] for line in out.splitlines()) == ["[rank 0] 0 2", "[rank 1] 1 2"], err
-    second.communicate(timeout=30)
-    assert (first.returncode, second.returncode) == (0, 0)
+    assert (first.returncode, second.wait(30)) == (0, 0)
+
+
+@pytest.mark.soak
+def test_a_launcher_says_for_which_nodes_and_ranks_it_waits(start, write_script, hosts):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    words = ["--no_ssh", "--nnodes", 3, "--node_rank", 0, "--master_addr", "127.0.0.1", "--master_port", port]
+    job = start(*words, "--nproc", 1, write_script("pass"))
+    heard = Lines(job.stderr)
+    assert heard.have(rf"waiting for 2 of 3 nodes at 127\.0\.0\.1:{port}: 1, 2", 60), heard.text
+    job.kill()
+    script = """
+        import os, time, torch.distributed as dist
+        time.sleep(120 if os.environ["RANK"] == "2" else 0)
+        dist.init_process_group("gloo")
+    """
+    job = start(*hosts, write_script(script))
+    heard = Lines(job.stderr)
+    assert heard.have(r"waiting for 1 of 3 ranks at 127\.0\.0\.1:\d+: rank 2 has not come", 90), heard.text
 
 
 @pytest.mark.soak

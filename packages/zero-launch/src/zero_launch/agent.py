@@ -20,9 +20,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from zero_launch.desync import Record, Watcher, explain
+from zero_launch.desync import Record, Watcher, abandoned, explain
+from zero_launch.presence import HostPresence, Presence
 from zero_launch.processes import end_job, exit_status, wait_for_helpers
 from zero_launch.report import LaunchError, RankFailure, describe_exit, read_error_file, signal_name, tail
+from zero_launch.spec import SILENCE_SECONDS
 from zero_launch.streams import Sink, Streamer
 
 
@@ -113,6 +115,8 @@ class Agent(LocalElasticAgent):
         sinks: tuple[Sink, Sink] | None = None,
         colours: tuple[bool, bool] | None = None,
         host: str | None = None,
+        stopped_seconds: float = SILENCE_SECONDS,
+        quiet: bool = False,
         started: Callable[[Mapping[int, int]], None] = lambda pids: None,
     ) -> None:
         super().__init__(spec, logs_specs=files, shutdown_timeout=1)
@@ -123,6 +127,8 @@ class Agent(LocalElasticAgent):
         self._colours = _terminal_colours() if colours is None else colours
         self._host = socket.gethostname() if host is None else host
         self._started = started
+        self._stopped_seconds = stopped_seconds
+        self._quiet = quiet
         self._ignored = [s for s in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(s) is signal.SIG_IGN]
         self._streamer = Streamer()
         self._records: list[RankRecord] = []
@@ -130,6 +136,8 @@ class Agent(LocalElasticAgent):
         self._stopping = False
         self._watcher = Watcher({})
         self._world_size = 0
+        self._here = HostPresence({}, 0, stopped_seconds)
+        self._presence = Presence(0, "")
         self.divergence: str | None = None
         """Why the ranks of this host cannot go on together, when that is why the job was ended."""
         self.notes: list[str] = []
@@ -151,6 +159,9 @@ class Agent(LocalElasticAgent):
         self._world_size = worker_group.workers[0].world_size
         self._started({record.rank: record.pid for record in self._records})
         self._watcher = Watcher(self._files.rings)
+        pids = {record.rank: record.pid for record in self._records}
+        self._here = HostPresence(pids, int(worker_group.master_port or 0), self._stopped_seconds)
+        self._presence = Presence(self._world_size, f"{worker_group.master_addr}:{worker_group.master_port}")
         for name, sink, colour in zip(("stdout.log", "stderr.log"), self._sinks, self._colours, strict=True):
             paths = {r: str(folder / name) for r, folder in folders.items() if (folder / name).exists()}
             self._streamer.add(paths, sink, colour=colour)
@@ -164,11 +175,18 @@ class Agent(LocalElasticAgent):
             record.look()
         if any(record.status for record in self._records) or self._stuck_after_exception():
             self._watcher.read()
-            self._diverged(self._explain(self._watcher.records, stalled=False))
+            ended = [record.rank for record in self._records if record.status == 0]
+            records = self._watcher.records
+            self._diverged(self._explain(records, stalled=False) or abandoned(records, ended))
             self._fail()
         elif any(record.status is None for record in self._records):
+            ended = [record.rank for record in self._records if record.status == 0]
             if self._watcher.look():
-                self._diverged(self._explain(self._watcher.records, stalled=self._watcher.stalled))
+                self._notice(ended)
+                stalled = self._watcher.stalled
+                self._diverged(
+                    abandoned(self._watcher.records, ended) or self._explain(self._watcher.records, stalled=stalled)
+                )
                 if self.divergence is not None:
                     self._announce(self.divergence)
                     self._fail()
@@ -178,6 +196,17 @@ class Agent(LocalElasticAgent):
                 return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _notice(self, ended: Sequence[int]) -> None:
+        """Say what keeps the job from going on without ending it: ranks that are stopped, late or gone."""
+        self._here.look(ended)
+        self._say_all(self._here.stopped())
+        self._presence.update(self._here.arrived, ended)
+        self._say_all(self._presence.remarks())
+
+    def _say_all(self, texts: Sequence[str]) -> None:
+        for text in () if self._quiet else texts:
+            print(f"zero-launch: {text}", file=sys.stderr, flush=True)
 
     def _diverged(self, why: str | None) -> None:
         self.divergence = why

@@ -1,7 +1,7 @@
 """Messages between the launcher and the process that it has on each host: one line of JSON each, over a pair of pipes.
 
-Both ends send something at least twice a second. An end that hears nothing for `SILENCE_SECONDS` takes the other for
-lost; that is how a dead link is told from a quiet job. What is no message ends the connection.
+Both ends send something at least twice a second. An end that hears nothing for the job's `silence_seconds` takes the
+other for lost; that is how a dead link is told from a quiet job. What is no message ends the connection.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from zero_launch.handshake import Seal
 from zero_launch.messages import MOST_BYTES, Check, Message, decode, encode
 
 BEAT_SECONDS = 0.5
-SILENCE_SECONDS = 4.0
 _BACKLOG = 1000
 
 

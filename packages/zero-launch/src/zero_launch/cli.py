@@ -189,6 +189,7 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
         program=options.no_python,
         log_dir=options.log_dir,
         grace_seconds=options.grace,
+        silence_seconds=options.silence,
         direct_rank=options.direct_rank,
         quiet=options.quiet,
         max_restarts=options.max_restarts,

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from zero_launch.channel import SILENCE_SECONDS
+from zero_launch.addresses import Addresses
 from zero_launch.desync import Record, difference, explain
 from zero_launch.facts import versions
 from zero_launch.messages import Message
 from zero_launch.outcome import failures_in_order, notes
 from zero_launch.peers import Inbox, Listener, Peer, call
+from zero_launch.presence import WAIT_SECONDS, Presence
 from zero_launch.report import LaunchError, RankFailure, signal_name
-from zero_launch.sockets import LOOPBACK
 from zero_launch.spec import ClusterSpec
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -49,8 +49,10 @@ class Cluster:
         self._peers = {name: Peer(name, slots) for name, slots in spec.hosts.hosts.items()}
         self._callers = [Peer(str(number), ()) for number in range(1, spec.nodes)]
         self._peers.update({peer.name: peer for peer in self._callers})
+        self._addresses = Addresses(spec)
         self._listener: Listener | None = None
         self._store_host: Peer | None = None
+        self._presence = Presence(0, "")
         self._attempt = 0
         self._began_at = time.time()
         self._restarting = False
@@ -68,6 +70,8 @@ class Cluster:
             "lines": self._on_lines,
             "failed": self._on_failed,
             "stalled": self._on_stalled,
+            "notice": self._on_notice,
+            "presence": self._on_presence,
             "done": self._on_done,
             "ended": self._on_ended,
             "refused": self._on_refused,
@@ -118,8 +122,9 @@ class Cluster:
     def _call_all(self) -> None:
         spec = self._spec
         if self._callers:
-            own = spec.bind_address or spec.master_address or LOOPBACK
+            own = self._addresses.of_launcher()
             self._listener = Listener(self._inbox, address=own, port=spec.master_port, token=spec.token)
+            self._addresses.listening = self._listener.address
         elif not spec.transport.carries_input:
             self._listener = Listener(self._inbox)
         for peer in self._callers:
@@ -132,7 +137,11 @@ class Cluster:
     def _greet_all(self) -> None:
         """Wait for every host's hello; then the job goes out to all, or the reasons why it cannot."""
         end = time.monotonic() + (_START_SECONDS if self._callers else self._spec.transport.connect_seconds + 20)
+        say_at = time.monotonic() + WAIT_SECONDS
         while self._stopping is None and any(peer.state == "called" for peer in self._peers.values()):
+            if time.monotonic() > say_at:
+                say_at = end
+                self._remark(self._waiting())
             if time.monotonic() > end:
                 for peer in self._peers.values():
                     if peer.state == "called":
@@ -149,6 +158,13 @@ class Cluster:
         self._troubles.clear()
         for peer in self._there():
             self._send_job(peer)
+
+    def _waiting(self) -> str:
+        names = [peer.name for peer in self._peers.values() if peer.state == "called"]
+        kind, where = ("hosts", "")
+        if self._callers and self._listener is not None:
+            kind, where = "nodes", f" at {self._listener.address}:{self._listener.port}"
+        return f"waiting for {len(names)} of {len(self._peers)} {kind}{where}: {', '.join(names)}"
 
     @property
     def _minimum(self) -> int:
@@ -169,25 +185,21 @@ class Cluster:
             variables=dict(self._spec.variables),
             colours=colour,
             host=peer.name,
-            address=self._own_address(peer),
+            address=self._addresses.of(peer),
         )
-
-    def _own_address(self, peer: Peer) -> str:
-        """The address of a host that is this machine, whose ranks listen there; other hosts know theirs."""
-        if self._listener is not None and peer not in self._callers and self._spec.transport.launcher == "local":
-            return self._listener.address
-        return LOOPBACK if self._spec.transport.launcher == "local" and not self._callers else ""
 
     def _lead(self) -> None:
         while self._stopping is None and self._there():
             self._next_message()
             self._find_the_silent()
+            for text in self._presence.remarks():
+                self._remark(text)
 
     def _end_all(self) -> None:
         """Have every host end what it runs; whoever does not say so in time is let go of."""
         for peer in self._there():
             peer.send("stop")
-        end = time.monotonic() + self._spec.job.grace_seconds + 2 * SILENCE_SECONDS
+        end = time.monotonic() + self._spec.job.grace_seconds + 2 * self._spec.job.silence_seconds
         while self._there() and time.monotonic() < end:
             self._next_message()
             self._find_the_silent()
@@ -260,19 +272,15 @@ class Cluster:
             peer.failures, peer.records, peer.stalled, peer.divergence = [], {}, False, None
         self._began_at = time.time()
         self._store_host = self._there()[0]
-        address = self._spec.bind_address or self._store_address(self._store_host)
+        address = self._spec.bind_address or self._addresses.of_store(self._store_host)
         self._store_host.send("serve", address=address, port=0 if self._callers else self._spec.master_port)
-
-    def _store_address(self, peer: Peer) -> str:
-        """Where the ranks find their store on this host."""
-        known = self._own_address(peer) or peer.hello["address"]
-        return self._spec.master_address or known or LOOPBACK
 
     def _on_store(self, peer: Peer, message: Message) -> None:
         if peer is not self._store_host:
             return
-        address = self._store_address(peer)
+        address = self._addresses.of_store(peer)
         peers = self._there()
+        self._presence = Presence(sum(len(other.slots) for other in peers), f"{address}:{message['port']}")
         for number, other in enumerate(peers):
             other.state = "running"
             other.send(
@@ -327,6 +335,17 @@ class Cluster:
                 self._say(self._divergence)
                 self._stop("the ranks diverged")
 
+    def _on_notice(self, peer: Peer, message: Message) -> None:
+        self._remark(f"{message['text']} on {peer.name}")
+
+    def _on_presence(self, peer: Peer, message: Message) -> None:
+        if message["attempt"] == self._attempt:
+            self._presence.update(message["arrived"], message["ended"])
+
+    def _remark(self, text: str) -> None:
+        if not self._spec.job.quiet:
+            self._say(text)
+
     def _on_done(self, peer: Peer, message: Message) -> None:
         peer.state = "done"
         if all(other.state == "done" for other in self._there()):
@@ -369,7 +388,7 @@ class Cluster:
     def _find_the_silent(self) -> None:
         for peer in self._there():
             # A host that imports torch may not get a word out until that is done.
-            limit = _START_SECONDS if peer.state in ("called", "greeted") else SILENCE_SECONDS
+            limit = _START_SECONDS if peer.state in ("called", "greeted") else self._spec.job.silence_seconds
             if peer.channel is not None and peer.channel.silence > limit:
                 self._lose(peer, f"{_title(peer)} was lost: no sign of life for {peer.channel.silence:.1f} s")
 

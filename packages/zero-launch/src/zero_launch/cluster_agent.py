@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +57,19 @@ class ClusterAgent(Agent):
             sinks=(ChannelSink(channel, "stdout"), ChannelSink(channel, "stderr")),
             colours=tuple(order["colours"]),
             host=order["host"],
+            stopped_seconds=spec.silence_seconds,
             started=started,
         )
         agent.rendezvous, agent.channel = rendezvous, channel
         agent.finish = threading.Event()
         agent._said_stalled = False
+        agent._said_presence = ([], [])
         return agent
 
     finish: threading.Event
     """Set when every host has said that its ranks are done."""
     _said_stalled: bool
+    _said_presence: tuple[list[int], list[int]]
 
     @property
     def pids(self) -> list[int]:
@@ -92,6 +95,16 @@ class ClusterAgent(Agent):
         self.channel.send("failed", attempt=self.rendezvous.attempt, divergence=self.divergence)
         self._end(signal.SIGTERM)
         self.rendezvous.failures = self.account()["failures"]
+
+    def _notice(self, ended: Sequence[int]) -> None:
+        """The launcher knows the ranks of all hosts, and says what is to be said."""
+        self._here.look(ended)
+        for text in self._here.stopped():
+            self.channel.send("notice", text=text)
+        known = sorted(self._here.arrived), sorted(ended)
+        if known != self._said_presence:
+            self._said_presence = known
+            self.channel.send("presence", attempt=self.rendezvous.attempt, arrived=known[0], ended=known[1])
 
     def _announce(self, why: str) -> None:
         """The launcher hears it with the failure, and says it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,9 +132,30 @@ def stall(records: Mapping[int, Record]) -> str:
             continue
         others = [other for other in records if other != rank]
         missing = [r for r in others if not _asked_for(entry, records[r])]
-        note = f", which {_ranks(missing)} did not ask for" if missing else ""
+        note = f", which {ranks_text(missing)} did not ask for" if missing else ""
         lines.append(f"  rank {rank}: {entry}{note}")
     return "\n".join(lines)
+
+
+def abandoned(records: Mapping[int, Record], ended: Collection[int]) -> str | None:
+    """Who waits for ranks that have ended with status 0 without asking for the same; None when nobody does.
+
+    Ranks of a group are those that have used it.
+    """
+    left: set[int] = set()
+    lines = []
+    for rank, record in sorted(records.items()):
+        entry = record.awaited
+        if rank in ended or entry is None:
+            continue
+        used = [r for r in ended if r in records and any(e.group == entry.group for e in records[r].entries)]
+        gone = [r for r in used if not _asked_for(entry, records[r])]
+        if gone:
+            left.update(gone)
+            lines.append(f"  rank {rank} waits in {entry}")
+    if not lines:
+        return None
+    return "\n".join([f"{ranks_text(sorted(left))} ended with exit status 0 while others wait for it:", *lines])
 
 
 def _asked_for(entry: Entry, record: Record) -> bool:
@@ -145,10 +166,10 @@ def _listing(found: Mapping[int, Entry]) -> str:
     alike: dict[str, list[int]] = {}
     for rank, entry in sorted(found.items()):
         alike.setdefault(str(entry), []).append(rank)
-    return "\n".join(f"  {_ranks(ranks)}: {text}" for text, ranks in alike.items())
+    return "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in alike.items())
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 

@@ -17,7 +17,7 @@ import threading
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from zero_launch.channel import SILENCE_SECONDS, Channel
+from zero_launch.channel import Channel
 from zero_launch.connection import connect
 from zero_launch.environment import applied
 from zero_launch.facts import examination, greeting
@@ -25,7 +25,7 @@ from zero_launch.messages import FROM_LAUNCHER, Message
 from zero_launch.processes import end_job
 from zero_launch.report import RankFailure
 from zero_launch.sockets import interface_variables
-from zero_launch.spec import LaunchSpec
+from zero_launch.spec import SILENCE_SECONDS, LaunchSpec
 
 if TYPE_CHECKING:
     from zero_launch.cluster_agent import ClusterAgent
@@ -117,7 +117,7 @@ class Hand:
         folder, keep = run_folder(spec.log_dir, order["job_id"])
         with ring_folder() as rings, guarded(job_id, rings) as guard:
             agent = ClusterAgent.for_host(self._channel, spec, job_id, folder, rings, guard, order)
-            self._follow(agent, agent.rendezvous, job_id, spec.grace_seconds)
+            self._follow(agent, agent.rendezvous, job_id, spec)
             failed, stopped = True, False
             try:
                 failed, stopped = _run(agent)
@@ -131,7 +131,7 @@ class Hand:
         self._channel.send("ended", failed=failed, folder=str(folder) if kept else "", **account)
         return int(failed)
 
-    def _follow(self, agent: ClusterAgent, rendezvous: LedRendezvous, job_id: str, grace_seconds: float) -> None:
+    def _follow(self, agent: ClusterAgent, rendezvous: LedRendezvous, job_id: str, spec: LaunchSpec) -> None:
         """From now on a thread does what the launcher says."""
 
         def follow() -> None:
@@ -147,12 +147,12 @@ class Hand:
                     rendezvous.restart_asked = True
                 elif kind == "finish":
                     agent.finish.set()
-                elif kind in ("stop", "eof") or self._channel.silence > SILENCE_SECONDS:
+                elif kind in ("stop", "eof") or self._channel.silence > spec.silence_seconds:
                     break
             else:
                 return
             os.kill(os.getpid(), signal.SIGTERM)
-            if not self._over.wait(grace_seconds + _FORCE_SECONDS):
+            if not self._over.wait(spec.grace_seconds + _FORCE_SECONDS):
                 # The main thread hangs in a call of torch's that signals do not interrupt.
                 end_job(job_id, agent.pids, grace_seconds=0.0)
                 os._exit(1)

@@ -95,6 +95,8 @@ def _run_agent(
             files,
             job_id,
             spec.grace_seconds,
+            stopped_seconds=spec.silence_seconds,
+            quiet=spec.quiet,
             started=lambda pids: guard.watch(list(pids.values())),
         )
         try:

@@ -131,6 +131,8 @@ FROM_HOST: Mapping[str, Mapping[str, Check]] = {
     "lines": {"stream": lambda value: value in ("stdout", "stderr"), "text": _text},
     "failed": {"attempt": _natural, "divergence": _or_none(_text)},
     "stalled": {"stalled": _flag, "records": _records},
+    "notice": {"text": _text},
+    "presence": {"attempt": _natural, "arrived": _list(_natural), "ended": _list(_natural)},
     "done": {},
     "ended": {"failed": _flag, "failures": _failures, "fates": _texts, "notes": _texts, "records": _records},
     "refused": {"why": _text},

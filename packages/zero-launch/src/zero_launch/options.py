@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from zero_launch.spec import SILENCE_SECONDS
+
 _EPILOG = """examples:
   zero-launch --nproc 2 train.py --lr 3e-4
   zero-launch --nproc 4 --log-dir runs -m project.train
@@ -54,6 +56,13 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--grace", type=float, default=2.0, metavar="S", help="seconds to end by oneself before SIGKILL (default 2)"
+    )
+    group.add_argument(
+        "--silence",
+        type=float,
+        default=SILENCE_SECONDS,
+        metavar="S",
+        help=f"a host not heard for so long is lost, a rank stopped for so long named (default {SILENCE_SECONDS:.0f})",
     )
 
 

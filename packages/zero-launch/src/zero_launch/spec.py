@@ -12,6 +12,9 @@ from typing import Literal
 from zero_launch.hostfile import Hostfile
 from zero_launch.transport import Transport
 
+SILENCE_SECONDS = 4.0
+LEAST_SILENCE_SECONDS = 2.0
+
 
 @dataclass(frozen=True)
 class LaunchSpec:
@@ -28,6 +31,7 @@ class LaunchSpec:
     ``quiet``: say nothing but what the ranks say and, when the job fails, why.
     ``program``: ``target`` is a program to run as it is, not a Python script.
     ``max_restarts``: how often all ranks are started again after a failure.
+    ``silence_seconds``: a host that is not heard for so long is lost, and a rank that is stopped for so long is named.
     ``bind_cores``: give each rank cores of its own, near each other; ``core_list`` restricts them, as in `0,2-5`.
 
     Raises ValueError for values out of range.
@@ -46,6 +50,7 @@ class LaunchSpec:
     max_restarts: int = 0
     bind_cores: bool = False
     core_list: str = ""
+    silence_seconds: float = SILENCE_SECONDS
 
     def __post_init__(self) -> None:
         if not self.target:
@@ -54,6 +59,11 @@ class LaunchSpec:
             raise ValueError(f"nproc must be at least 1, got {self.nproc}")
         if self.grace_seconds < 0:
             raise ValueError(f"grace_seconds must not be negative, got {self.grace_seconds}")
+        if not self.silence_seconds >= LEAST_SILENCE_SECONDS:
+            raise ValueError(
+                f"silence_seconds must be at least {LEAST_SILENCE_SECONDS:.0f}: hosts are heard twice a second, got "
+                f"{self.silence_seconds}"
+            )
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts must not be negative, got {self.max_restarts}")
         if self.module and self.program:

@@ -1,0 +1,151 @@
+"""Which ranks have come to the store, which have ended, and which are stopped: what is said of a job that stands still.
+
+Nothing here ends a job. A rank that is slow is named at most; what can never go on is found in the rings (desync.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+
+from zero_launch.desync import ranks_text
+
+WAIT_SECONDS = 5.0
+"""After so long without a further rank, those that came are said to wait."""
+_LEFT_SECONDS = 1.0
+_LOOK_SECONDS = 1.0
+_SLOW_LOOK_SECONDS = 10.0
+_SLOW_AFTER_SECONDS = 60.0
+_MOST_NAMES = 8
+
+
+class Presence:
+    """What is known of all ranks of an attempt; ``where`` is the address of their store."""
+
+    def __init__(self, world_size: int, where: str) -> None:
+        self._world_size = world_size
+        self._where = where
+        self._arrived: set[int] = set()
+        self._ended: set[int] = set()
+        self._arrived_at = time.monotonic()
+        self._ended_at = time.monotonic()
+        self._told_waiting = False
+        self._told_missing: set[int] = set()
+        self._told_ended: set[int] = set()
+
+    def update(self, arrived: Iterable[int], ended: Iterable[int]) -> None:
+        """These ranks have come to the store, and these have ended with status 0."""
+        now = time.monotonic()
+        new, over = set(arrived) - self._arrived, set(ended) - self._ended
+        if new:
+            self._arrived |= new
+            self._arrived_at, self._told_waiting = now, False
+        if over:
+            self._ended |= over
+            self._ended_at = now
+
+    def remarks(self) -> list[str]:
+        """What is to be said now, each thing once."""
+        now = time.monotonic()
+        every = set(range(self._world_size))
+        waiting = self._arrived - self._ended
+        if not waiting:
+            return []
+        found = []
+        missing = every - self._arrived
+        never = (missing & self._ended) - self._told_missing
+        if never:
+            self._told_missing |= never
+            found.append(
+                f"{_ranks(never)} ended with exit status 0 without coming to {self._where}, where {_ranks(waiting)} "
+                f"{_waits(waiting)}"
+            )
+        late = missing - self._ended
+        if late and not self._told_waiting and now - self._arrived_at > WAIT_SECONDS:
+            self._told_waiting = True
+            found.append(
+                f"waiting for {len(late)} of {self._world_size} ranks at {self._where}: {_ranks(late)} "
+                f"{'has' if len(late) == 1 else 'have'} not come"
+            )
+        left = (self._ended & self._arrived) - self._told_ended
+        if left and not missing and now - self._ended_at > _LEFT_SECONDS:
+            self._told_ended |= left
+            found.append(
+                f"{_ranks(left)} ended with exit status 0 while {_ranks(waiting)} still "
+                f"{'runs' if len(waiting) == 1 else 'run'}"
+            )
+        return found
+
+
+class HostPresence:
+    """Looks at the ranks of this host: which are connected to the store at ``port``, and which are stopped."""
+
+    def __init__(self, pids: Mapping[int, int], port: int, stopped_seconds: float) -> None:
+        self._pids = dict(pids)
+        self._port = port
+        self._stopped_seconds = stopped_seconds
+        self._began_at = self._looked_at = time.monotonic()
+        self._stopped_at: dict[int, float] = {}
+        self._told_stopped: set[int] = set()
+        self.arrived: set[int] = set()
+
+    def look(self, ended: Collection[int]) -> bool:
+        """See who has come since; whether anyone has. Costs nothing once all have."""
+        now = time.monotonic()
+        pause = _LOOK_SECONDS if now - self._began_at < _SLOW_AFTER_SECONDS else _SLOW_LOOK_SECONDS
+        if now - self._looked_at < pause or len(self.arrived) == len(self._pids):
+            return False
+        self._looked_at = now
+        absent = [rank for rank in self._pids if rank not in self.arrived and rank not in ended]
+        new = {rank for rank in absent if _connected(self._pids[rank], self._port)}
+        self.arrived |= new
+        return bool(new)
+
+    def stopped(self) -> list[str]:
+        """What is to be said of ranks that were stopped (SIGSTOP), or that go on again."""
+        now = time.monotonic()
+        found = []
+        for rank, pid in self._pids.items():
+            if not _is_stopped(pid):
+                self._stopped_at.pop(rank, None)
+                if rank in self._told_stopped:
+                    self._told_stopped.discard(rank)
+                    found.append(f"rank {rank} goes on")
+                continue
+            since = self._stopped_at.setdefault(rank, now)
+            if rank not in self._told_stopped and now - since >= self._stopped_seconds:
+                self._told_stopped.add(rank)
+                found.append(
+                    f"rank {rank} (pid {pid}) has been stopped for {now - since:.0f} s, as by SIGSTOP; others may wait "
+                    f"for it, and `kill -CONT {pid}` lets it go on"
+                )
+        return found
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    named = sorted(ranks)
+    more = f" and {len(named) - _MOST_NAMES} more" if len(named) > _MOST_NAMES else ""
+    return ranks_text(named[:_MOST_NAMES]) + more
+
+
+def _waits(ranks: Collection[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
+
+
+def _connected(pid: int, port: int) -> bool:
+    """Whether a process has a connection to that port."""
+    import psutil
+
+    try:
+        connections = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return False
+    return any(c.status == psutil.CONN_ESTABLISHED and c.raddr and c.raddr.port == port for c in connections)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[:1] in (["T"], ["t"])
+    except (FileNotFoundError, ProcessLookupError):
+        return False
