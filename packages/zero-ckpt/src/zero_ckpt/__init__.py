@@ -7,6 +7,7 @@ from .conversion import convert
 from .errors import CheckpointError, DamagedError, MismatchError, NotFoundError, NotPlainDataError
 from .facade import load, save
 from .inspecting import inspect
+from .manifest import Manifest, TensorEntry
 from .opening import open_checkpoint
 from .reader import Checkpoint, OpenReport, ReadRequest
 from .report import LoadReport
@@ -24,12 +25,14 @@ __all__ = [
     "FileExtent",
     "Interval",
     "LoadReport",
+    "Manifest",
     "MismatchError",
     "NotFoundError",
     "NotPlainDataError",
     "OpenReport",
     "ReadRequest",
     "SoloCoordinator",
+    "TensorEntry",
     "VerifyReport",
     "convert",
     "inspect",

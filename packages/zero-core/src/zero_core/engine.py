@@ -16,7 +16,7 @@ from zero_comm import Ledger
 from zero_partition import NonFiniteGradientError, Partition, ShardedOptimizer, StepResult
 from zero_precision import LossScaleError, cast_floating, parse_dtype
 
-from .checkpoint import Saver
+from .checkpoint import InMemory, Saver
 from .checkpointing import Checkpointing
 from .config import Config
 from .errors import UsageError
@@ -98,6 +98,7 @@ class Engine(Preparation):
         self.training_dataloader: RankLoader[Any] | None = None
         self.observer: Observer = Unobserved()
         self._saver = Saver.of(config)
+        self._in_memory = InMemory.of(config)
         self.offloading = offloading
         self.checkpointing = Checkpointing(config.activation_checkpointing, model_part.place.group)
         self._compiled: list[str] = []
@@ -194,6 +195,7 @@ class Engine(Preparation):
         self.checkpointing.after_step(reports=self.reports)
         self.observer.after_step(self._last)
         self._saver.check()
+        self._in_memory.after_step(self)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch ends an accumulation."""
@@ -261,6 +263,7 @@ class Engine(Preparation):
         self._destroyed = True
         try:
             self._saver.close()
+            self._in_memory.close()
         finally:
             self._partition.close(whole=whole)
             self.offloading.close()

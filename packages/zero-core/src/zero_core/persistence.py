@@ -24,6 +24,7 @@ class Persistence(WholeValues):
 
     load_report: LoadReport | None = None
     _saver: checkpoint.Saver
+    _in_memory: checkpoint.InMemory
     offloading: Offloading
 
     def save_checkpoint(
@@ -83,9 +84,21 @@ class Persistence(WholeValues):
             counters=not load_module_only,
             custom=custom_load_fn,
         )
+        return self._load(self.model_part.folder(Path(load_dir)), tag, wanted)
+
+    def resume(self, load_dir: str | os.PathLike[str]) -> checkpoint.Resumed | None:
+        """Load the newest state of this job and say where training goes on; None, with nothing changed, where there is
+        none: a first start.
+
+        It is the newest copy in the nodes' memory (``checkpoint.in_memory``), where one is complete and not older than
+        the newest checkpoint in ``load_dir``, else that checkpoint. A copy that is damaged is passed over with a
+        warning. At any world size. Collective. Raises `zero_ckpt.CheckpointError` on every rank when there are
+        checkpoints and none can be loaded.
+        """
+        self._check_open("resume")
+        self._saver.wait()
         root = self.model_part.folder(Path(load_dir))
-        self.load_report, client_state = checkpoint.load(self._engine(), root, tag, wanted)
-        return str(self.load_report.path), client_state
+        return checkpoint.resume(self._engine(), self._in_memory, root, self._load_all)
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
@@ -106,6 +119,14 @@ class Persistence(WholeValues):
         if self._parked is not None:
             self._parked.bring_back()
             self._parked = None
+
+    def _load_all(self, root: Path, tag: str | None) -> tuple[str, dict[str, Any]]:
+        trained = self._sharded is not None
+        return self._load(root, tag, checkpoint.Wanted(strict=True, optimizer=trained, scheduler=True, counters=True))
+
+    def _load(self, root: Path, tag: str | None, wanted: checkpoint.Wanted) -> tuple[str, dict[str, Any]]:
+        self.load_report, client_state = checkpoint.load(self._engine(), root, tag, wanted)
+        return str(self.load_report.path), client_state
 
     def _engine(self) -> Engine:
         return cast("Engine", self)

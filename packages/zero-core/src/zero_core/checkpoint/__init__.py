@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .in_memory import InMemory
 from .loading import CustomLoad, Wanted, load
+from .resuming import Resumed, resume
 from .saving import Saver
 
-__all__ = ["CustomLoad", "Saver", "Wanted", "load"]
+__all__ = ["CustomLoad", "InMemory", "Resumed", "Saver", "Wanted", "load", "resume"]

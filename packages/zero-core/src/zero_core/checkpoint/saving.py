@@ -53,20 +53,11 @@ class Saver:
         group = coordinator_of(engine)
         node = socket.gethostname() if self._per_node else None
         leads = parts.data_rank == 0 if node is None else _leads(group, node)
-        options: dict[str, Any] = {
-            "step": engine.global_steps,
-            "aliases": aliases(engine),
-            "frozen": [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad],
-            "client_state": progress_of(engine, client),
-            "beside": engine.files_beside(client),
-            "config": engine.resolved_config.to_plain(),
-            "rank_state": {"random": RngState().state_dict()},
-            "save_latest": save_latest,
-            "node": node,
-        }
-        intervals = _intervals(engine, root, exclude_frozen, whole=leads, replicas=node is not None)
+        options = describe(engine, client) | {"beside": engine.files_beside(client), "save_latest": save_latest}
+        options["node"] = node
+        intervals = state_intervals(engine, root, exclude_frozen, whole=leads, replicas=node is not None)
         if self._decoupled:
-            self._open_behind(group).save(root, tag, intervals, **options)
+            self._open_behind(engine, group).save(root, tag, intervals, **options)
         else:
             save_sharded(root, tag, intervals, coordinator=group, **options)
 
@@ -90,17 +81,36 @@ class Saver:
                     dist.destroy_process_group(self._group)
                 self._group = None
 
-    def _open_behind(self, group: Coordinator) -> AsyncSaver:
+    def _open_behind(self, engine: Engine, group: Coordinator) -> AsyncSaver:
         """The saver of this engine, made once: its ranks agree in a group of their own, beside training."""
         if self._behind is None:
             own: Coordinator = SoloCoordinator()
             if group.world_size > 1:
-                ranks = group.all_gather_object(dist.get_rank())
-                self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+                self._group = own_group(engine)
                 own = DistCoordinator(self._group)
             self._behind = AsyncSaver(own)
             weakref.finalize(self, self._behind.close)  # a script may end without `engine.destroy()`
         return self._behind
+
+
+def describe(engine: Engine, client: dict[str, Any]) -> dict[str, Any]:
+    """Everything about a checkpoint of ``engine`` besides its tensors, as options of `save_sharded`; ``client`` is the
+    user's part."""
+    return {
+        "step": engine.global_steps,
+        "aliases": aliases(engine),
+        "frozen": [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad],
+        "client_state": progress_of(engine, client),
+        "config": engine.resolved_config.to_plain(),
+        "rank_state": {"random": RngState().state_dict()},
+    }
+
+
+def own_group(engine: Engine) -> dist.ProcessGroup:
+    """A gloo group of the engine's ranks for one background thread; collective."""
+    ranks = coordinator_of(engine).all_gather_object(dist.get_rank())
+    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return group
 
 
 def coordinator_of(engine: Engine) -> Coordinator:
@@ -115,7 +125,9 @@ def _leads(group: Coordinator, node: str) -> bool:
     return nodes.index(node) == group.rank
 
 
-def _intervals(engine: Engine, root: Path, exclude_frozen: bool, *, whole: bool, replicas: bool) -> Iterator[Interval]:
+def state_intervals(
+    engine: Engine, root: Path, exclude_frozen: bool, *, whole: bool, replicas: bool
+) -> Iterator[Interval]:
     """What this rank contributes; ``whole``: what every rank has whole too. ``replicas``: also what other ranks hold as
     well, for nodes that cannot read one another's files. Of several copies of the model, the first is written."""
     stager, parts = Stager(), engine.partition

@@ -23,6 +23,7 @@ def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
         *_dtypes(config),
         *_loss_scale(config),
         *_recomputation(config),
+        *_in_memory(config),
     ]
 
 
@@ -113,6 +114,14 @@ def _recomputation(config: ConfigFile) -> list[Problem]:
         return []
     expected = "expected the number of segments that wait for backward at once, with contiguous_memory_optimization"
     return [Problem("activation_checkpointing.number_checkpoints", expected, "null")]
+
+
+def _in_memory(config: ConfigFile) -> list[Problem]:
+    section = config.checkpoint.in_memory
+    if not section.every or section.path:
+        return []
+    expected = "expected a folder in each node's memory with checkpoint.in_memory.every, such as /dev/shm/my-run"
+    return [Problem("checkpoint.in_memory.path", expected, "null")]
 
 
 def _loss_scale(config: ConfigFile) -> list[Problem]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from zero_core.config._base import ALL_KEYS, Flag, Int, NaturalFloat, PositiveInt, Section, Text
+from zero_core.config._base import ALL_KEYS, Flag, Int, NaturalFloat, NaturalInt, PositiveInt, Section, Text
 
 
 def _capitalised(value: Any) -> Any:
@@ -46,6 +46,16 @@ class ParallelWrite(Section):
     pipeline_stage: Flag = False
 
 
+class InMemory(Section):
+    """Copies of the training state in the memory of the nodes, from which `engine.resume` recovers a lost node."""
+
+    every: NaturalInt = Field(default=0, description="Optimizer steps between two copies; 0 is off.")
+    path: Text | None = Field(
+        default=None,
+        description="A folder in each node's memory that nobody else can write, such as /dev/shm/NAME; made if needed.",
+    )
+
+
 class Checkpoint(Section):
     """How checkpoints are written and read."""
 
@@ -57,6 +67,7 @@ class Checkpoint(Section):
     parallel_write: ParallelWrite = ParallelWrite()
     checkpoint_serialization: Flag = True
     writer: CheckpointWriter = CheckpointWriter()
+    in_memory: InMemory = InMemory()
 
 
 class CommsLogger(Section):

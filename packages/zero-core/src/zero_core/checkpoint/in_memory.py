@@ -1,0 +1,123 @@
+"""Copies of the training state in the nodes' memory, written behind training; see [Note: node memory] in zero-ckpt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from zero_ckpt import CheckpointError, Manifest, TensorEntry
+from zero_ckpt.torch import Found, NodeMemory
+
+from ..config import Config
+from .fragments import master_pieces
+from .saving import describe, own_group, state_intervals
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+logger = logging.getLogger("zero_core")
+
+
+class InMemory:
+    """Saves the engine's state into the nodes' memory every ``every`` optimizer steps (0: never), below ``path``."""
+
+    def __init__(self, every: int, path: Path) -> None:
+        self._every, self._path = every, path
+        self._memory: NodeMemory | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> InMemory:
+        """As the section ``checkpoint.in_memory`` says."""
+        section = config.checkpoint.in_memory
+        return cls(section.every, Path(section.path or "."))
+
+    def after_step(self, engine: Engine) -> None:
+        """Start a copy when one is due, and raise what an earlier one met. Collective when one is due."""
+        if self._memory is not None:
+            self._memory.check()
+        if not self._every or engine.global_steps % self._every:
+            return
+        memory, parts = self._open(engine), engine.partition
+        parts.runtime.agree("copy into node memory", str(self._path), None)
+        parts.settle()
+        intervals = state_intervals(engine, memory.directory, False, whole=memory.leads, replicas=True)
+        memory.save(intervals, **describe(engine, {}))
+
+    def find(self, engine: Engine) -> Found | None:
+        """The newest state that the nodes' memory holds; None where nothing is kept. Collective."""
+        return self._open(engine).find() if self._every else None
+
+    def fetch(self, engine: Engine, found: Found) -> Path:
+        """Bring what this node's ranks read of ``found`` to it; the root that has it as its tag. Collective."""
+        return self._open(engine).fetch(found, lambda manifest: files_to_read(engine, manifest)).parent
+
+    def wait(self) -> None:
+        """Wait until a copy that was started is complete; raises `zero_ckpt.CheckpointError` when it failed."""
+        if self._memory is not None:
+            self._memory.wait()
+
+    def close(self) -> None:
+        """Finish what was started; the copies stay. Raises as `wait` does."""
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        try:
+            memory.close()
+        finally:
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _open(self, engine: Engine) -> NodeMemory:
+        if self._memory is None:
+            self._group = own_group(engine)
+            self._memory = NodeMemory(engine.model_part.folder(self._path), self._group)
+        return self._memory
+
+
+def files_to_read(engine: Engine, manifest: Manifest) -> Iterator[str]:
+    """The files of a checkpoint from which this rank reads when the engine loads it: those that overlap its fragments,
+    and those with what every rank reads."""
+    spans, shapes = _spans(engine), {e.name: e.shape for unit in engine.partition.layout.units for e in unit.entries}
+    needed: set[int] = set()
+    for tensor in manifest.tensors:
+        if tensor.name not in shapes:
+            needed.update(piece.file for piece in tensor.slices)
+        elif tensor.name in spans:
+            needed.update(_overlapping(tensor, spans[tensor.name], same_shape=tensor.shape == shapes[tensor.name]))
+    for index in sorted(needed):
+        yield manifest.files[index].path
+
+
+def _spans(engine: Engine) -> dict[str, list[tuple[int, int]]]:
+    """By parameter, the elements (first, first behind) that this rank loads: weights, masters and states."""
+    parts, sharded = engine.partition, engine.sharded_optimizer
+    spans: dict[str, list[tuple[int, int]]] = {}
+    fragments = [f for unit in parts.units for f in unit.layout.fragments(parts.rank)]
+    fragments += [f for unit in parts.units for f, _ in master_pieces(unit, parts.owned_ranks())]
+    fragments += [owned.fragment for owned in sharded.fragments] if sharded is not None else []
+    for fragment in fragments:
+        end = fragment.param_offset + fragment.length
+        spans.setdefault(fragment.entry.name, []).append((fragment.param_offset, end))
+    return spans
+
+
+def _overlapping(tensor: TensorEntry, spans: list[tuple[int, int]], *, same_shape: bool) -> Iterator[int]:
+    """The files with slices of ``tensor`` that ``spans`` meet; all of them where elements are not those of the
+    parameter (scalars, scales)."""
+    for piece in tensor.slices:
+        end = piece.offset + piece.length
+        if not same_shape or any(first < end and piece.offset < last for first, last in spans):
+            yield piece.file
+
+
+def note_damaged(found: Found, problem: CheckpointError) -> None:
+    """Say that the copy in memory could not be loaded."""
+    logger.warning(
+        "the copy of step %d in the nodes' memory cannot be loaded, the disk is next: %s", found.step, problem
+    )

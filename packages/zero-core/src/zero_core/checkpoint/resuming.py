@@ -1,0 +1,55 @@
+"""Go on where the job was: from a copy in the nodes' memory, or from the newest checkpoint on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from zero_ckpt import CheckpointError, NotFoundError, open_checkpoint
+
+from .in_memory import InMemory, note_damaged
+from .saving import coordinator_of
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+Load = Callable[[Path, "str | None"], "tuple[str, dict[str, Any]]"]
+"""Loads (root, tag, or the newest whole one) into the engine; returns the checkpoint's path and the client state."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where training goes on: after optimizer step ``step``, loaded from ``path``; ``client_state`` is the saver's."""
+
+    step: int
+    source: Literal["memory", "disk"]
+    path: str
+    client_state: dict[str, Any]
+
+
+def resume(engine: Engine, memory: InMemory, root: Path, load: Load) -> Resumed | None:
+    """Load the newest state there is; None where there is none at all. Collective.
+
+    Raises `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded.
+    """
+    everybody = engine.model_part.coordinator or coordinator_of(engine)
+    found = memory.find(engine)
+    try:
+        on_disk = open_checkpoint(root, coordinator=everybody)
+    except NotFoundError:
+        on_disk = None
+    if found is not None and (on_disk is None or found.step >= on_disk.step):
+        try:
+            path, client = load(memory.fetch(engine, found), found.tag)
+        except CheckpointError as problem:
+            if on_disk is None:
+                raise
+            note_damaged(found, problem)
+        else:
+            return Resumed(engine.global_steps, "memory", path, client)
+    if on_disk is None:
+        return None
+    path, client = load(root, None)
+    return Resumed(engine.global_steps, "disk", path, client)

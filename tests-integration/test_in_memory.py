@@ -1,0 +1,139 @@
+"""A lost rank or node goes on, to the bit, from the copies in the nodes' memory; a second one from the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import training
+from training import Run
+
+from zero_comm import run_ranks
+
+EVERY, STEPS, LAST = 2, 5, 8
+OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+
+
+def start(run: Run, stage: int, zero: dict[str, Any]) -> Any:
+    """An engine whose nodes' memory is the folder `memory` below each rank's working directory."""
+    import torch
+    import zoo
+
+    import zero_core
+
+    model = zoo.build(run.variant, training.DTYPES["fp32" if run.dtype == "bf16" else run.dtype])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.LR, weight_decay=0.01)
+    config = training.config(run, stage, dist.get_world_size(), **zero)
+    config["checkpoint"] = {"in_memory": {"every": EVERY, "path": "memory"}}
+    return zero_core.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def enter_node(root: Path, per_node: int) -> None:
+    node = root / f"node{dist.get_rank() // per_node}"
+    node.mkdir(exist_ok=True)
+    os.chdir(node)
+
+
+def trains(root: Path, run: Run, stage: int, zero: dict[str, Any], per_node: int, save_at: int | None) -> None:
+    """Steps before the accident; with ``save_at`` a checkpoint on disk too."""
+    enter_node(root, per_node)
+    engine = start(run, stage, zero)
+    for step in range(STEPS):
+        training.train(engine, run, step, step + 1)
+        if step + 1 == save_at:
+            engine.save_checkpoint(root / "disk")
+    engine.destroy()
+
+
+def goes_on(
+    root: Path, run: Run, stage: int, zero: dict[str, Any], per_node: int
+) -> tuple[tuple[int, str] | None, dict[str, bytes]]:
+    """What the resumed run ends with."""
+    enter_node(root, per_node)
+    engine = start(run, stage, zero)
+    resumed = engine.resume(root / "disk")
+    training.train(engine, run, engine.global_steps, LAST)
+    result = training.bits(training.weights(engine))
+    engine.destroy()
+    return None if resumed is None else (resumed.step, resumed.source), result
+
+
+def undisturbed(root: Path, run: Run, stage: int, zero: dict[str, Any]) -> dict[str, bytes]:
+    enter_node(root, 1)
+    engine = start(run, stage, zero)
+    training.train(engine, run, 0, LAST)
+    result = training.bits(training.weights(engine))
+    engine.destroy()
+    return result
+
+
+CASES = [(0, {}), (1, OFFLOADED), (2, {}), (3, {}), (3, OFFLOADED | {"offload_param": {"device": "cpu"}})]
+
+
+@pytest.mark.parametrize(("stage", "zero"), CASES, ids=["0", "1 cpu", "2", "3", "3 cpu"])
+def test_a_lost_node_goes_on_from_memory_to_the_bit(stage: int, zero: dict[str, Any], tmp_path: Path) -> None:
+    run = Run(dtype="bf16")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    run_ranks(trains, 2, tmp_path / "a", run, stage, zero, 1, None)
+    shutil.rmtree(tmp_path / "a" / "node1")
+    ended = run_ranks(goes_on, 2, tmp_path / "a", run, stage, zero, 1)
+    expected = run_ranks(undisturbed, 2, tmp_path / "b", run, stage, zero)
+    assert [resumed for resumed, _ in ended] == [(4, "memory")] * 2
+    assert [result for _, result in ended] == expected
+
+
+def test_a_lost_rank_goes_on_from_its_own_node(tmp_path: Path) -> None:
+    run = Run(dtype="fp64")
+    run_ranks(trains, 2, tmp_path, run, 3, {}, 2, None)
+    ended = run_ranks(goes_on, 2, tmp_path, run, 3, {}, 2)
+    assert [resumed for resumed, _ in ended] == [(4, "memory")] * 2
+
+
+@pytest.mark.parametrize(("before", "after", "lost"), [(3, 2, 2), (2, 3, 0)])
+def test_another_number_of_nodes_goes_on_from_memory(before: int, after: int, lost: int, tmp_path: Path) -> None:
+    run = Run(dtype="fp64")
+    run_ranks(trains, before, tmp_path, run, 3, {}, 1, None)
+    shutil.rmtree(tmp_path / f"node{lost}")
+    ended = run_ranks(goes_on, after, tmp_path, run, 3, {}, 1)
+    assert [resumed for resumed, _ in ended] == [(4, "memory")] * after
+    whole = training.plain(Run(dtype="fp64", steps=LAST))
+    import torch
+
+    for name, raw in ended[0][1].items():
+        value = torch.frombuffer(bytearray(raw), dtype=torch.float64)
+        assert float((value - whole[name].flatten()).abs().max()) < 1e-12
+
+
+def test_two_lost_nodes_go_on_from_disk(tmp_path: Path) -> None:
+    run = Run(dtype="fp64")
+    run_ranks(trains, 3, tmp_path, run, 3, {}, 1, 3)
+    shutil.rmtree(tmp_path / "node0")
+    shutil.rmtree(tmp_path / "node1")
+    ended = run_ranks(goes_on, 3, tmp_path, run, 3, {}, 1)
+    assert [resumed for resumed, _ in ended] == [(3, "disk")] * 3
+
+
+def test_the_newer_of_memory_and_disk_is_loaded(tmp_path: Path) -> None:
+    run = Run(dtype="fp64")
+    run_ranks(trains, 2, tmp_path, run, 2, {}, 1, 5)
+    assert run_ranks(goes_on, 2, tmp_path, run, 2, {}, 1)[0][0] == (5, "disk")
+
+
+def test_a_damaged_copy_is_passed_over(tmp_path: Path) -> None:
+    run = Run(dtype="fp64")
+    run_ranks(trains, 2, tmp_path, run, 2, {}, 1, 3)
+    for file in (tmp_path / "node0").glob("memory/step4-*/rank-00000.safetensors"):
+        raw = bytearray(file.read_bytes())
+        raw[-5] ^= 1
+        file.write_bytes(raw)
+    assert run_ranks(goes_on, 2, tmp_path, run, 2, {}, 1)[0][0] == (3, "disk")
+
+
+def test_a_first_start_says_so(tmp_path: Path) -> None:
+    run = Run(dtype="fp64")
+    assert [resumed for resumed, _ in run_ranks(goes_on, 2, tmp_path, run, 1, {}, 1)] == [None, None]
