@@ -234,7 +234,11 @@ class Cluster:
         if message["kind"] == "signal":
             self._interrupted = message["signal"]
             self._stop(f"interrupted by {signal_name(message['signal'])}")
-            return
+        else:
+            self.hear(name, message)
+
+    def hear(self, name: str, message: Message) -> None:
+        """Take in what the host ``name`` says."""
         peer = self._peers[name]
         if peer.there:
             self._handlers[message["kind"]](peer, message)
