@@ -107,7 +107,10 @@ def test_an_interrupted_conversion_goes_on_where_it_stopped(tmp_path: Path) -> N
     second = convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500")
     assert second[0].stat().st_ino == kept and second[1].exists()
     checkpoint(tmp_path / "ckpt")  # another checkpoint with the same shapes is not mistaken for it
-    assert convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500")[0].stat().st_ino not in (kept, redone)
+    with pytest.raises(CheckpointError, match=r"model-00001-of-.* exists and is not overwritten"):
+        convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500")
+    third = convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500", overwrite=True)
+    assert third[0].stat().st_ino not in (kept, redone)
 
 
 class Counting:

@@ -19,7 +19,8 @@ from zero_ckpt import (
     restore,
     save_sharded,
 )
-from zero_ckpt.commit import Staging, write_latest
+from zero_ckpt.commit import Staging
+from zero_ckpt.latest import write_latest
 
 
 def save(root: Path, tag: str, step: int, data: bytes = b"abcdefgh") -> Path:

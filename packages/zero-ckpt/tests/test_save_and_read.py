@@ -16,10 +16,11 @@ from zero_ckpt import (
     NotPlainDataError,
     ReadRequest,
     open_checkpoint,
+    opened,
     reader,
     save_sharded,
 )
-from zero_ckpt.filing import read_at
+from zero_ckpt.opened import read_fd
 from zero_ckpt.plan import MAX_SLICE_BYTES
 from zero_ckpt.types import ITEMSIZE, numel
 
@@ -119,11 +120,12 @@ def test_requests_that_need_the_same_slice_share_its_read(
     save_sharded(tmp_path, "t", [Interval("w", "param", (1000, 64), "U8", 0, raw)], step=0)
     checkpoint, reads = open_checkpoint(tmp_path), []
 
-    def counting(path: Path, position: int, out: memoryview, where: str) -> None:
+    def counting(fd: int, position: int, out: memoryview, where: str) -> None:
         reads.append(position)
-        read_at(path, position, out, where)
+        read_fd(fd, position, out, where)
 
-    monkeypatch.setattr(reader, "read_at", counting)
+    for module in (opened, reader):
+        monkeypatch.setattr(module, "read_fd", counting)
     rows = [bytearray(8) for _ in range(1000)]  # the columns 16 to 24
     checkpoint.read_many([ReadRequest("w", "param", 64 * row + 16, out) for row, out in enumerate(rows)])
     assert all(out == raw[64 * row + 16 : 64 * row + 24] for row, out in enumerate(rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .async_saver import AsyncSaver
 from .conversion import convert
-from .errors import CheckpointError, DamagedError, MismatchError, NotFoundError, NotPlainDataError
+from .errors import CheckpointError, DamagedError, MismatchError, NotFoundError, NotPlainDataError, ReplacedError
 from .facade import load, save
 from .inspecting import inspect
 from .manifest import Manifest, TensorEntry
@@ -31,6 +31,7 @@ __all__ = [
     "NotPlainDataError",
     "OpenReport",
     "ReadRequest",
+    "ReplacedError",
     "SoloCoordinator",
     "TensorEntry",
     "VerifyReport",

@@ -2,60 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .commit import list_tags, replaced_directories, replaced_tag
+from .commit import exists, list_tags, replaced_directories, replaced_tag
 from .errors import CheckpointError, DamagedError
-from .manifest import MANIFEST_NAME, Manifest, decode_manifest
+from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from .opened import Folder
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint directory: `manifest` when it is complete, otherwise `problem` says what is wrong."""
+    """A checkpoint directory: `manifest` when it is complete, otherwise `problem` says what is wrong.
+
+    `moved`: the directory lost its name while it was looked at, so what was found wrong says nothing.
+    """
 
     tag: str
     path: Path
     manifest: Manifest | None
     problem: str | None
+    folder: Folder | None = field(default=None, repr=False, compare=False)
+    moved: bool = False
 
 
-def load_manifest(path: Path) -> Manifest:
+def load_manifest(folder: Folder) -> Manifest:
     """The manifest of a checkpoint directory, after a check that every data file is there in full length.
 
     Raises DamagedError or CheckpointError (unknown version).
     """
-    file = path / MANIFEST_NAME
-    try:
-        manifest = decode_manifest(file.read_bytes(), str(file))
-    except OSError as error:
-        raise DamagedError(f"{file}: {error.strerror or error}") from error
+    raw = folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    manifest = decode_manifest(raw, str(folder.path / MANIFEST_NAME))
     for entry in manifest.files:
+        where = folder.path / entry.path
         try:
-            nbytes = (path / entry.path).stat().st_size
+            nbytes = folder.nbytes(entry.path)
         except FileNotFoundError as error:
             if manifest.per_node:
                 continue
-            raise DamagedError(f"{path / entry.path}: {error.strerror}") from error
+            raise DamagedError(f"{where}: {error.strerror}") from error
         except OSError as error:
-            raise DamagedError(f"{path / entry.path}: {error.strerror or error}") from error
+            raise DamagedError(f"{where}: {error.strerror or error}") from error
         if nbytes != entry.nbytes:
-            raise DamagedError(f"{path / entry.path}: {nbytes} bytes, expected {entry.nbytes}")
+            raise DamagedError(f"{where}: {nbytes} bytes, expected {entry.nbytes}")
     return manifest
 
 
-def examine(tag: str, path: Path) -> Candidate:
-    """What one directory holds."""
+def examine(tag: str, path: Path, *, in_root: bool = True) -> Candidate:
+    """What one directory holds.
+
+    `in_root`: it was found in a root under its tag, so it must not be a link, nor hold a checkpoint of another tag.
+    """
+    folder = None
     try:
-        return Candidate(tag, path, load_manifest(path), None)
+        folder = Folder(path, follow=not in_root)
+        manifest = load_manifest(folder)
+        if in_root and manifest.tag not in (None, tag):
+            raise DamagedError(
+                f"{path} holds the checkpoint that was saved as {manifest.tag!r}: folders were renamed or swapped; "
+                "`zero-ckpt repair` puts them back, and opening this path itself takes it as it is"
+            )
     except CheckpointError as error:
-        return Candidate(tag, path, None, str(error))
+        moved = not exists(path) if folder is None else not folder.is_current()
+        return Candidate(tag, path, None, str(error), moved=moved)
+    return Candidate(tag, path, manifest, None, folder)
 
 
 def find_candidates(root: Path) -> list[Candidate]:
-    """All checkpoints in `root`: complete ones by step, newest first, then the others by tag."""
-    found = [examine(tag, root / tag) for tag in list_tags(root)]
-    found += [examine(replaced_tag(path), path) for path in replaced_directories(root)]
+    """All checkpoints in `root`: complete ones by step, newest first, then the others by tag. None is held open."""
+    places = [(tag, root / tag) for tag in list_tags(root)]
+    places += [(replaced_tag(path), path) for path in replaced_directories(root)]
+    found = [replace(examine(tag, path), folder=None) for tag, path in places]
     return sorted(
         found, key=lambda item: (item.manifest is None, -(item.manifest.step if item.manifest else 0), item.tag)
     )

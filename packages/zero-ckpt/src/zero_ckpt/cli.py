@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("repair", help="sweep, restore from twins, set the damaged aside, fix latest")
     command.add_argument("root")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be done")
     command.set_defaults(run=_repair)
 
     command = commands.add_parser("diff", help="compare two checkpoints")
@@ -68,6 +69,7 @@ def _add_convert(commands: Any) -> None:
     command.add_argument("--to", choices=("safetensors", "pytorch", "deepspeed-universal", "zero-ckpt"))
     command.add_argument("--dtype", default="fp32", help="fp32 (default), bf16, fp16 or keep")
     command.add_argument("--max-shard-size", metavar="SIZE", help="cut files at this size, such as 5GB")
+    command.add_argument("--overwrite", action="store_true", help="replace what is there already")
     command.add_argument("--workers", type=int, default=4, help="pieces in flight (default 4)")
     command.set_defaults(run=_convert)
 
@@ -92,47 +94,71 @@ def _json_default(value: Any) -> Any:
 
 def _verify(options: argparse.Namespace) -> int:
     from .commit import has_manifest
-    from .errors import NotFoundError
-    from .inspecting import size_text
     from .locating import find_tag, split_spec
-    from .verifying import checkpoints_in, verify
+    from .repairing import require_root
+    from .verifying import checkpoints_in
 
     root, which = split_spec(options.checkpoint)
-    if not root.is_dir():
-        raise NotFoundError(f"{root} is not a directory")
-    if which is not None:
-        paths = [root / find_tag(root, which)]
-    else:
-        paths = [root] if has_manifest(root) else checkpoints_in(root)
-    if not paths:
-        raise NotFoundError(f"{root} holds no checkpoint")
+    if which is None and has_manifest(root):
+        return _report([root], in_root=False)
+    require_root(root)
+    paths = checkpoints_in(root) if which is None else [root / find_tag(root, which)]
+    latest = _latest_problem(root) if which is None else None
+    if latest is not None:
+        print(latest)
+    return max(_report(paths, in_root=True), 0 if latest is None else 1)
+
+
+def _report(paths: Sequence[Path], *, in_root: bool) -> int:
+    from .inspecting import size_text
+    from .verifying import verify_candidate
+
     good = True
     for path in paths:
         with _progress(f"verify {path.name}", _nbytes(path)) as advance:
-            report = verify(path, progress=advance)
+            report = verify_candidate(path, in_root=in_root, progress=advance)
+        if in_root and not path.exists():
+            print(f"{path}: removed while it was verified")
+            continue
         for problem in report.problems:
             print(problem)
         print(f"{path}: {'good' if report.ok else 'DAMAGED'}, {size_text(report.nbytes)}")
         if report.absent:
             print(f"  not on this node: {', '.join(report.absent)}")
+        if report.saved_as is not None:
+            print(f"  was saved as {report.saved_as}")
         good = good and report.ok
     return 0 if good else 1
 
 
+def _latest_problem(root: Path) -> str | None:
+    from .latest import read_latest
+
+    try:
+        tag = read_latest(root)
+    except CheckpointError as error:
+        return str(error)
+    if tag is None or (root / tag).is_dir():
+        return None
+    return f"{root}: `latest` names {tag!r}, but there is no such checkpoint"
+
+
 def _nbytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return sum(file.lstat().st_size for file in path.glob("*.safetensors"))
 
 
 def _repair(options: argparse.Namespace) -> int:
     from .repairing import repair
     from .verifying import checkpoints_in
 
-    total = sum(_nbytes(path) for path in checkpoints_in(Path(options.root)))
+    root = Path(options.root)
+    total = sum(_nbytes(path) for path in checkpoints_in(root)) if root.is_dir() else 0
     with _progress("repair", total) as advance:
-        done = repair(options.root, progress=advance)
+        done = repair(root, dry_run=options.dry_run, progress=advance)
     for line in done:
         print(line)
-    print(f"{options.root}: {'repaired' if done else 'nothing to repair'}")
+    outcome = "nothing to repair" if not done else "nothing was changed" if options.dry_run else "repaired"
+    print(f"{options.root}: {outcome}")
     return 0
 
 
@@ -177,6 +203,7 @@ def _convert(options: argparse.Namespace) -> int:
             max_shard_size=options.max_shard_size,
             workers=options.workers,
             progress=advance,
+            overwrite=options.overwrite,
         )
     for path in written:
         print(path)

@@ -6,64 +6,30 @@ manifest last, is on disk. A tag that exists already is first renamed to `.repla
 between the two renames, readers use the replaced directory and the next save puts it back. Names that start with a
 period are never taken for checkpoints. The saver holds an advisory lock on its directory, which the kernel drops when
 it dies: a directory that nobody locks is stale and is swept by the next save into the same root. Creating, renaming
-and sweeping happen under a lock on the root, so that several jobs may save into one root.
+and sweeping happen under a lock on the root, so that several jobs may save into one root (see [Note: locks and forks]).
+Directories are removed under a name of their own, after the lock was given up.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from .durable import fsync_directory, make_directories
 from .errors import CheckpointError
+from .latest import is_tag
+from .locking import root_lock, try_lock, unlock_and_close
 from .manifest import MANIFEST_NAME
 
-LATEST_NAME = "latest"
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 _LOCKLESS_STALE_SECONDS = 24 * 3600.0
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOSYS)
+_DATA_FILE = re.compile(r"rank-\d{5}(-\d{4})?\.(safetensors|extents)")
 
 logger = logging.getLogger("zero_ckpt")
-
-
-def is_tag(text: str) -> bool:
-    """Whether `text` can name a checkpoint directory."""
-    if not text or text.startswith(".") or "/" in text or "\0" in text:
-        return False
-    return text != LATEST_NAME and len(text.encode(errors="replace")) <= 200
-
-
-def check_tag(tag: str) -> str:
-    """`tag` itself when it can name a checkpoint directory; raises CheckpointError when it cannot."""
-    if not is_tag(tag):
-        raise CheckpointError(
-            f"{tag!r} cannot be a tag: expected one path component of at most 200 bytes that does not start with a "
-            f"period and is not {LATEST_NAME!r}"
-        )
-    return tag
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Create or overwrite a small file and wait until it is on disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class Staging:
@@ -77,13 +43,17 @@ class Staging:
 
     @classmethod
     def create(cls, root: Path, tag: str, token: str) -> Staging:
-        """Make and lock `<root>/.saving-<tag>.<token>`, creating `root` when needed."""
-        root.mkdir(parents=True, exist_ok=True)
+        """Make and lock `<root>/.saving-<tag>.<token>`, creating `root` when needed.
+
+        Raises CheckpointError when `<root>/<tag>` is there and is no checkpoint, so must not be replaced.
+        """
+        make_directories(root)
         path = staging_path(root, tag, token)
-        with _root_lock(root):
+        with root_lock(root):
+            _require_replaceable(root / tag)
             path.mkdir()
-            lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            _try_lock(lock_fd)
+            lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try_lock(lock_fd)
         return cls(root, tag, token, lock_fd)
 
     def commit(self) -> Path:
@@ -94,29 +64,47 @@ class Staging:
         target = self.root / self.tag
         replaced = self.root / f"{_REPLACED}{self.tag}.{self.token}"
         fsync_directory(self.path)
-        with _root_lock(self.root):
-            if target.exists():
+        with root_lock(self.root):
+            if exists(target):
+                _require_replaceable(target)
                 target.rename(replaced)
             self.path.rename(target)
             self._end()
             fsync_directory(self.root)
-            if replaced.exists():
-                remove_directory(replaced)
+            doomed = set_for_removal(replaced) if exists(replaced) else None
+        if doomed is not None:
+            remove_tree(doomed)
         return target
 
     def discard(self) -> None:
         """Remove the directory and all in it; nothing happens after a commit."""
         if not self._ended:
             try:
-                with _root_lock(self.root):
-                    remove_directory(self.path)
-            except OSError as error:  # a rank may be writing still; the lock is given up, so the next save sweeps it
+                with root_lock(self.root):
+                    remove_tree(self.path)
+            except (OSError, CheckpointError) as error:  # a rank may be writing still; the next save sweeps it
                 logger.warning("left %s to be swept by the next save: %s", self.path, error)
             self._end()
 
     def _end(self) -> None:
-        os.close(self._lock_fd)
         self._ended = True
+        unlock_and_close(self._lock_fd)
+
+
+def _require_replaceable(target: Path) -> None:
+    """Raise CheckpointError unless there is nothing, an empty directory or a checkpoint at `target`."""
+    if not exists(target) or has_mark(target):
+        return
+    if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
+        return
+    raise CheckpointError(
+        f"{target} exists and is no checkpoint, so it is not replaced; save under another tag, or move it away"
+    )
+
+
+def exists(path: Path) -> bool:
+    """Whether a name is taken, also by a link that leads nowhere."""
+    return os.path.lexists(path)
 
 
 def staging_path(root: Path, tag: str, token: str) -> Path:
@@ -124,72 +112,55 @@ def staging_path(root: Path, tag: str, token: str) -> Path:
     return root / f"{_SAVING}{tag}.{token}"
 
 
-def _try_lock(fd: int) -> bool | None:
-    """True: locked now. False: somebody else holds it. None: this file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return None
-        raise
-    return True
-
-
-@contextmanager
-def _root_lock(root: Path) -> Iterator[None]:
-    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-        yield
-    finally:
-        os.close(fd)
-
-
-def sweep(root: Path) -> list[Path]:
-    """Clear what dead saves and prunes left in `root`; returns what was removed or put back."""
-    swept = []
-    if root.is_dir():
-        with _root_lock(root):
-            swept = [result for path in sorted(root.iterdir()) if (result := _sweep_one(path)) is not None]
-    for path in swept:
+def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
+    """Clear what dead saves and prunes left in `root`; returns what was (or would be) removed or put back."""
+    if not root.is_dir():
+        return []
+    swept, doomed = [], []
+    with root_lock(root):
+        for path in sorted(root.iterdir()):
+            what = _fate(path)
+            if what is not None:
+                swept.append(path)
+                if not dry_run:
+                    doomed += _settle(path, what)
+    for path in doomed:
+        _remove_what_can_be(path)
+    for path in [] if dry_run else swept:
         logger.warning("swept %s, left by a save that did not finish", path)
     return swept
 
 
-def _sweep_one(path: Path) -> Path | None:
-    """What was removed or put back; what cannot be (another user's, say) is no reason not to save."""
+def _fate(path: Path) -> str | None:
+    """What a sweep does with `path`: "remove", "put back", or nothing; what cannot be told is left alone."""
     try:
-        return _clear(path)
+        if path.name.startswith(_REPLACED):
+            return "remove" if exists(path.parent / replaced_tag(path)) else "put back"
+        if path.name.startswith(_DELETING) or (path.name.startswith(_SAVING) and _is_stale(path)):
+            return "remove"
     except OSError as error:
         logger.warning("could not sweep %s: %s", path, error)
-        return None
-
-
-def _clear(path: Path) -> Path | None:
-    if path.name.startswith(_REPLACED):
-        return _settle_replaced(path)
-    if path.name.startswith(_DELETING) or (path.name.startswith(_SAVING) and _is_stale(path)):
-        if path.is_dir():
-            remove_directory(path)
-        else:
-            path.unlink()
-        return path
     return None
 
 
-def _settle_replaced(path: Path) -> Path:
-    target = path.parent / replaced_tag(path)
-    if target.exists():
-        remove_directory(path)
-        return path
-    path.rename(target)
-    return target
+def _settle(path: Path, what: str) -> list[Path]:
+    """Put `path` back, or give it the name under which it is removed later; returns what is to be removed."""
+    try:
+        if what == "put back":
+            path.rename(path.parent / replaced_tag(path))
+            return []
+        return [path if path.name.startswith(_DELETING) else set_for_removal(path)]
+    except OSError as error:
+        logger.warning("could not sweep %s: %s", path, error)
+        return []
+
+
+def _remove_what_can_be(path: Path) -> None:
+    """Remove; what cannot be (another user's, say) is no reason not to save."""
+    try:
+        remove_tree(path)
+    except OSError as error:
+        logger.warning("could not sweep %s: %s", path, error)
 
 
 def replaced_tag(path: Path) -> str:
@@ -197,59 +168,76 @@ def replaced_tag(path: Path) -> str:
     return path.name[len(_REPLACED) :].rpartition(".")[0]
 
 
+def tag_of(path: Path) -> str:
+    """The tag of a checkpoint directory, also of one that was moved aside."""
+    return replaced_tag(path) if path.name.startswith(_REPLACED) else path.name
+
+
+def replaced_path(root: Path, tag: str) -> Path:
+    """A name for the checkpoint `tag` while it is out of its place; a sweep puts it back."""
+    return root / f"{_REPLACED}{tag}.{os.urandom(6).hex()}"
+
+
 def replaced_directories(root: Path) -> list[Path]:
     """Checkpoints that were moved aside by a save that died before it could take their place."""
-    return [path for path in root.glob(_REPLACED + "*") if not (root / replaced_tag(path)).exists()]
+    return [path for path in root.glob(_REPLACED + "*") if not exists(root / replaced_tag(path))]
 
 
 def _is_stale(path: Path) -> bool:
-    fd = os.open(path, os.O_RDONLY)
+    if path.is_symlink() or not (path.is_dir() or path.is_file()):
+        return True
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        locked = _try_lock(fd)
         age = time.time() - os.fstat(fd).st_mtime
+        locked = try_lock(fd)
     finally:
-        os.close(fd)
+        unlock_and_close(fd)
     return locked is True or (locked is None and age > _LOCKLESS_STALE_SECONDS)
+
+
+def set_for_removal(path: Path) -> Path:
+    """Take a directory's name away, so that no reader finds half of it; returns the name to give to `remove_tree`."""
+    doomed = path.parent / f"{_DELETING}{path.name.lstrip('.')}.{os.urandom(6).hex()}"
+    path.rename(doomed)
+    return doomed
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, a link or a directory tree, which others may be removing as well."""
+    while exists(path):
+        try:
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
+        except FileNotFoundError:  # another process was faster
+            continue
 
 
 def remove_directory(path: Path) -> None:
     """Remove a directory tree; its name disappears at once, so that no reader sees half of it."""
-    doomed = path
-    if not path.name.startswith("."):
-        doomed = path.parent / f"{_DELETING}{path.name}.{os.urandom(6).hex()}"
-        path.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def write_latest(root: Path, tag: str) -> None:
-    """Point `<root>/latest` at `tag`, atomically and durably."""
-    temporary = staging_path(root, LATEST_NAME, os.urandom(6).hex())
-    with _root_lock(root):
-        try:
-            write_durably(temporary, tag.encode())
-            temporary.replace(root / LATEST_NAME)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        fsync_directory(root)
-
-
-def read_latest(root: Path) -> str | None:
-    """The tag that `<root>/latest` names, or None when there is no such file."""
-    try:
-        text = (root / LATEST_NAME).read_bytes()[:4096]
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return text.decode(errors="replace").strip()
+    remove_tree(path if path.name.startswith(".") else set_for_removal(path))
 
 
 def has_manifest(path: Path) -> bool:
     """Whether a directory holds a manifest, valid or not."""
-    return (path / MANIFEST_NAME).is_file()
+    return exists(path / MANIFEST_NAME)
+
+
+def has_mark(path: Path) -> bool:
+    """Whether `path` is a directory that was written as a checkpoint: one with a manifest, or with ranks' files."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return has_manifest(path) or any(_DATA_FILE.fullmatch(entry.name) for entry in path.iterdir())
+
+
+def marked_directories(root: Path) -> list[Path]:
+    """The directories in `root` that were written as checkpoints, whole or not, sorted by name."""
+    if not root.is_dir():
+        return []
+    return [path for path in sorted(root.iterdir()) if is_tag(path.name) and has_mark(path)]
 
 
 def list_tags(root: Path) -> list[str]:
     """Tags of the checkpoint directories in `root`, valid or not, sorted by name."""
-    if not root.is_dir():
-        return []
-    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".") and has_manifest(path))
+    return [path.name for path in marked_directories(root) if has_manifest(path)]

@@ -122,16 +122,16 @@ def has_direct_reads(nbytes: int) -> bool:
 
 
 def read_ranges(
-    ranges: Sequence[tuple[Path, int, memoryview]], in_flight: int = _PENDING_READS
+    ranges: Sequence[tuple[Path, int, memoryview]], in_flight: int = _PENDING_READS, *, near: Path | None = None
 ) -> Generator[str, None, None]:
     """Fill each buffer from a byte position of a file; yields their checksums, in order.
 
     When it yields, the reads after that one are under way, `in_flight` of them counting it; checksums are computed on
-    the way. Raises OSError.
+    the way. `near` is a path on their device, by default the first of them. Raises OSError.
     """
     files: dict[Path, Any] = {}
     pending: deque[Request] = deque()
-    engine = open_engine(ranges[0][0])
+    engine = open_engine(near or ranges[0][0])
     try:
         for path, begin, view in ranges:
             if path not in files:

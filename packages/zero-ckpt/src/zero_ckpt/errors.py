@@ -22,6 +22,10 @@ class DamagedError(CheckpointError):
     """Bytes on disk are not the bytes that were saved (truncated, altered, missing or not valid)."""
 
 
+class ReplacedError(CheckpointError):
+    """The checkpoint was replaced, renamed or removed while it was being read; open it again."""
+
+
 class NotFoundError(CheckpointError):
     """There is no checkpoint, tag or tensor of that name."""
 

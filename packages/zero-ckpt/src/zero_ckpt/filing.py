@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from .errors import DamagedError
+from .opened import read_fd
 
 _CLONE = 0x40049409
 """FICLONE: the new file shares the blocks of the old one until either changes (btrfs, XFS and others)."""
@@ -18,17 +19,11 @@ _NO_CLONE = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EN
 def read_at(path: Path, position: int, out: memoryview, where: str) -> None:
     """Fill `out` with the bytes of a file from `position` on; raises DamagedError, beginning with `where`."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise DamagedError(f"{where}: {error.strerror}") from error
     try:
-        while out:
-            count = os.preadv(fd, [out], position)
-            if count == 0:
-                raise DamagedError(f"{where}: the file ends at byte {position}, before its data does")
-            out, position = out[count:], position + count
-    except OSError as error:
-        raise DamagedError(f"{where}: reading at byte {position}: {error.strerror}") from error
+        read_fd(fd, position, out, where)
     finally:
         os.close(fd)
 
@@ -36,17 +31,23 @@ def read_at(path: Path, position: int, out: memoryview, where: str) -> None:
 def share_file(source: Path, target: Path) -> bool:
     """Make `target` the same content as `source` without copying: a hard link, or a clone of its blocks.
 
-    The content is on disk when this returns True; the name is once the directory is synced. False, with nothing made,
+    The content is on disk after `sync_file(target)`, the name once the directory is synced. False, with nothing made,
     where neither is possible. Raises OSError for anything else (no such file, no space).
     """
-    if not _link(source, target) and not _clone(source, target):
-        return False
-    fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+    return _link(source, target) or _clone(source, target)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's content is on disk.
+
+    Of many files that were linked, the first pays for all: the others find nothing left to do, provided that all were
+    linked before.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
-    return True
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from .checksum import Checksummer, checksum
 from .direct import has_direct, read_ranges
 from .errors import CheckpointError, DamagedError
-from .filing import read_at, share_file
+from .filing import read_at, share_file, sync_file
 from .manifest import FileEntry, raw_checksum
 from .plan import MAX_SLICE_BYTES, Piece
 from .scanning import scan
@@ -93,6 +93,8 @@ def link_files(
             slices += own
         else:
             left += members
+    for entry in files:
+        sync_file(directory / entry.path)
     return files, slices, left
 
 

@@ -21,7 +21,10 @@ from .types import ITEMSIZE, is_kind, numel
 MANIFEST_NAME = "manifest.msgpack"
 MAGIC = b"ZCKPT\x00\x00\x01"
 VERSION = 1
+MAX_MANIFEST_BYTES = 512 << 20
+"""No larger manifest is written or read."""
 _PREFIX_BYTES = 16
+_ALWAYS_READABLE_BYTES = 4 << 20
 _MAX_INT = 1 << 62
 
 
@@ -116,9 +119,11 @@ class Manifest:
     """Whether nodes had file systems of their own, so that files of other nodes may be absent here."""
     frozen: frozenset[str] | None = None
     """Parameters that were not trained; None where the saver did not say."""
+    tag: str | None = None
+    """The tag it was saved as; None in checkpoints of earlier versions."""
 
     def encode(self) -> bytes:
-        """The bytes of the manifest file."""
+        """The bytes of the manifest file; raises CheckpointError when no reader would take them."""
         body = pack(
             {
                 "format": "zero-ckpt",
@@ -142,9 +147,25 @@ class Manifest:
                 "rank_state": list(self.rank_state),
                 **({"per_node": True} if self.per_node else {}),
                 **({"frozen": sorted(self.frozen)} if self.frozen is not None else {}),
+                **({"tag": self.tag} if self.tag is not None else {}),
             }
         )
+        _require_readable(body)
         return MAGIC + xxhash.xxh3_64_digest(body) + body
+
+
+def _require_readable(body: bytes) -> None:
+    if len(body) <= _ALWAYS_READABLE_BYTES:
+        return
+    try:
+        if len(body) > MAX_MANIFEST_BYTES - _PREFIX_BYTES:
+            raise DamagedError(f"{len(body)} bytes, expected at most {MAX_MANIFEST_BYTES - _PREFIX_BYTES}")
+        unpack(body)
+    except DamagedError as error:
+        raise CheckpointError(
+            f"the manifest would not be readable: {error}; keep large data out of client_state, config and rank_state, "
+            "or save it as tensors"
+        ) from error
 
 
 def decode_manifest(raw: bytes, where: str) -> Manifest:
@@ -186,6 +207,7 @@ class _Decoder:
             self._tensor(item, f"tensors[{i}]", len(files)) for i, item in enumerate(_get(table, "tensors", list))
         )
         _check_begins(files, tensors)
+        _check_keys(files, tensors)
         _unique(((tensor.name, tensor.kind) for tensor in tensors), "tensors: the (name, kind)")
         self._check_sizes(files, tensors)
         aliases = _get(table, "aliases", dict)
@@ -202,6 +224,7 @@ class _Decoder:
             rank_state=tuple(_typed(table.get("rank_state", []), list, "rank_state")),
             per_node=_typed(table.get("per_node", False), bool, "per_node"),
             frozen=_names(table["frozen"], "frozen") if "frozen" in table else None,
+            tag=_get(table, "tag", str) if "tag" in table else None,
         )
 
     def _file(self, value: Any, at: str) -> FileEntry:
@@ -291,6 +314,19 @@ def _check_begins(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]
                     f"{tensor.name!r} ({tensor.kind}): elements {piece.offset} to {piece.offset + piece.length} are no "
                     f"extent of {files[piece.file].path} at byte {piece.begin}"
                 )
+
+
+def _check_keys(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
+    """No two slices are the same entry of a safetensors file."""
+    seen: set[tuple[int, str]] = set()
+    for tensor in tensors:
+        for piece in tensor.slices:
+            if piece.begin is None and (piece.file, piece.key) in seen:
+                raise DamagedError(
+                    f"{tensor.name!r} ({tensor.kind}): entry {piece.key!r} of {files[piece.file].path} is given to "
+                    "two slices"
+                )
+            seen.add((piece.file, piece.key))
 
 
 def _covering(slices: tuple[Slice, ...], count: int, at: str) -> tuple[Slice, ...]:

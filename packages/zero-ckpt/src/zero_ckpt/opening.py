@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .catalog import Candidate, examine, find_candidates
-from .commit import check_tag, has_manifest, is_tag, read_latest, replaced_directories, replaced_tag
+from .commit import exists, has_manifest, replaced_directories, replaced_tag
 from .coordination import together
-from .errors import DamagedError, NotFoundError
+from .errors import DamagedError, NotFoundError, ReplacedError
+from .latest import LATEST_NAME, check_tag, is_tag, read_latest
 from .reader import Checkpoint, OpenReport
 from .types import Coordinator, SoloCoordinator
+
+_LOOKS = 50
+_BETWEEN_LOOKS_SECONDS = 0.01
 
 logger = logging.getLogger("zero_ckpt")
 
@@ -32,7 +37,7 @@ def open_checkpoint(
     `root` may also be a checkpoint directory itself. `skip` maps tags that are known to be damaged to the reason.
 
     Raises NotFoundError when there is no checkpoint at all, and DamagedError when there are some but none is whole (or
-    the one asked for by tag is not).
+    the one asked for by tag is not). A checkpoint that a save is just replacing is waited for.
     """
     group = coordinator or SoloCoordinator()
     directory = Path(root)
@@ -42,7 +47,7 @@ def open_checkpoint(
         options: list[Candidate] = []
 
         def part(look: _Look = look, options: list[Candidate] = options) -> list[list[str | None]]:
-            options.extend(look(directory, tag, skip or {}))
+            options.extend(_settled(look, directory, tag, skip or {}))
             return [[option.tag, option.problem] for option in options]
 
         for name, problem in _merge(together(group, what, part)).items():
@@ -61,29 +66,60 @@ def _open(chosen: Candidate, requested: str | None, skipped: dict[str, str], wha
         logger.warning("%s", report)
     if chosen.manifest is None:
         raise DamagedError(f"{what}: {chosen.tag!r} is whole on another rank but not on this one")
-    return Checkpoint(chosen.path, chosen.tag, chosen.manifest, report)
+    if chosen.folder is None:  # one of many that were looked at; none of those is held open
+        chosen = examine(chosen.tag, chosen.path)
+    if chosen.manifest is None or chosen.folder is None:
+        raise ReplacedError(f"{what}: {chosen.problem}")
+    return Checkpoint(chosen.path, chosen.tag, chosen.manifest, report, chosen.folder)
 
 
 _Look = Callable[[Path, "str | None", Mapping[str, str]], "list[Candidate]"]
 
 
+def _settled(look: _Look, root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
+    """What `look` finds when no save is just replacing what it looks at."""
+    for _ in range(_LOOKS):
+        found = look(root, tag, skip)
+        if not any(candidate.moved for candidate in found):
+            break
+        time.sleep(_BETWEEN_LOOKS_SECONDS)
+    return found
+
+
 def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
     """The one asked for, or that `root` is, or that `latest` names; most often nothing else has to be read."""
     if tag is not None:
-        return [_by_tag(root, tag)]
+        path = _find(root, check_tag(tag))
+        if path is None:
+            raise NotFoundError(f"{root} has no checkpoint {tag!r}")
+        return [examine(tag, path)]
     if has_manifest(root):
-        return [_apply_skip(examine(root.name, root), skip)]
-    latest = read_latest(root)
+        return [_apply_skip(examine(root.name, root, in_root=False), skip)]
+    try:
+        latest = read_latest(root)
+    except DamagedError as error:
+        return [Candidate(LATEST_NAME, root, None, str(error))]
     if latest is None:
         return []
     if latest in skip:
         return [Candidate(latest, root / latest, None, skip[latest])]
     if not is_tag(latest):
         return [Candidate(latest, root, None, "`latest` does not hold a tag")]
-    for path in (root / latest, *(path for path in replaced_directories(root) if replaced_tag(path) == latest)):
-        if path.is_dir():
-            return [examine(latest, path)]
-    return [Candidate(latest, root / latest, None, "`latest` names it, but there is no such checkpoint")]
+    path = _find(root, latest)
+    if path is None:
+        return [Candidate(latest, root / latest, None, "`latest` names it, but there is no such checkpoint")]
+    return [examine(latest, path)]
+
+
+def _find(root: Path, tag: str) -> Path | None:
+    """Where checkpoint `tag` is; while it is being replaced it has one name, then none, then the other."""
+    for _ in range(3):
+        if exists(root / tag):
+            return root / tag
+        for path in replaced_directories(root) if root.is_dir() else []:
+            if replaced_tag(path) == tag:
+                return path
+    return None
 
 
 def _every_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
@@ -91,16 +127,6 @@ def _every_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[
     if tag is not None or has_manifest(root):
         return []
     return [_apply_skip(candidate, skip) for candidate in find_candidates(root)]
-
-
-def _by_tag(root: Path, tag: str) -> Candidate:
-    path = root / check_tag(tag)
-    if not path.is_dir():
-        for replaced in replaced_directories(root) if root.is_dir() else []:
-            if replaced_tag(replaced) == tag:
-                return examine(tag, replaced)
-        raise NotFoundError(f"{root} has no checkpoint {tag!r}")
-    return examine(tag, path)
 
 
 def _apply_skip(candidate: Candidate, skip: Mapping[str, str]) -> Candidate:

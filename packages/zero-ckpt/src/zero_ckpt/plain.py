@@ -5,6 +5,7 @@ Tuples are stored as lists. Integers of any size are kept (those beyond 64 bits 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -13,6 +14,10 @@ from .errors import DamagedError, NotPlainDataError
 
 _BIG_INT = 1
 _MAX_DEPTH = 100
+_OBJECT_BYTES, _OBJECT_BYTES_PER_BYTE = 256 << 20, 8
+_MAX_PAIRS = 1 << 22
+_LIST_BYTES, _MAP_BYTES, _PAIR_BYTES = 72, 80, 56
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, list, dict})
 
 
 def to_plain(value: Any, path: str) -> Any:
@@ -26,7 +31,9 @@ def to_plain(value: Any, path: str) -> Any:
 
 def _copy(value: Any, path: str, depth: int) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, int, float, str, bytes):
+    if kind is str:
+        return _text(value, path)
+    if value is None or kind in (bool, int, float, bytes):
         return value
     if depth >= _MAX_DEPTH:
         raise NotPlainDataError(f"{path} is nested more than {_MAX_DEPTH} levels deep (or refers to itself)")
@@ -36,7 +43,7 @@ def _copy(value: Any, path: str, depth: int) -> Any:
         return {_key(key, path): _copy(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
     for plain in (int, float, str, bytes):
         if isinstance(value, plain):  # subclasses such as numpy.float64 or an enum of str
-            return plain(value)  # type: ignore[arg-type]
+            return _copy(plain(value), path, depth)  # type: ignore[arg-type]
     raise NotPlainDataError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which is not plain data "
         "(None, bool, int, float, str, bytes, list, or dict with string keys); "
@@ -44,10 +51,20 @@ def _copy(value: Any, path: str, depth: int) -> Any:
     )
 
 
+def _text(value: str, path: str) -> str:
+    """The string itself; half of a surrogate pair has no form in UTF-8."""
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise NotPlainDataError(f"{path} is {value!r}, which is not valid Unicode: {error.reason}") from error
+    return value
+
+
 def _key(key: Any, path: str) -> str:
     if not isinstance(key, str):
         raise NotPlainDataError(f"{path} has the key {key!r} of type {type(key).__name__}; keys must be strings")
-    return str(key)
+    return _text(str(key), path)
 
 
 def pack(value: Any) -> bytes:
@@ -63,11 +80,67 @@ def _pack_big_int(value: Any) -> msgpack.ExtType:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """Plain data from msgpack bytes; raises DamagedError when they are not valid."""
+    """Plain data from msgpack bytes.
+
+    Raises DamagedError when they are not valid, a map has a key twice, a value is not plain (a timestamp, an unknown
+    extension), it has more than four million keys, or lists and maps take more than 256 MiB and eight times the bytes.
+    """
+    decoding = _Decoding(len(data))
     try:
-        return msgpack.unpackb(data, ext_hook=_unpack_ext, strict_map_key=True, raw=False)
-    except (ValueError, RecursionError, MemoryError, msgpack.UnpackException) as error:
+        value = msgpack.unpackb(
+            data,
+            ext_hook=_unpack_ext,
+            list_hook=decoding.take_list,
+            object_pairs_hook=decoding.take_map,
+            strict_map_key=True,
+            max_map_len=_MAX_PAIRS,
+            raw=False,
+        )
+        decoding.take_list([value])
+    except (ValueError, RecursionError, MemoryError, OverflowError, msgpack.UnpackException) as error:
         raise DamagedError(f"not valid msgpack: {type(error).__name__}: {error}") from error
+    return value
+
+
+def first_twice(keys: Iterable[str]) -> str | None:
+    """The first of `keys` that is there twice."""
+    seen: set[str] = set()
+    for key in keys:
+        if key in seen:
+            return key
+        seen.add(key)
+    return None
+
+
+class _Decoding:
+    """Counts what lists and maps cost while they are made, and refuses what plain data does not hold."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = _OBJECT_BYTES + _OBJECT_BYTES_PER_BYTE * nbytes
+
+    def take_list(self, items: list[Any]) -> list[Any]:
+        self._spend(_LIST_BYTES + 8 * len(items))
+        self._require_plain(items)
+        return items
+
+    def take_map(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._spend(_MAP_BYTES + _PAIR_BYTES * len(pairs))
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise ValueError(f"a map has the key {first_twice(key for key, _ in pairs)!r} twice")
+        self._require_plain(table.values())
+        return table
+
+    def _spend(self, nbytes: int) -> None:
+        self._left -= nbytes
+        if self._left < 0:
+            raise ValueError("its lists and maps take too much memory for its size")
+
+    @staticmethod
+    def _require_plain(values: Iterable[Any]) -> None:
+        odd = set(map(type, values)) - _PLAIN_TYPES
+        if odd:
+            raise ValueError(f"{', '.join(sorted(kind.__name__ for kind in odd))} is not plain data")
 
 
 def _unpack_ext(code: int, data: bytes) -> int:

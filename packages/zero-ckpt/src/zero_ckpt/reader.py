@@ -11,26 +11,31 @@ request for a part of one reads it in small pieces to verify it, and from then o
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checksum import checksum
 from .direct import has_direct_reads, read_ranges
 from .errors import DamagedError, MismatchError, NotFoundError
-from .filing import read_at
+from .headers import read_entries
 from .manifest import Manifest, Slice, TensorEntry
+from .opened import Folder, read_fd
 from .plan import MAX_SLICE_BYTES
-from .safetensors_file import Entry, parse_header
-from .scanning import scan
+from .safetensors_file import Entry
+from .scanning import scan_fd
 from .types import ITEMSIZE
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+_OPEN_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,15 @@ class ReadRequest:
 
 
 class Checkpoint:
-    """A complete checkpoint, opened for reading; make one with `open_checkpoint`. Safe to use from several threads."""
+    """A complete checkpoint, opened for reading; make one with `open_checkpoint`. Safe to use from several threads.
 
-    def __init__(self, path: Path, tag: str, manifest: Manifest, report: OpenReport) -> None:
+    It reads the files of the directory that was opened, also when a save gives the tag to another; when those are gone,
+    reading raises ReplacedError.
+    """
+
+    def __init__(self, path: Path, tag: str, manifest: Manifest, report: OpenReport, folder: Folder) -> None:
         self.path, self.tag, self.report = path, tag, report
-        self._manifest = manifest
+        self._manifest, self._folder = manifest, folder
         self._tensors = {(tensor.name, tensor.kind): tensor for tensor in manifest.tensors}
         self._headers: dict[int, dict[str, Entry]] = {}
         self._lock = threading.Lock()
@@ -161,17 +170,28 @@ class Checkpoint:
                 raise
 
     def _run_direct(self, jobs: list[_Job]) -> list[_Job]:
-        """Do the jobs that are whole slices past the page cache; returns the others."""
-        whole = [job for job in jobs if job.is_whole]
-        ranges = [(self._file(job), self._begin(job), job.view) for job in whole]
-        if ranges:
+        """Do the jobs that are whole slices past the page cache, a few files at a time; returns the others."""
+        whole = sorted((job for job in jobs if job.is_whole), key=lambda job: job.piece.file)
+        by_file = [list(group) for _, group in groupby(whole, key=lambda job: job.piece.file)]
+        for first in range(0, len(by_file), _OPEN_FILES):
+            self._read_direct([job for group in by_file[first : first + _OPEN_FILES] for job in group])
+        return [job for job in jobs if not job.is_whole]
+
+    def _read_direct(self, jobs: list[_Job]) -> None:
+        with ExitStack() as stack:
+            opened: dict[int, Path] = {}
+            for job in jobs:
+                if job.piece.file not in opened:
+                    fd = self._open(job)
+                    stack.callback(os.close, fd)
+                    opened[job.piece.file] = Path(f"/proc/self/fd/{fd}")
+            ranges = [(opened[job.piece.file], self._begin(job), job.view) for job in jobs]
             try:
-                with closing(read_ranges(ranges)) as checksums:
-                    for job, found in zip(whole, checksums, strict=True):
+                with closing(read_ranges(ranges, near=self.path)) as checksums:
+                    for job, found in zip(jobs, checksums, strict=True):
                         self._compare(job, found)
             except OSError as error:
                 raise DamagedError(f"{self.path}: {error}") from error
-        return [job for job in jobs if not job.is_whole]
 
     def read(self, name: str, kind: str, offset: int = 0, length: int | None = None) -> bytearray:
         """The bytes of an interval, by default of the whole tensor, verified."""
@@ -204,28 +224,35 @@ class Checkpoint:
     def _run(self, jobs: Sequence[_Job], verify: bool) -> None:
         """Do jobs that read from one slice; to verify them it is read once."""
         first = jobs[0]
-        file, begin, where = self._file(first), self._begin(first), self._where(first)
-        if verify and first.slice_nbytes > MAX_SLICE_BYTES and not all(job.is_whole for job in jobs):
-            self._verify_large(first, file, begin, where)
-            verify = False
-        if not verify:
-            for job in jobs:
-                read_at(file, begin + job.skip, job.view, where)
-            return
-        whole = first.view if first.is_whole else memoryview(bytearray(first.slice_nbytes))
-        read_at(file, begin, whole, where)
+        begin, where = self._begin(first), self._where(first)
+        fd = self._open(first)
+        try:
+            if verify and first.slice_nbytes > MAX_SLICE_BYTES and not all(job.is_whole for job in jobs):
+                self._verify_large(first, fd, begin, where)
+                verify = False
+            if not verify:
+                for job in jobs:
+                    read_fd(fd, begin + job.skip, job.view, where)
+                return
+            whole = first.view if first.is_whole else memoryview(bytearray(first.slice_nbytes))
+            read_fd(fd, begin, whole, where)
+        finally:
+            os.close(fd)
         self._compare(first, checksum(whole))
         for job in jobs:
             if job.view is not whole:
                 job.view[:] = whole[job.skip : job.skip + job.view.nbytes]
 
-    def _verify_large(self, job: _Job, file: Path, begin: int, where: str) -> None:
+    def _verify_large(self, job: _Job, fd: int, begin: int, where: str) -> None:
         """Verify a slice that is larger than a scratch buffer, once."""
         place = (job.piece.file, job.piece.key, job.piece.begin)
         with self._large_lock:
             if place not in self._large:
-                self._compare(job, scan(file, begin, job.slice_nbytes, where))
+                self._compare(job, scan_fd(fd, begin, job.slice_nbytes, where))
                 self._large.add(place)
+
+    def _open(self, job: _Job) -> int:
+        return self._folder.open_named(self._manifest.files[job.piece.file].path, self._where(job))
 
     def _compare(self, job: _Job, found: str) -> None:
         if found != job.piece.checksum:
@@ -234,11 +261,9 @@ class Checkpoint:
                 f"(checksum {found}, expected {job.piece.checksum})"
             )
 
-    def _file(self, job: _Job) -> Path:
-        return self.path / self._manifest.files[job.piece.file].path
-
     def _where(self, job: _Job) -> str:
-        return f"{job.entry.name!r} ({job.entry.kind}) in {self._file(job)}"
+        file = self.path / self._manifest.files[job.piece.file].path
+        return f"{job.entry.name!r} ({job.entry.kind}) in {file}"
 
     def _begin(self, job: _Job) -> int:
         """The byte of its file at which a job's slice begins."""
@@ -255,11 +280,7 @@ class Checkpoint:
         with self._lock:
             if index not in self._headers:
                 entry = self._manifest.files[index]
-                raw = bytearray(entry.header_nbytes)
-                read_at(self.path / entry.path, 0, memoryview(raw), str(self.path / entry.path))
-                if checksum(raw) != entry.header_checksum:
-                    raise DamagedError(f"{self.path / entry.path}: the header is damaged (its checksum does not hold)")
-                self._headers[index] = parse_header(bytes(raw), entry.nbytes, str(self.path / entry.path))[0]
+                self._headers[index] = read_entries(self._folder, entry)
             return self._headers[index]
 
 

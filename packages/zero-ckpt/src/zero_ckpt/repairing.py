@@ -3,135 +3,156 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from .catalog import find_candidates, load_manifest
-from .checksum import checksum
-from .commit import fsync_directory, read_latest, sweep, write_latest
-from .errors import CheckpointError, DamagedError, NotFoundError
-from .filing import read_at
-from .manifest import Manifest, Slice, TensorEntry
-from .safetensors_file import parse_header
-from .types import ITEMSIZE
-from .verifying import VerifyReport, checkpoints_in, verify
+from .catalog import examine, find_candidates
+from .commit import exists, has_manifest, marked_directories, replaced_path, sweep, tag_of
+from .durable import fsync_directory
+from .errors import CheckpointError, NotFoundError
+from .latest import LATEST_NAME, is_tag, read_latest, require_replaceable, write_latest
+from .locking import root_lock
+from .twins import restore_slices
+from .verifying import checkpoints_in, verify_candidate
 
 SET_ASIDE = ".damaged-"
 
 
-def repair(root: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> list[str]:
+def repair(
+    root: str | os.PathLike[str], *, dry_run: bool = False, progress: Callable[[int], None] | None = None
+) -> list[str]:
     """Repair what can be repaired in `root`; returns what was done, one sentence each, empty when all was well.
 
-    Puts back a checkpoint that a dead save had moved aside and sweeps what dead saves left; rewrites a damaged slice
-    when another checkpoint of the root holds one with the same checksum; renames what stays damaged to
-    `.damaged-<tag>`; and points `latest` at the newest whole checkpoint when it names none. No tensor of a whole
-    checkpoint is touched.
+    Puts back a checkpoint that a dead save had moved aside and sweeps what dead saves left; gives folders that were
+    renamed or swapped the tags they were saved as; rewrites a damaged slice when another checkpoint of the root holds
+    one with the same checksum; renames what stays damaged to `.damaged-<tag>`; and points `latest` at the newest whole
+    checkpoint when it names none. No tensor of a whole checkpoint is touched, and no folder that was not written as a
+    checkpoint. With `dry_run` nothing is changed: the sentences say what would be done, beginning with "would".
+
+    Raises NotFoundError when `root` holds no checkpoint, with the names of the roots below it if it holds some.
     """
     directory = Path(root)
-    if not directory.is_dir():
-        raise NotFoundError(f"{directory} is not a directory")
-    done = [f"swept {path.name}" if not path.exists() else f"put back {path.name}" for path in sweep(directory)]
-    reports = {path: verify(path, progress=progress) for path in checkpoints_in(directory)}
+    require_root(directory)
+    if dry_run:
+        return _would(directory, progress)
+    done = [f"swept {path.name}" if not exists(path) else f"put back {path.name}" for path in sweep(directory)]
+    done += _put_names_right(directory)
+    reports = {path: verify_candidate(path, progress=progress) for path in checkpoints_in(directory)}
     for path, report in reports.items():
         if report.ok:
             continue
-        if _restore(path, [other for other in reports if other != path]):
+        if restore_slices(path, [other for other in reports if other != path]):
             done.append(f"restored damaged slices of {path.name} from other checkpoints")
-        again = verify(path)  # a file that it shares with another checkpoint may have been restored with that one
-        if not again.ok:
-            done.append(_set_aside(path, again))
+        done += _set_aside(directory, path)
     return done + _fix_latest(directory)
 
 
-def _set_aside(path: Path, report: VerifyReport) -> str:
-    target = path.parent / f"{SET_ASIDE}{path.name}"
-    path.rename(target)
-    fsync_directory(path.parent)
-    return f"set {path.name} aside as {target.name}: {report.problems[0]}"
+def require_root(directory: Path) -> None:
+    """Raise NotFoundError unless checkpoints were saved in `directory`; names the roots below it if there are some."""
+    if not directory.is_dir():
+        raise NotFoundError(f"{directory} is not a directory")
+    if has_manifest(directory):
+        raise NotFoundError(f"{directory} is a checkpoint itself; name the root that it is in: {directory.parent}")
+    if is_root(directory):
+        return
+    below = [path.name for path in sorted(directory.iterdir()) if path.is_dir() and is_root(path)]
+    if below:
+        raise NotFoundError(
+            f"{directory} holds no checkpoint, but its folders {', '.join(below)} do; name one of them as the root"
+        )
+    raise NotFoundError(f"{directory} holds no checkpoint")
+
+
+def is_root(directory: Path) -> bool:
+    """Whether `directory` holds a checkpoint, whole or not, or what a save left."""
+    left = (".saving-", ".replaced-", ".deleting-")
+    return bool(marked_directories(directory)) or any(path.name.startswith(left) for path in directory.iterdir())
+
+
+def _would(root: Path, progress: Callable[[int], None] | None) -> list[str]:
+    done = [f"would sweep or put back {path.name}" for path in sweep(root, dry_run=True)]
+    names = _misnamed(root)
+    done += [f"would rename {path.name} to {tag}, as which it was saved" for path, tag in names.items()]
+    whole = set()
+    for path in checkpoints_in(root):
+        report = verify_candidate(path, in_root=path not in names, progress=progress)
+        if report.ok:
+            whole.add(names.get(path, path.name))
+        else:
+            done.append(f"would restore {path.name} from other checkpoints, or set it aside: {report.problems[0]}")
+    if whole and _latest(root) not in whole:
+        done.append("would point latest at the newest whole checkpoint")
+    return done
+
+
+def _misnamed(root: Path) -> dict[Path, str]:
+    """Whole checkpoints whose folder has another name than the tag they were saved as."""
+    found = {}
+    for path in marked_directories(root):
+        manifest = examine(path.name, path, in_root=False).manifest
+        if manifest is not None and manifest.tag not in (None, path.name) and is_tag(manifest.tag or ""):
+            found[path] = manifest.tag or ""
+    return found
+
+
+def _put_names_right(root: Path) -> list[str]:
+    """Give renamed and swapped folders their tags back, as far as those are free then."""
+    done = []
+    with root_lock(root):
+        aside = {path: replaced_path(root, tag) for path, tag in _misnamed(root).items()}
+        for path, place in aside.items():
+            path.rename(place)
+        for path, place in aside.items():
+            tag = tag_of(place)
+            target = path if exists(root / tag) else root / tag
+            place.rename(target)
+            if target is path:
+                done.append(f"left {path.name}, a copy of {tag}, which is there as well; move it out of the root")
+            else:
+                done.append(f"renamed {path.name} to {tag}, as which it was saved")
+        fsync_directory(root)
+    return done
+
+
+def _set_aside(root: Path, path: Path) -> list[str]:
+    """Rename `path` unless it is whole now: a file that it shares with another may have been restored with that."""
+    before = _identity(path)
+    report = verify_candidate(path)
+    if report.ok or verify_candidate(path, in_root=False).ok:  # whole under another name is no damage
+        return []
+    with root_lock(root):
+        if before is None or _identity(path) != before:  # a save has replaced it meanwhile
+            return []
+        target, number = root / f"{SET_ASIDE}{path.name}", 2
+        while exists(target):
+            target, number = root / f"{SET_ASIDE}{path.name}.{number}", number + 1
+        path.rename(target)
+        fsync_directory(root)
+    return [f"set {path.name} aside as {target.name}: {report.problems[0]}"]
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _latest(root: Path) -> str | None:
+    try:
+        return read_latest(root)
+    except CheckpointError:
+        return None
 
 
 def _fix_latest(root: Path) -> list[str]:
     whole = [candidate.tag for candidate in find_candidates(root) if candidate.problem is None]
-    if not whole or read_latest(root) in whole:
+    if not whole or _latest(root) in whole:
         return []
+    try:
+        require_replaceable(root)
+    except CheckpointError as error:
+        return [f"left {LATEST_NAME}: {error}"]
     write_latest(root, whole[0])
     return [f"pointed latest at {whole[0]}"]
-
-
-def _restore(path: Path, others: list[Path]) -> bool:
-    """Rewrite each damaged slice of `path` from a twin with the same checksum; whether any was rewritten."""
-    try:
-        manifest = load_manifest(path)
-        twins = _twins(others)
-        return sum(_restore_slice(path, manifest, tensor, piece, twins) for tensor, piece in _slices(manifest)) > 0
-    except CheckpointError:
-        return False  # without its manifest or headers nothing can be said about it; it is set aside
-
-
-def _slices(manifest: Manifest) -> list[tuple[TensorEntry, Slice]]:
-    return [(tensor, piece) for tensor in manifest.tensors for piece in tensor.slices]
-
-
-_Twins = dict[tuple[str, int], list[tuple[Path, Manifest, Slice]]]
-
-
-def _twins(others: list[Path]) -> _Twins:
-    """Slices of other checkpoints by checksum and size; several, since files that are linked share their damage."""
-    found: _Twins = {}
-    for path in others:
-        try:
-            manifest = load_manifest(path)
-        except CheckpointError:
-            continue
-        for tensor, piece in _slices(manifest):
-            found.setdefault((piece.checksum, piece.length * ITEMSIZE[tensor.dtype]), []).append(
-                (path, manifest, piece)
-            )
-    return found
-
-
-def _restore_slice(path: Path, manifest: Manifest, tensor: TensorEntry, piece: Slice, twins: _Twins) -> bool:
-    nbytes = piece.length * ITEMSIZE[tensor.dtype]
-    file, begin = _place(path, manifest, piece)
-    raw = bytearray(nbytes)
-    read_at(file, begin, memoryview(raw), str(file))
-    if checksum(raw) == piece.checksum:
-        return False
-    for twin in twins.get((piece.checksum, nbytes), []):
-        source, source_begin = _place(*twin)
-        read_at(source, source_begin, memoryview(raw), str(source))
-        if checksum(raw) == piece.checksum:
-            _overwrite(file, begin, raw)
-            return True
-    return False
-
-
-def _overwrite(file: Path, begin: int, raw: bytearray) -> None:
-    """Write into a file that may be read-only, as linked ones are; every link to it is restored."""
-    mode = file.stat().st_mode
-    file.chmod(mode | stat.S_IWUSR)
-    try:
-        with file.open("r+b") as target:
-            target.seek(begin)
-            target.write(raw)
-            target.flush()
-            os.fsync(target.fileno())
-    finally:
-        file.chmod(mode)
-
-
-def _place(path: Path, manifest: Manifest, piece: Slice) -> tuple[Path, int]:
-    """The file of a slice and the byte at which it begins."""
-    entry = manifest.files[piece.file]
-    file = path / entry.path
-    if piece.begin is not None:
-        return file, piece.begin
-    raw = bytearray(entry.header_nbytes)
-    read_at(file, 0, memoryview(raw), str(file))
-    if checksum(raw) != entry.header_checksum:
-        raise DamagedError(f"{file}: the header is damaged")
-    entries, _ = parse_header(bytes(raw), entry.nbytes, str(file))
-    if piece.key not in entries:
-        raise DamagedError(f"{file}: the header does not hold slice {piece.key!r}")
-    return file, entries[piece.key].begin

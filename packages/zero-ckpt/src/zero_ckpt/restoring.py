@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from .coordination import together
-from .errors import DamagedError
+from .errors import DamagedError, ReplacedError
 from .opening import open_checkpoint
 from .reader import Checkpoint
 from .types import Coordinator, SoloCoordinator
 
 T = TypeVar("T")
+_REPLACED, _DAMAGED = "replaced", "damaged"
+_REPLACEMENTS = 20
 logger = logging.getLogger("zero_ckpt")
 
 
@@ -28,28 +30,39 @@ def restore(
 
     `fill` runs on every rank and must not communicate. Without a tag, when it meets damaged bytes on any rank, all
     ranks go back to the checkpoint before and call `fill` again, so it must overwrite whatever the first call wrote;
-    the checkpoint's `report` names what was passed over. With a tag, damage raises DamagedError.
+    the checkpoint's `report` names what was passed over. With a tag, damage raises DamagedError. When a save replaces
+    the checkpoint while it is read, it is opened again, a few times.
 
     Any other exception on any rank raises CheckpointError (or the subclass that the ranks agree on) on every rank.
     """
     group = coordinator or SoloCoordinator()
     damaged: dict[str, str] = {}
+    attempts = 0
     while True:
         checkpoint = open_checkpoint(root, tag, coordinator=group, skip=damaged)
         results: list[T] = []
 
-        def part(checkpoint: Checkpoint = checkpoint, results: list[T] = results) -> str | None:
+        def part(
+            checkpoint: Checkpoint = checkpoint, results: list[T] = results, last: bool = attempts >= _REPLACEMENTS
+        ) -> list[str] | None:
             try:
                 results.append(fill(checkpoint))
+            except ReplacedError as error:
+                if last:
+                    raise
+                return [_REPLACED, str(error)]
             except DamagedError as error:
                 if tag is not None:
                     raise
-                return str(error)
+                return [_DAMAGED, str(error)]
             return None
 
-        problems = together(group, f"loading {checkpoint.path}", part)
-        found = next((problem for problem in problems if problem is not None), None)
-        if found is None:
+        problems = [problem for problem in together(group, f"loading {checkpoint.path}", part) if problem is not None]
+        if not problems:
             return checkpoint, results[0]
+        if any(kind == _REPLACED for kind, _ in problems):
+            attempts += 1
+            continue
+        found = problems[0][1]
         logger.warning("checkpoint %r is damaged: %s", checkpoint.tag, found)
         damaged[checkpoint.tag] = found

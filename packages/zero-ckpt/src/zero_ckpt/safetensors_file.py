@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from .errors import DamagedError
+from .opened import read_fd
+from .plain import first_twice
 from .types import ITEMSIZE, numel
 
-_MAX_HEADER_BYTES = 1 << 30
+MAX_HEADER_BYTES = 100_000_000 + 8 + 4096
+"""No longer header is read: safetensors' own limit, the bytes of the length, and padding."""
+_OBJECT_BYTES, _OBJECT_BYTES_PER_BYTE = 256 << 20, 8
 _ALIGNMENT = 4096
 
 
@@ -51,16 +55,56 @@ def parse_header(raw: bytes, file_nbytes: int, where: str) -> tuple[dict[str, En
 
     `file_nbytes` bounds every position; `where` names the file in errors. Raises DamagedError.
     """
+    _require_modest(raw, where)
     try:
-        table = json.loads(raw[8:].decode())
-    except (ValueError, RecursionError) as error:
+        table = json.loads(raw[8:].decode(), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError, MemoryError) as error:
         raise DamagedError(f"{where}: the safetensors header is not valid JSON: {error}") from error
     if not isinstance(table, dict):
         raise DamagedError(f"{where}: the safetensors header is not a map")
     metadata = table.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise DamagedError(f"{where}: __metadata__ of the safetensors header is not a map of strings")
-    return {key: _entry(key, value, len(raw), file_nbytes, where) for key, value in table.items()}, metadata
+    entries = {key: _entry(key, value, len(raw), file_nbytes, where) for key, value in table.items()}
+    _require_text((*entries, *metadata, *metadata.values()), where)
+    _require_apart(entries, where)
+    return entries, metadata
+
+
+def _require_modest(raw: bytes, where: str) -> None:
+    """DamagedError, before it is parsed, when a header would become far more memory than an honest one."""
+    if len(raw) > MAX_HEADER_BYTES:
+        raise DamagedError(f"{where}: a safetensors header of {len(raw)} bytes, expected at most {MAX_HEADER_BYTES}")
+    cost = 200 * raw.count(b"{") + 72 * raw.count(b"[") + 40 * raw.count(b",")
+    if cost > _OBJECT_BYTES + _OBJECT_BYTES_PER_BYTE * len(raw):
+        raise DamagedError(f"{where}: the safetensors header holds too many values for its {len(raw)} bytes")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError(f"the key {first_twice(key for key, _ in pairs)!r} appears twice")
+    return table
+
+
+def _require_text(texts: Iterable[str], where: str) -> None:
+    for text in texts:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise DamagedError(
+                    f"{where}: {text!r} in the safetensors header is not valid Unicode: {error.reason}"
+                ) from error
+
+
+def _require_apart(entries: Mapping[str, Entry], where: str) -> None:
+    end, before = 0, ""
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin < end and entry.begin < entry.end:
+            raise DamagedError(f"{where}: entries {before!r} and {key!r} overlap at byte {entry.begin}")
+        if entry.end > end:
+            end, before = entry.end, key
 
 
 def _entry(key: str, value: Any, header_nbytes: int, file_nbytes: int, where: str) -> Entry:
@@ -90,13 +134,22 @@ def _is_sizes(value: Any) -> TypeGuard[list[int]]:
 
 def read_header(path: str | os.PathLike[str]) -> tuple[bytes, int]:
     """The raw header of a safetensors file (length included), and the file's size in bytes; raises DamagedError."""
-    nbytes = Path(path).stat().st_size
-    with Path(path).open("rb") as file:
-        prefix = file.read(8)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror}") from error
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedError(f"{path}: not a regular file")
+        nbytes, prefix = found.st_size, bytearray(8)
+        if nbytes >= 8:
+            read_fd(fd, 0, memoryview(prefix), str(path))
         length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(_MAX_HEADER_BYTES, nbytes - 8):
+        if nbytes < 8 or length > min(MAX_HEADER_BYTES - 8, nbytes - 8):
             raise DamagedError(f"{path}: not a safetensors file (header of {length} bytes in a file of {nbytes})")
-        raw = prefix + file.read(length)
-    if len(raw) != 8 + length:
-        raise DamagedError(f"{path}: the safetensors header is cut short")
-    return raw, nbytes
+        raw = prefix + bytearray(length)
+        read_fd(fd, 8, memoryview(raw)[8:], str(path))
+    finally:
+        os.close(fd)
+    return bytes(raw), nbytes

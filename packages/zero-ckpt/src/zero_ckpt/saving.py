@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .commit import Staging, check_tag, staging_path, sweep, write_durably, write_latest
+from .commit import Staging, staging_path, sweep
 from .contribution import write_contribution
 from .coordination import together
 from .direct import make_sink
+from .durable import write_durably
 from .errors import CheckpointError
+from .latest import check_tag, require_replaceable, write_latest
 from .manifest import MANIFEST_NAME, FileEntry, Manifest, Slice, TensorEntry
 from .plain import to_plain
 from .plan import Holding, Plan, make_plan
@@ -20,6 +24,8 @@ from .retention import prune
 from .scripts import leave_script
 from .types import Coordinator, FileExtent, Interval, SoloCoordinator, is_kind
 from .writer import OpenSink, interval_length
+
+logger = logging.getLogger("zero_ckpt")
 
 
 def save_sharded(
@@ -46,7 +52,8 @@ def save_sharded(
     `aliases` (tied names to the name that is stored), `frozen` (names of parameters that are not trained),
     `client_state`, `config` and `step` are taken from rank 0, `rank_state` from every rank; all are plain data.
     `beside` (name to contents, from rank 0) becomes small files in the directory, which nothing here reads.
-    `save_latest` points `<root>/latest` at the new checkpoint, `keep_last` then removes all but the newest so many.
+    `save_latest` points `<root>/latest` at the new checkpoint, `keep_last` then removes all but the newest so many; one
+    that cannot be removed is left and logged, for the save is good.
     `open_sink` decides how bytes reach the disk: by default directly with the `nvme` extra, through ordinary files
     without. An interval that is a `FileExtent` of a sealed file is linked instead (see [Note: linked files]).
 
@@ -128,6 +135,7 @@ class _Save:
     def stage(self) -> None:
         if self._leads:
             sweep(self.root)
+            require_replaceable(self.root)
             self._staging = Staging.create(self.root, self.tag, self._token)
 
     def write(self) -> dict[str, Any] | None:
@@ -153,7 +161,7 @@ class _Save:
             return
         for name, data in beside.items():
             _write_beside(self._staging.path, name, data)
-        manifest = _manifest(self._plan, described, written, self._own_ranks())
+        manifest = replace(_manifest(self._plan, described, written, self._own_ranks()), tag=self.tag)
         write_durably(self._staging.path / MANIFEST_NAME, manifest.encode())
         leave_script(self.root)
         self._staging.commit()
@@ -170,8 +178,12 @@ class _Save:
             self._staging.discard()
 
     def prune(self, keep_last: int) -> None:
-        if self._leads:
+        if not self._leads:
+            return
+        try:
             prune(self.root, keep_last=keep_last, keep=(self.tag,))
+        except (OSError, CheckpointError) as error:  # the checkpoint is saved; that an old one is left is no failure
+            logger.warning("saved %s, but could not remove older checkpoints: %s", self.root / self.tag, error)
 
 
 def _write_beside(directory: Path, name: str, data: bytes) -> None:
@@ -185,6 +197,7 @@ def _head(interval: Interval) -> list[Any]:
     where = f"{interval.name!r} ({interval.kind!r})"
     if not isinstance(interval.name, str) or not interval.name:
         raise CheckpointError(f"{where}: a tensor's name must be a string that is not empty")
+    to_plain(interval.name, f"the name of tensor {where}")
     if not is_kind(interval.kind):
         raise CheckpointError(f"{where}: a kind is 1 to 100 of the characters A-Z a-z 0-9 _ . -")
     shape = [int(size) for size in interval.shape]

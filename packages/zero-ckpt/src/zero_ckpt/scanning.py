@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from .checksum import Checksummer
-from .filing import read_at
+from .errors import DamagedError
+from .opened import read_fd
 
 SCAN_BYTES = 4 << 20
 
 
 def scan(path: Path, begin: int, nbytes: int, where: str, progress: Callable[[int], None] | None = None) -> str:
     """The checksum of `nbytes` bytes of a file from byte `begin` on; raises DamagedError, beginning with `where`."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise DamagedError(f"{where}: {error.strerror}") from error
+    try:
+        return scan_fd(fd, begin, nbytes, where, progress)
+    finally:
+        os.close(fd)
+
+
+def scan_fd(
+    fd: int,
+    begin: int,
+    nbytes: int,
+    where: str,
+    progress: Callable[[int], None] | None = None,
+    whole: Checksummer | None = None,
+) -> str:
+    """`scan` of an open file; `whole` is fed the same bytes."""
     total, scratch = Checksummer(), memoryview(bytearray(min(SCAN_BYTES, nbytes)))
     for position in range(begin, begin + nbytes, SCAN_BYTES):
         part = scratch[: min(SCAN_BYTES, begin + nbytes - position)]
-        read_at(path, position, part, where)
+        read_fd(fd, position, part, where)
         total.update(part)
+        if whole is not None:
+            whole.update(part)
         if progress is not None:
             progress(part.nbytes)
     return total.result()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
+
+from .durable import replace_durably
 
 SCRIPT_NAME = "zero_to_fp32.py"
 SCRIPT = '''#!/usr/bin/env python
@@ -19,8 +22,11 @@ sys.exit(main())
 
 
 def leave_script(root: Path) -> None:
-    """Put an executable `zero_to_fp32.py` into `root` unless one is there."""
+    """Put an executable `zero_to_fp32.py` into `root` unless one is there; an empty one is what a power cut left."""
     path = root / SCRIPT_NAME
-    if not path.exists():
-        path.write_text(SCRIPT)
-        path.chmod(0o755)
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        found = None
+    if found is None or (stat.S_ISREG(found.st_mode) and found.st_size == 0):
+        replace_durably(path, SCRIPT.encode(), 0o777)

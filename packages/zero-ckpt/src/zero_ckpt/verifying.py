@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .catalog import examine
-from .checksum import Checksummer, checksum
-from .commit import replaced_directories, replaced_tag
-from .errors import DamagedError
-from .filing import read_at
+from .checksum import Checksummer
+from .commit import exists, marked_directories, replaced_directories, replaced_tag, tag_of
+from .errors import CheckpointError
+from .headers import read_raw_header
 from .manifest import FileEntry, Manifest, Slice, TensorEntry
+from .opened import Folder
 from .safetensors_file import Entry, parse_header
-from .scanning import scan
+from .scanning import scan_fd
 from .types import ITEMSIZE
 
-_CHUNK_BYTES = 16 << 20
+_ATTEMPTS = 10
+_BETWEEN_ATTEMPTS_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class VerifyReport:
     absent: list[str] = field(default_factory=list)
     """Files of other nodes that are not in this directory, when each node has its own."""
     problems: list[Problem] = field(default_factory=list)
+    saved_as: str | None = None
+    """The tag it was saved as, where the directory has another name now."""
 
     @property
     def ok(self) -> bool:
@@ -54,36 +59,52 @@ def verify(
 ) -> VerifyReport:
     """Read every file of a checkpoint directory once and compare every checksum.
 
-    `progress` is called with the number of bytes read since the last call. Never raises for damage: all of it is in the
-    report.
+    `progress` is called with the number of bytes read since the last call. Never raises for what is on disk, damaged,
+    missing or made to hurt: all of it is in the report. A directory that was renamed is no damage; `saved_as` says so.
     """
-    directory = Path(path)
-    report = VerifyReport(directory)
-    candidate = examine(directory.name, directory)
-    if candidate.manifest is None:
-        report.problems.append(Problem(directory, "", candidate.problem or "no manifest"))
-        return report
-    manifest = candidate.manifest
-    contents = _contents(manifest)
-    with ThreadPoolExecutor(threads, thread_name_prefix="zero-ckpt-verify") as pool:
-        jobs = []
-        for index, entry in enumerate(manifest.files):
-            file = directory / entry.path
-            if manifest.per_node and not file.exists():
-                report.absent.append(entry.path)
-                continue
-            report.nbytes += entry.nbytes
-            check = _verify_file if entry.extents is None else _verify_raw
-            jobs.append(pool.submit(check, file, entry, contents[index], progress or _ignore))
-        for job in jobs:
-            report.problems += job.result()
+    return verify_candidate(Path(path), in_root=False, threads=threads, progress=progress)
+
+
+def verify_candidate(
+    directory: Path, *, in_root: bool = True, threads: int = 4, progress: Callable[[int], None] | None = None
+) -> VerifyReport:
+    """`verify` of a directory that was found in a root, where a checkpoint of another tag is a problem."""
+    for _ in range(_ATTEMPTS):
+        report, moved = _verify(directory, in_root, threads, progress or _ignore)
+        if not moved:
+            break
+        time.sleep(_BETWEEN_ATTEMPTS_SECONDS)
     return report
 
 
+def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[int], None]) -> tuple[VerifyReport, bool]:
+    """The report, and whether the directory lost its name to another while it was read."""
+    report = VerifyReport(directory)
+    candidate = examine(tag_of(directory), directory, in_root=in_root)
+    manifest, folder = candidate.manifest, candidate.folder
+    if manifest is None or folder is None:
+        report.problems.append(Problem(directory, "", candidate.problem or "no manifest"))
+        return report, candidate.moved
+    if not in_root and manifest.tag not in (None, tag_of(directory.resolve())):
+        report.saved_as = manifest.tag
+    contents = _contents(manifest)
+    with ThreadPoolExecutor(threads, thread_name_prefix="zero-ckpt-verify") as pool:
+        jobs = []
+        for entry, own in zip(manifest.files, contents, strict=True):
+            if manifest.per_node and not exists(directory / entry.path):
+                report.absent.append(entry.path)
+                continue
+            report.nbytes += entry.nbytes
+            jobs.append(pool.submit(_verify_one, folder, entry, own, progress))
+        for job in jobs:
+            report.problems += job.result()
+    return report, bool(report.problems) and not folder.is_current() and exists(directory)
+
+
 def checkpoints_in(root: Path) -> list[Path]:
-    """Everything in `root` that is meant to be a checkpoint, whole or not, by tag."""
+    """Everything in `root` that was written as a checkpoint, whole or not, by tag; other folders are not its own."""
     found = {replaced_tag(path): path for path in replaced_directories(root)}
-    found.update({path.name: path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")})
+    found.update({path.name: path for path in marked_directories(root)})
     return [found[tag] for tag in sorted(found)]
 
 
@@ -99,44 +120,65 @@ def _contents(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]:
     return contents
 
 
-def _verify_file(
-    path: Path, entry: FileEntry, contents: list[tuple[TensorEntry, Slice]], progress: Callable[[int], None]
+def _verify_one(
+    folder: Folder, entry: FileEntry, contents: list[tuple[TensorEntry, Slice]], progress: Callable[[int], None]
 ) -> list[Problem]:
-    total = Checksummer()
+    path = folder.path / entry.path
+    check = _verify_file if entry.extents is None else _verify_raw
     try:
-        raw = _read(path, 0, entry.header_nbytes)
-        total.update(raw)
-        progress(len(raw))
-        if checksum(raw) != entry.header_checksum:
-            return [Problem(path, "", "the header is damaged (its checksum does not hold)")]
-        stored, _ = parse_header(bytes(raw), entry.nbytes, str(path))
-        problems = _verify_slices(path, entry, contents, stored, total, progress)
-    except DamagedError as error:
-        return [Problem(path, "", str(error))]
-    if not problems and total.result() != entry.checksum:
-        problems.append(Problem(path, "", "the file is damaged outside of its tensors (its checksum does not hold)"))
+        fd = folder.open_named(entry.path, str(path))
+        try:
+            return check(_Open(folder, entry, fd, progress), contents)
+        finally:
+            os.close(fd)
+    except CheckpointError as error:
+        return [Problem(path, "", str(error).removeprefix(f"{path}: "))]
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A data file that is being verified."""
+
+    folder: Folder
+    entry: FileEntry
+    fd: int
+    progress: Callable[[int], None]
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path / self.entry.path
+
+    def scan(self, begin: int, nbytes: int, whole: Checksummer | None = None) -> str:
+        return scan_fd(self.fd, begin, nbytes, str(self.path), self.progress, whole)
+
+
+def _verify_file(file: _Open, contents: list[tuple[TensorEntry, Slice]]) -> list[Problem]:
+    total = Checksummer()
+    raw = read_raw_header(file.folder, file.entry)
+    total.update(raw)
+    file.progress(len(raw))
+    stored, _ = parse_header(raw, file.entry.nbytes, str(file.path))
+    problems = _verify_slices(file, contents, stored, total)
+    if not problems and total.result() != file.entry.checksum:
+        message = "the file is damaged outside of its tensors (its checksum does not hold)"
+        problems.append(Problem(file.path, "", message))
     return problems
 
 
-def _verify_raw(
-    path: Path, entry: FileEntry, contents: list[tuple[TensorEntry, Slice]], progress: Callable[[int], None]
-) -> list[Problem]:
+def _verify_raw(file: _Open, contents: list[tuple[TensorEntry, Slice]]) -> list[Problem]:
     """Walk the extents of a linked file; those that are no slice lie between the tensors."""
     slices = {piece.begin: (tensor, piece) for tensor, piece in contents}
     problems: list[Problem] = []
-    for begin, (nbytes, expected) in entry.begins().items():
-        try:
-            found = scan(path, begin, nbytes, str(path), progress)
-        except DamagedError as error:
-            return [*problems, Problem(path, "", str(error))]
+    for begin, (nbytes, expected) in file.entry.begins().items():
+        found = file.scan(begin, nbytes)
         if found == expected:
             continue
         if begin in slices:
             tensor, piece = slices[begin]
-            problems.append(_damaged(path, f"{tensor.name} ({tensor.kind})", piece, found))
+            problems.append(_damaged(file.path, f"{tensor.name} ({tensor.kind})", piece, found))
         else:
             message = f"bytes {begin} to {begin + nbytes}, outside of its tensors, are damaged"
-            problems.append(Problem(path, "", message))
+            problems.append(Problem(file.path, "", message))
     return problems
 
 
@@ -146,12 +188,7 @@ def _damaged(path: Path, name: str, piece: Slice, found: str) -> Problem:
 
 
 def _verify_slices(
-    path: Path,
-    entry: FileEntry,
-    contents: list[tuple[TensorEntry, Slice]],
-    stored: dict[str, Entry],
-    total: Checksummer,
-    progress: Callable[[int], None],
+    file: _Open, contents: list[tuple[TensorEntry, Slice]], stored: dict[str, Entry], total: Checksummer
 ) -> list[Problem]:
     """Walk the file front to back, feeding `total`, and compare each slice on the way."""
     problems, placed = [], []
@@ -159,33 +196,15 @@ def _verify_slices(
         name = f"{tensor.name} ({tensor.kind})"
         place = stored.get(piece.key)
         if place is None or place.end - place.begin != piece.length * ITEMSIZE[tensor.dtype]:
-            problems.append(Problem(path, name, f"the file's header does not hold slice {piece.key!r}"))
+            problems.append(Problem(file.path, name, f"the file's header does not hold slice {piece.key!r}"))
         else:
             placed.append((place, name, piece))
-    position = entry.header_nbytes
+    position = file.entry.header_nbytes
     for place, name, piece in sorted(placed, key=lambda item: item[0].begin):
-        if place.begin < position:
-            problems.append(Problem(path, name, f"slice {piece.key!r} overlaps another"))
-            continue
-        _feed(path, position, place.begin, total, progress)
-        raw = _read(path, place.begin, place.end - place.begin)
-        total.update(raw)
-        progress(len(raw))
-        if (found := checksum(raw)) != piece.checksum:
-            problems.append(_damaged(path, name, piece, found))
+        file.scan(position, place.begin - position, total)
+        found = file.scan(place.begin, place.end - place.begin, total)
+        if found != piece.checksum:
+            problems.append(_damaged(file.path, name, piece, found))
         position = place.end
-    _feed(path, position, entry.nbytes, total, progress)
+    file.scan(position, file.entry.nbytes - position, total)
     return problems
-
-
-def _feed(path: Path, begin: int, end: int, total: Checksummer, progress: Callable[[int], None]) -> None:
-    for position in range(begin, end, _CHUNK_BYTES):
-        raw = _read(path, position, min(_CHUNK_BYTES, end - position))
-        total.update(raw)
-        progress(len(raw))
-
-
-def _read(path: Path, begin: int, nbytes: int) -> bytearray:
-    raw = bytearray(nbytes)
-    read_at(path, begin, memoryview(raw), str(path))
-    return raw

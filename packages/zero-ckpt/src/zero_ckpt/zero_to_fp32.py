@@ -83,7 +83,8 @@ def convert_zero_checkpoint_to_state_dict(
 ) -> None:
     """Write the state dict into `output_dir`: `pytorch_model.bin`, or `model.safetensors`, cut at a size.
 
-    Floating-point tensors become `dtype`: float32, float16 or bfloat16. Raises CheckpointError for another.
+    Floating-point tensors become `dtype`: float32, float16 or bfloat16. Raises CheckpointError for another. Files that
+    are there are overwritten, as DeepSpeed's function does.
     """
     from .conversion.pytorch_sink import write_pytorch
     from .conversion.safetensors_sink import write_safetensors
@@ -96,9 +97,9 @@ def convert_zero_checkpoint_to_state_dict(
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     target = Path(output_dir)
     if safe_serialization:
-        write_safetensors(source, tensors, target, limit=limit, workers=4, progress=lambda nbytes: None)
+        write_safetensors(source, tensors, target, limit=limit, workers=4, progress=_ignore, overwrite=True)
     else:
-        write_pytorch(source, tensors, target, limit=limit, workers=4, progress=lambda nbytes: None)
+        write_pytorch(source, tensors, target, limit=limit, workers=4, progress=_ignore, overwrite=True)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -122,6 +123,10 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
+
+
+def _ignore(nbytes: int) -> None:
+    """No progress is shown."""
 
 
 def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Source:

@@ -27,6 +27,7 @@ def convert(
     max_shard_size: str | int | None = None,
     workers: int = 4,
     progress: Callable[[int], None] | None = None,
+    overwrite: bool = False,
 ) -> list[Path]:
     """Convert a checkpoint; returns the files (or the directory) that were written.
 
@@ -38,7 +39,8 @@ def convert(
 
     A few pieces of 8 MiB are in memory at a time, `workers` of them at work. An interrupted conversion goes on where it
     was when it is started again (to `zero-ckpt`, which is saved as any checkpoint is, it starts anew). `progress` is
-    called with bytes written since its last call, from several threads. Raises CheckpointError.
+    called with bytes written since its last call, from several threads. What exists already and was not made by this
+    very conversion is refused, unless `overwrite`. Raises CheckpointError.
     """
     opened = open_source(source) if isinstance(source, (str, os.PathLike)) else source
     path, kind, report = Path(target), _kind(target, to), progress or _ignore
@@ -46,20 +48,20 @@ def convert(
         require_torch("writing a universal checkpoint of DeepSpeed")
         from .universal_sink import write_universal
 
-        return [write_universal(opened, path, workers=workers, progress=report)]
+        return [write_universal(opened, path, workers=workers, progress=report, overwrite=overwrite)]
     if kind == "zero-ckpt":
         from .checkpoint_sink import write_checkpoint
 
-        return [write_checkpoint(opened, path, progress=report)]
+        return [write_checkpoint(opened, path, progress=report, overwrite=overwrite)]
     tensors = _model(opened, dtype)
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     if kind == "pytorch":
         from .pytorch_sink import write_pytorch
 
-        return write_pytorch(opened, tensors, path, limit=limit, workers=workers, progress=report)
+        return write_pytorch(opened, tensors, path, limit=limit, workers=workers, progress=report, overwrite=overwrite)
     from .safetensors_sink import write_safetensors
 
-    return write_safetensors(opened, tensors, path, limit=limit, workers=workers, progress=report)
+    return write_safetensors(opened, tensors, path, limit=limit, workers=workers, progress=report, overwrite=overwrite)
 
 
 def output_nbytes(source: Source, target: str | os.PathLike[str], *, to: str | None = None, dtype: str = "fp32") -> int:

@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..commit import check_tag
+from ..latest import check_tag
 from ..saving import save_sharded
 from ..types import ITEMSIZE, Interval, numel
 from .sources import Progress, Source, pieces
+from .targets import refuse_existing
 
 
-def write_checkpoint(source: Source, root: Path, *, progress: Progress) -> Path:
-    """Save as `<root>/step<step>` and return that path. Memory stays bounded: one piece is read at a time."""
+def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrite: bool = False) -> Path:
+    """Save as `<root>/step<step>` and return that path. Memory stays bounded: one piece is read at a time.
+
+    Raises CheckpointError when that exists and `overwrite` is not given.
+    """
+    refuse_existing(root / f"step{source.step}", overwrite)
     return save_sharded(
         root,
         check_tag(f"step{source.step}"),

@@ -7,24 +7,36 @@ made; tensors are then read in place from the `.distcp` files.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import zipfile
 from itertools import product
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 
 from ..errors import CheckpointError, DamagedError
+from ..opened import read_bounded
 from ..torch.buffers import dtype_name
 from ..types import ITEMSIZE, numel
 from .segments import Segment, SegmentedTensor, SegmentSource
+
+_MAX_METADATA_BYTES = 256 << 20
+_REFUSED_OPCODES = frozenset(
+    opcode[0]
+    for opcode in (
+        *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.PERSID, pickle.BINPERSID),
+        *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.OBJ),
+    )
+)
+_DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
 
 _ALLOWED = {
     "builtins": {"dict", "list", "set", "tuple", "slice"},
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "torch": {"Size", "device", "dtype", "strided", "contiguous_format", "preserve_format"},
+    "torch": {"Size", "device", "dtype", "strided", "contiguous_format", "preserve_format", *_DTYPES},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix", "StorageMeta"},
     "torch.distributed.checkpoint.metadata": {
@@ -40,11 +52,21 @@ _ALLOWED = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows the classes of DCP metadata, and dtypes, and nothing else."""
+class _Unpickler(pickle._Unpickler):
+    """Knows the classes of DCP metadata, and dtypes, and nothing else.
+
+    It is the standard library's unpickler in Python: the one in C asks for the memory that an opcode declares (a byte
+    array of a terabyte, memo entry 2**31) before it has seen the bytes.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if code not in _REFUSED_OPCODES
+    }
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name), torch.dtype)):
+        if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
 
@@ -57,11 +79,13 @@ def open_dcp(directory: Path) -> SegmentSource:
     """
     path = directory / ".metadata"
     try:
-        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        metadata = _Unpickler(io.BytesIO(_read_metadata(path))).load()
         sizes = dict(metadata.state_dict_metadata)
         stored = [(index.fqn, tuple(index.offset or ()), info) for index, info in metadata.storage_data.items()]
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError) as error:
-        raise DamagedError(f"{path}: {error}") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # a pickle made to hurt can raise anything from what it calls
+        raise DamagedError(f"{path}: {type(error).__name__}: {error}") from error
     found = {key: value for key, value in sizes.items() if hasattr(value, "chunks")}
     names = _names(list(found))
     places: dict[str, dict[tuple[int, ...], Any]] = {}
@@ -69,6 +93,14 @@ def open_dcp(directory: Path) -> SegmentSource:
         places.setdefault(key, {})[offset] = info
     tensors = {names[key]: _tensor(directory, key, value, places.get(key, {})) for key, value in found.items()}
     return SegmentSource(tensors, {}, 0, None)
+
+
+def _read_metadata(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return read_bounded(fd, _MAX_METADATA_BYTES, str(path))
+    finally:
+        os.close(fd)
 
 
 def _names(keys: list[str]) -> dict[str, tuple[str, str]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..commit import fsync_directory
+from ..durable import fsync_directory
 from ..errors import CheckpointError
 from ..types import ITEMSIZE
 from .dtypes import convert_dtype

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import xxhash
 
-from ..commit import fsync_directory
+from ..durable import fsync_directory
 from ..errors import CheckpointError
+from ..locking import unlock_and_close
 
 _MAGIC = b"ZPARTIAL"
 _TRAILER = struct.Struct("<8s8sQ")
@@ -32,7 +33,7 @@ class PartialFile:
     def __init__(self, path: Path, nbytes: int, made_from: bytes) -> None:
         self._path, self._partial = path, path.with_name(path.name + ".partial")
         self._nbytes, self._digest = nbytes, xxhash.xxh3_64_digest(made_from)
-        self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             self._lock()
             self.done = self._recorded()
@@ -40,7 +41,7 @@ class PartialFile:
                 os.ftruncate(self._fd, 0)
                 os.ftruncate(self._fd, nbytes + _TRAILER.size)
         except BaseException:
-            os.close(self._fd)
+            unlock_and_close(self._fd)
             raise
 
     def write(self, data: bytes | memoryview, position: int) -> None:
@@ -58,13 +59,13 @@ class PartialFile:
         os.fsync(self._fd)
         self._partial.replace(self._path)
         fsync_directory(self._path.parent)
-        os.close(self._fd)
+        unlock_and_close(self._fd)
 
     def abort(self, *, keep: bool) -> None:
         """Close; `keep` what was written for another run, or remove it."""
         if not keep:
             self._partial.unlink(missing_ok=True)
-        os.close(self._fd)
+        unlock_and_close(self._fd)
 
     def _lock(self) -> None:
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checksum import checksum
+from ..durable import make_directories
 from ..types import ITEMSIZE
 from .dtypes import convert_dtype
 from .filled import Frame, empty_tensor, write_filled
@@ -15,21 +16,30 @@ from .needs import require_torch
 from .record import Record
 from .safetensors_sink import write_index
 from .sources import Progress, Source, pieces
+from .targets import refuse_existing
 
 
 def write_pytorch(
-    source: Source, tensors: list[ModelTensor], target: Path, *, limit: int | None, workers: int, progress: Progress
+    source: Source,
+    tensors: list[ModelTensor],
+    target: Path,
+    *,
+    limit: int | None,
+    workers: int,
+    progress: Progress,
+    overwrite: bool = False,
 ) -> list[Path]:
     """Write `target` when it ends in `.bin`, `.pt` or `.pth`, otherwise shards into that directory; returns the files.
 
     Memory is bounded by `workers` times 64 MiB, whatever the size. A run that was interrupted is gone on with (see
-    [Note: records of conversions]).
+    [Note: records of conversions]). Raises CheckpointError, before anything is written, when a file exists that this
+    conversion has not made, unless `overwrite`.
     """
     require_torch(f"writing {target} as torch.save does")
     aliases = model_aliases(source, tensors)
     is_file = target.suffix in (".bin", ".pt", ".pth")
     folder = target.parent if is_file else target
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directories(folder)
     files: Mapping[str, list[ModelTensor]] = {target.name: tensors}
     if not is_file:
         files = split_files(tensors, limit, "pytorch_model", ".bin")
@@ -37,6 +47,9 @@ def write_pytorch(
     made_from = checksum(repr((source.fingerprint, wanted, sorted(aliases.items()))).encode())
     record = Record(folder / f".{target.name}.conversion", made_from)
     try:
+        for name in files:
+            if not record.is_complete(name):
+                refuse_existing(folder / name, overwrite)
         for name, members in files.items():
             write_filled(source, _frame(folder / name, members, aliases), record, workers=workers, progress=progress)
         if len(files) > 1:

@@ -13,8 +13,9 @@ import os
 import threading
 from pathlib import Path
 
-from ..commit import fsync_directory, write_durably
+from ..durable import fsync_directory, replace_durably
 from ..errors import CheckpointError, DamagedError
+from ..locking import unlock_and_close
 from ..plain import pack, unpack
 
 RECORD_BYTES = 256 << 20
@@ -31,11 +32,11 @@ class Record:
         self.folder, self._path, self._made_from = path.parent, path, made_from
         self._lock = threading.Lock()
         self._unsaid = 0
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             self._take()
         except BaseException:
-            os.close(self._fd)
+            unlock_and_close(self._fd)
             raise
         self._files: dict[str, dict[str, int] | None] = self._read()
 
@@ -68,11 +69,9 @@ class Record:
                 self._write()
 
     def _write(self) -> None:
-        temporary = self._path.with_name(self._path.name + ".new")
-        write_durably(temporary, pack({"made_from": self._made_from, "files": self._files}))
-        temporary.replace(self._path)
-        os.close(self._fd)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        replace_durably(self._path, pack({"made_from": self._made_from, "files": self._files}))
+        unlock_and_close(self._fd)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._take()
         self._unsaid = 0
 
@@ -83,7 +82,7 @@ class Record:
         else:
             self._path.unlink(missing_ok=True)
             fsync_directory(self._path.parent)
-        os.close(self._fd)
+        unlock_and_close(self._fd)
 
     def _take(self) -> None:
         try:

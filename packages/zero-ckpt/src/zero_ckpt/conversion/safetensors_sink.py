@@ -9,7 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..commit import write_durably
+from ..durable import make_directories, replace_durably
+from ..errors import DamagedError
 from ..safetensors_file import encode_header, read_header
 from ..types import ITEMSIZE
 from .dtypes import convert_dtype
@@ -17,6 +18,7 @@ from .model import ModelTensor, model_aliases, split_files
 from .partial_file import PartialFile
 from .record import RECORD_BYTES
 from .sources import Progress, Source, pieces
+from .targets import refuse_existing
 
 _SOURCE = "zero_ckpt_source"
 
@@ -29,26 +31,35 @@ def write_safetensors(
     limit: int | None,
     workers: int,
     progress: Progress,
+    overwrite: bool = False,
 ) -> list[Path]:
     """Write `target` (a `.safetensors` file), or into directory `target` as Hugging Face lays models out.
 
     Memory is bounded by `workers` times 64 MiB, whatever the size. A run that was interrupted is gone on with: shards
-    that are complete are kept, and a file goes on where it was (see [Note: resumable files]). Returns the files.
+    that are complete are kept, and a file goes on where it was (see [Note: resumable files]). Returns the files. Raises
+    CheckpointError, before anything is written, when a file exists that this conversion has not made, unless
+    `overwrite`.
     """
     aliases = model_aliases(source, tensors)
     if target.suffix == ".safetensors":
-        target.parent.mkdir(parents=True, exist_ok=True)
+        refuse_existing(target, overwrite)
+        make_directories(target.parent)
         _write_file(source, tensors, target, aliases, workers, progress)
         return [target]
-    target.mkdir(parents=True, exist_ok=True)
     files = split_files(tensors, limit, "model", ".safetensors")
+    index = target / "model.safetensors.index.json"
+    notes: dict[str, dict[str, str]] = {}
     for name, members in files.items():
         own = {alias: kept for alias, kept in aliases.items() if any(member.name == kept for member in members)}
         # a shard that is complete is recognised by what it was made from
-        made_from = {_SOURCE: source.fingerprint} if len(files) > 1 else {}
-        _write_file(source, members, target / name, {**own, **made_from}, workers, progress)
+        notes[name] = {**own, **({_SOURCE: source.fingerprint} if len(files) > 1 else {})}
+        if not _is_complete(target / name, members, notes[name]):
+            refuse_existing(target / name, overwrite)
+    make_directories(target)
+    for name, members in files.items():
+        _write_file(source, members, target / name, notes[name], workers, progress)
     if len(files) > 1:
-        write_index(target / "model.safetensors.index.json", files, {})
+        write_index(index, files, {})
     return [target / name for name in files]
 
 
@@ -58,7 +69,7 @@ def write_index(path: Path, files: Mapping[str, list[ModelTensor]], aliases: Map
     weight_map.update({alias: weight_map[kept] for alias, kept in aliases.items()})
     total = sum(member.nbytes for members in files.values() for member in members)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_durably(path, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    replace_durably(path, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _write_file(
@@ -69,10 +80,8 @@ def _write_file(
     workers: int,
     progress: Progress,
 ) -> None:
-    metadata = {"format": "pt", **notes}
-    ordered = sorted(tensors, key=lambda tensor: -ITEMSIZE[tensor.dtype])
-    header, nbytes = encode_header(((item.name, item.dtype, item.shape) for item in ordered), metadata)
-    if _SOURCE in notes and path.is_file() and read_header(path) == (header, nbytes):
+    ordered, header, nbytes = _layout(tensors, notes)
+    if _is_complete(path, tensors, notes):
         progress(sum(tensor.nbytes for tensor in tensors))
         return
     file = PartialFile(path, nbytes, source.fingerprint.encode() + header)
@@ -83,6 +92,23 @@ def _write_file(
     except BaseException as error:
         file.abort(keep=not isinstance(error, Exception))  # an interrupted run may be gone on with
         raise
+
+
+def _layout(tensors: list[ModelTensor], notes: dict[str, str]) -> tuple[list[ModelTensor], bytes, int]:
+    """The tensors in the order of the file, its header, and its size."""
+    ordered = sorted(tensors, key=lambda tensor: -ITEMSIZE[tensor.dtype])
+    header, nbytes = encode_header(((item.name, item.dtype, item.shape) for item in ordered), {"format": "pt", **notes})
+    return ordered, header, nbytes
+
+
+def _is_complete(path: Path, tensors: list[ModelTensor], notes: dict[str, str]) -> bool:
+    """Whether an earlier run of this conversion made the shard."""
+    if _SOURCE not in notes or not path.is_file():
+        return False
+    try:
+        return read_header(path) == _layout(tensors, notes)[1:]
+    except DamagedError:
+        return False
 
 
 def _copy_all(source: Source, chunks: Iterator[_Chunk], file: PartialFile, workers: int, progress: Progress) -> None:

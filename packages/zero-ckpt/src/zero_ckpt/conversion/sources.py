@@ -9,9 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..commit import has_manifest, is_tag, list_tags, read_latest
+from ..commit import has_manifest, list_tags
 from ..errors import CheckpointError, DamagedError, NotFoundError
+from ..latest import is_tag, read_latest
 from ..locating import open_spec, split_spec
+from ..opened import read_bounded
 from .needs import require_torch
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES = 8 << 20
+_MAX_INDEX_BYTES = 64 << 20
 Progress = Callable[[int], None]
 """Called with the number of bytes written since the last call."""
 
@@ -91,7 +94,13 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
         raise NotFoundError(f"{path} does not exist")
     if has_manifest(path) or list_tags(path):
         return open_spec(os.fspath(spec))
-    return _foreign(_tagged(path, which))
+    folder = _tagged(path, which)
+    try:
+        return _foreign(folder)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
+        raise DamagedError(
+            f"{folder} is not laid out as a checkpoint of DeepSpeed or torch is: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _tagged(path: Path, which: str | None) -> Path:
@@ -106,7 +115,21 @@ def _tagged(path: Path, which: str | None) -> Path:
 
 
 def _text(path: Path) -> str | None:
-    return path.read_text().strip() if path.is_file() else None
+    return read_text(path, 4096).strip() if path.is_file() else None
+
+
+def read_text(path: Path, limit: int) -> str:
+    """A small text file; raises DamagedError when it is larger than `limit` bytes or not UTF-8."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror}") from error
+    try:
+        return read_bounded(fd, limit, str(path)).decode()
+    except UnicodeDecodeError as error:
+        raise DamagedError(f"{path}: {error}") from error
+    finally:
+        os.close(fd)
 
 
 def _foreign(path: Path) -> Source:
@@ -141,7 +164,7 @@ def _foreign(path: Path) -> Source:
 def _indexed(index: Path) -> list[Path]:
     """The files that a `model.safetensors.index.json` names, which lie beside it."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(read_text(index, _MAX_INDEX_BYTES))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{index} holds no weight_map of file names: {error!r}") from error
     if not all(isinstance(name, str) and Path(name).name == name for name in names):

@@ -16,6 +16,7 @@ import torch
 from ..errors import CheckpointError, DamagedError
 from ..torch.buffers import dtype_name
 from ..types import ITEMSIZE
+from .archive import require_stored_archive
 from .segments import Segment, SegmentedTensor
 
 _STAND_INS = (
@@ -42,20 +43,27 @@ class StandIn:
 def load_structure(path: Path) -> Any:
     """What `torch.save` put into a file, with tensors on the `meta` device.
 
-    Raises DamagedError when it cannot be read, CheckpointError when it holds objects beyond the allowlist.
+    Raises DamagedError when it cannot be read, CheckpointError when it holds objects beyond the allowlist, is
+    compressed, or is not in torch's zip format.
     """
+    require_stored_archive(path)
     stand_ins: list[Any] = [(type("StandIn", (StandIn,), {}), name) for name in _STAND_INS]
     try:
         with torch.serialization.safe_globals(stand_ins):
             return torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} holds objects that are not read: {_unknown(path) or error}") from error
+    except Exception as error:  # a pickle made to hurt can raise anything from inside torch's unpickler
+        raise DamagedError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _unknown(path: Path) -> str:
+    """The names of the objects in a file that are not on the allowlist."""
+    try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        known = set(_STAND_INS)
-        raise CheckpointError(
-            f"{path} holds objects that are not read: {', '.join(name for name in found if name not in known) or error}"
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise DamagedError(f"{path}: {error}") from error
+    except Exception as error:  # as above; the caller has an error to raise already
+        return f"its pickle cannot be walked ({type(error).__name__}: {error})"
+    return ", ".join(name for name in found if name not in _STAND_INS)
 
 
 @dataclass(frozen=True)

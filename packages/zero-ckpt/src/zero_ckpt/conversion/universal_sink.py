@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from ..checksum import checksum
-from ..commit import fsync_directory, remove_directory, staging_path, write_durably
+from ..commit import exists, remove_directory, staging_path
+from ..durable import fsync_directory, make_directories, replace_durably
 from ..errors import CheckpointError
-from ..filing import share_file
+from ..filing import share_file, sync_file
 from ..types import is_optimizer_kind, numel, state_key
 from .dtypes import output_dtype
 from .filled import Frame, empty_tensor, write_filled
@@ -27,6 +28,7 @@ from .model import ModelTensor
 from .pytorch_sink import read_model_tensor
 from .record import Record
 from .sources import Progress, Source
+from .targets import refuse_existing
 
 _WRITTEN_FOR = "0.19.8"
 _RECORD = ".conversion"
@@ -34,18 +36,19 @@ _RECORD = ".conversion"
 _IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"})
 
 
-def write_universal(source: Source, root: Path, *, workers: int, progress: Progress) -> Path:
+def write_universal(source: Source, root: Path, *, workers: int, progress: Progress, overwrite: bool = False) -> Path:
     """Write `<root>/global_step<step>` and `<root>/latest_universal`; returns the directory.
 
     Hyperparameters come from `param_groups` in the source's client state, or from an optimizer that `zero_ckpt.save`
     stored; without either the target run's own configuration stays in force. Trained parameters that never had a
     gradient get zeros as their state, which is what DeepSpeed gives them. Memory is bounded by `workers` times 64 MiB.
     A run that was interrupted is gone on with (see [Note: records of conversions]). Raises CheckpointError when the
-    source holds no optimizer state.
+    source holds no optimizer state, or the directory exists and `overwrite` is not given.
     """
     tag, names = f"global_step{source.step}", _trainable(source)
     staging = staging_path(root, tag, "conversion")
-    staging.mkdir(parents=True, exist_ok=True)
+    refuse_existing(root / tag, overwrite)
+    make_directories(staging)
     record = Record(staging / _RECORD, checksum(repr((source.fingerprint, names, _WRITTEN_FOR)).encode()))
     try:
         if record.is_new:
@@ -59,11 +62,12 @@ def write_universal(source: Source, root: Path, *, workers: int, progress: Progr
             remove_directory(staging)
         raise
     record.close(keep=False)
-    if (root / tag).exists():
+    if exists(root / tag):
+        refuse_existing(root / tag, overwrite)
         remove_directory(root / tag)
     staging.rename(root / tag)
-    write_durably(root / "latest_universal", tag.encode())
     fsync_directory(root)
+    replace_durably(root / "latest_universal", tag.encode())
     return root / tag
 
 
@@ -239,6 +243,7 @@ def _write_model_files(
     second.unlink(missing_ok=True)
     if not share_file(first, second):
         shutil.copyfile(first, second)
+    sync_file(second)
 
 
 def _model_state(source: Source, names: list[str], members: dict[str, ModelTensor]) -> dict[str, Any]:

@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from ..async_saver import AsyncSaver
 from ..catalog import find_candidates
-from ..commit import remove_directory, write_durably
+from ..commit import remove_directory
 from ..coordination import together
+from ..durable import replace_durably
 from ..errors import CheckpointError
 from ..manifest import MANIFEST_NAME, Manifest, decode_manifest
 from ..types import Interval
@@ -187,7 +188,7 @@ class NodeMemory:
     def _place_manifest(self, path: Path, raw: bytes, missing: set[int]) -> None:
         if self._coordinator.rank in missing:
             path.mkdir(mode=0o700, exist_ok=True)
-            write_durably(path / MANIFEST_NAME, raw)
+            replace_durably(path / MANIFEST_NAME, raw)
 
     def _transfers(self, found: Found, wanted: list[list[str]]) -> list[Transfer]:
         """What nodes lack of the files that their ranks will read, from the holder that gives least so far."""

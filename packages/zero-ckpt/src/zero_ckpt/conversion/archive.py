@@ -1,0 +1,85 @@
+"""Zip archives of `torch.save`, checked before anything of them is believed."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+from pathlib import Path
+
+from ..errors import CheckpointError, DamagedError
+from ..opened import read_fd
+
+_END = struct.Struct("<4s4H2LH")
+_END64_LOCATOR = struct.Struct("<4sLQL")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_MAX_DIRECTORY_BYTES = 256 << 20
+_MAX_PICKLE_BYTES = 256 << 20
+
+
+def require_stored_archive(path: Path) -> None:
+    """Raise unless `path` is a zip archive as `torch.save` writes it: nothing compressed, no name twice, sizes bounded.
+
+    Nothing is asked memory for that its size is not checked against first. Raises CheckpointError.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror}") from error
+    try:
+        nbytes = directory_nbytes(fd, str(path))
+        if nbytes > _MAX_DIRECTORY_BYTES:
+            raise CheckpointError(f"{path}: a zip directory of {nbytes} bytes, expected at most {_MAX_DIRECTORY_BYTES}")
+        with os.fdopen(os.dup(fd), "rb") as file:
+            _require_stored(file, os.fstat(fd).st_size, path)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OSError) as error:
+        raise DamagedError(f"{path}: the zip archive is damaged: {error}") from error
+    finally:
+        os.close(fd)
+
+
+def directory_nbytes(fd: int, where: str) -> int:
+    """The size of an archive's central directory, from the record at its very end, as `torch.save` writes it."""
+    total = os.fstat(fd).st_size
+    if total < _END.size:
+        raise CheckpointError(f"{where} is not in torch's zip format: it has {total} bytes")
+    raw = bytearray(_END.size)
+    read_fd(fd, total - _END.size, memoryview(raw), where)
+    magic, *_, nbytes, _, comment = _END.unpack(raw)
+    if magic != b"PK\5\6" or comment:
+        raise CheckpointError(
+            f"{where} is not in torch's zip format (files that torch wrote before version 1.6 are not read; load and "
+            "save them with torch once)"
+        )
+    at = total - _END.size - _END64_LOCATOR.size
+    if at < 0:
+        return int(nbytes)
+    raw = bytearray(_END64_LOCATOR.size)
+    read_fd(fd, at, memoryview(raw), where)
+    magic, _, place, _ = _END64_LOCATOR.unpack(raw)
+    if magic != b"PK\6\7":
+        return int(nbytes)
+    if place + _END64.size > at:
+        raise DamagedError(f"{where}: the zip archive is damaged: its end lies outside of it")
+    raw = bytearray(_END64.size)
+    read_fd(fd, place, memoryview(raw), where)
+    return int(_END64.unpack(raw)[-2])
+
+
+def _require_stored(file: object, nbytes: int, path: Path) -> None:
+    with zipfile.ZipFile(file) as archive:  # type: ignore[call-overload]
+        records = archive.infolist()
+    names = set()
+    for record in records:
+        if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
+            raise CheckpointError(
+                f"{path}: record {record.filename!r} is compressed ({record.compress_size} bytes that become "
+                f"{record.file_size}), which torch.save never does; load and save it with torch once"
+            )
+        if record.filename in names:
+            raise DamagedError(f"{path}: record {record.filename!r} is there twice")
+        if record.header_offset + record.file_size > nbytes:
+            raise DamagedError(f"{path}: record {record.filename!r} reaches beyond the end of the file")
+        if record.filename.endswith(".pkl") and record.file_size > _MAX_PICKLE_BYTES:
+            raise CheckpointError(f"{path}: a pickle of {record.file_size} bytes, expected at most {_MAX_PICKLE_BYTES}")
+        names.add(record.filename)

@@ -1,0 +1,45 @@
+"""Small files and directories that are on disk when a call returns."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directories(path: Path) -> None:
+    """Create a directory and the missing ones above it, each of them durable."""
+    if path.is_dir():
+        return
+    make_directories(path.parent)
+    path.mkdir(exist_ok=True)
+    fsync_directory(path.parent)
+
+
+def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Create a small file and wait until it is on disk; raises FileExistsError when there is one."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with open(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(fd)
+
+
+def replace_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a small file under a name of its own and give it `path` in one instant; both are on disk on return."""
+    temporary = path.with_name(f".saving-{path.name}.{os.urandom(6).hex()}")
+    try:
+        write_durably(temporary, data, mode)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)

@@ -1,0 +1,29 @@
+"""The header of a data file of a checkpoint, checked against the manifest."""
+
+from __future__ import annotations
+
+from .checksum import checksum
+from .errors import DamagedError
+from .manifest import FileEntry
+from .opened import Folder
+from .safetensors_file import MAX_HEADER_BYTES, Entry, parse_header
+
+
+def read_raw_header(folder: Folder, entry: FileEntry) -> bytes:
+    """The bytes of a data file's header; raises DamagedError when they are not those that were saved."""
+    where = str(folder.path / entry.path)
+    if entry.header_nbytes > MAX_HEADER_BYTES:
+        raise DamagedError(
+            f"{where}: the manifest gives it a header of {entry.header_nbytes} bytes, expected at most "
+            f"{MAX_HEADER_BYTES}"
+        )
+    raw = bytearray(entry.header_nbytes)
+    folder.read_at(entry.path, 0, memoryview(raw), where)
+    if checksum(raw) != entry.header_checksum:
+        raise DamagedError(f"{where}: the header is damaged (its checksum does not hold)")
+    return bytes(raw)
+
+
+def read_entries(folder: Folder, entry: FileEntry) -> dict[str, Entry]:
+    """What lies where in a safetensors file of a checkpoint; raises DamagedError."""
+    return parse_header(read_raw_header(folder, entry), entry.nbytes, str(folder.path / entry.path))[0]

@@ -1,0 +1,91 @@
+"""Advisory locks on directories, which the kernel drops when whoever holds them dies.
+
+[Note: locks and forks]
+A process that forks while it holds a lock shares the lock with its child: closing the descriptor in the parent leaves
+it with the child, for as long as that lives (a worker of a data loader, say). So every lock is given up with LOCK_UN,
+which ends it for all copies of the descriptor. What is left is a holder that was killed with a child of its own alive:
+whoever waits for the root's lock says so after a while, names the processes, and ends with an error instead of waiting
+for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import CheckpointError
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOSYS)
+"""What a file system without locks answers."""
+_SPEAK_AFTER_SECONDS = 5.0
+_GIVE_UP_AFTER_SECONDS = 600.0
+
+logger = logging.getLogger("zero_ckpt")
+
+
+def try_lock(fd: int) -> bool | None:
+    """Lock what a descriptor refers to. True: locked now. False: another holds it. None: there are no locks here."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def unlock_and_close(fd: int) -> None:
+    """Give up a lock, also where a child process has a copy of the descriptor, and close it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def root_lock(root: Path) -> Iterator[None]:
+    """Hold the lock of a root, waiting for it; raises CheckpointError after ten minutes. Held for short steps only."""
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _wait_for_lock(fd, root)
+        yield
+    finally:
+        unlock_and_close(fd)
+
+
+def _wait_for_lock(fd: int, root: Path) -> None:
+    begin, pause, said = time.monotonic(), 0.001, False
+    while try_lock(fd) is False:
+        waited = time.monotonic() - begin
+        if waited > _GIVE_UP_AFTER_SECONDS:
+            raise CheckpointError(
+                f"{root} is locked by {_holders(fd)} for more than {waited:.0f} s; end that process (or the children "
+                "that it left), then save again"
+            )
+        if waited > _SPEAK_AFTER_SECONDS and not said:
+            logger.warning("waiting for the lock of %s, which %s holds", root, _holders(fd))
+            said = True
+        time.sleep(pause)
+        pause = min(pause * 2, 0.1)
+
+
+def _holders(fd: int) -> str:
+    """The processes that locked what `fd` refers to, as /proc/locks of this host knows them."""
+    inode = str(os.fstat(fd).st_ino)
+    try:
+        lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        lines = []
+    pids = [line[4] for line in lines if len(line) > 5 and line[1] == "FLOCK" and line[5].rpartition(":")[2] == inode]
+    return f"process {', '.join(pids)}" if pids else "a process that is not known on this host"

@@ -1,0 +1,144 @@
+"""Open what lies below a checkpoint's root: regular files only, no symbolic link followed, memory bounded.
+
+[Note: opened folders]
+A checkpoint directory is opened once and held by its descriptor; its files are opened relative to that. Every reader
+thus sees the files of one directory, also while a save puts another in its place, and a directory that has lost its
+name is recognised. The root itself may be a link, as may be a path that the user gives; nothing below it may.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import weakref
+from pathlib import Path
+
+from .errors import DamagedError, ReplacedError
+
+_FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
+    """Open a regular file without following a link in its last component and without waiting; raises OSError."""
+    try:
+        fd = os.open(path, flags | _FILE, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed here") from error
+        raise
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file")
+    return fd
+
+
+def read_bounded(fd: int, limit: int, where: str) -> bytes:
+    """All bytes of an open file; raises DamagedError, before memory is asked for, when there are more than `limit`."""
+    nbytes = os.fstat(fd).st_size
+    if nbytes > limit:
+        raise DamagedError(f"{where}: {nbytes} bytes, expected at most {limit}")
+    parts, left = [], limit + 1
+    while left and (part := os.read(fd, min(left, 1 << 24))):
+        parts.append(part)
+        left -= len(part)
+    if not left:
+        raise DamagedError(f"{where}: it grew beyond {limit} bytes while it was read")
+    return b"".join(parts)
+
+
+class Folder:
+    """An opened checkpoint directory; see [Note: opened folders]. `follow`: the path itself may be a link."""
+
+    def __init__(self, path: Path, *, follow: bool) -> None:
+        self.path = path
+        flags = _DIRECTORY if follow else _DIRECTORY | os.O_NOFOLLOW
+        try:
+            self._fd = os.open(path, flags)
+        except OSError as error:
+            if path.is_symlink() and not follow:
+                raise DamagedError(f"{path} is a symbolic link, which is not followed below a root") from error
+            raise DamagedError(f"{path}: {error.strerror or error}") from error
+        weakref.finalize(self, os.close, self._fd).atexit = False
+
+    def open(self, relative: str, flags: int = os.O_RDONLY) -> int:
+        """A descriptor of a regular file in it; raises OSError."""
+        *parents, name = relative.split("/")
+        folder = self._fd
+        try:
+            for parent in parents:
+                inner = os.open(parent, _DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+                self._leave(folder)
+                folder = inner
+            return open_regular(name, flags, folder)
+        finally:
+            self._leave(folder)
+
+    def _leave(self, folder: int) -> None:
+        if folder != self._fd:
+            os.close(folder)
+
+    def nbytes(self, relative: str) -> int:
+        """The size of a regular file in it; raises OSError."""
+        if "/" not in relative:
+            found = os.stat(relative, dir_fd=self._fd, follow_symlinks=False)
+            if stat.S_ISREG(found.st_mode):
+                return found.st_size
+        fd = self.open(relative)
+        try:
+            return os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+
+    def read(self, relative: str, limit: int) -> bytes:
+        """A small file, whole; raises DamagedError."""
+        where = str(self.path / relative)
+        fd = self.open_named(relative, where)
+        try:
+            return read_bounded(fd, limit, where)
+        finally:
+            os.close(fd)
+
+    def read_at(self, relative: str, position: int, out: memoryview, where: str) -> None:
+        """Fill `out` with the bytes of a file from `position` on; raises DamagedError, beginning with `where`."""
+        fd = self.open_named(relative, where)
+        try:
+            read_fd(fd, position, out, where)
+        finally:
+            os.close(fd)
+
+    def is_current(self) -> bool:
+        """Whether the path still leads to this directory."""
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return False
+        own = os.fstat(self._fd)
+        return (now.st_dev, now.st_ino) == (own.st_dev, own.st_ino)
+
+    def require_current(self) -> None:
+        """Raise ReplacedError when the path does not lead to this directory any more."""
+        if not self.is_current():
+            raise ReplacedError(f"{self.path} was replaced or removed while it was being read; open it again")
+
+    def open_named(self, relative: str, where: str) -> int:
+        """`open` that raises DamagedError, beginning with `where`, or ReplacedError."""
+        try:
+            return self.open(relative)
+        except OSError as error:
+            self.require_current()
+            raise DamagedError(f"{where}: {error.strerror or error}") from error
+
+
+def read_fd(fd: int, position: int, out: memoryview, where: str) -> None:
+    """Fill `out` with the bytes of an open file from `position` on; raises DamagedError, beginning with `where`."""
+    try:
+        while out:
+            count = os.preadv(fd, [out], position)
+            if count == 0:
+                raise DamagedError(f"{where}: the file ends at byte {position}, before its data does")
+            out, position = out[count:], position + count
+    except OSError as error:
+        raise DamagedError(f"{where}: reading at byte {position}: {error.strerror}") from error

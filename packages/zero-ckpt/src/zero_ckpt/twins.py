@@ -1,0 +1,145 @@
+"""Damaged slices, rewritten from other checkpoints that hold the same bytes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from .catalog import load_manifest
+from .errors import CheckpointError, DamagedError
+from .headers import read_entries
+from .manifest import Manifest, Slice, TensorEntry
+from .opened import Folder, read_fd
+from .safetensors_file import Entry
+from .scanning import SCAN_BYTES, scan_fd
+from .types import ITEMSIZE
+
+
+class _Source:
+    """A checkpoint directory, its manifest and the headers of its files as they are needed."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = Folder(path, follow=False)
+        self.manifest: Manifest = load_manifest(self.folder)
+        self._headers: dict[int, dict[str, Entry]] = {}
+
+    def slices(self) -> list[tuple[TensorEntry, Slice]]:
+        return [(tensor, piece) for tensor in self.manifest.tensors for piece in tensor.slices]
+
+    def begin(self, piece: Slice) -> int:
+        """The byte at which a slice begins in its file."""
+        if piece.begin is not None:
+            return piece.begin
+        entry = self.manifest.files[piece.file]
+        if piece.file not in self._headers:
+            self._headers[piece.file] = read_entries(self.folder, entry)
+        stored = self._headers[piece.file].get(piece.key)
+        if stored is None:
+            raise DamagedError(f"{self.folder.path / entry.path}: the header does not hold slice {piece.key!r}")
+        return stored.begin
+
+    def open(self, piece: Slice, flags: int = os.O_RDONLY) -> int:
+        path = self.manifest.files[piece.file].path
+        try:
+            return self.folder.open(path, flags)
+        except OSError as error:
+            raise DamagedError(f"{self.folder.path / path}: {error.strerror or error}") from error
+
+    def where(self, piece: Slice) -> str:
+        return str(self.folder.path / self.manifest.files[piece.file].path)
+
+
+@dataclass(frozen=True)
+class _Twin:
+    source: _Source
+    piece: Slice
+
+
+_Twins = dict[tuple[str, int], list[_Twin]]
+
+
+def restore_slices(path: Path, others: list[Path]) -> bool:
+    """Rewrite each damaged slice of `path` from a twin with the same checksum; whether any was rewritten.
+
+    What is written goes into the file that lies in the checkpoint's own directory, through no symbolic link; other hard
+    links to that file are restored with it.
+    """
+    try:
+        source = _Source(path)
+        twins = _twins(others)
+        return sum([_restore(source, tensor, piece, twins) for tensor, piece in source.slices()]) > 0
+    except CheckpointError:
+        return False  # without its manifest or headers nothing can be said about it; it is set aside
+
+
+def _twins(others: list[Path]) -> _Twins:
+    """Slices of other checkpoints by checksum and size; several, since files that are linked share their damage."""
+    found: _Twins = {}
+    for path in others:
+        try:
+            source = _Source(path)
+        except CheckpointError:
+            continue
+        for tensor, piece in source.slices():
+            key = (piece.checksum, piece.length * ITEMSIZE[tensor.dtype])
+            found.setdefault(key, []).append(_Twin(source, piece))
+    return found
+
+
+def _restore(source: _Source, tensor: TensorEntry, piece: Slice, twins: _Twins) -> bool:
+    nbytes, begin = piece.length * ITEMSIZE[tensor.dtype], source.begin(piece)
+    fd = source.open(piece)
+    try:
+        if scan_fd(fd, begin, nbytes, source.where(piece)) == piece.checksum:
+            return False
+    finally:
+        os.close(fd)
+    return any(_copy(twin, source, piece, nbytes) for twin in twins.get((piece.checksum, nbytes), []))
+
+
+def _copy(twin: _Twin, target: _Source, piece: Slice, nbytes: int) -> bool:
+    """Copy a slice from a twin whose bytes are good; False when they are not, or it cannot be read."""
+    try:
+        fd, begin = twin.source.open(twin.piece), twin.source.begin(twin.piece)
+    except CheckpointError:
+        return False
+    try:
+        where = twin.source.where(twin.piece)
+        if scan_fd(fd, begin, nbytes, where) != piece.checksum:
+            return False
+        _overwrite(target, piece, fd, begin, nbytes)
+        return True
+    finally:
+        os.close(fd)
+
+
+def _overwrite(target: _Source, piece: Slice, source: int, begin: int, nbytes: int) -> None:
+    """Write into a file that may be read-only, as linked ones are."""
+    own = target.open(piece)
+    try:
+        mode = os.fstat(own).st_mode
+        os.fchmod(own, stat.S_IMODE(mode) | stat.S_IWUSR)
+        try:
+            writable = target.open(piece, os.O_RDWR)
+            try:
+                _write(writable, target.begin(piece), source, begin, nbytes)
+            finally:
+                os.close(writable)
+        finally:
+            os.fchmod(own, stat.S_IMODE(mode))
+    finally:
+        os.close(own)
+
+
+def _write(target: int, position: int, source: int, begin: int, nbytes: int) -> None:
+    scratch = memoryview(bytearray(min(SCAN_BYTES, nbytes)))
+    for done in range(0, nbytes, SCAN_BYTES):
+        part = scratch[: min(SCAN_BYTES, nbytes - done)]
+        read_fd(source, begin + done, part, "the copy")
+        at = position + done
+        while part:
+            written = os.pwrite(target, part, at)
+            part, at = part[written:], at + written
+    os.fsync(target)

@@ -1,0 +1,92 @@
+"""Several jobs save into one root and prune it, while others read: every save is good and nobody sees half of one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from zero_ckpt import Checkpoint, Interval, ReplacedError, open_checkpoint, restore, save_sharded, verify
+
+JOB = """
+import sys
+from zero_ckpt import Interval, save_sharded
+root, name, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+for step in range(count):
+    save_sharded(root, f"{name}{step}", [Interval("w", "param", (8,), "U8", 0, b"abcdefgh")], step=step, keep_last=2)
+"""
+
+
+def run_jobs(root: Path, jobs: int, count: int) -> None:
+    running = [
+        subprocess.Popen([sys.executable, "-c", JOB, str(root), f"job{job}-", str(count)], stderr=subprocess.PIPE)
+        for job in range(jobs)
+    ]
+    errors = [job.communicate(timeout=300)[1].decode() for job in running]
+    assert [job.returncode for job in running] == [0] * jobs, "\n".join(errors)
+    assert not any("Traceback" in error for error in errors), "\n".join(errors)
+    assert open_checkpoint(root).read("w", "param") == b"abcdefgh"
+    save_sharded(root, "after", [], step=count + 1, keep_last=1)
+    assert sorted(path.name for path in root.iterdir()) == ["after", "latest", "zero_to_fp32.py"]
+
+
+def test_two_jobs_prune_one_root(tmp_path: Path) -> None:
+    run_jobs(tmp_path / "run", 2, 60)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_four_jobs_prune_one_root_for_long(tmp_path: Path) -> None:
+    run_jobs(tmp_path / "run", 4, 500)
+    print("4 jobs of 500 saves each into one root: 2000 saves, 0 raised")
+
+
+def content(step: int) -> bytes:
+    return bytes([step % 251]) * 50_000
+
+
+def save(root: Path, step: int) -> None:
+    data = content(step)
+    parts = [Interval(name, "param", (len(data),), "U8", 0, data) for name in ("v", "w")]
+    save_sharded(root, "same", parts, step=step)
+
+
+@pytest.mark.parametrize("tag", [None, "same"])
+def test_readers_during_a_replacement_see_one_checkpoint_or_the_other(tmp_path: Path, tag: str | None) -> None:
+    save(tmp_path, 0)
+    written = threading.Event()
+
+    def replace() -> None:
+        for step in range(1, 25):
+            save(tmp_path, step)
+        written.set()
+
+    def fill(checkpoint: Checkpoint) -> int:
+        assert checkpoint.read("v", "param") == checkpoint.read("w", "param") == content(checkpoint.step)
+        return checkpoint.step
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    seen = []
+    try:
+        while not written.is_set():
+            checkpoint, step = restore(tmp_path, fill, tag)
+            assert checkpoint.report.skipped == ()
+            seen.append(step)
+            report = verify(tmp_path / "same")
+            assert report.ok, report.problems
+    finally:
+        writer.join()
+    assert len(set(seen)) > 3 and seen == sorted(seen)
+
+
+def test_a_checkpoint_that_is_gone_says_so_and_not_that_it_is_damaged(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    checkpoint = open_checkpoint(tmp_path)
+    save(tmp_path, 2)
+    with pytest.raises(ReplacedError, match=r"same was replaced or removed while it was being read; open it again"):
+        checkpoint.read("w", "param")
+    assert open_checkpoint(tmp_path).read("w", "param") == content(2)
