@@ -72,8 +72,6 @@ def borrow(register: str) -> dict[str, Any]:
     for _ in range(3):
         loss = model(x)
         losses.append(float(loss.detach()))
-        if losses[-1] != losses[-1]:
-            return {"losses": losses, "deviation": float("nan")}
         loss.backward()
         optimizer.step()
         reference(x).backward()
@@ -90,9 +88,9 @@ def test_a_registered_parameter_is_there_when_its_user_runs(register: str) -> No
         assert result["deviation"] < 1e-12 and result["released"]
 
 
-def test_without_registration_such_code_reads_nan() -> None:
+def test_without_registration_the_parameter_comes_when_it_is_used() -> None:
     for result in run_ranks(borrow, 2, "taken back"):
-        assert result["losses"][0] != result["losses"][0]
+        assert result["deviation"] < 1e-12 and result["released"]
 
 
 def units_of(marked: str) -> dict[str, list[str]]:

@@ -105,7 +105,7 @@ def test_a_released_parameter_keeps_its_shape_reads_as_nan_and_refuses_writes() 
     model = build()
     for seen in run_ranks(released, RANKS, 3):
         assert seen["shape"] == (512, 512) and seen["numel"] == sum(p.numel() for p in model.parameters())
-        assert seen["nan"] and seen["write"].startswith("RuntimeError")
+        assert seen["nan"] and seen["write"].startswith("ReleasedParameterError")
         assert seen.get("bytes", 0) <= 64
 
 

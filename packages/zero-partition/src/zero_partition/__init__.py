@@ -26,6 +26,7 @@ from .norm import NormSquared, norm_squared
 from .optimizer import ShardedOptimizer, StepResult
 from .ownership import owner_of
 from .partition import Partition, partition
+from .released import change_class, present_class
 from .residency import DeviceResidency, Residency
 from .tier import MakeStates, ShardNeeds, StateTier
 from .tiling import TiledLinear
@@ -65,6 +66,7 @@ __all__ = [
     "UnitPlan",
     "UnitState",
     "WholeModel",
+    "change_class",
     "cut_record",
     "full_gradient",
     "full_parameter",
@@ -76,6 +78,7 @@ __all__ = [
     "owner_of",
     "partition",
     "plan_units",
+    "present_class",
     "register_external_parameter",
     "set_full_gradient",
     "set_full_parameter",

@@ -48,6 +48,7 @@ def gathered(
     held = [u for u in units if u.releasable]
     for unit in held:
         runtime.gatherer.pin(unit)
+    runtime.released_use.gathered(held)
     try:
         yield
         if modifier_rank is not None:

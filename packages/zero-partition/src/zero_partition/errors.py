@@ -8,7 +8,7 @@ class PartitionError(RuntimeError):
 
 
 class ReleasedParameterError(PartitionError):
-    """A released parameter was written or replaced; the message names it."""
+    """A released parameter was used where it cannot be gathered, written or replaced; the message names it."""
 
 
 class NonFiniteGradientError(PartitionError):

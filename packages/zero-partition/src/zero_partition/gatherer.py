@@ -186,8 +186,8 @@ class Gatherer:
             for index in ahead:
                 self._issue(index)
             return
-        self._held.setdefault(self._key, set()).add(unit.index)
         if schedule is not None:
+            self._held.setdefault(self._key, set()).add(unit.index)
             for index in schedule.remaining():
                 self._issue(index)
         self.before_request()

@@ -22,6 +22,8 @@ class PassListener(Protocol):
 
     def enter_module(self, name: str, units: list[Unit]) -> bool: ...
     def exit_module(self, name: str, units: list[Unit], aliased: list[Unit], failure: BaseException | None) -> None: ...
+    def parameter_returned(self, name: str, parameter: nn.Parameter) -> None: ...
+    def keeper_done(self, name: str, units: list[Unit]) -> None: ...
     def before_backward(self, units: list[Unit]) -> None: ...
     def gradient_ready(self, unit: Unit, index: int) -> None: ...
     def unit_of_storage(self, address: int) -> Unit | None: ...
@@ -43,6 +45,7 @@ class ModuleHooks:
         self.watches: dict[str, ModuleWatch] = {}
         self._handles: list[RemovableHandle] = []
         self._listener = listener
+        self._model = weakref.ref(model)
         self._units = {unit.index: unit for unit in units}
         for name, module in model.named_modules():
             touched = [u for u in units if _belongs(name, module, u)]
@@ -61,6 +64,21 @@ class ModuleHooks:
             self._hook_module(name, module, [unit], outermost=False)
         elif unit not in self.watches[name].units:
             self.watches[name].use(unit)
+
+    def keep_around(self, name: str, unit: Unit) -> str:
+        """Have the module that calls the one called ``name`` report the end of its calls for ``unit``, which it does
+        not gather; return its name."""
+        around, module = name, self._model()
+        while around and module is not None:  # a container that has no forward calls nothing
+            around = around.rpartition(".")[0]
+            if type(module.get_submodule(around)).forward is not nn.Module.forward:
+                break
+        if module is not None and around not in self.watches:
+            self._hook_module(around, module.get_submodule(around), [], outermost=False)
+        watch = self.watches[around]
+        if unit not in watch.keeps:
+            watch.keeps.append(unit)
+        return around
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -98,7 +116,11 @@ def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, index: int, _pa
 
 
 class ModuleWatch:
-    """Reports the calls of one module, which uses ``units``."""
+    """Reports the calls of one module, which uses ``units``.
+
+    Attributes:
+        keeps: units whose parameters its submodules return, and which stay until it is done.
+    """
 
     def __init__(self, name: str, units: list[Unit], listener: PassListener, *, outermost: bool) -> None:
         self.name = name
@@ -106,6 +128,8 @@ class ModuleWatch:
         self.on_enter = Hook(eager(self.enter))
         self.on_leave = Hook(eager(self.leave))
         self._listener = listener
+        self.keeps: list[Unit] = []
+        self._outermost = outermost
         self._watches_outputs = outermost or any(u.releasable for u in units)
         self._entered: list[tuple[bool, BaseException | None]] = []
 
@@ -128,18 +152,24 @@ class ModuleWatch:
         if not reported:
             return
         failure = raised if raised is not before else None
-        aliased = list(self._watch_outputs(output)) if self._watches_outputs and failure is None else []
+        watches = (self._watches_outputs or self.keeps) and failure is None
+        aliased = list(self._watch_outputs(output)) if watches else []
         self._listener.exit_module(self.name, self.units, aliased, failure)
+        if self.keeps:
+            self._listener.keeper_done(self.name, self.keeps)
 
     def _watch_outputs(self, output: Any) -> Iterator[Unit]:
         """Hook the outputs' gradients; yield the units whose storage an output shares."""
         for leaf in tree_leaves(output):
             if not isinstance(leaf, torch.Tensor):
                 continue
-            if leaf.requires_grad and leaf.grad_fn is not None:
+            if isinstance(leaf, nn.Parameter):  # it becomes a placeholder itself when its unit is released
+                self._listener.parameter_returned(self.name, leaf)
+                continue
+            if leaf.requires_grad and leaf.grad_fn is not None and (self.units or self._outermost):
                 leaf.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
             owner = self._listener.unit_of_storage(_address(leaf))
-            if owner is not None and not isinstance(leaf, nn.Parameter):  # a parameter becomes a placeholder itself
+            if owner is not None:
                 yield owner
 
     def _on_output_gradient(self, _gradient: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_comm import Control, Group, Message, Tag
 
 from .placeholder import Placeholders
+from .released import mark_present
 from .units import reason_uncut
 
 logger = logging.getLogger("zero_partition")
@@ -100,7 +101,9 @@ class CutParameter:
         """Make the parameter whole, in memory of its own. Collective."""
         parameter = self._parameter()
         if parameter is not None and not self.whole:
-            parameter.data = self.read()
+            values = self.read()
+            mark_present(parameter)
+            parameter.data = values
             self.whole = True
 
     def take_from(self, rank: int) -> None:
@@ -113,6 +116,9 @@ class CutParameter:
 
     def replaced(self) -> None:
         """The parameter's data was assigned: it is whole with these values."""
+        parameter = self._parameter()
+        if parameter is not None:
+            mark_present(parameter)
         self.whole = True
 
     def read(self) -> torch.Tensor:

@@ -105,6 +105,7 @@ class ShardedOptimizer:
         """
         runtime = self._partition.runtime
         runtime.end_backward()
+        runtime.released_use.step_begins()
         touched, total, culprit = self._agree_on_gradients()
         runtime.hide_gradients()
         norm = math.sqrt(total) / self.loss_scale.scale if total >= 0 else math.nan
@@ -114,8 +115,7 @@ class ShardedOptimizer:
             raise NonFiniteGradientError(
                 f"the gradient norm of step {runtime.step} is {norm}: the first gradient that is not finite belongs to "
                 f"parameter '{culprit}'. The weights were not changed. Check the loss and the data of this step, lower "
-                "the learning rate, or set bf16.check_grad_overflow to true to skip such steps. At stage 3 NaN is also "
-                "what a released parameter reads as, when forward reaches it by iterating over parameters()."
+                "the learning rate, or set bf16.check_grad_overflow to true to skip such steps."
             )
         taken = self.loss_scale.update(not finite)
         if taken:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .errors import ReleasedParameterError
+from .released import mark_present, mark_released
 
 
 class Placeholders:
@@ -34,10 +35,16 @@ class Placeholders:
     def install(self) -> None:
         """Make every parameter of the unit its placeholder."""
         for (_, parameter), view in zip(self._parameters, self._views, strict=True):
+            mark_present(parameter)
             parameter.data = view
+            mark_released(parameter)
 
     def verify(self) -> None:
         """Raise `ReleasedParameterError` by name when a parameter is not its untouched placeholder any more."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._verify()
+
+    def _verify(self) -> None:
         for (name, parameter), view, address in zip(self._parameters, self._views, self._addresses, strict=True):
             if parameter.data_ptr() != address or parameter.dtype != self._dtype or parameter.shape != view.shape:
                 raise ReleasedParameterError(

@@ -20,6 +20,7 @@ from .interception import Interception
 from .pace import Pace
 from .passes import Agreement
 from .reducer import Reducer
+from .released_use import ReleasedUse
 from .residency import Residency
 from .unit import Unit
 
@@ -71,6 +72,7 @@ class Runtime:
         self._shows_gradients = False
         self._depth: dict[int, int] = {}
         self._members_run: dict[int, set[str]] = {}
+        self._keepers: dict[int, set[str]] = {}
         self._outermost: str | None = None
         self._last_forward: str | None = None
         self._trains = False
@@ -83,6 +85,7 @@ class Runtime:
             (n, p) for u in self.units for n, p in zip(u.names, u.parameters, strict=True) if not p.requires_grad
         ]
         self._unit_of = {id(p): u for u in self.units if u.releasable for p in u.parameters}
+        self.released_use = ReleasedUse(self._unit_of, self.gatherer, self._bring, alone=groups.control.world_size == 1)
         self._hooks = ModuleHooks(model, self.units, self)
         self._interception = Interception(model, self.units, self.parameter_read)
         self._compiled: CompiledRegions | None = None
@@ -156,6 +159,8 @@ class Runtime:
     def agree(self, kind: str, name: str, payload: Any) -> list[Any]:
         """Meet the other ranks; carries what was learned about orders along. Returns the payloads in rank order."""
         self.check_alive()
+        if not self.gatherer.active:
+            self.released_use.release()
         news = self.gatherer.take_news() if self._sharded else {}
         message = [payload, news, self.reducer.observed(), self._take_changed()]
         return self._learn(self.agreement.start(kind, name, self.step, message, self._beside()))
@@ -278,11 +283,26 @@ class Runtime:
             run = self._members_run.setdefault(unit.index, set())
             run.add(name)
             if depth <= 0 and not self._in_backward:
-                if all(member in run for member in unit.plan.members):
+                if all(member in run for member in (*unit.plan.members, *self._keepers.get(unit.index, ()))):
                     self.gatherer.leave(unit)
         if name == self._outermost:
             self._outermost = None
             self._end_forward(failure)
+
+    def parameter_returned(self, name: str, parameter: nn.Parameter) -> None:
+        """A module gives a parameter to its caller: the unit stays until the module around it is done."""
+        unit = self._unit_of.get(id(parameter))
+        if unit is not None and name:
+            self._keepers.setdefault(unit.index, set()).add(self._hooks.keep_around(name, unit))
+
+    def keeper_done(self, name: str, units: list[Unit]) -> None:
+        """A module whose submodules return parameters of ``units`` is done; it may return them again."""
+        for unit in units:
+            run = self._members_run.setdefault(unit.index, set())
+            run.add(name)
+            idle = self._depth.get(unit.index, 0) <= 0 and not self._in_backward
+            if idle and all(member in run for member in (*unit.plan.members, *self._keepers[unit.index])):
+                self.gatherer.leave(unit)
 
     def before_backward(self, units: list[Unit]) -> None:
         """Backward is about to read the units' parameters."""
@@ -324,8 +344,7 @@ class Runtime:
         unit = self._unit_of.get(id(parameter))
         if unit is None or not self.gatherer.active or self.gatherer.has(unit):
             return
-        self.gatherer.need(unit)
-        self._note_present(unit)
+        self._bring(unit)
 
     def unit_of_storage(self, address: int) -> Unit | None:
         """The gathered unit whose flat buffer lives at ``address``."""
@@ -333,6 +352,12 @@ class Runtime:
         return unit if unit is not None and unit.holds_storage(address) else None
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _bring(self, unit: Unit) -> None:
+        self.check_alive()
+        self.gatherer.step = self.step
+        self.gatherer.need(unit)
+        self._note_present(unit)
 
     def _beside(self) -> str | None:
         return _DONE if self._synced else None
@@ -404,6 +429,8 @@ class Runtime:
             self.abort(failure)
             return
         self.gatherer.end()
+        if self._trains:
+            self.released_use.forward_ended()
 
     def _begin_plain_backward(self) -> None:
         refusal = self.allows_plain_backward()

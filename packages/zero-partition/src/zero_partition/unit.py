@@ -11,6 +11,7 @@ from zero_comm import Tag, Work
 
 from .layout import UnitLayout
 from .placeholder import Placeholders
+from .released import mark_present
 from .residency import Residency
 from .route import Route
 from .tier import StateTier
@@ -244,4 +245,5 @@ class Unit:
 
     def _install_views(self) -> None:
         for parameter, view in zip(self.parameters, self.views, strict=True):
+            mark_present(parameter)
             parameter.data = view

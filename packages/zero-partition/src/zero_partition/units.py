@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .errors import PartitionError
+from .released import ReleasedValues
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -96,8 +97,9 @@ def uncut_parameters(model: nn.Module) -> dict[str, str]:
 
 def reason_uncut(parameter: nn.Parameter) -> str | None:
     """Why a parameter cannot be part of a flat buffer, or None."""
-    if type(parameter.data) is not torch.Tensor:
-        return f"it is a tensor subclass ({type(parameter.data).__name__})"
+    kind = type(parameter.data)
+    if kind not in (torch.Tensor, ReleasedValues):  # the latter: Init has built and sharded it
+        return f"it is a tensor subclass ({kind.__name__})"
     if parameter.layout != torch.strided:
         return f"its layout is {parameter.layout}"
     if not parameter.is_floating_point():

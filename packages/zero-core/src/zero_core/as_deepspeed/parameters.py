@@ -13,7 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_partition import Partition, Unit, UnitState, cut_record, gathered_anywhere, owner_of
+from zero_partition import (
+    Partition,
+    Unit,
+    UnitState,
+    change_class,
+    cut_record,
+    gathered_anywhere,
+    owner_of,
+    present_class,
+)
 
 _NUMBERS = itertools.count()
 _FACTS = "_ds_facts"
@@ -210,22 +219,24 @@ class ZeroParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass():
+            data = self.data
+        return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def adopt(parameters: Iterable[nn.Parameter]) -> None:
     """Give plain parameters the names of `ZeroParameter`; others are left as they are."""
     for parameter in parameters:
-        if type(parameter) is nn.Parameter:
-            parameter.__class__ = ZeroParameter
+        if present_class(parameter) is nn.Parameter:
+            change_class(parameter, ZeroParameter)
             setattr(parameter, _FACTS, _Facts())
 
 
 def release(parameters: Iterable[nn.Parameter]) -> None:
     """Take the names away again."""
     for parameter in parameters:
-        if type(parameter) is ZeroParameter:
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        if present_class(parameter) is ZeroParameter:
+            change_class(parameter, nn.Parameter)
             delattr(parameter, _FACTS)
 
 

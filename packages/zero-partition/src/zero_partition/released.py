@@ -1,0 +1,225 @@
+"""The class that a parameter has while it is released: torch functions that need its values ask for them first.
+
+[Note: the class of a released parameter] A placeholder reads NaN, and nobody notices before the loss does. So release
+gives a parameter a subclass of its own class, and gather takes it away again, as torch does with its lazy parameters.
+torch calls ``__torch_function__`` of that subclass before it computes: facts such as ``shape`` are answered from the
+placeholder, anything else asks the runtime, which gathers the unit or raises by name. ``p.data`` and ``p.detach()``
+give tensors that do the same. A gathered parameter has its own class: computing with it costs what it costs in torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_map
+
+from .errors import ReleasedParameterError
+from .ownership import owner_of
+
+_PRESENT = "_zero_present_class"
+_VIEWS = frozenset(["H", "T", "imag", "mH", "mT", "real"])  # attributes that need the values
+_FACTS = frozenset(
+    """__dir__ __format__ __hash__ __len__ __reduce_ex__ __repr__ __setstate__ __str__ _has_compatible_shallow_copy_type
+    backward can_cast data_ptr dim element_size empty_like full_like get_device is_complex is_contiguous
+    is_floating_point is_inference is_pinned is_same_size is_set_to is_shared is_signed isfinite isinf isnan ndimension
+    nelement new_empty new_empty_strided new_full new_ones new_tensor new_zeros numel ones_like rand_like randint_like
+    randn_like register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad size storage
+    storage_offset storage_type stride untyped_storage zeros_like""".split()
+)
+_SHAPED_LIKE = frozenset("expand_as reshape_as type_as view_as".split())
+_CASTS = frozenset("bfloat16 cpu cuda double float half to type".split())
+_ITEM_WRITES = frozenset("__iadd__ __iand__ __idiv__ __imul__ __ior__ __isub__ __itruediv__ __setitem__".split())
+
+
+class ReleasedValues(torch.Tensor):
+    """What ``data`` and ``detach()`` of a released parameter give: it computes with the values that the parameter has
+    then. Pickles of it are plain tensors of NaN.
+
+    Attributes:
+        parameter: whose values these are.
+    """
+
+    parameter: nn.Parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Ask for the values before ``func`` computes with them."""
+        return _call(cls, func, types, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self.parameter, memo).detach()
+
+
+def mark_released(parameter: nn.Parameter) -> None:
+    """Have torch functions ask for the values of ``parameter``, which is a placeholder now."""
+    kind = type(parameter)
+    if not hasattr(kind, _PRESENT):
+        parameter.__class__ = _released_class(kind)
+
+
+def mark_present(parameter: nn.Parameter) -> None:
+    """Give ``parameter`` its own class back: its values are here."""
+    kind = getattr(type(parameter), _PRESENT, None)
+    if kind is not None:
+        parameter.__class__ = kind
+
+
+def present_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """The class that ``parameter`` has while its values are here."""
+    kind: type[nn.Parameter] = getattr(type(parameter), _PRESENT, type(parameter))
+    return kind
+
+
+def change_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    """Make ``kind`` the class that ``parameter`` has while its values are here; a released one stays released."""
+    released = hasattr(type(parameter), _PRESENT)
+    parameter.__class__ = _released_class(kind) if released else kind
+
+
+@functools.cache
+def _released_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    body = {"__torch_function__": classmethod(_call), "__module__": __name__, _PRESENT: kind}
+    if kind.__deepcopy__ is nn.Parameter.__deepcopy__:
+        body["__deepcopy__"] = _copy_with_values
+    metaclass: Any = type(kind)
+    made: type[nn.Parameter] = metaclass(f"Released{kind.__name__}", (kind,), body)
+    return made
+
+
+def _call(
+    _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Call a torch function some of whose arguments are released."""
+    keywords = kwargs or {}
+    if func is torch.autograd.grad:
+        return func(*_by_gradient_edge(args), **dict(zip(keywords, _by_gradient_edge(keywords.values()), strict=True)))
+    name = _name(func)
+    if name == "__set__" and _attribute(func) == "data" and not _holds(args[1]):
+        mark_present(args[0])  # from now on it has the values that it was given
+    if _needs_no_values(func, name, args, keywords):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **keywords)
+            parameter = _parameter_of(args[0]) if args else None
+            if parameter is not None and (name == "detach" or (name == "__get__" and _attribute(func) == "data")):
+                result = result.as_subclass(ReleasedValues)
+                result.parameter = parameter
+            return result
+    target = args[0] if args else keywords.get("tensor", keywords.get("input"))
+    written = [keywords.get("out"), target if _writes(name) else None]
+
+    def with_values(value: Any) -> Any:
+        if not _holds(value):
+            return value
+        return _ask(value, name, writes=any(value is target for target in written))
+
+    args, keywords = tree_map(with_values, (args, keywords))
+    return func(*args, **keywords)
+
+
+def _parameter_of(value: object) -> nn.Parameter | None:
+    """The parameter that has to be gathered before torch computes with ``value``."""
+    if isinstance(value, ReleasedValues):
+        return value.parameter
+    return value if isinstance(value, nn.Parameter) and hasattr(type(value), _PRESENT) else None
+
+
+def _holds(value: object) -> bool:
+    return _parameter_of(value) is not None
+
+
+def _needs_no_values(func: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    if name == "__get__":
+        return _attribute(func) not in _VIEWS
+    if name == "__set__":
+        return not _holds(args[1]) or args[1] is args[0] or _parameter_of(args[1]) is _parameter_of(args[0])
+    if name in _CASTS:
+        return _changes_nothing(name, args, keywords)
+    if name in _SHAPED_LIKE:  # of itself: how torch finds the node that accumulates
+        return not _holds(args[0]) or args[0] is args[1]
+    return name in _FACTS or name == "detach"
+
+
+def _changes_nothing(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Whether a cast gives the tensor itself, as ``module.to`` of the present dtype and device does, or only needs the
+    dtype of a released argument."""
+    if not _holds(args[0]):
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+        cast = getattr(like, name)(*args[1:], **keywords)
+    return cast is like or not isinstance(cast, torch.Tensor)
+
+
+def _by_gradient_edge(arguments: Any) -> list[Any]:
+    """The arguments of `torch.autograd.grad` with the place of a released parameter in the graph for itself."""
+
+    def edge(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(edge(item) for item in value)
+        return get_gradient_edge(value) if isinstance(value, nn.Parameter) and _holds(value) else value
+
+    return [edge(argument) for argument in arguments]
+
+
+def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """A deep copy of a released parameter, with its values. Collective outside passes."""
+    if id(parameter) not in memo:
+        owner = owner_of(parameter)
+        found = owner.find(parameter) if owner is not None else None
+        if owner is None or found is None or owner.runtime.gatherer.active or owner.runtime.gatherer.pinned(found[0]):
+            values = _ask(parameter, "deepcopy", writes=False)
+            memo[id(parameter)] = present_class(parameter)(values.detach().clone(), parameter.requires_grad)
+        else:
+            unit = found[0]
+            owner.runtime.agree("gathered", str(unit.index), None)
+            owner.settle()
+            unit.issue_gather(owner.runtime.step, exact=True)
+            unit.wait_gather()
+            memo[id(parameter)] = copy.deepcopy(parameter, memo)
+            unit.release()
+    copied: nn.Parameter = memo[id(parameter)]
+    return copied
+
+
+def _writes(name: str) -> bool:
+    return name in _ITEM_WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _attribute(func: Any) -> str:
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
+def _ask(value: Any, call: str, *, writes: bool) -> torch.Tensor:
+    """What to compute with in the place of ``value``; raises `ReleasedParameterError` where its values cannot come."""
+    parameter: Any = _parameter_of(value)
+    owner = owner_of(parameter)
+    if owner is not None:
+        owner.runtime.released_use.used(parameter, call, writes=writes)
+    elif hasattr(type(parameter), _PRESENT):
+        raise ReleasedParameterError(
+            f"{call}() was called with a released parameter of shape {tuple(parameter.shape)} that no engine owns: its "
+            "model was built inside Init and not given to initialize yet, or its engine was destroyed with "
+            "whole=False. Work on it inside `with gathered([...])`, on every rank."
+        )
+    given: torch.Tensor = parameter
+    with torch._C.DisableTorchFunctionSubclass():
+        if parameter is not value:
+            given = parameter.detach()
+        elif hasattr(type(parameter), _PRESENT):
+            given = parameter.view_as(parameter)
+    return given

@@ -1,0 +1,93 @@
+"""What happens when code computes with a released parameter: its unit is gathered, or the use is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from .errors import ReleasedParameterError
+from .gatherer import Gatherer
+from .released import mark_released
+from .unit import Unit, UnitState
+
+
+class ReleasedUse:
+    """Answers for the released parameters of one engine.
+
+    [Note: when a use gathers] Inside a forward or backward pass the unit is gathered as any other. Between a forward
+    that trains and the step, with gradients enabled, a use is a part of the loss: this rank requests the unit, and the
+    others serve it at their next engine call (see passes.py), whether or not they use it too. The unit's memory then
+    belongs to the graph of the loss. Anywhere else another rank may never come to an engine call, so the use is
+    refused, except that a single rank gathers at once. Facts about a parameter, such as its dtype, never come here.
+
+    ``bring``: makes a unit's parameters present. ``alone``: there is a single rank.
+    """
+
+    def __init__(
+        self, units: Mapping[int, Unit], gatherer: Gatherer, bring: Callable[[Unit], None], *, alone: bool
+    ) -> None:
+        self._units = units
+        self._gatherer = gatherer
+        self._bring = bring
+        self._alone = alone
+        self._in_training = False
+        self._brought: list[Unit] = []
+
+    def forward_ended(self) -> None:
+        """A forward that trains is over; what is computed from here to the step may be a part of its loss."""
+        self._in_training = True
+
+    def step_begins(self) -> None:
+        """The losses of this step have been computed."""
+        self._in_training = False
+
+    def used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
+        """``call`` is about to read, or to write, a released parameter; returns when it is present.
+
+        Raises `ReleasedParameterError`, naming it, where it cannot be gathered.
+        """
+        unit = self._units[id(parameter)]
+        if self._gatherer.active:
+            self._bring(unit)
+            return
+        if self._gatherer.pinned(unit):
+            return
+        name = unit.names[next(i for i, p in enumerate(unit.parameters) if p is parameter)]
+        if writes:
+            raise ReleasedParameterError(
+                f"{call}() would write parameter '{name}' while it is released, and the value would be lost. Change it "
+                "on every rank inside `with gathered([parameter], modifier_rank=0)`."
+            )
+        if not self._alone and not (self._in_training and torch.is_grad_enabled()):
+            raise ReleasedParameterError(
+                f"{call}() was called with parameter '{name}', which is released: its values are spread over the "
+                "ranks. They come by themselves inside forward and backward, and with gradients enabled between a "
+                "forward and its step. Elsewhere open `with gathered([parameter])` on every rank."
+            )
+        if unit.state is not UnitState.GATHERED:
+            self._bring(unit)
+            unit.lent = True
+            self._brought.append(unit)
+            _answer_with_views(unit)
+
+    def gathered(self, units: Iterable[Unit]) -> None:
+        """The user has gathered ``units``, and may compute a loss with them."""
+        if self._in_training:
+            for unit in units:
+                _answer_with_views(unit)
+
+    def release(self) -> None:
+        """Give back what was brought outside passes; graphs keep the memory that they saved."""
+        brought, self._brought = self._brought, []
+        for unit in brought:
+            if not self._gatherer.pinned(unit):
+                unit.release()
+
+
+def _answer_with_views(unit: Unit) -> None:
+    """Have every use of a gathered unit's parameters take a view: autograd saves a leaf as the parameter itself, which
+    is a placeholder again in backward, and a view as its memory."""
+    for parameter in unit.parameters:
+        mark_released(parameter)

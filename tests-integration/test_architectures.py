@@ -1,0 +1,127 @@
+"""Architectures of Transformers and adapters of PEFT follow the one-process run at every stage.
+
+docs/numerics.md has the table that `python tests-integration/test_architectures.py` prints.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import architectures
+import pytest
+import torch
+import torch.distributed as dist
+from training import bits, deviation
+
+from zero_comm import run_ranks
+
+STEPS, STAGES, WORLD_SIZES = 4, (0, 1, 2, 3), (2, 3)
+OFTEN = ("Mixtral", "AdaLoRA")
+NAMES = [*architectures.ARCHITECTURES, *architectures.ADAPTERS]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what a model's weights are off by after some steps, by world size, the same bits at every
+    stage where ``stages_equal``."""
+
+    name: str
+    parameters: int
+    deviations: dict[int, float]
+    stages_equal: bool
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.01)
+
+
+def trained(name: str, stage: int) -> dict[str, torch.Tensor]:
+    """Rank 0's full weights after training on all ranks."""
+    import zero_core
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    size = architectures.SAMPLES // world_size
+    model = architectures.build(name)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": size,
+        "data_types": {"param_dtype": "fp64"},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 500,
+            "unit_min_numel": 1,
+        },
+    }
+    engine = zero_core.initialize(model=model, optimizer=adamw(model), config=config)[0]
+    for step in range(STEPS):
+        rows = slice(rank * size, (rank + 1) * size)
+        engine.backward(architectures.loss_of(engine(**architectures.batch(name, step, rows))))
+        engine.step()
+    found = engine.partition.find
+    weights = {n: engine.full_param(p) if found(p) else p.detach().clone() for n, p in model.named_parameters()}
+    engine.destroy()
+    return weights if rank == 0 else {}
+
+
+def all_stages(name: str, stages: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
+    return [trained(name, stage) for stage in stages]
+
+
+def plain(name: str) -> dict[str, torch.Tensor]:
+    """One process, torch.optim, the whole batch."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks
+    model = architectures.build(name)
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        architectures.loss_of(model(**architectures.batch(name, step, slice(None)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.set_num_threads(threads)
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def row(name: str, stages: tuple[int, ...] = STAGES, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Row:
+    """Train one model in one process and on ranks."""
+    expected = plain(name)
+    deviations, equal = {}, True
+    for world_size in world_sizes:
+        answers = run_ranks(all_stages, world_size, name, stages)[0]
+        deviations[world_size] = max(deviation(weights, expected) for weights in answers)
+        equal = equal and all(bits(weights) == bits(answers[0]) for weights in answers)
+    return Row(name, sum(p.numel() for p in expected.values()), deviations, equal)
+
+
+def check(found: Row) -> None:
+    """Stages have the same bits, and the deviation is the oracle's, or float32's where the model computes in it."""
+    assert found.stages_equal, found
+    bound = 1e-4 if architectures.is_narrow(found.name) else 1e-12
+    assert max(found.deviations.values()) <= bound, found
+
+
+@pytest.mark.parametrize("name", OFTEN)
+def test_some_models_follow_the_one_process_run(name: str) -> None:
+    check(row(name, stages=(0, 3), world_sizes=(2,)))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_follows_the_one_process_run_at_every_stage(name: str) -> None:
+    check(row(name))
+
+
+def main() -> None:
+    """Print the table."""
+    print("| model | parameters | 2 ranks | 3 ranks | stages 0 to 3 |\n|---|---|---|---|---|")
+
+    for name in sys.argv[1:] or NAMES:
+        found = row(name)
+        off = " | ".join(f"{found.deviations[ranks]:.1e}" for ranks in WORLD_SIZES)
+        equal = "same bits" if found.stages_equal else "DIFFER"
+        print(f"| {name} | {found.parameters:,} | {off} | {equal} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
