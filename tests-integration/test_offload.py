@@ -165,6 +165,11 @@ def refused(config: dict[str, Any], kind: str | None) -> str:
         (
             {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/proc/none"}},
             None,
+            ["UsageError", "offload_optimizer.nvme_path", "no folder '/proc/none'", "'/proc'"],
+        ),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/proc"}},
+            None,
             ["BudgetError", "/proc"],
         ),
     ],

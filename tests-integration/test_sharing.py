@@ -84,6 +84,7 @@ def test_the_memory_report_counts_secondary_shards() -> None:
 
 def optimizer_on(device: str, folder: Path) -> dict[str, Any]:
     """Keys of zero_optimization that keep masters and moments there."""
+    (folder / "nvme").mkdir(exist_ok=True)
     return {"offload_optimizer": {"device": device, "nvme_path": str(folder / "nvme")}}
 
 

@@ -24,6 +24,7 @@ from zero_partition import (
 from .config import Config
 from .model_parallel import model_parallel
 from .observing import supervisor
+from .swap_folders import check_swap_folders
 
 _LEAST_FILE = 1 << 20  # bytes; smaller shards stay in memory, as a process may map only so many files
 
@@ -88,8 +89,8 @@ def shards_in(config: Config) -> NewShard | None:
     section = config.zero_optimization.offload_param
     if section.device != "nvme" or section.nvme_path is None:
         return None
+    check_swap_folders(config)
     folder = Path(section.nvme_path[0])
-    folder.mkdir(parents=True, exist_ok=True)
 
     def new_shard(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         nbytes = numel * dtype.itemsize

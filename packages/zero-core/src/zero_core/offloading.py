@@ -29,6 +29,7 @@ from zero_offload import (
 
 from .errors import UsageError
 from .instruments import say
+from .swap_folders import check_swap_folders
 
 if TYPE_CHECKING:
     from zero_partition import MakeStates, Residency, ShardNeeds, StateTier
@@ -52,6 +53,7 @@ class Offloading:
     """
 
     def __init__(self, config: Config, model: nn.Module, rank: int, device: torch.device) -> None:
+        check_swap_folders(config)
         section = config.offload
         recording = section.report or section.trace is not None
         self.trace: Trace | None = Trace(rank=rank) if recording else None

@@ -113,8 +113,8 @@ fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale gradient_accumulation
 reduce_each_micro_batch scheduler steps_per_print train_batch_size train_micro_batch_size_per_gpu
 torch_autocast.dtype torch_autocast.enabled torch_autocast.lower_precision_safe_modules
 offload.activations.device offload.activations.in_flight_bytes offload.activations.min_bytes
-offload.activations.nvme_path offload.activations.prefetch offload.delayed_update offload.report offload.state_dtype
-offload.trace offload.trace_steps offload.verify
+offload.activations.nvme_path offload.activations.prefetch offload.create offload.delayed_update offload.report
+offload.state_dtype offload.trace offload.trace_steps offload.verify
 aio.block_size aio.intra_op_parallelism aio.overlap_events aio.queue_depth aio.single_submit aio.use_gds
 zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.device
 zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.pin_memory

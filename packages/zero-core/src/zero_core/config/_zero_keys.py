@@ -208,6 +208,7 @@ class OffloadActivations(Section):
 class Offload(Section):
     """What the tiers do beyond `zero_optimization.offload_optimizer` and `offload_param`."""
 
+    create: Flag = Field(default=False, description="Make folders of `nvme_path` that do not exist.")
     delayed_update: Flag = Field(
         default=False, description="Run the update beside the next forward and backward; weights arrive one step late."
     )

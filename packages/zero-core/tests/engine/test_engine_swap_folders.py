@@ -1,0 +1,61 @@
+"""A folder of `nvme_path` that does not exist is refused, not made on another drive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero_core
+from zero_comm.testing import run_ranks
+
+
+def opened(section: str, stage: int, path: str, create: bool) -> str:
+    """What becomes of an engine whose files go to ``path``."""
+    place = {"device": "nvme", "nvme_path": path}
+    zero = {"stage": stage, **({} if section == "activations" else {section: place})}
+    offload = {"create": create, **({"activations": place} if section == "activations" else {})}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "offload": offload,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    try:
+        engine = zero_core.initialize(model=torch.nn.Linear(8, 8), config=config, device="cpu")[0]
+    except zero_core.UsageError as error:
+        return str(error)
+    engine.destroy()
+    return "opened"
+
+
+def every(path: str, create: bool) -> list[str]:
+    cases = [("offload_optimizer", 1), ("offload_optimizer", 3), ("offload_param", 3), ("activations", 0)]
+    return [opened(section, stage, path, create) for section, stage in cases]
+
+
+def built(path: str) -> str:
+    place = {"device": "nvme", "nvme_path": path}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "offload_param": place}}
+    try:
+        with zero_core.Init(config=config):
+            torch.nn.Linear(8, 8)
+    except zero_core.UsageError as error:
+        return str(error)
+    return "built"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_missing_swap_folder_is_refused_with_the_nearest_that_exists(tmp_path: Path, world_size: int) -> None:
+    pytest.importorskip("zero_nvme_aio")
+    path = tmp_path / "drive" / "swap"
+    for messages in run_ranks(every, world_size, str(path), False):
+        for message in messages:
+            assert f"there is no folder '{path}'; the nearest that exists is '{tmp_path}'" in message
+            assert "nvme_path: " in message and '"create": true' in message
+    assert not path.parent.exists()
+    if world_size == 1:
+        assert f"there is no folder '{path}'" in run_ranks(built, 1, str(path))[0]
+        assert not path.parent.exists()
+    assert run_ranks(every, world_size, str(path), True) == [["opened"] * 4] * world_size
