@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from .codec import Codec
+from .connections import Connections
 from .control import Control, Message
-from .errors import CommError
 from .group import Group
 from .ledger import Ledger
 from .quantized import QuantizedGather, QuantizedReduce
@@ -39,6 +39,7 @@ class EngineGroups:
     replicate: Group = field(default_factory=lambda: Group(None))
     secondary: Group | None = None
     _data: tuple[Group, ...] = ()
+    _connections: Connections = field(default_factory=Connections)
 
     @classmethod
     def open(
@@ -66,15 +67,19 @@ class EngineGroups:
         shards = rows if shard_size is None else _blocks(rows, "shard_size", shard_size)
         parts = _blocks(rows, "secondary_size", secondary_size)
         book = ledger if ledger is not None else Ledger()
-        control = Control(open_group(rows, "gloo"), ledger=book)
+        connections = Connections()
+        with connections.recording():
+            control = Control(open_group(rows, "gloo"), ledger=book)
         control.place(node_name(dist.get_rank(), ranks_per_node))
         opened: list[Group] = []
 
         def data_group(over: Rows) -> Group:
             mine = next(row for row in rows if dist.get_rank() in row)
             ranks = [mine.index(rank) for rank in next(row for row in over if dist.get_rank() in row)]
+            with connections.recording():
+                process_group = open_group(over)
             group = Group(
-                open_group(over),
+                process_group,
                 ledger=book,
                 slice_sum=slice_sum,
                 deterministic=deterministic,
@@ -97,7 +102,7 @@ class EngineGroups:
             copies = _columns(rows, len(shards[0]))
             replicate, others = data_group(copies), data_group(copies)
             reduction = _over_copies(reduction, others, replicate, gradient_codec, average_codec or gradient_codec)
-        return cls(gather, reduction, control, replicate, secondary, tuple(opened))
+        return cls(gather, reduction, control, replicate, secondary, tuple(opened), connections)
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
         """Copy ``tensor`` (contiguous) of rank ``source`` of ``control`` to every rank of it."""
@@ -109,13 +114,15 @@ class EngineGroups:
     def abort(self, failure: BaseException, *, when: str = "") -> None:
         """This rank cannot go on: give all groups back, so that nobody waits for it.
 
-        The others learn ``failure`` and ``when``, unless it is itself that another rank left.
+        The others learn ``failure`` and ``when``, unless a rank has told a cause before.
         """
-        if isinstance(failure, CommError):
-            self.control.close()
-        else:
-            self.control.abort(f"{type(failure).__name__}: {failure}{when}")
-        self._close_data()
+        self.control.tell(f"{type(failure).__name__}: {failure}{when}")
+        self._connections.sever()
+        self.close()
+
+    def issued(self) -> list[int]:
+        """How many collectives this rank has started on each of its data groups."""
+        return [group.issued for group in self._data]
 
     def close(self) -> None:
         """Give all process groups back."""

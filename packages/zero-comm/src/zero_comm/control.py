@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .work import Work
 _FRAME_BYTES = 512
 _DIRECT_RANKS = 16  # up to here every rank writes to every other; above, gloo's own all-gather is cheaper
 _FAILURE_KEY = "zero_comm/failure"
+_FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Control:
         self.ledger = ledger if ledger is not None else Ledger()
         self.topology: Topology = ONE_NODE
         self._sequence = 0
+        self._noted = False
+        self._name = "" if process_group is None else process_group.group_name
         if process_group is not None:
             self._stays = close_at_exit(self)
         self._track = Track("" if process_group is None else process_group.group_name)
@@ -68,18 +72,40 @@ class Control:
         return self._process_group
 
     def exchange(self, message: Message) -> list[Message]:
-        """Return every rank's message. Raises `PeerError` when a rank is gone or has aborted."""
+        """Return every rank's message. Raises `PeerError` when a rank is gone, has aborted, or is in `confer`."""
+        messages = self._exchange(message)
+        failed = next(((rank, m) for rank, m in enumerate(messages) if m.kind == _FAILED), None)
+        if failed is not None:
+            raise PeerError(f"rank {failed[0]} failed: {failed[1].payload[0]}; here: {message}")
+        if self._noted:
+            self._noted = not self._store().delete_key(self._note_key(self.rank))
+        return messages
+
+    def confer(self, call: str, step: int, reason: str, payload: Any, patience: float) -> list[Any] | None:
+        """After this rank failed in ``call``: return every rank's payload when all have failed in it, else None.
+
+        Ranks that are at an `exchange` learn ``reason``. Waits ``patience`` seconds at most; after None this rank has
+        to `abort`.
+        """
+        try:
+            messages = self._exchange(Message(_FAILED, call, step, [reason, payload]), timedelta(seconds=patience))
+        except CommError:
+            return None
+        together = all(m.same_call(messages[0]) for m in messages)
+        return [m.payload[1] for m in messages] if together else None
+
+    def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
         body = json.dumps([message.kind, message.name, message.step, message.payload]).encode()
         if self.world_size == 1:
             return [_decode(body)]
         tag = Tag("control", message.kind, message.step)
-        frames = self._all_gather(_frame(body), tag, str(message))
+        frames = self._all_gather(_frame(body), tag, str(message), patience)
         lengths = [int.from_bytes(frame[:4], "little") for frame in frames]
         inline = _FRAME_BYTES - 4
         bodies = [frame[4 : 4 + length] for frame, length in zip(frames, lengths, strict=True)]
         if max(lengths) > inline:
             rest = max(lengths) - inline
-            tails = self._all_gather(body[inline:].ljust(rest, b" "), tag, str(message))
+            tails = self._all_gather(body[inline:].ljust(rest, b" "), tag, str(message), patience)
             bodies = [(head + tail)[:length] for head, tail, length in zip(bodies, tails, lengths, strict=True)]
         return [_decode(b) for b in bodies]
 
@@ -114,20 +140,38 @@ class Control:
         reason goes into the store of the process group. The first one stays: ranks that fail because another failed
         find it there, whichever connection told them that something is wrong.
         """
+        self.tell(reason)
+        self.close()
+
+    def tell(self, reason: str) -> None:
+        """Leave ``reason`` for the ranks that will miss this one; see `abort`."""
         if self._process_group is not None:
-            value = json.dumps([self.rank, reason])
-            self._store().compare_set(self._process_group.group_name, "", value)
-            self.close()
+            with suppress(RuntimeError):  # the store went with the rank that kept it
+                value = json.dumps([self.rank, reason])
+                self._store().compare_set(self._name, "", value)
+
+    def note(self, reason: str) -> None:
+        """Say why this rank may not come back, though nobody waits for it now: `explain` has it until the next
+        `exchange`."""
+        if self._process_group is not None:
+            with suppress(RuntimeError):
+                self._store().set(self._note_key(self.rank), json.dumps([self.rank, reason]))
+                self._noted = True
+
+    def _note_key(self, rank: int) -> str:
+        return f"{self._name} note {rank}"
 
     def explain(self, error: CommError) -> CommError:
         """The better error when a rank has told why it left, else ``error``."""
         if self._process_group is None:
             return error
-        key = self._process_group.group_name
+        notes = (self._note_key(rank) for rank in range(self.world_size) if rank != self.rank)
         try:
-            if not self._store().check([key]):
+            store = self._store()
+            key = next((k for k in (self._name, *notes) if store.check([k])), None)
+            if key is None:
                 return error
-            rank, reason = json.loads(self._store().get(key))
+            rank, reason = json.loads(store.get(key))
         except RuntimeError:  # the store went with the rank that kept it
             return error
         return error if rank == self.rank else PeerError(f"rank {rank} failed: {reason}; here: {error}")
@@ -142,13 +186,13 @@ class Control:
             leave(self._process_group)
             self._process_group = None
 
-    def _all_gather(self, body: bytes, tag: Tag, doing: str) -> list[bytes]:
+    def _all_gather(self, body: bytes, tag: Tag, doing: str, patience: timedelta | None) -> list[bytes]:
         if self.world_size > _DIRECT_RANKS:
             received = [torch.empty(len(body), dtype=torch.uint8) for _ in range(self.world_size)]
             self._count(tag, len(body))
             ticket = self._track.start(tag, 0)
             work = dist.all_gather(received, _tensor(body), group=self._process_group, async_op=True)
-            Work(tag, [(work, None)], ticket=ticket).wait()
+            Work(tag, [(work, None)], ticket=ticket, explain=self.explain).wait(patience)
             return [bytes(r.numpy()) for r in received]
         awaited: int | None = None
         ticket = self._track.start(tag, 0)
@@ -157,7 +201,7 @@ class Control:
             with ticket or nullcontext():
                 for peer, arrival in pending:
                     awaited = peer
-                    arrival.wait()
+                    arrival.wait(*(() if patience is None else (patience,)))
         except RuntimeError as error:
             who = "a rank" if awaited is None else f"rank {awaited}"
             failure = PeerError(f"{who} left or did not answer while this rank was at {doing}: {error}")

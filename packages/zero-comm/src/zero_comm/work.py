@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from .tag import Tag
 class Waitable(Protocol):
     """What torch.distributed returns for an asynchronous operation."""
 
-    def wait(self) -> object: ...
+    def wait(self, timeout: timedelta = ..., /) -> object: ...
 
 
 class Work:
@@ -67,15 +68,16 @@ class Work:
         if advance is not None:
             advance()
 
-    def wait(self) -> None:
+    def wait(self, patience: timedelta | None = None) -> None:
         """Block until the result is in place (on an accelerator: until the current stream is ordered behind it).
 
-        Raises `PeerError` when the transport reports that a rank is gone.
+        Raises `PeerError` when the transport reports that a rank is gone, or after ``patience``; the group is of no
+        use then.
         """
         if self._pending:
             before = time.perf_counter()
             with self._ticket or nullcontext():
-                self._wait_for_transport()
+                self._wait_for_transport(() if patience is None else (patience,))
             if self._ledger is not None:
                 now = time.perf_counter()
                 self._ledger.arrived(self.tag, now - self._began, now - before)
@@ -86,10 +88,10 @@ class Work:
             finish()
         self._buffers = ()
 
-    def _wait_for_transport(self) -> None:
+    def _wait_for_transport(self, limit: tuple[timedelta, ...]) -> None:
         for waitable, peer in self._pending:
             try:
-                waitable.wait()
+                waitable.wait(*limit)
             except RuntimeError as error:
                 who = "a rank" if peer is None else f"rank {peer}"
                 failure: CommError = PeerError(f"{self.tag}: {who} did not answer: {error}")

@@ -121,8 +121,8 @@ class Engine(Preparation):
         self._check_open("forward")
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast_floating((args, kwargs), torch.float16)
-        with self._told_to_all(), self._autocast(), self.checkpointing.running(), self.instruments.during("forward"):
-            with self.offloading.forward():
+        with self._may_fail("forward"), self._autocast(), self.checkpointing.running():
+            with self.instruments.during("forward"), self.offloading.forward():
                 return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -134,7 +134,7 @@ class Engine(Preparation):
         self._check_trainable("backward")
         precise = _precise("backward", loss)
         scaled = precise / self.gradient_accumulation_steps() if scale_wrt_gas else precise
-        with self._told_to_all():
+        with self._may_fail("backward"):
             self.observer.loss(loss)
             with self.instruments.during("backward"):
                 self._partition.runtime.begin_backward()
@@ -169,6 +169,7 @@ class Engine(Preparation):
     def _advance(self, schedule: Callable[[Scheduler], object]) -> None:
         """`step`; ``schedule`` is called with the scheduler, if there is one, when the weights were updated."""
         sharded = self._check_trainable("step")
+        self._partition.runtime.refuse_torn("step")
         boundary = self.is_gradient_accumulation_boundary()
         self._accumulated = 0 if boundary else self._accumulated + 1
         self.micro_steps += 1
@@ -301,6 +302,21 @@ class Engine(Preparation):
         if not section.enabled:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
+
+    @contextmanager
+    def _may_fail(self, call: str) -> Iterator[None]:
+        """A failure that the user may catch: the engine goes on where no other rank can be waiting for this one."""
+        try:
+            yield
+        except BaseException as failure:
+            runtime = self._partition.runtime
+            alone = self.model_part.place.size == 1  # else a part's own collectives may be waited for
+            if not alone or not runtime.failed_in(call, failure):
+                runtime.abort(failure)
+                self.model_part.abort(failure)
+            elif runtime.reducer.torn is not None:
+                self._accumulated, self._scaled = 0, False
+            raise
 
     @contextmanager
     def _told_to_all(self) -> Iterator[None]:

@@ -65,6 +65,11 @@ class Gatherer:
         """Units that this rank has needed in the running pass, in order of first use."""
         return list(self._used)
 
+    @property
+    def issued(self) -> int:
+        """How many gathers of the running pass's order this rank has issued."""
+        return 0 if self._schedule is None else self._schedule.issued
+
     def position(self, unit: Unit) -> int:
         """Place of a unit in the running pass's order; -1 when it is not in it."""
         return self._schedule.position(unit.index) if self._schedule is not None else -1
@@ -166,6 +171,14 @@ class Gatherer:
         if not joined and (self._key not in self._learned or not set(self._used) <= set(schedule.order)):
             self._news[self._key] = list(self._used)
         self._schedule = None
+
+    def abandon(self) -> None:
+        """End a pass that failed: release everything, learn nothing. Every rank has issued the same gathers."""
+        self._schedule = None
+        self._used = {}
+        self._fresh.clear()
+        for unit in self._units:
+            self._release(unit)
 
     def serve(self, index: int, mine: bool) -> None:
         """Take part in gathering a requested unit, for this rank or only for others; all ranks at the same point."""

@@ -80,6 +80,11 @@ class ModuleHooks:
             watch.keeps.append(unit)
         return around
 
+    def forget_calls(self) -> None:
+        """No module's call is running any more: an exception may have skipped hooks that say so."""
+        for watch in self.watches.values():
+            watch.forget_calls()
+
     def remove(self) -> None:
         """Take all hooks away."""
         for handle in self._handles:
@@ -137,6 +142,10 @@ class ModuleWatch:
         """The module uses one more unit."""
         self.units.append(unit)
         self._watches_outputs = self._watches_outputs or unit.releasable
+
+    def forget_calls(self) -> None:
+        """No call of the module is running."""
+        self._entered.clear()
 
     def enter(self, _module: nn.Module, _args: Any) -> None:
         """Before the module's forward."""

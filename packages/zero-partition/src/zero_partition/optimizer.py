@@ -104,6 +104,7 @@ class ShardedOptimizer:
         nothing skips it.
         """
         runtime = self._partition.runtime
+        runtime.refuse_torn("step")
         runtime.end_backward()
         runtime.released_use.step_begins()
         touched, total, culprit = self._agree_on_gradients()

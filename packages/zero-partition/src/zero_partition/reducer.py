@@ -30,6 +30,7 @@ class Reducer:
         used: the units that this rank has needed so far in this pass.
         started: how many reductions this pass has started.
         settled: the order and the gates are learned.
+        torn: why the gradients hold a part of a backward pass only, which failed; None where they do not.
     """
 
     def __init__(self, gradients: Sequence[UnitGradients], device: torch.device, *, bucket_numel: int) -> None:
@@ -53,6 +54,7 @@ class Reducer:
         self.used: Callable[[], Sequence[int]] = lambda: ()
         self.started = 0
         self.settled = False
+        self.torn: str | None = None
         self.step = 0
 
     @property
@@ -123,6 +125,18 @@ class Reducer:
         while self._queue and (position is None or self._gates[self._queue[0]] <= position):
             self._start(self._queue.popleft())
 
+    def start_until(self, count: int) -> None:
+        """Have started the pass's first ``count`` reductions, with the gradients that are there."""
+        while self._queue and self.started < count:
+            self._start(self._queue.popleft())
+
+    def abandon(self) -> None:
+        """End a pass that failed: wait for the reductions that were started, which every rank has started."""
+        self._drain()
+        self._queue = None
+        self._ran.clear()
+        self._finished = {}
+
     def take_far(self, position: int | None) -> None:
         """Take the reductions whose gates are at most ``position`` (None: all of them) to their last hop; they have
         been started by `give_way`, here and wherever they are needed."""
@@ -165,6 +179,7 @@ class Reducer:
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self.torn = None
         self._ran.clear()
         for gradients in self._by_unit.values():
             gradients.clear()

@@ -19,6 +19,7 @@ from .hooks import ModuleHooks, SavedViews, wraps_tensors
 from .interception import Interception
 from .pace import Pace
 from .passes import Agreement
+from .recovery import Recovery, advise
 from .reducer import Reducer
 from .released_use import ReleasedUse
 from .residency import Residency
@@ -66,6 +67,7 @@ class Runtime:
         self.reducer = Reducer(list(gradients), device, bucket_numel=bucket_numel)
         self.reducer.used = lambda: self.gatherer.used
         self._pace = Pace(self.gatherer, self.reducer, lambda need: self.agree("learning", "", need))
+        self._recovery = Recovery(groups, self.gatherer, self.reducer, self._pace)
         self._sharded = any(u.releasable for u in self.units)
         self._saved = SavedViews(self)
         self._in_backward = False
@@ -99,6 +101,7 @@ class Runtime:
             raise PartitionError(
                 "backward was called inside synced(), where ranks may do different things; leave it first"
             )
+        self.refuse_torn("backward")
         self.hide_gradients()
         reduces = self.reduces_now()
         self._in_backward = True
@@ -182,6 +185,42 @@ class Runtime:
         changed, self._changed = sorted(self._changed), set()
         return changed
 
+    def failed_in(self, call: str, failure: BaseException) -> bool:
+        """Make the next pass possible after ``failure`` in ``call`` where no other rank can be waiting for this one,
+        else `abort`; return whether the engine goes on.
+
+        May be called again."""
+        if self._failure is not None:
+            return False
+        in_backward = self._in_backward
+        try:
+            goes_on = self._recovery.leave_pass(call, self.step, failure)
+        except Exception as second:  # out of memory again, a tier that fails: the first cause is what counts
+            self.abort(failure)
+            raise failure from second
+        if not goes_on:
+            self.abort(failure)
+            return False
+        self._in_backward = False
+        if in_backward:
+            self.reducer.torn = f"{type(failure).__name__}: {failure}"
+        self._saved.close()
+        self._outermost = None
+        self._depth.clear()
+        self._members_run.clear()
+        self._hooks.forget_calls()
+        self.groups.control.note(f"{type(failure).__name__}: {failure} (in {call} of step {self.step})")
+        advise(failure, torn=in_backward)
+        return True
+
+    def refuse_torn(self, call: str) -> None:
+        """Raise `PartitionError` where the gradients hold a part of a backward pass that failed."""
+        if self.reducer.torn is not None:
+            raise PartitionError(
+                f"{call}: an earlier backward pass failed ({self.reducer.torn}) and has left a part of its gradients; "
+                "call engine.zero_grad() before the next backward or step"
+            )
+
     def abort(self, failure: BaseException) -> None:
         """This rank cannot go on: tell the others why and leave the data groups, so that nobody waits for it."""
         if self._failure is None:
@@ -192,7 +231,8 @@ class Runtime:
         """Raise when an earlier failure has ended this runtime."""
         if self._failure is not None:
             raise CommError(
-                f"this engine has failed earlier and cannot go on: {self._failure}. Start again from a checkpoint."
+                f"this engine has failed earlier and cannot go on: {self._failure}. Make a new engine on every rank "
+                "and load a checkpoint."
             )
 
     @property
@@ -426,7 +466,7 @@ class Runtime:
             return
         self._saved.close()
         if failure is not None:
-            self.abort(failure)
+            self.failed_in("forward", failure)
             return
         self.gatherer.end()
         if self._trains:
