@@ -39,8 +39,10 @@ SCENES = {
     "again and again": Scene({0: "shape", 1: "backward", 3: "forward", 4: "last gradient"}),
     "forward inside an accumulation": Scene({1: "forward", 4: "shape"}, accumulation=2, steps=8),
     "backward inside an accumulation": Scene({1: "backward", 4: "last gradient"}, accumulation=2, steps=9),
-    "recomputed activations": Scene({2: "backward", 3: "forward"}, "recomputed"),
-    "recomputed activations, reentrant": Scene({2: "backward", 3: "forward"}, "recomputed reentrant"),
+    "recomputed activations": Scene({1: "recomputation", 2: "backward", 3: "forward"}, "recomputed"),
+    "recomputed activations, reentrant": Scene(
+        {1: "recomputation", 2: "backward", 3: "forward"}, "recomputed reentrant"
+    ),
     "units used out of order": Scene({2: "backward", 4: "forward"}, "reused + functional use"),
 }
 
@@ -51,19 +53,29 @@ class Saboteur:
     def __init__(self, model: nn.Module, kind: type[BaseException]) -> None:
         self._model, self._kind = model, kind
         self._handles: list[RemovableHandle] = []
+        self._calls = 0
 
     def _raise(self, *_: Any) -> None:
         raise self._kind("no luck")
 
     def _in_backward(self, _module: nn.Module, _args: Any, output: torch.Tensor) -> None:
-        output.register_hook(self._raise)
+        if output.requires_grad:
+            output.register_hook(self._raise)
+
+    def _second_call(self, *_: Any) -> None:
+        self._calls += 1
+        if self._calls == 2:
+            self._raise()
 
     def prepare(self, where: str | None) -> None:
+        self._calls = 0
         block, first = self._model.blocks[1], self._model.embedding
         if where == "forward":
             self._handles.append(block.register_forward_pre_hook(self._raise))
         elif where == "backward":
             self._handles.append(block.register_forward_hook(self._in_backward))
+        elif where == "recomputation":
+            self._handles.append(block.register_forward_pre_hook(self._second_call))
         elif where == "last gradient":
             self._handles.append(first.register_forward_hook(self._in_backward))
 
@@ -114,7 +126,7 @@ def skipping(scene: Scene, stage: int, zero: dict[str, Any]) -> dict[str, torch.
         except BaseException as error:
             if scene.fails.get(number) == "shape" or "no luck" in str(error):
                 caught += 1
-            if scene.fails.get(number) in ("backward", "last gradient"):
+            if scene.fails.get(number) not in ("shape", "forward"):
                 engine.zero_grad()
             continue
         finally:
