@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,6 +54,7 @@ class EngineGroups:
         secondary_size: int = 1,
         gradient_codec: Codec | None = None,
         average_codec: Codec | None = None,
+        check: Callable[[Control], None] | None = None,
     ) -> EngineGroups:
         """The groups of an engine over each of ``rows``; returns those of this rank's row. Every rank of the world must
         call it together, with the same arguments.
@@ -62,7 +63,9 @@ class EngineGroups:
         model between them, and the others repeat it (default: the whole row). ``secondary_size``: ranks of a
         secondary group, 1 for none. ``gradient_codec``: reductions travel through it, inside nodes first where blocks
         of consecutive ranks lie in one, then across, then to other copies of the model, whose averages come back
-        through ``average_codec`` (default: the same). Raises ValueError when a size does not divide a row.
+        through ``average_codec`` (default: the same). ``check``: called when the ranks of a row can talk and nothing
+        that depends on the arguments is made yet, to make sure that they are the same. Raises ValueError when a size
+        does not divide a row.
         """
         shards = rows if shard_size is None else _blocks(rows, "shard_size", shard_size)
         parts = _blocks(rows, "secondary_size", secondary_size)
@@ -71,6 +74,8 @@ class EngineGroups:
         with connections.recording():
             control = Control(open_group(rows, "gloo"), ledger=book)
         control.place(node_name(dist.get_rank(), ranks_per_node))
+        if check is not None:
+            check(control)
         opened: list[Group] = []
 
         def data_group(over: Rows) -> Group:

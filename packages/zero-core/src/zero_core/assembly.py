@@ -17,6 +17,7 @@ from zero_partition import PartitionOptions, ShardedOptimizer, UnitLimits, leaf_
 from zero_precision import autocast_dtypes, parse_dtype
 
 from . import kernels
+from .agreement import agree_on_hyperparameters
 from .config import Config, autocast_modules, loss_scale, precision_policy
 from .engine import Engine
 from .errors import UsageError
@@ -108,6 +109,7 @@ def assemble(
     model_part = place.open()
     with _told_to_all(groups, model_part):
         torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, on)
+        agree_on_hyperparameters(groups.control, torch_optimizer)
         options = _options(resolved, model)
         offloading = Offloading(resolved, model, dist.get_rank(), on)
         parts = partition(

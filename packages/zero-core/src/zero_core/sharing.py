@@ -11,6 +11,7 @@ from zero_comm import Codec, EngineGroups, Ledger
 from zero_precision import BlockCodec, BlockFormat
 
 from . import kernels
+from .agreement import agree_on_configuration
 
 if TYPE_CHECKING:
     from .config import Config
@@ -20,7 +21,10 @@ _BLOCK: dict[BlockFormat, int] = {"int8": 256, "fp8_e4m3": 256, "int4": 512}
 
 
 def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -> EngineGroups:
-    """The groups of an engine over its data-parallel ``rows``. Collective over all ranks of the world."""
+    """The groups of an engine over its data-parallel ``rows``. Collective over all ranks of the world.
+
+    Raises `ConfigError` on every rank of a row where their configurations differ.
+    """
     zero = config.zero_optimization
     return EngineGroups.open(
         rows,
@@ -32,6 +36,7 @@ def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -
         secondary_size=zero.zero_hpz_partition_size if zero.stage >= 3 else 1,
         gradient_codec=_codec(config.comm.gradient_codec) if zero.zero_quantized_gradients else None,
         average_codec=_codec("int8") if zero.zero_quantized_gradients else None,
+        check=lambda control: agree_on_configuration(control, config),
     )
 
 

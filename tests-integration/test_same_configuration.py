@@ -1,0 +1,63 @@
+"""Ranks with different configurations are told which keys differ, instead of training on apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+import zoo
+from training import Run
+
+from zero_comm import run_ranks
+
+DIFFERENCES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a rate": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 0.25}}},
+        ["optimizer.params.lr", "0.25 on rank 1", f"{training.LR} on rank"],
+    ),
+    "a stage": ({"zero_optimization": {"stage": 2}}, ["zero_optimization.stage", "2 on rank 1"]),
+    "a batch size": ({"train_micro_batch_size_per_gpu": 7}, ["train_micro_batch_size_per_gpu", "7 on rank 1"]),
+    "several": (
+        {"gradient_clipping": 0.5, "deterministic": True},
+        ["2 problems", "gradient_clipping", "0.5 on rank 1", "deterministic", "True on rank 1"],
+    ),
+    "ranks of a node": ({"comm": {"ranks_per_node": 1}}, ["comm.ranks_per_node", "1 on rank 1"]),
+    "own reports": ({"steps_per_print": 3, "wall_clock_breakdown": True}, []),
+}
+
+
+def with_differences(stage: int, names: list[str]) -> list[str]:
+    import zero_core
+
+    outcomes = []
+    for name in names:
+        config = training.config(Run(), stage, dist.get_world_size())
+        optimizer: Any = None
+        if dist.get_rank() == 1 and name in DIFFERENCES:
+            changes = DIFFERENCES[name][0]
+            merged = {k: {**config[k], **v} if isinstance(config.get(k), dict) else v for k, v in changes.items()}
+            config.update(merged)
+        model = zoo.build("plain")
+        if name == "an optimizer":
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 if dist.get_rank() == 1 else 0.1)
+        try:
+            zero_core.initialize(model=model, optimizer=optimizer, config=config)[0].destroy()
+            outcomes.append("no error")
+        except Exception as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 3)])
+def test_keys_that_differ_are_named_with_their_ranks(world_size: int, stage: int) -> None:
+    words = {name: expected for name, (_, expected) in DIFFERENCES.items()}
+    words["an optimizer"] = ["optimizer.param_groups[0].lr", "0.1 on rank", "0.5 on rank 1"]
+    for outcomes in run_ranks(with_differences, world_size, stage, list(words), timeout=90):
+        for (name, expected), message in zip(words.items(), outcomes, strict=True):
+            if expected:
+                assert message.startswith("ConfigError") and all(w in message for w in expected), (name, message)
+            else:
+                assert message == "no error", (name, message)
