@@ -19,6 +19,7 @@ from .replicated import Reduction, ReplicatedReduce
 from .slices import SliceSum, sum_slices
 from .tag import Tag
 from .topology import node_name
+from .watch import Watch
 
 Rows = Sequence[Sequence[int]]
 """Global ranks of every group of one kind; each rank of the world is in one row."""
@@ -40,6 +41,7 @@ class EngineGroups:
     secondary: Group | None = None
     _data: tuple[Group, ...] = ()
     _connections: Connections = field(default_factory=Connections)
+    _watch: Watch | None = None
 
     @classmethod
     def open(
@@ -55,6 +57,7 @@ class EngineGroups:
         gradient_codec: Codec | None = None,
         average_codec: Codec | None = None,
         check: Callable[[Control], None] | None = None,
+        stopped_after: float = 60.0,
     ) -> EngineGroups:
         """The groups of an engine over each of ``rows``; returns those of this rank's row. Every rank of the world must
         call it together, with the same arguments.
@@ -64,7 +67,8 @@ class EngineGroups:
         secondary group, 1 for none. ``gradient_codec``: reductions travel through it, inside nodes first where blocks
         of consecutive ranks lie in one, then across, then to other copies of the model, whose averages come back
         through ``average_codec`` (default: the same). ``check``: called when the ranks of a row can talk and nothing
-        that depends on the arguments is made yet, to make sure that they are the same. Raises ValueError when a size
+        that depends on the arguments is made yet, to make sure that they are the same. ``stopped_after``: seconds
+        without a sign of life after which a rank that others wait for counts as gone. Raises ValueError when a size
         does not divide a row.
         """
         shards = rows if shard_size is None else _blocks(rows, "shard_size", shard_size)
@@ -76,6 +80,7 @@ class EngineGroups:
         control.place(node_name(dist.get_rank(), ranks_per_node))
         if check is not None:
             check(control)
+        watch = control.watch(connections.sever, stopped_after)
         opened: list[Group] = []
 
         def data_group(over: Rows) -> Group:
@@ -90,6 +95,7 @@ class EngineGroups:
                 deterministic=deterministic,
                 explain=control.explain,
                 topology=control.topology.of(ranks),
+                watched=control.watched,
             )
             opened.append(group)
             return group
@@ -107,7 +113,7 @@ class EngineGroups:
             copies = _columns(rows, len(shards[0]))
             replicate, others = data_group(copies), data_group(copies)
             reduction = _over_copies(reduction, others, replicate, gradient_codec, average_codec or gradient_codec)
-        return cls(gather, reduction, control, replicate, secondary, tuple(opened), connections)
+        return cls(gather, reduction, control, replicate, secondary, tuple(opened), connections, watch)
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
         """Copy ``tensor`` (contiguous) of rank ``source`` of ``control`` to every rank of it."""
@@ -131,6 +137,8 @@ class EngineGroups:
 
     def close(self) -> None:
         """Give all process groups back."""
+        if self._watch is not None:
+            self._watch.end()
         self._close_data()
         self.control.close()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +21,8 @@ from .ledger import Ledger
 from .ring import Track
 from .tag import Tag
 from .topology import ONE_NODE, Topology
+from .watch import Watch
+from .watched import Watched
 from .work import Work
 
 _FRAME_BYTES = 512
@@ -29,15 +33,18 @@ _FAILED = "failed"
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank says at an agreement point: a kind, a name, the step, and plain data (JSON)."""
+    """What a rank says at an agreement point: a kind, a name, the step, plain data (JSON), and how many micro-batches
+    it has counted, which `Control` fills in."""
 
     kind: str
     name: str
     step: int
     payload: Any = None
+    micro_batches: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind} '{self.name}' in step {self.step}"
+        after = f" after {self.micro_batches} micro-batches" if self.micro_batches else ""
+        return f"{self.kind} '{self.name}' in step {self.step}{after}"
 
     def same_call(self, other: Message) -> bool:
         """Whether both ranks are at the same point (payloads may differ)."""
@@ -51,6 +58,7 @@ class Control:
 
     Attributes:
         topology: which ranks are on one node; all of them until `place`.
+        watched: where this rank is, for a `Watch`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, ledger: Ledger | None = None) -> None:
@@ -60,9 +68,12 @@ class Control:
         self.ledger = ledger if ledger is not None else Ledger()
         self.topology: Topology = ONE_NODE
         self._sequence = 0
+        self.watched = Watched()
+        self._verdict: str | None = None
         self._noted = False
         self._name = "" if process_group is None else process_group.group_name
         if process_group is not None:
+            self._store = PrefixStore(_FAILURE_KEY, dist.distributed_c10d._get_default_store())
             self._stays = close_at_exit(self)
         self._track = Track("" if process_group is None else process_group.group_name)
 
@@ -77,8 +88,9 @@ class Control:
         failed = next(((rank, m) for rank, m in enumerate(messages) if m.kind == _FAILED), None)
         if failed is not None:
             raise PeerError(f"rank {failed[0]} failed: {failed[1].payload[0]}; here: {message}")
+        self.watched.failed = None
         if self._noted:
-            self._noted = not self._store().delete_key(self._note_key(self.rank))
+            self._noted = not self._store.delete_key(self._note_key(self.rank))
         return messages
 
     def confer(self, call: str, step: int, reason: str, payload: Any, patience: float) -> list[Any] | None:
@@ -95,18 +107,20 @@ class Control:
         return [m.payload[1] for m in messages] if together else None
 
     def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
-        body = json.dumps([message.kind, message.name, message.step, message.payload]).encode()
+        message = replace(message, micro_batches=self.watched.micro_batches)
+        body = json.dumps([message.kind, message.name, message.step, message.payload, message.micro_batches]).encode()
         if self.world_size == 1:
             return [_decode(body)]
         tag = Tag("control", message.kind, message.step)
-        frames = self._all_gather(_frame(body), tag, str(message), patience)
+        frames = self._all_gather(_frame(body), tag, message, patience)
         lengths = [int.from_bytes(frame[:4], "little") for frame in frames]
         inline = _FRAME_BYTES - 4
         bodies = [frame[4 : 4 + length] for frame, length in zip(frames, lengths, strict=True)]
         if max(lengths) > inline:
             rest = max(lengths) - inline
-            tails = self._all_gather(body[inline:].ljust(rest, b" "), tag, str(message), patience)
+            tails = self._all_gather(body[inline:].ljust(rest, b" "), tag, message, patience)
             bodies = [(head + tail)[:length] for head, tail, length in zip(bodies, tails, lengths, strict=True)]
+        self.watched.last = message
         return [_decode(b) for b in bodies]
 
     def agree(self, message: Message) -> list[Any]:
@@ -120,7 +134,9 @@ class Control:
 
     def place(self, node: str) -> None:
         """Tell the other ranks which node this rank is on (any name), and learn theirs. Collective."""
-        self.topology = Topology(tuple(self.agree(Message("topology", "", 0, node))))
+        told = self.agree(Message("topology", "", 0, [node, uuid.uuid4().hex]))
+        self.topology = Topology(tuple(name for name, _ in told))
+        self._name = f"{self._name} {told[0][1]}"  # groups of an earlier initialisation had the same names
 
     def check_same(self, messages: Sequence[Message]) -> None:
         """Raise `DesyncError` unless all ``messages`` (in rank order) are of the same call."""
@@ -147,16 +163,31 @@ class Control:
         """Leave ``reason`` for the ranks that will miss this one; see `abort`."""
         if self._process_group is not None:
             with suppress(RuntimeError):  # the store went with the rank that kept it
-                value = json.dumps([self.rank, reason])
-                self._store().compare_set(self._name, "", value)
+                value = json.dumps([self.rank, f"failed: {reason}"])
+                self._store.compare_set(self._name, "", value)
+
+    def give_up(self, reason: str) -> None:
+        """A watch has found that waiting has no end; ``reason`` is what this rank did, for the others and itself."""
+        self._verdict = reason
+        with suppress(RuntimeError):
+            self._store.compare_set(self._name, "", json.dumps([self.rank, reason]))
 
     def note(self, reason: str) -> None:
         """Say why this rank may not come back, though nobody waits for it now: `explain` has it until the next
-        `exchange`."""
+        `exchange`, unless a rank tells a cause of its own."""
         if self._process_group is not None:
             with suppress(RuntimeError):
-                self._store().set(self._note_key(self.rank), json.dumps([self.rank, reason]))
+                self._store.set(self._note_key(self.rank), json.dumps([self.rank, reason]))
                 self._noted = True
+
+    def failed(self, reason: str) -> None:
+        """`note` that a call of this rank failed; its watch gives up when others wait and no further call comes."""
+        self.note(f"failed: {reason}")
+        self.watched.failed = (reason, time.monotonic())
+
+    def goes_on(self) -> None:
+        """This rank makes another call after one that failed."""
+        self.watched.failed = None
 
     def _note_key(self, rank: int) -> str:
         return f"{self._name} note {rank}"
@@ -167,17 +198,29 @@ class Control:
             return error
         notes = (self._note_key(rank) for rank in range(self.world_size) if rank != self.rank)
         try:
-            store = self._store()
+            store = self._store
             key = next((k for k in (self._name, *notes) if store.check([k])), None)
             if key is None:
                 return error
             rank, reason = json.loads(store.get(key))
         except RuntimeError:  # the store went with the rank that kept it
             return error
-        return error if rank == self.rank else PeerError(f"rank {rank} failed: {reason}; here: {error}")
+        if rank == self.rank:
+            return error if self._verdict is None else PeerError(f"this rank {self._verdict}")
+        return PeerError(f"rank {rank} {reason}; here: {error}")
 
-    def _store(self) -> PrefixStore:
-        return PrefixStore(_FAILURE_KEY, dist.distributed_c10d._get_default_store())
+    def watch(self, sever: Callable[[], object], stopped_after: float) -> Watch | None:
+        """Start the thread that looks after this rank and those it waits for (see [Note: the watch]); None for a single
+        rank. ``sever`` frees whoever waits, here and elsewhere. Call it after `place`."""
+        if self._process_group is None:
+            return None
+
+        def give_up(reason: str) -> None:
+            self.give_up(reason)
+            sever()
+
+        store = PrefixStore(self._name, self._store)
+        return Watch(self.watched, store, self.rank, self.world_size, give_up, self.note, stopped_after=stopped_after)
 
     def close(self) -> None:
         """Give the process group back."""
@@ -186,16 +229,17 @@ class Control:
             leave(self._process_group)
             self._process_group = None
 
-    def _all_gather(self, body: bytes, tag: Tag, doing: str, patience: timedelta | None) -> list[bytes]:
+    def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:
         if self.world_size > _DIRECT_RANKS:
             received = [torch.empty(len(body), dtype=torch.uint8) for _ in range(self.world_size)]
             self._count(tag, len(body))
             ticket = self._track.start(tag, 0)
             work = dist.all_gather(received, _tensor(body), group=self._process_group, async_op=True)
-            Work(tag, [(work, None)], ticket=ticket, explain=self.explain).wait(patience)
+            Work(tag, [(work, None)], ticket=ticket, explain=self.explain, watched=self.watched).wait(patience)
             return [bytes(r.numpy()) for r in received]
         awaited: int | None = None
         ticket = self._track.start(tag, 0)
+        self.watched.waiting = (doing, time.monotonic(), True)
         try:
             received_by_rank, pending = self._start(body, tag)
             with ticket or nullcontext():
@@ -206,6 +250,8 @@ class Control:
             who = "a rank" if awaited is None else f"rank {awaited}"
             failure = PeerError(f"{who} left or did not answer while this rank was at {doing}: {error}")
             raise self.explain(failure) from error
+        finally:
+            self.watched.waiting = None
         return [bytes(r.numpy()) for r in received_by_rank]
 
     def _count(self, tag: Tag, nbytes: int) -> None:
@@ -235,5 +281,4 @@ def _tensor(body: bytes) -> torch.Tensor:
 
 
 def _decode(body: bytes) -> Message:
-    kind, name, step, payload = json.loads(body)
-    return Message(kind, name, step, payload)
+    return Message(*json.loads(body))

@@ -15,6 +15,7 @@ from .ring import Ticket, Track
 from .slices import SliceSum, sum_slices
 from .tag import Tag
 from .topology import ONE_NODE, Topology
+from .watched import Watched
 from .work import Work
 
 _TAG_LIMIT = 1 << 30  # gloo's message tags are 32-bit signed
@@ -45,9 +46,11 @@ class Group:
         deterministic: bool = False,
         explain: Callable[[CommError], CommError] | None = None,
         topology: Topology = ONE_NODE,
+        watched: Watched | None = None,
     ) -> None:
         self._process_group = process_group
         self._explain = explain
+        self._watched = watched
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
         self.topology = topology
@@ -84,10 +87,19 @@ class Group:
                 explain=self._explain,
                 ticket=ticket,
                 ledger=self.ledger,
+                watched=self._watched,
             )
         work = dist.all_gather_into_tensor(out, mine, group=self._process_group, async_op=True)
         self.issued += 1
-        return Work(tag, [(work, None)], buffers=(out, shard), explain=self._explain, ticket=ticket, ledger=self.ledger)
+        return Work(
+            tag,
+            [(work, None)],
+            buffers=(out, shard),
+            explain=self._explain,
+            ticket=ticket,
+            ledger=self.ledger,
+            watched=self._watched,
+        )
 
     def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Average the ranks' ``flat`` (N*s elements) into the owners' ``out`` (s elements): the one reduction.
@@ -123,7 +135,14 @@ class Group:
 
         buffers = (flat, received, out)
         return Work(
-            tag, pending, buffers=buffers, finish=finish, explain=self._explain, ticket=ticket, ledger=self.ledger
+            tag,
+            pending,
+            buffers=buffers,
+            finish=finish,
+            explain=self._explain,
+            ticket=ticket,
+            ledger=self.ledger,
+            watched=self._watched,
         )
 
     def all_to_all(self, out: torch.Tensor, flat: torch.Tensor, tag: Tag) -> Work:
@@ -147,7 +166,15 @@ class Group:
             work = dist.all_to_all_single(out.view(-1), flat.view(-1), group=self._process_group, async_op=True)
             pending = [(work, None)]
             self.issued += 1
-        return Work(tag, pending, buffers=(out, flat), explain=self._explain, ticket=ticket, ledger=self.ledger)
+        return Work(
+            tag,
+            pending,
+            buffers=(out, flat),
+            explain=self._explain,
+            ticket=ticket,
+            ledger=self.ledger,
+            watched=self._watched,
+        )
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> Work:
         """Copy rank ``source``'s ``tensor`` (contiguous) to every rank of the group."""
@@ -158,7 +185,15 @@ class Group:
         ticket = self._track.start(tag, tensor.nbytes)
         work = dist.broadcast(tensor, group=self._process_group, async_op=True, group_src=source)
         self.issued += 1
-        return Work(tag, [(work, None)], buffers=(tensor,), explain=self._explain, ticket=ticket, ledger=self.ledger)
+        return Work(
+            tag,
+            [(work, None)],
+            buffers=(tensor,),
+            explain=self._explain,
+            ticket=ticket,
+            ledger=self.ledger,
+            watched=self._watched,
+        )
 
     def close(self) -> None:
         """Give the process group back; peers that still wait on it are told that this rank left."""
@@ -213,6 +248,7 @@ class Group:
             explain=self._explain,
             ticket=ticket,
             ledger=self.ledger,
+            watched=self._watched,
         )
 
 

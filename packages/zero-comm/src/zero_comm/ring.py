@@ -144,14 +144,15 @@ def call_site() -> bytes:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename  # a string keeps its hash, a code object does not
-        if not _of_library(path):
+        if not is_library(path):
             return _site(path, frame.f_lineno)
         frame = frame.f_back
     return b""
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_library(path: str) -> bool:
+def is_library(path: str) -> bool:
+    """Whether a source file is one of torch's, of this family's or of the interpreter's own."""
     return path.startswith(_LIBRARIES) or any(name in path for name in _FAMILY)
 
 

@@ -14,6 +14,7 @@ from .errors import CommError, PeerError
 from .ledger import Ledger
 from .ring import Ticket
 from .tag import Tag
+from .watched import Watched
 
 
 class Waitable(Protocol):
@@ -41,6 +42,7 @@ class Work:
         ticket: Ticket | None = None,
         advance: Callable[[], None] | None = None,
         ledger: Ledger | None = None,
+        watched: Watched | None = None,
     ) -> None:
         self.tag = tag
         self._pending = list(pending)
@@ -50,6 +52,7 @@ class Work:
         self._ticket = ticket
         self._advance = advance
         self._ledger = ledger
+        self._watched = watched
         self._began = time.perf_counter()
 
     @property
@@ -76,8 +79,12 @@ class Work:
         """
         if self._pending:
             before = time.perf_counter()
+            if self._watched is not None:
+                self._watched.waiting = (self.tag, time.monotonic(), False)
             with self._ticket or nullcontext():
                 self._wait_for_transport(() if patience is None else (patience,))
+            if self._watched is not None:
+                self._watched.waiting = None
             if self._ledger is not None:
                 now = time.perf_counter()
                 self._ledger.arrived(self.tag, now - self._began, now - before)
@@ -93,6 +100,8 @@ class Work:
             try:
                 waitable.wait(*limit)
             except RuntimeError as error:
+                if self._watched is not None:
+                    self._watched.waiting = None
                 who = "a rank" if peer is None else f"rank {peer}"
                 failure: CommError = PeerError(f"{self.tag}: {who} did not answer: {error}")
                 raise (failure if self._explain is None else self._explain(failure)) from error

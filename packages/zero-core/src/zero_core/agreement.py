@@ -88,9 +88,7 @@ def _by_rank(values: list[str]) -> str:
 def _leaves(prefix: str, value: Any) -> list[tuple[str, Any]]:
     if not isinstance(value, dict) or not value:
         return [(prefix, value)]
-    return [
-        leaf for key, item in value.items() for leaf in _leaves(f"{prefix}.{key}" if prefix else str(key), item)
-    ]
+    return [leaf for key, item in value.items() for leaf in _leaves(f"{prefix}.{key}" if prefix else str(key), item)]
 
 
 def _is_per_rank(path: str) -> bool:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_comm import Ledger
+from zero_ckpt import CheckpointError
+from zero_comm import Ledger, PeerError
 from zero_partition import NonFiniteGradientError, Partition, ShardedOptimizer, StepResult
 from zero_precision import LossScaleError, cast_floating, parse_dtype
 
@@ -108,7 +109,7 @@ class Engine(Preparation):
         self.reports = dist.get_rank() == 0
         if self.reports:
             logger.info("%s", startup_report(config, partition))
-        with self._told_to_all():
+        with self.told_to_all():
             self.monitor = build_monitor(config, dist.get_rank())
         self.instruments = instruments_for(self, self.monitor)
         if config.dump_state and self.reports:
@@ -173,11 +174,12 @@ class Engine(Preparation):
         boundary = self.is_gradient_accumulation_boundary()
         self._accumulated = 0 if boundary else self._accumulated + 1
         self.micro_steps += 1
+        self._partition.groups.control.watched.micro_batches = self.micro_steps
         self._scaled = False
         self.global_samples += self.train_micro_batch_size_per_gpu() * self._partition.data_world_size
         if not boundary:
             return
-        with self._told_to_all():
+        with self._may_fail("step") if self._is_alone() else self.told_to_all():
             self.observer.before_step()
             with self.instruments.during("step"):
                 self._last = sharded.step()
@@ -190,7 +192,7 @@ class Engine(Preparation):
                 logger.warning("step %d skipped: a gradient is not finite", self.global_steps)
         self.global_steps += 1
         self._partition.runtime.step = self.global_steps
-        with self._told_to_all():
+        with self.told_to_all():
             self.instruments.after_step()
             self.offloading.after_step(self.global_steps)
         self.checkpointing.after_step(reports=self.reports)
@@ -229,7 +231,7 @@ class Engine(Preparation):
         Who is done waits at the end and takes part in gathering parameters for the others. Collective.
         """
         self._check_open("synced")
-        with self._told_to_all(), self._partition.runtime.synced():
+        with self.told_to_all(), self._partition.runtime.synced():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -240,7 +242,7 @@ class Engine(Preparation):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the averaged gradients to the global norm ``max_norm`` now; return the norm before. Collective."""
         sharded = self._check_trainable("clip_grad_norm_")
-        with self._told_to_all():
+        with self.told_to_all():
             norm = sharded.gradient_norm()
             sharded.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
         return norm
@@ -303,6 +305,11 @@ class Engine(Preparation):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
 
+    def _is_alone(self) -> bool:
+        """Whether no other rank takes part, and no tier that a failure could leave half written."""
+        parts = self._partition
+        return parts.data_world_size == 1 and self.model_part.place.size == 1 and parts.states is None
+
     @contextmanager
     def _may_fail(self, call: str) -> Iterator[None]:
         """A failure that the user may catch: the engine goes on where no other rank can be waiting for this one."""
@@ -319,14 +326,23 @@ class Engine(Preparation):
             raise
 
     @contextmanager
-    def _told_to_all(self) -> Iterator[None]:
+    def told_to_all(self) -> Iterator[None]:
         """A failure of this rank ends the engine on all ranks, each naming it; refusals that all ranks raise together
-        do not."""
+        do not, nor does what fails where there is no other rank."""
         try:
             yield
         except (NonFiniteGradientError, LossScaleError):
             raise
+        except CheckpointError as failure:  # raised on every rank, also where one could not be reached any more
+            error = PeerError(str(failure))
+            cause = self._partition.groups.control.explain(error)
+            if cause is error:
+                raise
+            self._partition.runtime.abort(cause)
+            raise cause from failure
         except BaseException as failure:
+            if self._is_alone():
+                raise
             self._partition.runtime.abort(failure)
             self.model_part.abort(failure)
             raise

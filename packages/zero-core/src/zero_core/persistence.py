@@ -46,7 +46,7 @@ class Persistence(WholeValues):
             raise UsageError("save_checkpoint(save_dir): expected a directory, got an empty string")
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         root = self.model_part.folder(Path(save_dir))
-        with self.model_part.together("save_checkpoint"):
+        with self._engine().told_to_all(), self.model_part.together("save_checkpoint"):
             self._saver.save(
                 self._engine(), root, name, dict(client_state or {}), save_latest, exclude_frozen_parameters
             )
@@ -125,7 +125,8 @@ class Persistence(WholeValues):
         return self._load(root, tag, checkpoint.Wanted(strict=True, optimizer=trained, scheduler=True, counters=True))
 
     def _load(self, root: Path, tag: str | None, wanted: checkpoint.Wanted) -> tuple[str, dict[str, Any]]:
-        self.load_report, client_state = checkpoint.load(self._engine(), root, tag, wanted)
+        with self._engine().told_to_all():
+            self.load_report, client_state = checkpoint.load(self._engine(), root, tag, wanted)
         return str(self.load_report.path), client_state
 
     def _engine(self) -> Engine:

@@ -36,6 +36,7 @@ def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -
         secondary_size=zero.zero_hpz_partition_size if zero.stage >= 3 else 1,
         gradient_codec=_codec(config.comm.gradient_codec) if zero.zero_quantized_gradients else None,
         average_codec=_codec("int8") if zero.zero_quantized_gradients else None,
+        stopped_after=config.comm.stopped_after,
         check=lambda control: agree_on_configuration(control, config),
     )
 

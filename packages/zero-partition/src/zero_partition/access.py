@@ -54,6 +54,9 @@ def gathered(
         if modifier_rank is not None:
             for unit in units:
                 _take_changes(partition, unit, modifier_rank)
+    except BaseException as failure:
+        runtime.failed_in("gathered", failure, awaited=modifier_rank is not None)
+        raise
     finally:
         for unit in held:
             runtime.gatherer.unpin(unit)

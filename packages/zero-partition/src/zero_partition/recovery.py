@@ -31,11 +31,16 @@ class Recovery:
         self._reducer = reducer
         self._pace = pace
 
-    def leave_pass(self, call: str, step: int, failure: BaseException) -> bool:
-        """End the open pass after ``failure`` in ``call``; whether the engine can go on."""
+    def leave_pass(self, call: str, step: int, failure: BaseException, *, awaited: bool) -> bool:
+        """End the open pass after ``failure`` in ``call``; whether the engine can go on.
+
+        ``awaited``: others wait for this rank though no pass is open.
+        """
         if isinstance(failure, CommError):
             return False
-        waited_for = self._groups.control.world_size > 1 and (self._gatherer.active or self._reducer.active)
+        waited_for = self._groups.control.world_size > 1 and (
+            awaited or self._gatherer.active or self._reducer.active
+        )
         if waited_for and not (isinstance(failure, Exception) and self._is_shared(call, step, failure)):
             return False
         self._pace.stop()

@@ -26,6 +26,7 @@ from .residency import Residency
 from .unit import Unit
 
 _BACKWARD = "backward"
+_STEP = "step"
 _DONE = "done in synced()"
 
 
@@ -97,6 +98,7 @@ class Runtime:
     def begin_backward(self) -> None:
         """Start a backward pass; agreed by all ranks when it gathers or reduces."""
         self.check_alive()
+        self.groups.control.goes_on()
         if self._synced:
             raise PartitionError(
                 "backward was called inside synced(), where ranks may do different things; leave it first"
@@ -185,16 +187,16 @@ class Runtime:
         changed, self._changed = sorted(self._changed), set()
         return changed
 
-    def failed_in(self, call: str, failure: BaseException) -> bool:
+    def failed_in(self, call: str, failure: BaseException, *, awaited: bool = False) -> bool:
         """Make the next pass possible after ``failure`` in ``call`` where no other rank can be waiting for this one,
         else `abort`; return whether the engine goes on.
 
-        May be called again."""
+        ``awaited``: others wait for this rank though no pass is open. May be called again."""
         if self._failure is not None:
             return False
         in_backward = self._in_backward
         try:
-            goes_on = self._recovery.leave_pass(call, self.step, failure)
+            goes_on = self._recovery.leave_pass(call, self.step, failure, awaited=awaited)
         except Exception as second:  # out of memory again, a tier that fails: the first cause is what counts
             self.abort(failure)
             raise failure from second
@@ -202,15 +204,15 @@ class Runtime:
             self.abort(failure)
             return False
         self._in_backward = False
-        if in_backward:
+        if in_backward or call == _STEP:
             self.reducer.torn = f"{type(failure).__name__}: {failure}"
         self._saved.close()
         self._outermost = None
         self._depth.clear()
         self._members_run.clear()
         self._hooks.forget_calls()
-        self.groups.control.note(f"{type(failure).__name__}: {failure} (in {call} of step {self.step})")
-        advise(failure, torn=in_backward)
+        self.groups.control.failed(f"{type(failure).__name__}: {failure} (in {call} of step {self.step})")
+        advise(failure, torn=self.reducer.torn is not None)
         return True
 
     def refuse_torn(self, call: str) -> None:
@@ -297,6 +299,7 @@ class Runtime:
                 self._check_present()
                 return False
             self._outermost = name
+            self.groups.control.goes_on()
             self._trains = torch.is_grad_enabled()
             self._check_frozen()
             self._begin_forward(name)

@@ -52,6 +52,7 @@ NaturalInt = Annotated[int, Field(ge=0), BeforeValidator(_integer)]
 Float = Annotated[float, BeforeValidator(_finite)]
 FloatOrInf = Annotated[float, BeforeValidator(_number)]
 NaturalFloat = Annotated[float, Field(ge=0), BeforeValidator(_finite)]
+PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(_finite)]
 Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(_finite)]
 Text = Annotated[str, Strict()]
 

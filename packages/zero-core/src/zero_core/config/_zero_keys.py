@@ -14,6 +14,7 @@ from zero_core.config._base import (
     Fraction,
     Int,
     NaturalInt,
+    PositiveFloat,
     PositiveInt,
     Section,
     Text,
@@ -175,6 +176,10 @@ class ZeroOptimization(Section):
 class Comm(Section):
     """Where ranks are, and how compressed messages are coded."""
 
+    stopped_after: PositiveFloat = Field(
+        default=60.0,
+        description="Seconds without a sign of life after which a rank that others wait for counts as gone.",
+    )
     ranks_per_node: PositiveInt | None = Field(
         default=None, description="So many consecutive ranks count as one node; by default as they were started."
     )

@@ -1,0 +1,45 @@
+"""Where the main thread of this process is, in the user's words."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from types import FrameType
+
+import torch.distributed as dist
+
+from .ring import is_library
+
+_DISTRIBUTED = os.path.dirname(dist.__file__)
+_SMALL = ("barrier", "monitored_barrier", "all_gather_object", "gather_object", "broadcast_object_list", "new_group")
+
+
+@dataclass(frozen=True)
+class Place:
+    """``text``: what runs, and from which line of the user's. ``waits``: it can only be waiting for other ranks."""
+
+    text: str
+    waits: bool
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def place_of_main_thread() -> Place:
+    """Where the main thread is now; may be called by any thread."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    call, waits, line = "", False, ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_DISTRIBUTED):
+            name = frame.f_code.co_name
+            if name != "wrapper":
+                call, waits = f"torch.distributed.{name}", name in _SMALL
+        elif not is_library(path):
+            line = f"{os.path.basename(path)}:{frame.f_lineno}"
+            break
+        frame = frame.f_back
+    where = f" at {line}" if line else ""
+    return Place(f"is in {call}{where}" if call else f"runs{where}", waits)

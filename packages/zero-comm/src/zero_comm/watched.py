@@ -1,0 +1,21 @@
+"""What a rank says about itself while it trains, for the watch beside it to read."""
+
+from __future__ import annotations
+
+
+class Watched:
+    """Where a rank's main thread is; setting an attribute is all that training pays for the watch.
+
+    Attributes:
+        waiting: what this rank waits for, since when (`time.monotonic`), and whether it is a message, which arrives at
+            once when it was sent, rather than data; None while it does not wait.
+        last: the last call that all ranks took part in.
+        micro_batches: how many this rank has counted.
+        failed: why a call of this rank failed, and when; None once another began.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: tuple[object, float, bool] | None = None
+        self.last: object = "none"
+        self.micro_batches = 0
+        self.failed: tuple[str, float] | None = None

@@ -1,0 +1,236 @@
+"""A rank that fails while its process lives, leaves, or stands still frees the ranks that wait, with the cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+import zoo
+from training import Run
+
+from zero_comm import run_ranks
+
+PHASES = ("forward", "backward", "step", "save", "load", "gathered", "gathered, modified")
+STAGES = (0, 1, 2, 3)
+SLEEP = 60.0
+BOUND = 5.0  # seconds, and what the machine is behind by
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise ArithmeticError("no luck")
+
+
+def in_phase(engine: Any, phase: str, folder: str, failing: bool) -> None:
+    """One call of ``phase``; on the failing rank it fails in the middle."""
+    inputs = zoo.batch(2, 0, dist.get_rank(), dist.get_world_size())
+    block = engine.module.blocks[1]
+    if phase == "forward":
+        handle = block.register_forward_pre_hook(fail) if failing else None
+        losses = engine(*inputs)
+        assert handle is None
+        engine.backward(losses[0])
+    elif phase == "backward":
+        if failing:
+            block.register_forward_hook(lambda _m, _a, output: output.register_hook(fail) and None)
+        engine.backward(engine(*inputs)[0])
+    elif phase == "step":
+        engine.backward(engine(*inputs)[0])
+        if failing:
+            engine.optimizer.register_step_pre_hook(fail)
+        engine.step()
+    elif phase == "save":
+        engine.lr_scheduler = Schedule(failing)
+        engine.save_checkpoint(folder, "failing")
+    elif phase == "load":
+        engine.load_checkpoint(folder, custom_load_fn=fail if failing else lambda src, dst: None)
+    else:
+        with engine.gathered(engine.module.parameters(), modifier_rank=0 if "modified" in phase else None):
+            if failing:
+                fail()
+    training.train(engine, Run(), 3, 4)
+
+
+class Schedule:
+    def __init__(self, failing: bool) -> None:
+        self.failing = failing
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.failing:
+            fail()
+        return {}
+
+    def step(self) -> None:
+        """A rate that stays."""
+
+
+def lives_on(stage: int, phase: str, folder: str) -> tuple[str, float]:
+    """The last rank fails and sleeps; the others say how long they were held and by what they were freed."""
+    engine = training.start(Run(), stage)
+    training.train(engine, Run(), 0, 2)
+    if phase == "load":
+        engine.save_checkpoint(folder)
+    failing = dist.get_rank() == dist.get_world_size() - 1
+    store = dist.distributed_c10d._get_default_store()
+    began = time.monotonic()
+    message = outcome(lambda: in_phase(engine, phase, folder, failing))
+    if failing:
+        store.set("failed", str(time.monotonic()))
+        asleep = time.monotonic() + SLEEP
+        while time.monotonic() < asleep and store.add("freed", 0) < dist.get_world_size() - 1:
+            time.sleep(0.1)
+        return message, 0.0
+    freed = time.monotonic()
+    store.wait(["failed"])
+    held = freed - float(store.get("failed"))
+    store.add("freed", 1)
+    return message, held if began else 0.0
+
+
+def outcome(scenario: Callable[[], Any]) -> str:
+    try:
+        scenario()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def check(world_size: int, stage: int, phase: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        *others, (cause, _) = run_ranks(lives_on, world_size, stage, phase, folder, timeout=100)
+    assert cause.startswith("ArithmeticError: no luck"), cause
+    for message, held in others:
+        named = f"rank {world_size - 1} failed: ArithmeticError: no luck"
+        assert message.startswith("PeerError") and named in message, (phase, stage, message)
+        assert held <= BOUND, (phase, stage, held)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "phase"),
+    [
+        (2, 0, "forward"),
+        (2, 3, "forward"),
+        (3, 2, "backward"),
+        (2, 3, "backward"),
+        (2, 1, "step"),
+        (2, 3, "save"),
+        (2, 3, "load"),
+        (3, 3, "gathered, modified"),
+    ],
+)
+def test_a_rank_that_fails_while_its_process_lives_frees_the_others(world_size: int, stage: int, phase: str) -> None:
+    check(world_size, stage, phase)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_every_phase_at_every_stage_frees_the_others(world_size: int, stage: int, phase: str) -> None:
+    check(world_size, stage, phase)
+
+
+def apart(stage: int, accumulation: int, ends_with: str) -> tuple[str, float]:
+    """Rank 0 runs 8 micro-batches, the others 6."""
+    engine = training.start(Run(accumulation=accumulation), stage)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    began = time.monotonic()
+
+    def loop() -> None:
+        for number in range(8 if rank == 0 else 6):
+            engine.backward(engine(*zoo.batch(number, 0, rank, world_size))[0])
+            engine.step()
+        if ends_with == "barrier":
+            dist.barrier()
+        elif ends_with == "save":
+            with tempfile.TemporaryDirectory() as folder:
+                engine.save_checkpoint(folder)
+
+    message = outcome(loop)
+    return message, time.monotonic() - began
+
+
+@pytest.mark.parametrize(("world_size", "stage", "ends_with"), [(2, 0, "barrier"), (3, 3, "barrier"), (2, 1, "save")])
+def test_different_numbers_of_micro_batches_are_named(world_size: int, stage: int, ends_with: str) -> None:
+    first, *_ = run_ranks(apart, world_size, stage, 2, ends_with, timeout=60)
+    message, seconds = first
+    assert "rank 0" in message and "rank 1" in message and "6 micro-batches" in message, message
+    assert "backward '' in step 3" in message or stage == 3, message
+    assert seconds <= 30
+    if ends_with == "barrier":
+        assert "torch.distributed.barrier at test_left_alone.py:" in message, message
+
+
+def stopped(stage: int) -> tuple[str, float]:
+    """Rank 1's process is stopped, and goes on when rank 0 has named it."""
+    engine = training.start(Run(), stage)
+    engine = restart_with_patience(engine, stage)
+    training.train(engine, Run(), 0, 2)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.set("pid", str(os.getpid()))
+        store.wait(["seen"])
+        return outcome(lambda: training.train(engine, Run(), 2, 3)), 0.0
+    victim = int(store.get("pid"))
+    os.kill(victim, signal.SIGSTOP)
+    store.set("seen", "1")
+    began = time.monotonic()
+    try:
+        message = outcome(lambda: training.train(engine, Run(), 2, 3))
+        return message, time.monotonic() - began
+    finally:
+        os.kill(victim, signal.SIGCONT)
+
+
+def restart_with_patience(engine: Any, stage: int, seconds: float = 6.0) -> Any:
+    import zero_core
+
+    engine.destroy()
+    config = {**training.config(Run(), stage, dist.get_world_size()), "comm": {"stopped_after": seconds}}
+    return zero_core.initialize(model=engine.module, config=config)[0]
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_stopped_rank_is_named(stage: int) -> None:
+    (message, seconds), _ = run_ranks(stopped, 2, stage, timeout=60)
+    assert message.startswith("PeerError") and "rank 1, which has not answered for" in message, message
+    assert seconds <= 6 + 2 * BOUND, seconds
+
+
+def slow(stage: int) -> float:
+    """Rank 1 computes for longer than a stopped rank would be waited for."""
+    engine = restart_with_patience(training.start(Run(), stage), stage, 2.0)
+    for number in range(2):
+        if dist.get_rank() == 1:
+            until = time.monotonic() + 6.0
+            while time.monotonic() < until:
+                torch.ones(100, 100) @ torch.ones(100, 100)
+        training.train(engine, Run(), number, number + 1)
+    return training.deviation(training.weights(engine), training.plain(Run(steps=2)))
+
+
+def test_a_rank_that_is_slow_is_waited_for() -> None:
+    assert all(deviation <= 1e-12 for deviation in run_ranks(slow, 2, 2, timeout=60))
+
+
+def two_engines(stage: int) -> tuple[str, str]:
+    """A generator and a discriminator; the discriminator fails on the last rank, whose process lives on."""
+    one, other = training.start(Run(), stage), training.start(Run(), stage)
+    failing = dist.get_rank() == dist.get_world_size() - 1
+    training.train(one, Run(), 0, 1)
+    message = outcome(lambda: in_phase(other, "backward", "", failing))
+    return message, outcome(lambda: training.train(one, Run(), 1, 2))
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_one_of_two_engines_fails_and_the_other_goes_on(stage: int) -> None:
+    (theirs, mine_on), (ours, others_on) = run_ranks(two_engines, 2, stage, timeout=60)
+    assert ours.startswith("ArithmeticError") and "rank 1 failed: ArithmeticError" in theirs, theirs
+    assert mine_on == others_on == "no error"
