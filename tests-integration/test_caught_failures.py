@@ -236,3 +236,27 @@ def test_a_torn_gradient_is_refused_until_zero_grad(world_size: int, stage: int)
         for message in (second, third):
             assert message.startswith("PartitionError") and "engine.zero_grad()" in message, message
         assert unharmed
+
+
+def inside_an_accumulation(stage: int, folder: str) -> tuple[str, float, float]:
+    """Save and load between the micro-batches of an accumulation of 2."""
+    run = Run(accumulation=2)
+    engine = training.start(run, stage)
+    training.train(engine, run, 0, 2)
+    engine.save_checkpoint(folder)
+    losses = engine(*zoo.batch(2, 0, dist.get_rank(), dist.get_world_size()))
+    engine.backward(losses[0])
+    engine.step()
+    refused = outcome(lambda: engine.save_checkpoint(folder, "inside"))
+    engine.load_checkpoint(folder)
+    training.train(engine, run, 2, 4)
+    loaded = training.weights(engine)
+    expected = training.plain(run._replace(steps=4))
+    return refused, training.deviation(loaded, expected), float(engine.global_steps)
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (3, 3), (2, 2)])
+def test_a_checkpoint_knows_no_half_accumulation(world_size: int, stage: int, tmp_path: Any) -> None:
+    for refused, deviation, steps in run_ranks(inside_an_accumulation, world_size, stage, str(tmp_path), timeout=90):
+        assert refused.startswith("UsageError") and "1 of 2 micro-batches" in refused, refused
+        assert deviation <= 1e-12 and steps == 4

@@ -51,7 +51,6 @@ def agree_on_hyperparameters(control: Control, optimizer: Optimizer | None) -> N
     own: dict[str, Any] = {"optimizer": None if optimizer is None else type(optimizer).__name__}
     for number, group in enumerate(groups):
         place = f"optimizer.param_groups[{number}]"
-        own[f"{place}.params"] = f"{len(group['params'])} parameters"
         for key, value in group.items():
             plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
             if key != "params" and isinstance(plain, (bool, int, float, str, tuple, list, type(None))):

@@ -239,6 +239,16 @@ class Engine(Preparation):
         self._partition.runtime.hide_gradients()
         self._partition.runtime.reducer.clear()
 
+    @property
+    def accumulated(self) -> int:
+        """Micro-batches of the running accumulation that `step` has counted."""
+        return self._accumulated
+
+    def begin_accumulation(self) -> None:
+        """Forget the gradients collected so far and begin a new accumulation with the next micro-batch."""
+        self.zero_grad()
+        self._accumulated = 0
+
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the averaged gradients to the global norm ``max_norm`` now; return the norm before. Collective."""
         sharded = self._check_trainable("clip_grad_norm_")

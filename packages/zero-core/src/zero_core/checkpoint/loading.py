@@ -52,6 +52,7 @@ def load(engine: Engine, root: Path, tag: str | None, wanted: Wanted) -> tuple[L
     """Read ``root/tag`` into the engine; returns what happened to each name and the client state. Collective."""
     parts = engine.partition
     parts.runtime.agree("load", f"{root}/{tag or ''}", None)
+    engine.begin_accumulation()
     everybody = engine.model_part.coordinator or coordinator_of(engine)
     checkpoint, source = restore(root, lambda c: _fill(engine, c, wanted), tag, coordinator=everybody)
     if wanted.custom is not None:

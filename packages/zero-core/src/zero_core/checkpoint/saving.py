@@ -16,6 +16,7 @@ from zero_ckpt.torch import DistCoordinator, RngState, Stager
 from zero_partition import DeviceResidency, OwnedFragment
 
 from ..config import Config
+from ..errors import UsageError
 from .fragments import has_own_master, master_pieces, pieces
 from .names import aliases, uncut
 from .progress import progress_of
@@ -48,7 +49,7 @@ class Saver:
     ) -> None:
         """Write ``root/tag``; collective."""
         parts = engine.partition
-        parts.runtime.agree("save", f"{root}/{tag}", None)
+        _refuse_inside_accumulation(parts.runtime.agree("save", f"{root}/{tag}", engine.accumulated), engine)
         parts.settle()
         group = coordinator_of(engine)
         node = socket.gethostname() if self._per_node else None
@@ -111,6 +112,17 @@ def own_group(engine: Engine) -> dist.ProcessGroup:
     ranks = coordinator_of(engine).all_gather_object(dist.get_rank())
     group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return group
+
+
+def _refuse_inside_accumulation(accumulated: list[int], engine: Engine) -> None:
+    """Raise `UsageError` on every rank where one has gradients of a part of an accumulation: no checkpoint holds them."""
+    if any(accumulated):
+        raise UsageError(
+            f"save_checkpoint was called after {max(accumulated)} of {engine.gradient_accumulation_steps()} micro-batches "
+            "of an accumulation, whose gradients a checkpoint does not hold: a resumed run would go on without them. Save "
+            "after the step that ends the accumulation, or end it before: "
+            "engine.set_gradient_accumulation_boundary(True) makes the next step act"
+        )
 
 
 def coordinator_of(engine: Engine) -> Coordinator:
