@@ -115,13 +115,13 @@ def own_group(engine: Engine) -> dist.ProcessGroup:
 
 
 def _refuse_inside_accumulation(accumulated: list[int], engine: Engine) -> None:
-    """Raise `UsageError` on every rank where one has gradients of a part of an accumulation: no checkpoint holds them."""
+    """Raise `UsageError` on every rank where one is inside an accumulation: no checkpoint holds half gradients."""
     if any(accumulated):
         raise UsageError(
-            f"save_checkpoint was called after {max(accumulated)} of {engine.gradient_accumulation_steps()} micro-batches "
-            "of an accumulation, whose gradients a checkpoint does not hold: a resumed run would go on without them. Save "
-            "after the step that ends the accumulation, or end it before: "
-            "engine.set_gradient_accumulation_boundary(True) makes the next step act"
+            f"save_checkpoint was called after {max(accumulated)} of {engine.gradient_accumulation_steps()} "
+            "micro-batches of an accumulation, whose gradients a checkpoint does not hold: a resumed run would go on "
+            "without them. Save after the step that ends the accumulation, or end it before: after "
+            "engine.set_gradient_accumulation_boundary(True) the next step acts"
         )
 
 

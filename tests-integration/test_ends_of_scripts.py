@@ -1,0 +1,78 @@
+"""However a script ends, its ranks' processes end with its status, and not by an abort."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import zero_core
+
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+config = {{
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {{"type": "AdamW", "params": {{"lr": 0.01}}}},
+    "zero_optimization": {{"stage": {stage}, "stage3_param_persistence_threshold": 0, "unit_min_numel": 1}},
+}}
+engine = zero_core.initialize(model=model, config=config)[0]
+for _ in range(2):
+    engine.backward(engine(torch.randn(2, 8)).square().mean())
+    engine.step()
+{ending}
+"""
+
+ENDINGS = {
+    "neither": ("", 0),
+    "destroy": ("engine.destroy()", 0),
+    "groups before the engine": ("dist.destroy_process_group()\nengine.destroy()", 0),
+    "groups alone": ("dist.destroy_process_group()", 0),
+    "engine, then groups": ("engine.destroy()\ndist.destroy_process_group()", 0),
+    "sys.exit": ("sys.exit(3)", 3),
+}
+
+
+def ends(ending: str, stage: int) -> list[tuple[int, str]]:
+    """Status and errors of two ranks whose script ends in one of `ENDINGS`."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    script = SCRIPT.format(stage=stage, ending=ENDINGS[ending][0])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], env={**shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    results = []
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=120)
+        results.append((rank.returncode, errors))
+    return results
+
+
+@pytest.mark.parametrize(("ending", "stage"), [("neither", 3), ("groups before the engine", 2), ("sys.exit", 1)])
+def test_a_script_ends_with_its_own_status(ending: str, stage: int) -> None:
+    for status, errors in ends(ending, stage):
+        assert status == ENDINGS[ending][1], errors
+        assert "terminate called" not in errors and "Traceback" not in errors, errors
+
+
+@pytest.mark.soak
+def test_none_of_a_thousand_starts_ends_by_an_abort() -> None:
+    starts = int(os.environ.get("ZERO_STARTS", "1000"))
+    wrong: dict[str, int] = dict.fromkeys(ENDINGS, 0)
+    for number in range(starts):
+        ending = list(ENDINGS)[number % len(ENDINGS)]
+        results = ends(ending, number % 4)
+        wrong[ending] += any(status != ENDINGS[ending][1] or "terminate" in errors for status, errors in results)
+    print(f"{starts} starts of 2 ranks; aborts or other statuses by ending: {wrong}")
+    assert not any(wrong.values()), wrong
