@@ -118,7 +118,6 @@ def check(world_size: int, stage: int, phase: str) -> None:
         (2, 0, "forward"),
         (2, 3, "forward"),
         (3, 2, "backward"),
-        (2, 3, "backward"),
         (2, 1, "step"),
         (2, 3, "save"),
         (2, 3, "load"),
@@ -157,7 +156,7 @@ def apart(stage: int, accumulation: int, ends_with: str) -> tuple[str, float]:
     return message, time.monotonic() - began
 
 
-@pytest.mark.parametrize(("world_size", "stage", "ends_with"), [(2, 0, "barrier"), (3, 3, "barrier"), (2, 1, "save")])
+@pytest.mark.parametrize(("world_size", "stage", "ends_with"), [(2, 1, "barrier"), (3, 3, "barrier"), (2, 0, "save")])
 def test_different_numbers_of_micro_batches_are_named(world_size: int, stage: int, ends_with: str) -> None:
     first, *_ = run_ranks(apart, world_size, stage, 2, ends_with, timeout=60)
     message, seconds = first
@@ -189,7 +188,7 @@ def stopped(stage: int) -> tuple[str, float]:
         os.kill(victim, signal.SIGCONT)
 
 
-def restart_with_patience(engine: Any, stage: int, seconds: float = 6.0) -> Any:
+def restart_with_patience(engine: Any, stage: int, seconds: float = 3.0) -> Any:
     import zero_core
 
     engine.destroy()
@@ -197,19 +196,19 @@ def restart_with_patience(engine: Any, stage: int, seconds: float = 6.0) -> Any:
     return zero_core.initialize(model=engine.module, config=config)[0]
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_a_stopped_rank_is_named(stage: int) -> None:
     (message, seconds), _ = run_ranks(stopped, 2, stage, timeout=60)
     assert message.startswith("PeerError") and "rank 1, which has not answered for" in message, message
-    assert seconds <= 6 + 2 * BOUND, seconds
+    assert seconds <= 3 + 2 * BOUND, seconds
 
 
 def slow(stage: int) -> float:
     """Rank 1 computes for longer than a stopped rank would be waited for."""
-    engine = restart_with_patience(training.start(Run(), stage), stage, 2.0)
+    engine = restart_with_patience(training.start(Run(), stage), stage, 1.5)
     for number in range(2):
-        if dist.get_rank() == 1:
-            until = time.monotonic() + 6.0
+        if dist.get_rank() == 1 and number == 1:
+            until = time.monotonic() + 5.0
             while time.monotonic() < until:
                 torch.ones(100, 100) @ torch.ones(100, 100)
         training.train(engine, Run(), number, number + 1)
@@ -229,7 +228,7 @@ def two_engines(stage: int) -> tuple[str, str]:
     return message, outcome(lambda: training.train(one, Run(), 1, 2))
 
 
-@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_one_of_two_engines_fails_and_the_other_goes_on(stage: int) -> None:
     (theirs, mine_on), (ours, others_on) = run_ranks(two_engines, 2, stage, timeout=60)
     assert ours.startswith("ArithmeticError") and "rank 1 failed: ArithmeticError" in theirs, theirs
