@@ -341,7 +341,7 @@ class Engine(Preparation):
         do not, nor does what fails where there is no other rank."""
         try:
             yield
-        except (NonFiniteGradientError, LossScaleError):
+        except (NonFiniteGradientError, LossScaleError, UsageError):
             raise
         except CheckpointError as failure:  # raised on every rank, also where one could not be reached any more
             error = PeerError(str(failure))
