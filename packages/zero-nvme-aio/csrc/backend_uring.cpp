@@ -2,6 +2,7 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -15,6 +16,7 @@ namespace {
 
 constexpr uint64_t kWakeToken = ~0ull;
 constexpr unsigned kFileSlots = 256;
+constexpr unsigned kSettleMicroseconds = 200'000;
 
 std::string setup_reason(int error) {
     switch (error) {
@@ -41,6 +43,13 @@ public:
             close_ring();
             throw Unavailable(-error, setup_reason(-error));
         }
+        // A filter may allow io_uring_setup and refuse what comes after it.
+        const int entered = uring::enter(ring_fd_, 0, 0, uring::kEnterGetEvents);
+        if (entered < 0) {
+            close_ring();
+            throw Unavailable(-entered, std::string("io_uring_enter: ") + std::strerror(-entered) +
+                                            " (a container's seccomp profile allows io_uring_setup alone)");
+        }
         std::vector<int32_t> empty(kFileSlots, -1);
         files_registered_ = uring::register_op(ring_fd_, uring::kRegisterFiles, empty.data(), kFileSlots) == 0;
         slot_used_.assign(files_registered_ ? kFileSlots : 0, false);
@@ -56,7 +65,11 @@ public:
         return (files_registered_ ? kRegisteredFiles : 0u) | kRegisteredBuffers | kBatchedSubmit | kMovesData;
     }
 
-    Submit submit(const BlockOp& op, int64_t*) override {
+    Submit submit(const BlockOp& op, int64_t* result) override {
+        if (refused_ != 0) {
+            *result = refused_;
+            return Submit::done;
+        }
         uring::Sqe* sqe = next_sqe();
         if (sqe == nullptr) return Submit::busy;
         const bool fixed = op.buffer_index >= 0;
@@ -70,20 +83,21 @@ public:
         sqe->buf_index = fixed ? static_cast<uint16_t>(op.buffer_index) : 0;
         sqe->user_data = op.token;
         publish_sqe();
+        mark_outstanding(op.token, true);
         return Submit::queued;
     }
 
     void flush() override {
-        if (pending_submit() > 0) uring::enter(ring_fd_, pending_submit(), 0, 0);
+        if (pending_submit() > 0) enter(0, 0);
     }
 
     int reap(Completion* out, int capacity, bool wait) override {
+        if (refused_ != 0) return reap_refused(out, capacity, wait);
         arm_wake();
         int count = drain(out, capacity);
         const bool sleep = wait && count == 0 && !woken_;
         if (pending_submit() > 0 || sleep || !wait) {
-            // EINTR, EAGAIN and EBUSY leave the entries in the ring: the caller comes back after draining.
-            uring::enter(ring_fd_, pending_submit(), sleep ? 1 : 0, uring::kEnterGetEvents);
+            enter(sleep ? 1 : 0, uring::kEnterGetEvents);
             count += drain(out + count, capacity - count);
         }
         woken_ = false;
@@ -124,6 +138,37 @@ public:
     }
 
 private:
+    // EINTR, EAGAIN and EBUSY leave the entries in the ring: the caller comes back after draining. Any other error is a
+    // kernel that refuses the call from now on (a filter set after the engine was made).
+    void enter(unsigned min_complete, unsigned flags) {
+        const int n = uring::enter(ring_fd_, pending_submit(), min_complete, flags);
+        if (n >= 0 || n == -EINTR || n == -EAGAIN || n == -EBUSY) return;
+        refused_ = n;
+        ::usleep(kSettleMicroseconds);  // what the device has already may still land
+    }
+
+    void mark_outstanding(uint64_t token, bool outstanding) {
+        if (token >= outstanding_.size()) outstanding_.resize(token + 1, false);
+        outstanding_[token] = outstanding;
+    }
+
+    // Ends everything that was submitted, with its result where there is one, then sleeps until it is woken.
+    int reap_refused(Completion* out, int capacity, bool wait) {
+        int count = drain(out, capacity);
+        for (uint64_t token = 0; token < outstanding_.size() && count < capacity; ++token) {
+            if (!outstanding_[token]) continue;
+            outstanding_[token] = false;
+            out[count++] = {token, refused_};
+        }
+        if (wait && count == 0) {
+            pollfd ready{event_fd_, POLLIN, 0};
+            ::poll(&ready, 1, -1);
+        }
+        uint64_t ignored;
+        [[maybe_unused]] const ssize_t n = ::read(event_fd_, &ignored, sizeof ignored);
+        return count;
+    }
+
     int open_ring(unsigned entries) {
         event_fd_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
         if (event_fd_ < 0) return -errno;
@@ -210,6 +255,7 @@ private:
                 wake_armed_ = false;
                 woken_ = true;
             } else {
+                mark_outstanding(cqe.user_data, false);
                 out[count++] = {cqe.user_data, cqe.res};
             }
             ++head;
@@ -232,6 +278,8 @@ private:
     uint32_t sq_mask_ = 0, sq_entries_ = 0, cq_mask_ = 0;
     uring::Cqe* cqes_ = nullptr;
     bool wake_armed_ = false, woken_ = false;
+    int refused_ = 0;  // the error with which the kernel refuses io_uring_enter
+    std::vector<bool> outstanding_;
     bool files_registered_ = false, buffers_registered_ = false;
     std::vector<bool> slot_used_;
 };

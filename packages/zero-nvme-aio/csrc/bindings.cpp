@@ -42,6 +42,12 @@ private:
     bool exported_ = false;
 };
 
+// Whether this is a torch tensor whose storage its owner can resize; memory that exports a buffer cannot be.
+bool may_be_resized(const py::handle owner) {
+    if (!py::hasattr(owner, "untyped_storage")) return false;
+    return owner.attr("untyped_storage")().attr("resizable")().cast<bool>();
+}
+
 // Requests that nobody waits for any more; their memory stays until the kernel is done. Touched under the GIL only.
 struct Orphans {
     struct Entry {
@@ -140,7 +146,8 @@ public:
             if (PyTuple_Check(item.ptr())) {
                 const auto triple = py::reinterpret_borrow<py::tuple>(item);
                 const auto address = triple[0].cast<uintptr_t>();
-                segments.push_back({reinterpret_cast<char*>(address), triple[1].cast<uint64_t>()});
+                segments.push_back(
+                    {reinterpret_cast<char*>(address), triple[1].cast<uint64_t>(), may_be_resized(triple[2])});
                 held.emplace_back(py::reinterpret_borrow<py::object>(triple[2]));
             } else {
                 held.emplace_back(item.ptr(), !write);

@@ -11,4 +11,9 @@ constexpr size_t kCopyPiece = size_t{128} << 10;
 // Copies without fetching the old content of `to`, and without keeping the new one in the caches.
 void copy_past_caches(char* to, const char* from, size_t nbytes);
 
+// Copies from or to memory that may be gone by now; false when it is. Where the kernel forbids process_vm_readv (no ptrace
+// at all), these are plain copies.
+bool copy_from_guarded(char* to, const char* from, size_t nbytes);
+bool copy_to_guarded(char* to, const char* from, size_t nbytes);
+
 }  // namespace zaio

@@ -167,10 +167,16 @@ bool Lane::start_block(const std::shared_ptr<Part>& part) {
     }
     Request& request = *part->request;
     if (request.kind == OpKind::write) {
+        bool there = true;
         if (block.staging >= 0) {
-            request.gather(block.address, block.position, block.nbytes, request.checksum());
+            there = request.gather(block.address, block.position, block.nbytes, request.checksum());
         } else if (request.checksum() != nullptr) {
-            request.hash(block.position, block.nbytes);
+            there = request.hash(block.position, block.nbytes);
+        }
+        if (!there) {
+            request.fail({EFAULT, request.offset + block.position, block.nbytes, 0});
+            if (block.staging >= 0) staging_->give_back(block.staging);
+            return true;
         }
     }
     block.part = part;
@@ -300,7 +306,10 @@ void Lane::landed(Block& block) {
     Part& part = *block.part;
     Request& request = *part.request;
     if (request.kind == OpKind::read) {
-        if (block.staging >= 0) request.scatter(block.address, block.position, block.nbytes);
+        if (block.staging >= 0 && !request.scatter(block.address, block.position, block.nbytes)) {
+            request.fail({EFAULT, request.offset + block.position, block.nbytes, 0});
+            return;
+        }
         if (request.checksum() != nullptr) hash_landed(part, block.position, block.position + block.nbytes);
         counters_.bytes_read += block.nbytes;
     } else {
@@ -316,7 +325,10 @@ void Lane::hash_landed(Part& part, uint64_t begin, uint64_t end) {
     part.landed.emplace(begin, end);
     while (!part.landed.empty() && part.landed.begin()->first == part.hashed) {
         const auto first = part.landed.begin();
-        part.request->hash(first->first, first->second - first->first);
+        if (!part.request->hash(first->first, first->second - first->first)) {
+            part.request->fail({EFAULT, part.request->offset + first->first, first->second - first->first, 0});
+            return;
+        }
         part.hashed = first->second;
         part.landed.erase(first);
     }

@@ -13,6 +13,8 @@ namespace {
 // Reads of at least this size are more than their reader will find in a cache anyway.
 constexpr uint64_t kPastCachesFrom = 4 << 20;
 
+constexpr uint64_t kGuardedHashPiece = 32 << 10;
+
 }  // namespace
 
 Request::Request(OpKind kind, std::shared_ptr<File> file, std::vector<Segment> segments, uint64_t offset, bool checksum)
@@ -29,42 +31,63 @@ size_t Request::segment_at(uint64_t position) const {
 }
 
 template <typename Visit>
-void Request::visit(uint64_t position, uint64_t n, Visit&& visit) const {
+bool Request::visit(uint64_t position, uint64_t n, Visit&& visit) const {
     for (size_t i = segment_at(position); n > 0; ++i) {
         const uint64_t skip = position - starts_[i];
         const uint64_t take = std::min(n, segments[i].nbytes - skip);
-        if (take > 0) visit(segments[i].address + skip, take);
+        if (take > 0 && !visit(segments[i].address + skip, take, segments[i].guarded)) return false;
         position += take;
         n -= take;
     }
+    return true;
 }
 
-void Request::gather(char* out, uint64_t position, uint64_t n, Checksum* hash) const {
-    visit(position, n, [&](const char* from, uint64_t length) {
+bool Request::gather(char* out, uint64_t position, uint64_t n, Checksum* hash) const {
+    return visit(position, n, [&](const char* from, uint64_t length, bool guarded) {
         for (uint64_t i = 0; i < length; i += kCopyPiece) {
             const uint64_t piece = std::min<uint64_t>(kCopyPiece, length - i);
-            std::memcpy(out, from + i, piece);
+            if (guarded) {
+                if (!copy_from_guarded(out, from + i, piece)) return false;
+            } else {
+                std::memcpy(out, from + i, piece);
+            }
             if (hash != nullptr) hash->update(out, piece);
             out += piece;
         }
+        return true;
     });
 }
 
-void Request::scatter(const char* in, uint64_t position, uint64_t n) const {
+bool Request::scatter(const char* in, uint64_t position, uint64_t n) const {
     // What is hashed next must not have to be fetched again.
     const bool past_caches = checksum_ == nullptr && nbytes() >= kPastCachesFrom;
-    visit(position, n, [&](char* to, uint64_t length) {
-        if (past_caches) {
+    return visit(position, n, [&](char* to, uint64_t length, bool guarded) {
+        if (guarded) {
+            if (!copy_to_guarded(to, in, length)) return false;
+        } else if (past_caches) {
             copy_past_caches(to, in, length);
         } else {
             std::memcpy(to, in, length);
         }
         in += length;
+        return true;
     });
 }
 
-void Request::hash(uint64_t position, uint64_t n) {
-    visit(position, n, [&](const char* from, uint64_t length) { checksum_->update(from, length); });
+bool Request::hash(uint64_t position, uint64_t n) {
+    return visit(position, n, [&](const char* from, uint64_t length, bool guarded) {
+        if (!guarded) {
+            checksum_->update(from, length);
+            return true;
+        }
+        char piece[kGuardedHashPiece];
+        for (uint64_t i = 0; i < length; i += sizeof piece) {
+            const uint64_t take = std::min<uint64_t>(sizeof piece, length - i);
+            if (!copy_from_guarded(piece, from + i, take)) return false;
+            checksum_->update(piece, take);
+        }
+        return true;
+    });
 }
 
 bool Request::start(unsigned parts) {

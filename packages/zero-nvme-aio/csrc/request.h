@@ -17,6 +17,9 @@ namespace zaio {
 struct Segment {
     char* address;
     uint64_t nbytes;
+    // Its owner may free it while the request runs (a tensor whose storage can be resized): it is copied by the kernel,
+    // which answers with an error where a copy of our own would be a segmentation fault.
+    bool guarded = false;
 };
 
 class Request {
@@ -31,10 +34,11 @@ public:
     // Index of the segment that holds byte `position` of the request, and where that segment begins.
     size_t segment_at(uint64_t position) const;
     uint64_t segment_start(size_t index) const { return starts_[index]; }
-    // Copies between one contiguous range and the segments, hashing what passes when `hash` is given.
-    void gather(char* out, uint64_t position, uint64_t n, Checksum* hash) const;
-    void scatter(const char* in, uint64_t position, uint64_t n) const;
-    void hash(uint64_t position, uint64_t n);
+    // Copies between one contiguous range and the segments, hashing what passes when `hash` is given. False when guarded
+    // memory is gone.
+    bool gather(char* out, uint64_t position, uint64_t n, Checksum* hash) const;
+    bool scatter(const char* in, uint64_t position, uint64_t n) const;
+    bool hash(uint64_t position, uint64_t n);
     Checksum* checksum() { return checksum_.get(); }
 
     // Lanes.
@@ -55,7 +59,7 @@ public:
 
 private:
     template <typename Visit>
-    void visit(uint64_t position, uint64_t n, Visit&& visit) const;
+    bool visit(uint64_t position, uint64_t n, Visit&& visit) const;
 
     std::vector<uint64_t> starts_;
     std::unique_ptr<Checksum> checksum_;

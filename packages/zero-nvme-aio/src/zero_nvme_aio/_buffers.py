@@ -90,6 +90,35 @@ def is_device_tensor(buffer: Any) -> bool:
     return is_tensor(buffer) and buffer.device.type not in ("cpu", "meta")
 
 
+class Lent:
+    """A tensor whose storage could be resized while a request uses its memory."""
+
+    __slots__ = ("_address", "_tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor, self._address = tensor, tensor.untyped_storage().data_ptr()
+
+    def require_unchanged(self, kind: str, path: str) -> None:
+        """Raise InvalidBufferError when the storage was resized or replaced since the request began."""
+        storage = self._tensor.untyped_storage()
+        needed = (self._tensor.storage_offset() + self._tensor.numel()) * self._tensor.element_size()
+        if storage.data_ptr() != self._address or storage.nbytes() < needed:
+            raise InvalidBufferError(
+                f"the storage of a tensor of shape {tuple(self._tensor.shape)} was resized or replaced during the "
+                f"{kind} of '{path}', so what was moved is not known; wait for the request before the tensor's memory "
+                "is given back"
+            )
+
+
+def lent(items: Sequence[Item]) -> tuple[Lent, ...]:
+    """The tensors among described buffers whose storage their owner can resize."""
+    return tuple(
+        Lent(item[2])
+        for item in items
+        if isinstance(item, tuple) and is_tensor(item[2]) and item[2].untyped_storage().resizable()
+    )
+
+
 def _flat(view: memoryview) -> memoryview:
     if view.nbytes == 0:
         return memoryview(bytearray())

@@ -292,7 +292,7 @@ class Engine:
             raise InvalidBufferError(str(error)) from None
         except RuntimeError as error:
             raise ClosedError(str(error)) from None
-        return Request(request, self._native, "write" if write else "read", file.path)
+        return Request(request, self._native, "write" if write else "read", file.path, _buffers.lent(items))
 
     def _usable(self, file: File, write: bool) -> _native.File:
         self._require_open()

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from typing import Any
 
+    from ._buffers import Lent
+
 __all__ = ["NATIVE_CODES", "Request", "format_checksum"]
 
 NATIVE_CODES = (_native.END_OF_FILE, _native.CANCELLED)
@@ -22,9 +24,12 @@ class Request:
     cancelled task) leaves the transfer running.
     """
 
-    __slots__ = ("__weakref__", "_engine", "_kind", "_native", "_path")
+    __slots__ = ("__weakref__", "_engine", "_kind", "_lent", "_native", "_path")
 
-    def __init__(self, native: _native.Request, engine: _native.Engine, kind: str, path: str) -> None:
+    def __init__(
+        self, native: _native.Request, engine: _native.Engine, kind: str, path: str, lent: tuple[Lent, ...] = ()
+    ) -> None:
+        self._lent = lent
         self._native = native
         self._engine = engine
         self._kind = kind
@@ -90,6 +95,9 @@ class Request:
             raise ClosedError("the request belongs to the parent process; make a new engine after fork()")
 
     def _result(self) -> int:
+        for tensor in self._lent:
+            tensor.require_unchanged(self._kind, self._path)
+        self._lent = ()
         failure = self._native.failure()
         if failure is not None:
             raise transfer_error(self._kind, self._path, failure, NATIVE_CODES)

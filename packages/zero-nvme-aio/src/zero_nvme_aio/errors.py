@@ -177,6 +177,13 @@ def transfer_error(kind: str, path: str, native: tuple[int, int, int, int], nati
     message = f"{kind} of {where}: expected {expected} bytes, got {got}: {os.strerror(code)}"
     if code == _errno.EIO:
         return DeviceError(f"{message}; the device failed, see the kernel log", free_bytes=free_bytes(path), **fields)
+    if code == _errno.EFAULT:
+        message += "; its memory is gone: keep tensors at their size, and their storage, until the request is done"
+    if code in (_errno.EPERM, _errno.ENOSYS):
+        message += (
+            "; the kernel refuses this engine's system call (a seccomp filter that was set after the engine was made); "
+            "make an engine with backend='threads'"
+        )
     if code == _errno.EINVAL:
         message += "; if the file system does no direct I/O here, open the file with direct=False"
     return TransferError(message, **fields)
