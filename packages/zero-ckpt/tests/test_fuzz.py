@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ from zero_ckpt import CheckpointError, FileExtent, Interval, open_checkpoint, sa
 from zero_ckpt.inspecting import describe
 from zero_ckpt.manifest import MAGIC
 from zero_ckpt.plain import pack, unpack
-from zero_ckpt.safetensors_file import parse_header
+from zero_ckpt.safetensors_file import encode_header, parse_header
 
+CASES = int(os.environ.get("ZERO_FUZZ_CASES", "1000000"))
+"""Of each soak here."""
 ODD: list[Any] = [
     *(None, True, -1, 0, 1, 2**31, 2**62, 2**63, 2**64 - 1, 2**200, -(2**63), 0.5, float("nan"), float("inf")),
     *("", "../x", "/etc/passwd", "a/../../b", "rank-00000.safetensors\0", "xxh3_64:0000000000000000", "F32", "F7"),
@@ -85,12 +90,14 @@ def read_all(path: Path) -> None:
         opened.read(name, kind)
 
 
-def check(path: Path, body: bytes) -> None:
+def check(path: Path, body: bytes) -> bool:
+    """Whether a checkpoint with this manifest is read."""
     (path / "manifest.msgpack").write_bytes(seal(body))
     try:
         read_all(path)
     except CheckpointError:
-        return
+        return False
+    return True
 
 
 @given(st.integers(0, 2**63))
@@ -111,18 +118,78 @@ def forget_peak() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_a_hundred_thousand_mangled_manifests(checkpoint: tuple[Path, bytes]) -> None:
+@pytest.mark.timeout(36_000)
+def test_a_million_mangled_manifests_and_extents(checkpoint: tuple[Path, bytes]) -> None:
     path, body = checkpoint
     before = {entry.name for entry in path.parent.iterdir()}
     rng = random.Random()
     check(path, body)
     forget_peak()
     held = memory("VmRSS")
-    for _ in range(100_000):
-        check(path, mangle(body, rng))
+    slowest, refused = 0.0, 0
+    for _ in range(CASES):
+        begin = time.monotonic()
+        refused += not check(path, mangle(body, rng))
+        slowest = max(slowest, time.monotonic() - begin)
     assert {entry.name for entry in path.parent.iterdir()} == before
-    assert memory("VmHWM") - held < 64 << 20
+    grown = memory("VmHWM") - held
+    print(f"{CASES} manifests: {refused} refused, 0 crashes, {grown >> 20} MiB at most, slowest {slowest:.2f} s")
+    assert grown < 64 << 20 and slowest < 10
+
+
+def mangle_header(text: bytes, rng: random.Random) -> bytes:
+    """Another safetensors header: structurally mutated, cut, with other bytes, or with a key twice."""
+    roll = rng.random()
+    if roll < 0.6:
+        return json.dumps(mutate(json.loads(text), rng), default=repr).encode()
+    if roll < 0.7:
+        return text[: rng.randrange(len(text))]
+    if roll < 0.8:
+        return text[:-1] + b"," + text[1:]
+    raw = bytearray(text)
+    for _ in range(rng.randrange(1, 5)):
+        raw[rng.randrange(len(raw))] = rng.randrange(256)
+    return bytes(raw)
+
+
+def check_header(text: bytes) -> bool:
+    """Whether a header is read; one that is holds entries inside of the file that do not overlap."""
+    try:
+        entries, _ = parse_header(bytes(8) + text, 1 << 20, "file")
+    except CheckpointError:
+        return False
+    end = 8 + len(text)
+    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
+        assert entry.begin == entry.end or entry.begin >= end
+        assert entry.end <= 1 << 20
+        end = max(end, entry.end)
+    return True
+
+
+def header() -> bytes:
+    return encode_header([(f"t{index}", "F32", (index, 2)) for index in range(6)], {"format": "pt"})[0][8:]
+
+
+@given(st.integers(0, 2**63))
+@settings(max_examples=2000, deadline=None)
+def test_a_mangled_header_is_refused_or_read(seed: int) -> None:
+    check_header(mangle_header(header(), random.Random(seed)))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(36_000)
+def test_a_million_mangled_headers() -> None:
+    text, rng = header(), random.Random()
+    assert check_header(text)
+    forget_peak()
+    held, slowest, refused = memory("VmRSS"), 0.0, 0
+    for _ in range(CASES):
+        begin = time.monotonic()
+        refused += not check_header(mangle_header(text, rng))
+        slowest = max(slowest, time.monotonic() - begin)
+    grown = memory("VmHWM") - held
+    print(f"{CASES} headers: {refused} refused, 0 crashes, {grown >> 20} MiB at most, slowest {slowest:.2f} s")
+    assert grown < 64 << 20 and slowest < 10
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**20))
