@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import queue
 import secrets
 import shlex
@@ -56,7 +57,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--launcher_args", default="", metavar="ARGS")
     parser.add_argument("--ssh_port", type=int, metavar="PORT")
     parser.add_argument("--local", action="store_true", help="this machine only")
+    parser.add_argument(
+        "--swap",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="only look here (nvme_path; once per folder of the job) for files of killed ranks, on this machine",
+    )
+    parser.add_argument("--remove", action="store_true", help="with --swap: remove them")
     options = parser.parse_args(argv)
+    if options.remove and not options.swap:
+        raise ValueError("--remove needs --swap DIR: the folders of nvme_path")
+    if options.swap:
+        return leftovers(options.swap, options.remove)
     if options.local or options.hostfile is None:
         reports = [Report("this machine", examination(str(Path.cwd())))]
     else:
@@ -67,6 +80,20 @@ def main(argv: Sequence[str]) -> int:
     problems, remarks = diagnose(reports)
     _print(reports, problems, remarks)
     return 1 if problems else 0
+
+
+def leftovers(folders: Sequence[str], remove: bool) -> int:
+    """Print what killed ranks left in the folders, and remove it if asked to; 1 when something is left.
+
+    Packages that write such files register a function by the entry point `zero_launch.leftovers`: it takes the folders
+    and whether to remove, and returns a line per thing. Raises ValueError when no installed package does.
+    """
+    finders = importlib.metadata.entry_points(group="zero_launch.leftovers")
+    if not finders:
+        raise ValueError("--swap: no package that writes swap files is installed; run: pip install zero-nvme-aio")
+    lines = [line for finder in finders for line in finder.load()(folders, remove)]
+    print("\n".join(lines) or f"nothing of a killed process in {', '.join(folders)}")
+    return 1 if lines and not remove else 0
 
 
 def examine(hosts: Hostfile, transport: Transport) -> list[Report]:

@@ -1,0 +1,89 @@
+"""Files of extent stores whose process was killed: found, and removed, without touching a store that is in use.
+
+`zero-launch doctor --swap FOLDER` finds this file by its entry point, `zero_launch.leftovers`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["Leftover", "find", "report"]
+
+_FILE = re.compile(r"(?P<prefix>.+)\.g(?P<generation>\d+)\.(?P<kind>s\d+\.extents|index|index\.part)")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What one store left: its name, its files, and the bytes that they take on the drive."""
+
+    prefix: str
+    files: tuple[str, ...]
+    nbytes: int
+
+
+def find(folders: Sequence[str], *, remove: bool = False) -> list[Leftover]:
+    """The unsealed generations in ``folders``, all of one job's, of stores that no process has open.
+
+    With ``remove`` they are deleted. Sealed generations stay: somebody may resume from them. So does what has no lock
+    file in any of the folders, which no store wrote. Raises OSError for a folder that cannot be read.
+    """
+    found = []
+    for prefix, paths in sorted(_stores(folders).items()):
+        lock = next((p for f in folders if os.path.isfile(p := os.path.join(f, f"{prefix}.lock"))), None)
+        if lock is None:
+            continue
+        with _locked(lock) as ours:
+            # Looked at again: until the lock was ours, the store may have been sealing.
+            files = _unsealed(_stores(folders).get(prefix, paths)) if ours else []
+            if not files:
+                continue
+            nbytes = sum(os.lstat(path).st_blocks * 512 for path in files)
+            for path in files if remove else ():
+                os.unlink(path)
+            found.append(Leftover(prefix, tuple(files), nbytes))
+    return found
+
+
+def report(folders: Sequence[str], remove: bool) -> list[str]:
+    """`find`, a line per store."""
+    verb = "removed" if remove else "left by a killed process"
+    return [
+        f"{left.prefix} in {os.path.dirname(left.files[0])}: {len(left.files)} files, {left.nbytes} bytes, {verb}"
+        for left in find(folders, remove=remove)
+    ]
+
+
+def _stores(folders: Sequence[str]) -> dict[str, list[str]]:
+    """Prefix to the files of its store."""
+    stores: dict[str, list[str]] = {}
+    for folder in folders:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                match = _FILE.fullmatch(entry.name)
+                if match is not None and entry.is_file(follow_symlinks=False):
+                    stores.setdefault(match["prefix"], []).append(entry.path)
+    return stores
+
+
+def _unsealed(paths: Sequence[str]) -> list[str]:
+    parts = {path: _FILE.fullmatch(os.path.basename(path)) for path in paths}
+    sealed = {match["generation"] for match in parts.values() if match is not None and match["kind"] == "index"}
+    return sorted(path for path, match in parts.items() if match is not None and match["generation"] not in sealed)
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[bool]:
+    """Whether nobody has the store open; it cannot be opened inside."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)
