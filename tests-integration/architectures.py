@@ -140,6 +140,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "BloomForCausalLM",
         "BloomConfig",
         {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4, **IDS},
+        narrow=True,
     ),
     "GPT-2": Architecture("GPT2LMHeadModel", "GPT2Config", {**GPT, **QUIET}),
     "GPT-Neo": Architecture(

@@ -88,7 +88,7 @@ def row(name: str, stages: tuple[int, ...] = STAGES, world_sizes: tuple[int, ...
     expected = plain(name)
     deviations, equal = {}, True
     for world_size in world_sizes:
-        answers = run_ranks(all_stages, world_size, name, stages)[0]
+        answers = run_ranks(all_stages, world_size, name, stages, timeout=600)[0]
         deviations[world_size] = max(deviation(weights, expected) for weights in answers)
         equal = equal and all(bits(weights) == bits(answers[0]) for weights in answers)
     return Row(name, sum(p.numel() for p in expected.values()), deviations, equal)
