@@ -47,7 +47,7 @@ class Simulation:
     memory_scale: float = 1.0
 
 
-class _Clock:
+class Clock:
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -57,7 +57,7 @@ class _Clock:
 
 def simulate(path: Path, what: Simulation) -> None:
     """Write the record of ``what``; ranks meet at every gather and reduction."""
-    clocks = [_Clock() for _ in range(what.ranks)]
+    clocks = [Clock() for _ in range(what.ranks)]
     facts = {
         "title": "simulated run",
         "configuration": what.configuration,
@@ -95,7 +95,7 @@ def simulate(path: Path, what: Simulation) -> None:
 
 
 def _step(
-    what: Simulation, step: int, clocks: list[_Clock], writers: list[RecordWriter], chance: random.Random
+    what: Simulation, step: int, clocks: list[Clock], writers: list[RecordWriter], chance: random.Random
 ) -> None:
     for rank, (clock, writer) in enumerate(zip(clocks, writers, strict=True)):
         begin = clock.now
@@ -134,7 +134,7 @@ def _unit(
     unit: int,
     kind: Kind,
     work: float,
-    clocks: list[_Clock],
+    clocks: list[Clock],
     writers: list[RecordWriter],
     chance: random.Random,
 ) -> None:
@@ -153,6 +153,7 @@ def _unit(
     for rank, (clock, writer) in enumerate(zip(clocks, writers, strict=True)):
         if what.spans and what.ranks > 1:
             writer.span(kind, name, starts[rank], met, met - starts[rank], UNIT_BYTES)
+            writer.count("sent_bytes", UNIT_BYTES)
         clock.now = met
         begin = clock.now
         clock.now += work * what.unit_s * what.compute.get(rank, 1.0) * chance.uniform(0.98, 1.02)

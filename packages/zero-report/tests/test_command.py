@@ -61,7 +61,7 @@ def test_the_terminal_shows_verdict_loss_and_throughput(tmp_path: Path) -> None:
     simulate(tmp_path, Simulation(ranks=2, steps=30, data={1: 0.2}))
     out = io.StringIO()
     live(tmp_path, rounds=1, console=Console(file=out, width=100, force_terminal=True, color_system=None))
-    assert "Rank 1 waits for its data loader" in out.getvalue()
+    assert "Rank 1 waits for its data" in out.getvalue()
     assert "tokens/s" in out.getvalue() and "▁" in out.getvalue()
 
 

@@ -39,6 +39,7 @@ def write(path: Path, steps: int, *, max_bytes: int = 1 << 30, spans: int = 3, w
         now = time.perf_counter()
         for number in range(spans):
             with_rank.span(Kind.GATHER, f"layers.{number}", now, now + 0.001, 0.0005, 1000 + step)
+            with_rank.count("sent_bytes", 1000 + step)
         with_rank.end_step(loss=float(step), loss_min=float(step), loss_max=float(step), lr=0.1 / (step + 1), samples=8)
         if step % 50 == 0:
             with_rank.flush()
@@ -74,6 +75,7 @@ def test_sums_are_exact_after_rows_were_merged(tmp_path: Path) -> None:
     assert (table["loss_min"][0], table["loss_max"][-1]) == (0.0, steps - 1)
     assert table["lr"][-1] == pytest.approx(0.1 / steps)
     assert (np.diff(table["first"]) == table["steps"][:-1]).all()
+    assert np.allclose(np.diff(table["began"]), table["seconds"][:-1], rtol=0, atol=1e-4)
 
 
 def test_a_rank_stays_within_its_share_of_the_bound(tmp_path: Path) -> None:

@@ -27,13 +27,13 @@ def test_a_slow_rank_is_named(tmp_path: Path, ranks: int, slow: int) -> None:
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_data_loader_is_named_though_the_other_rank_waits_in_a_gather(tmp_path: Path, slow: int) -> None:
     found = judged(tmp_path, ranks=2, data={slow: 0.2})
-    assert f"Rank {slow} waits for its data loader: 5" in found.verdict.sentence
+    assert f"Rank {slow} waits for its data, between passes: 5" in found.verdict.sentence
     assert "the other ranks wait for it" in found.verdict.sentence
 
 
 def test_slow_data_loaders_of_all_ranks_are_one_cause(tmp_path: Path) -> None:
     found = judged(tmp_path, ranks=3, data={0: 0.2, 1: 0.2, 2: 0.2})
-    assert found.verdict.sentence.startswith("The ranks wait for their data loaders: 5")
+    assert found.verdict.sentence.startswith("The ranks wait for their data, between passes: 5")
 
 
 def test_a_slow_disk_is_named_with_its_units_and_speed(tmp_path: Path) -> None:

@@ -60,12 +60,12 @@ class LinkSums:
 def _add(links: dict[str, Link], block: Block) -> None:
     found: dict[str, list[tuple[int, int, int, int]]] = {}
     for span in block.spans:
-        if span.nbytes and (span.kind in COLLECTIVES or span.kind in TIERS):
+        if (span.nbytes or span.waited) and (span.kind in COLLECTIVES or span.kind in TIERS):
             found.setdefault(link_name(span.kind, span.name), []).append(
                 (span.begin, span.end, span.nbytes, span.waited)
             )
     for name, transfers in found.items():
-        busy = covered((begin, end) for begin, end, *_ in transfers) / 1e6
+        busy = covered((begin, end) for begin, end, moved, _ in transfers if moved) / 1e6
         nbytes = sum(transfer[2] for transfer in transfers)
         link = links.setdefault(name, Link(name, 0, 0.0, 0.0, 0.0, "fastest step of this run"))
         link.nbytes += nbytes

@@ -40,9 +40,9 @@ def judge(run: Run, causes: Causes, links: list[Link]) -> Verdict:
 def _data(share: Share, causes: Causes, _links: list[Link]) -> str:
     one = _one_rank(share, causes)
     if one is None:
-        return f"The ranks wait for their data loaders: {_percent(share.share)} of the step."
+        return f"The ranks wait for their data, between passes: {_percent(share.share)} of the step."
     follow = "; the other ranks wait for it" if causes.ranks > 1 else ""
-    return f"Rank {one.rank} waits for its data loader: {_percent(one.share)} of the step{follow}."
+    return f"Rank {one.rank} waits for its data, between passes: {_percent(one.share)} of the step{follow}."
 
 
 def _rank(share: Share, causes: Causes, _links: list[Link]) -> str:

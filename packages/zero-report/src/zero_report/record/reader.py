@@ -160,7 +160,11 @@ def read_run(path: str | Path) -> Run:
             f"{root}: expected a record, a folder with attempt-0000 and files such as rank-00000.table, found none"
             f'{detail}. Write one with "run_record": {{"path": "{root}"}} in the configuration'
         )
-    return Run(root, attempts, problems, _failure(root / FAILURE_FILE, problems))
+    failure = _failure(root / FAILURE_FILE, problems)
+    began = float(attempts[-1].first.head.get("began", 0.0))
+    if failure is not None and float(failure.get("at", began)) < began:
+        failure = None  # of an earlier start
+    return Run(root, attempts, problems, failure)
 
 
 def _failure(path: Path, problems: list[str]) -> dict[str, Any] | None:

@@ -19,8 +19,8 @@ integers for each span: kind, index into names, begin, duration and waited micro
 steps that are not multiples of a power of two are dropped, except the last `RECENT_STEPS`. A block with `"open": true`
 is a step that was not over. The name of a tier's span is `link: thing`, as in `nvme in: layers.3`.
 
-`failure.json`, beside the attempts, is a launcher's word about how the last attempt ended: `text`, one line with the
-first cause, and `detail`, lines about all ranks.
+`failure.json`, beside the attempts, is a launcher's word about how the last attempt ended: `at`
+(Unix seconds), `text`, one line with the first cause, and `detail`, lines about all ranks.
 """
 
 from __future__ import annotations

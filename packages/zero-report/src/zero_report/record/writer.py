@@ -41,10 +41,10 @@ _WAIT_COLUMNS = {
     Kind.TIER_WRITE: "tier_wait_s",
 }
 _BYTE_COLUMNS = {
-    **dict.fromkeys(COLLECTIVES, "sent_bytes"),
     Kind.TIER_READ: "read_bytes",
     Kind.TIER_WRITE: "written_bytes",
 }
+_SENT = ("sent_bytes", "across_bytes", "collectives")
 _Span = tuple[int, str, float, float, float, int]
 
 
@@ -112,7 +112,10 @@ class RecordWriter:
         return self._step
 
     def span(self, kind: Kind, name: str, begin: float, end: float, waited: float = 0.0, nbytes: int = 0) -> None:
-        """Add that something lasted from ``begin`` to ``end``; in its last ``waited`` seconds the rank only waited."""
+        """Add that something lasted from ``begin`` to ``end``; in its last ``waited`` seconds the rank only waited.
+
+        Phases, waits, and bytes of tiers add up in the table; bytes of collectives are counted where they are sent.
+        """
         if len(self._spans) < SPANS_PER_STEP:
             self._spans.append((kind, name, begin, end, waited, nbytes))
         else:
@@ -121,7 +124,7 @@ class RecordWriter:
         if waited:
             column = _WAIT_COLUMNS[kind]
             sums[column] = sums.get(column, 0.0) + waited
-        if nbytes:
+        if nbytes and kind in _BYTE_COLUMNS:
             column = _BYTE_COLUMNS[kind]
             sums[column] = sums.get(column, 0.0) + nbytes
         if kind in _PHASE_COLUMNS:
@@ -168,9 +171,12 @@ class RecordWriter:
             self._sums, self._peaks = {}, {}
 
     def restart(self, step: int) -> None:
-        """Go on with ``step`` as the number of the step under way: a checkpoint was loaded."""
+        """Begin ``step`` now: what came before belongs to no step, but for what was sent."""
         with self._lock:
-            self._step = step
+            self._step, self._began = step, self._clock()
+            self._spans, self._memory, self._left_out = [], [], 0
+            self._sums = {name: amount for name, amount in self._sums.items() if name in _SENT}
+            self._peaks = {}
 
     def note(self, kind: str, **facts: Any) -> None:
         """Write an event now: a warning, a checkpoint, a retry; ``facts`` is plain data."""
@@ -209,7 +215,7 @@ class RecordWriter:
         if finished or under_way is not None:
             for _, row in finished:
                 self._table.add([_short(value) for value in row])
-            blocks = [_packed(block) for block, _ in finished]
+            blocks = [_packed(block) for block, _ in finished if block["spans"] or block["memory"]]
             self._timeline.append(blocks, None if under_way is None else _packed(under_way))
             self._table.flush()
 
@@ -230,8 +236,10 @@ class RecordWriter:
 
 
 def _short(value: float | None) -> float | None:
-    """Return a number with few digits as text; integers stay exact."""
-    return value if value is None or value == value // 1 else float(f"{value:.10g}")
+    """Return a number with few digits as text; integers stay exact, and times of day exact to the microsecond."""
+    if value is None or value == value // 1:
+        return value
+    return round(value, 6) if abs(value) >= 1e3 else float(f"{value:.10g}")
 
 
 def _packed(block: dict[str, Any]) -> dict[str, Any]:
