@@ -29,7 +29,7 @@ STAGES = [0, 1, 2, 3]
 
 def read_inside() -> dict[str, Any]:
     reference, model = make(), make()
-    cut(model, 3)
+    parts = cut(model, 3)
     expected = dict(reference.named_parameters())
     released = all(bool(p.isnan().all()) for p in model.parameters() if p.numel() > 1)
     with gathered(parts, model.blocks[1].parameters()):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import vector_to_parameters
 
 import zero_core
-from zero_partition import EditRefusedError, PartitionError, gathered
+from zero_partition import PartitionError, gathered
 
 WIDTH, ROWS, STEPS, LR = 6, 6, 4, 0.05
 
@@ -287,7 +287,7 @@ def refusals(stage: int, tier: str, folder: str) -> dict[str, str]:
             edit(t)
             t.step(1)
             found[edit.__name__] = "nothing"
-        except EditRefusedError as refusal:
+        except PartitionError as refusal:
             found[edit.__name__] = str(refusal)
         if stage < 3:  # the engine lives, with the weights that it had
             t.engine.zero_grad()

@@ -63,6 +63,8 @@ def gathered(
             _refuse_misfits(partition, units, modifier_rank)
             for unit in units:
                 _take_changes(partition, unit, modifier_rank)
+    except EditRefusedError:  # every rank raises it
+        raise
     except BaseException as failure:
         runtime.failed_in("gathered", failure, awaited=modifier_rank is not None)
         raise
