@@ -28,7 +28,8 @@ def complaint(name: str, world_size: int, stage: int, tier: str, unit_min: int) 
 def is_named(refusal: str) -> bool:
     """Whether a refusal is ours, or torch's own for a write to a released parameter."""
     kind = refusal.split(":")[0]
-    ours = kind in ("PartitionError", "ReleasedParameterError", "UsageError", "NonFiniteGradientError")
+    ours = kind in ("EditRefusedError", "PartitionError", "ReleasedParameterError", "NonFiniteGradientError")
+    ours |= kind == "UsageError"
     return ours or "more than one element of the written-to tensor" in refusal
 
 

@@ -42,7 +42,8 @@ def gathered(parameters: Any, modifier_rank: int | None = None) -> AbstractConte
     """Have ``parameters`` whole inside the block: of any engine, or of a model built inside `Init`. Collective.
 
     One parameter or an iterable; None and plain tensors in it are ignored. With ``modifier_rank`` that rank's changes
-    become every rank's at exit; without it changes to sharded parameters are lost.
+    become every rank's at exit. Without it an engine keeps changes that are the same on all ranks and refuses others;
+    what `Init` has cut and no engine owns yet loses them.
     """
     return gathered_anywhere(parameters, modifier_rank)
 

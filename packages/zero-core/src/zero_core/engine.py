@@ -14,7 +14,7 @@ from torch import nn
 
 from zero_ckpt import CheckpointError
 from zero_comm import Ledger, PeerError
-from zero_partition import NonFiniteGradientError, Partition, ShardedOptimizer, StepResult
+from zero_partition import EditRefusedError, NonFiniteGradientError, Partition, ShardedOptimizer, StepResult
 from zero_precision import LossScaleError, cast_floating, parse_dtype
 
 from .checkpoint import InMemory, Saver
@@ -341,7 +341,7 @@ class Engine(Preparation):
         do not, nor does what fails where there is no other rank."""
         try:
             yield
-        except (NonFiniteGradientError, LossScaleError, UsageError):
+        except (NonFiniteGradientError, LossScaleError, UsageError, EditRefusedError):
             raise
         except CheckpointError as failure:  # raised on every rank, also where one could not be reached any more
             error = PeerError(str(failure))

@@ -112,6 +112,7 @@ class Persistence(WholeValues):
         self._check_open("offload_states")
         kinds = kinds_of(include)
         store = self.offloading.parking_place(str(getattr(device, "value", device)), pin_memory)
+        self._partition.runtime.agree("offload states", "", None)
         self._parked = ParkedStates(self._partition, self._sharded, kinds, store)
 
     def reload_states(self, non_blocking: bool = False) -> None:

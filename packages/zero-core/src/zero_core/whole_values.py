@@ -76,7 +76,7 @@ class WholeValues(Facts):
         parts = self._partition
         copies: dict[int, torch.Tensor] = {}
         for unit in parts.units:
-            with gathered(parts, unit.parameters):
+            with gathered(parts, unit.parameters, read_only=True):
                 if parts.data_rank == 0:
                     copies.update((id(p), p.detach().to("cpu", copy=True)) for p in unit.parameters)
         if parts.data_rank:

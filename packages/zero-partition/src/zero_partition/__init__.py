@@ -16,7 +16,7 @@ from .access import (
     set_full_state,
 )
 from .cut import PartitionOptions
-from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterError
+from .errors import EditRefusedError, NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
 from .initialisation import CutParameter, Init, NewShard, cut_record
 from .layout import Entry, Fragment, Layout, UnitLayout
@@ -38,6 +38,7 @@ __all__ = [
     "AveragingOptimizer",
     "CutParameter",
     "DeviceResidency",
+    "EditRefusedError",
     "Entry",
     "Fragment",
     "Init",

@@ -10,7 +10,7 @@ from torch import nn
 
 from zero_comm import Tag
 
-from .errors import PartitionError
+from .errors import EditRefusedError, PartitionError
 from .initialisation import cut_record
 from .optimizer import ShardedOptimizer
 from .ownership import owner_of
@@ -22,14 +22,19 @@ from .updates import OwnedFragment
 
 @contextmanager
 def gathered(
-    partition: Partition, parameters: nn.Parameter | Iterable[object], modifier_rank: int | None = None
+    partition: Partition,
+    parameters: nn.Parameter | Iterable[object],
+    modifier_rank: int | None = None,
+    *,
+    read_only: bool = False,
 ) -> Iterator[None]:
     """Have ``parameters`` whole inside the block; a single parameter or an iterable (what is not of this model is
     ignored).
 
     With ``modifier_rank`` the values that this rank leaves in ``p.data`` (or copies into it) become every rank's at
-    exit; without it changes are lost where parameters are sharded. Raises `PartitionError` inside a forward or
-    backward pass.
+    exit. Without it a change is kept when every rank made the same, and `EditRefusedError` names the parameter on
+    every rank at the next call of the engine when they did not. ``read_only``: nothing is changed inside, so nothing is
+    compared. Raises `PartitionError` inside a forward or backward pass.
     """
     runtime = partition.runtime
     if runtime.gatherer.active:
@@ -38,6 +43,7 @@ def gathered(
         )
     given: Iterable[object] = [parameters] if isinstance(parameters, nn.Parameter) else parameters
     units = _units_of(partition, given)
+    watched = modifier_rank is None and not read_only
     runtime.agree("gathered", ",".join(str(u.index) for u in units), None)
     partition.settle()
     opened = [u for u in units if u.releasable and u.state is UnitState.RELEASED]
@@ -49,11 +55,16 @@ def gathered(
     for unit in held:
         runtime.gatherer.pin(unit)
     runtime.released_use.gathered(held)
+    for unit in units if watched else ():
+        unit.edits.record(unit.views)
     try:
         yield
         if modifier_rank is not None:
+            _refuse_misfits(partition, units, modifier_rank)
             for unit in units:
                 _take_changes(partition, unit, modifier_rank)
+    except EditRefusedError:  # every rank raises it
+        raise
     except BaseException as failure:
         runtime.failed_in("gathered", failure, awaited=modifier_rank is not None)
         raise
@@ -92,6 +103,7 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
     unit, index = _find(partition, parameter)
     partition.runtime.agree("full parameter", unit.names[index], None)
     partition.settle()
+    partition.runtime.edits.settle_masters([unit])
     if unit.master is not None:
         return _whole(partition, unit, index, unit.master)
     whole = _whole(partition, unit, index, partition.residency.acquire(unit.name))
@@ -279,13 +291,33 @@ def _units_of(partition: Partition, parameters: Iterable[object]) -> list[Unit]:
     return [found[index] for index in sorted(found)]
 
 
+def _refuse_misfits(partition: Partition, units: list[Unit], modifier_rank: int) -> None:
+    """Refuse on every rank what the modifier rank gave a parameter in another shape. Collective."""
+    misfits = [
+        f"parameter '{name}' was given a tensor of shape {tuple(parameter.shape)}, expected {tuple(view.shape)}"
+        for unit in units
+        for name, parameter, view in zip(unit.names, unit.parameters, unit.views, strict=True)
+        if parameter.shape != view.shape
+    ]
+    if partition.data_rank != modifier_rank:
+        misfits = []
+    misfit = partition.runtime.agree("changes in gathered", "", misfits[:1])[modifier_rank]
+    if misfit:
+        for unit in units:
+            unit.restore_views()
+            unit.edits.forget()
+        raise EditRefusedError(f"{misfit[0]} on rank {modifier_rank}. Keep the shape.")
+
+
 def _take_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
     for parameter, view in zip(unit.parameters, unit.views, strict=True):
-        if parameter.data.data_ptr() != view.data_ptr():
-            view.copy_(parameter.data)
+        if not parameter.is_set_to(view) or parameter.dtype is not view.dtype:
+            if parameter.shape == view.shape:
+                view.copy_(parameter.data)
             parameter.data = view
     partition.groups.broadcast(unit.flat, modifier_rank, Tag("broadcast", unit.name, partition.runtime.step))
     unit.write_back()
+    unit.edits.forget()
 
 
 def _whole(partition: Partition, unit: Unit, index: int, source: torch.Tensor) -> torch.Tensor:

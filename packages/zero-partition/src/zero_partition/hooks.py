@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .errors import PartitionError, ReleasedParameterError
 from .unit import Unit, UnitState
 
 
@@ -97,6 +98,8 @@ class ModuleHooks:
         if any(u.releasable for u in units):
             hook = Hook(_released_as_meta(units))
             self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
+            refuse = Hook(_refuse_to_load(units))
+            self._handles.append(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
         loaded = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
             Hook(lambda *_: self._listener.values_loaded(units))
         )
@@ -257,17 +260,23 @@ class SavedViews:
             return packed
         if isinstance(packed, _SavedOuter):
             return packed.restore()
-        self._listener.before_backward([packed.unit])
         view: torch.Tensor = packed.tensor
+        if view._version != packed.version:
+            raise PartitionError(
+                f"parameter '{packed.unit.layout.name_at(view.storage_offset())}' was modified in place after forward "
+                "had used it, so gradients would be wrong; plain torch raises too. Write before it, or after backward."
+            )
+        self._listener.before_backward([packed.unit])
         return view
 
 
 class _SavedView:
-    __slots__ = ("tensor", "unit")
+    __slots__ = ("tensor", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit = unit
         self.tensor = tensor
+        self.version = tensor._version
 
 
 class _SavedOuter:
@@ -291,6 +300,23 @@ def _released_as_meta(units: list[Unit]) -> Callable[[nn.Module, dict[str, Any],
             released = unit is not None and unit.state is UnitState.RELEASED
             if released and parameter is not None and prefix + key in state_dict:
                 state_dict[prefix + key] = torch.empty_like(parameter, device="meta")
+
+    return hook
+
+
+def _refuse_to_load(units: list[Unit]) -> Callable[..., None]:
+    """A load-state-dict hook: released parameters have no memory to load into, which is said by name."""
+    places = {id(p): (unit, n) for unit in units if unit.releasable for n, p in enumerate(unit.parameters)}
+
+    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_more: Any) -> None:
+        for key, parameter in module._parameters.items():
+            unit, number = places.get(id(parameter), (None, 0))
+            if unit is not None and unit.state is UnitState.RELEASED and prefix + key in state_dict:
+                raise ReleasedParameterError(
+                    f"load_state_dict: parameter '{unit.names[number]}' is released. Load inside "
+                    "`engine.gathered(list(model.parameters()), modifier_rank=0)`, and take the state dict inside "
+                    "`engine.gathered(...)` too."
+                )
 
     return hook
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,15 +17,26 @@ from .unit import Unit
 Parameters = dict[str, nn.Parameter | None]
 
 
+class ParameterUse(Protocol):
+    """Is told what code does with a module's parameters."""
+
+    def parameter_read(self, parameter: nn.Parameter, /) -> None:
+        """Code asked the module for the parameter."""
+
+    def refuse_pickle(self, parameters: Sequence[nn.Parameter], /) -> None:
+        """Raise when a parameter has no values to write down."""
+
+
 class WatchedParameters(Parameters):
     """A module's ``_parameters`` that reports reads by name, which is how ``module.weight`` reaches a parameter.
 
     Iteration (``named_parameters`` and the like) is not reported. Copies and pickles are plain dicts.
     """
 
-    def __init__(self, parameters: Parameters, on_read: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, parameters: Parameters, use: ParameterUse) -> None:
         super().__init__(parameters)
-        self._on_read = on_read
+        self._use = use
+        self._on_read = eager(use.parameter_read)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
@@ -34,6 +45,7 @@ class WatchedParameters(Parameters):
         return parameter
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self._use.refuse_pickle([p for p in self.values() if p is not None])
         return dict, (dict(self),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameters:
@@ -50,9 +62,9 @@ class Interception:
     """Watches every module that owns a parameter of a releasable unit, also one that gets it later; `remove` gives the
     plain dicts back."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], on_read: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, model: nn.Module, units: list[Unit], use: ParameterUse) -> None:
         self._held = {id(p) for unit in units if unit.releasable for p in unit.parameters}
-        self._on_read = eager(on_read)
+        self._use = use
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         for module in model.modules():
             if any(id(p) in self._held for p in module._parameters.values()):
@@ -76,5 +88,5 @@ class Interception:
 
     def _watch(self, module: nn.Module) -> None:
         if not isinstance(module._parameters, WatchedParameters):
-            module.__dict__["_parameters"] = WatchedParameters(module._parameters, self._on_read)
+            module.__dict__["_parameters"] = WatchedParameters(module._parameters, self._use)
             self._modules.add(module)

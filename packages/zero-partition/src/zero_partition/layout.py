@@ -97,6 +97,10 @@ class UnitLayout:
         """First element of ``rank``'s shard in the flat buffer, and the first behind it."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
+    def name_at(self, position: int) -> str:
+        """Name of the parameter that has element ``position`` of the flat buffer; the last one's beyond."""
+        return next((entry.name for entry in self.entries if position < entry.end), self.entries[-1].name)
+
     def fragments(self, rank: int) -> Iterator[Fragment]:
         """Yield the parts of parameters that ``rank`` owns, in order; empty parameters have none."""
         start, end = self.shard_range(rank)

@@ -20,6 +20,7 @@ from .ownership import disown, own, owner_of
 from .residency import DeviceResidency, Residency
 from .route import Route, Secondary
 from .runtime import Runtime
+from .shared_storage import refuse_shared_storage
 from .tier import MakeStates, ShardNeeds
 from .unit import Unit
 from .units import UnitPlan, check_trainable_uncut, uncut_parameters
@@ -67,6 +68,7 @@ class Partition:
         _refuse_owned(model)
         self.uncut = uncut_parameters(model)
         check_trainable_uncut(model)
+        refuse_shared_storage(model)
         self._kept_fp32 = kept_fp32(model, options.policy)
         plans = plan_cut(model, options, trainable, self._kept_fp32)
         self.layout = Layout(tuple(unit_layout(plan, self.world_size, options) for plan in plans))
@@ -118,6 +120,7 @@ class Partition:
         works = [work for unit in self.units if (work := unit.publish(step)) is not None]
         for work in works:
             work.wait()
+        self.runtime.edits.published()
 
     def settle(self) -> None:
         """Have the weights of the last step everywhere, also where the tier updates beside the passes or ranks step
@@ -243,8 +246,13 @@ class Partition:
                 if buffer is None:
                     continue
                 dtype = self._buffer_dtype(f"{name}.{key}" if name else key, buffer)
-                moved = buffer.to(self.device, dtype).contiguous()
-                self.groups.broadcast(moved, 0, Tag("broadcast", f"{name}.{key}"))
+                moved = buffer.to(self.device, dtype)
+                sent = moved.contiguous()
+                self.groups.broadcast(sent, 0, Tag("broadcast", f"{name}.{key}"))
+                if sent is not moved and all(moved.stride()):
+                    moved.copy_(sent)  # it may share its memory with another buffer
+                elif sent is not moved:
+                    moved = sent
                 if moved is not buffer:
                     module._buffers[key] = moved
         for name, parameter in model.named_parameters():

@@ -26,11 +26,15 @@ class Placeholders:
         self._dtype = dtype
         self._nans = torch.full((len(self._parameters),), torch.nan, dtype=dtype, device=device)
         self._views = [self._nans[i].expand(p.shape) for i, (_, p) in enumerate(self._parameters)]
-        self._addresses = [view.data_ptr() for view in self._views]
 
     def tensors(self) -> list[torch.Tensor]:
         """The NaNs, one tensor of as many elements as there are parameters."""
         return [self._nans]
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """What each parameter is while it is released."""
+        return self._views
 
     def install(self) -> None:
         """Make every parameter of the unit its placeholder."""
@@ -45,8 +49,8 @@ class Placeholders:
             self._verify()
 
     def _verify(self) -> None:
-        for (name, parameter), view, address in zip(self._parameters, self._views, self._addresses, strict=True):
-            if parameter.data_ptr() != address or parameter.dtype != self._dtype or parameter.shape != view.shape:
+        for (name, parameter), view in zip(self._parameters, self._views, strict=True):
+            if not parameter.is_set_to(view) or parameter.dtype is not self._dtype:
                 raise ReleasedParameterError(
                     f"parameter '{name}' was replaced while it was released: expected its placeholder of shape "
                     f"{tuple(view.shape)} and dtype {self._dtype}, got a tensor of shape {tuple(parameter.shape)} and "

@@ -12,7 +12,7 @@ from torch import nn
 from zero_comm import CommError, EngineGroups
 
 from .compilation import CompiledRegions
-from .errors import PartitionError
+from .errors import PartitionError, ReleasedParameterError
 from .gatherer import Gatherer
 from .gradients import UnitGradients
 from .hooks import ModuleHooks, SavedViews, wraps_tensors
@@ -23,7 +23,8 @@ from .recovery import Recovery, advise
 from .reducer import Reducer
 from .released_use import ReleasedUse
 from .residency import Residency
-from .unit import Unit
+from .unit import Unit, UnitState
+from .user_edits import UserEdits
 
 _BACKWARD = "backward"
 _STEP = "step"
@@ -57,6 +58,7 @@ class Runtime:
         self.step = 0
         self.reduces_now: Callable[[], bool] = lambda: True
         self.allows_plain_backward: Callable[[], str | None] = lambda: None
+        self.edits = UserEdits(self.units, groups.control.world_size)
         self.agreement = Agreement(groups.control, self._serve_request)
         self.gatherer = Gatherer(
             self.units,
@@ -90,7 +92,7 @@ class Runtime:
         self._unit_of = {id(p): u for u in self.units if u.releasable for p in u.parameters}
         self.released_use = ReleasedUse(self._unit_of, self.gatherer, self._bring, alone=groups.control.world_size == 1)
         self._hooks = ModuleHooks(model, self.units, self)
-        self._interception = Interception(model, self.units, self.parameter_read)
+        self._interception = Interception(model, self.units, self)
         self._compiled: CompiledRegions | None = None
 
     # -- the user's backward and the engine's ------------------------------------------------------------------------
@@ -139,7 +141,8 @@ class Runtime:
             work.wait()
         for gradients in self.gradients.values():
             for parameter, view, touched in gradients.visible():
-                parameter.grad = view if touched or bool(view.any()) else None
+                shown = view if view.dtype is parameter.dtype else view.to(parameter.dtype)  # cast inside forward
+                parameter.grad = shown if touched or bool(view.any()) else None
                 self._shows_gradients = True
 
     def hide_gradients(self) -> None:
@@ -166,17 +169,23 @@ class Runtime:
         self.check_alive()
         if not self.gatherer.active:
             self.released_use.release()
-        news = self.gatherer.take_news() if self._sharded else {}
-        message = [payload, news, self.reducer.observed(), self._take_changed()]
-        return self._learn(self.agreement.start(kind, name, self.step, message, self._beside()))
+        message = self._with_news(payload, kind)
+        return self._learn(self.agreement.start(kind, name, self.step, message, self._beside()), kind)
 
-    def _learn(self, answers: list[Any]) -> list[Any]:
+    def _with_news(self, payload: Any, kind: str) -> list[Any]:
+        """``payload`` and what else the other ranks have to know now."""
+        news = self.gatherer.take_news() if self._sharded else {}
+        edits = self.edits.report(kind, in_pass=self.gatherer.active)
+        return [payload, news, self.reducer.observed(), self._take_changed(), edits]
+
+    def _learn(self, answers: list[Any], kind: str) -> list[Any]:
         if any(answer[1] for answer in answers):
             self.gatherer.learn([answer[1] for answer in answers])
         if any(answer[2] for answer in answers):
             self.reducer.learn([answer[2] for answer in answers])
         for index in {index for answer in answers for index in answer[3]}:
             self.units[index].route.weights_changed()
+        self.edits.settle([answer[4] for answer in answers], kind)
         return [answer[0] for answer in answers]
 
     def shard_changed(self, unit: Unit) -> None:
@@ -389,6 +398,17 @@ class Runtime:
             return
         self._bring(unit)
 
+    def refuse_pickle(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise when one of the parameters is released: what would be written down is NaN."""
+        for parameter in parameters:
+            unit = self._unit_of.get(id(parameter))
+            if unit is not None and unit.state is not UnitState.GATHERED:
+                name = next(n for n, p in zip(unit.names, unit.parameters, strict=True) if p is parameter)
+                raise ReleasedParameterError(
+                    f"parameter '{name}' is released, and a pickle of its module would hold NaN. Write it inside "
+                    "`engine.gathered(list(model.parameters()))`, or use engine.consolidated_state_dict()."
+                )
+
     def unit_of_storage(self, address: int) -> Unit | None:
         """The gathered unit whose flat buffer lives at ``address``."""
         unit = self._storages.get(address)
@@ -409,9 +429,8 @@ class Runtime:
         """Join the forward passes of ranks that are not done, without computing anything."""
         while True:
             self.check_alive()
-            payload = [None, self.gatherer.take_news(), self.reducer.observed(), self._take_changed()]
-            others = self.agreement.meet(_DONE, self.step, payload)
-            self._learn([message.payload for message in others])
+            others = self.agreement.meet(_DONE, self.step, self._with_news(None, _DONE))
+            self._learn([message.payload for message in others], _DONE)
             running = [message for message in others if message.kind != _DONE]
             if not running:
                 return
@@ -451,12 +470,13 @@ class Runtime:
         if self._in_backward:
             return
         self.hide_gradients()
+        key = _forward_key(name)
+        self.edits.forward_begins(key)
         if not self._sharded:
             return
         self.check_alive()
         self._members_run.clear()
         self._depth.clear()
-        key = _forward_key(name)
         self.agree("forward", name, None)
         self.gatherer.step = self.step
         self.gatherer.begin(key)
@@ -465,7 +485,10 @@ class Runtime:
             self._saved.open()
 
     def _end_forward(self, failure: BaseException | None) -> None:
-        if self._in_backward or not self._sharded:
+        if self._in_backward:
+            return
+        self.edits.forward_ends()
+        if not self._sharded:
             return
         self._saved.close()
         if failure is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from .released import mark_present
 from .residency import Residency
 from .route import Route
 from .tier import StateTier
+from .unit_edits import UnitEdits
 from .units import UnitPlan
 
 
@@ -45,6 +47,9 @@ class Unit:
         master: the weights that the optimizer updates: all of the flat buffer's elements at stage 0, else this rank's
             shard. None for frozen units, and where ``states`` keeps them.
         states: the tier that keeps this unit's masters and moments and updates its shard.
+        edits: what user code did to the parameters.
+        hidden: between `hide` and `show`.
+        keeps_masters: this rank has masters that are more than the weights.
     """
 
     def __init__(
@@ -74,6 +79,11 @@ class Unit:
         self._device = device
         self.lent = False
         self._work: Work | None = None
+        self._stale_masters = False
+        self._is_exact = True
+        self.hidden = False
+        self.keeps_masters = False
+        self.edits = UnitEdits(self.names, self.parameters, plan.dtype)
 
     def materialise(self, source: torch.Tensor, update_dtype: torch.dtype, *, whole_master: bool) -> None:
         """Take the full values in ``source`` (1-D, ``layout.numel`` elements) and keep what this rank holds of them.
@@ -93,6 +103,10 @@ class Unit:
                 self.master = self.flat if whole_master else shard
             else:
                 self.master = (source if whole_master else source[start:end]).to(update_dtype, copy=True)
+        own = (f.entry.name for f in self.layout.fragments(self.route.rank))
+        self.keeps_masters = self.master is not None and self.master.dtype != self.plan.dtype
+        if self.states is not None:
+            self.keeps_masters = any("master" in self.states.kinds(name) for name in own)
         self._install_views()
         if self.releasable:
             self._placeholders = Placeholders(
@@ -107,6 +121,8 @@ class Unit:
         of the group issues gathers in the same order.
         """
         self.wait_gather()
+        if self.state is UnitState.GATHERED and self.releasable:
+            self.edits.leaving(self.views, exact=self._is_exact)
         if self.state is UnitState.RELEASED:
             self._placeholders.verify()
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
@@ -115,6 +131,7 @@ class Unit:
             self._work = self.route.all_gather_near(self.flat, tag)
         else:
             self._work = self.route.all_gather(self.flat, self._own_slice(), tag, exact=exact)
+        self._is_exact = exact or not self.route.rounds
         self.state = UnitState.GATHERING
 
     def wait_gather(self) -> None:
@@ -125,6 +142,7 @@ class Unit:
             self.route.arrived(self.flat)
             self._install_views()
             self.state = UnitState.GATHERED
+            self.edits.arrived(self.views)
 
     def release(self) -> None:
         """Make the parameters absent; finishes a gather in flight first. Does nothing when they are absent already."""
@@ -134,6 +152,8 @@ class Unit:
             self.hand_over()
             return
         self.wait_gather()
+        self.edits.leaving(self.views, exact=self._is_exact)
+        self.edits.forget_sums()
         self._placeholders.install()
         self.flat.untyped_storage().resize_(0)
         self.state = UnitState.RELEASED
@@ -143,14 +163,18 @@ class Unit:
         when a module's output shares it, and autograd, whose saved views keep their values."""
         if self.releasable and self.state is not UnitState.RELEASED:
             self.wait_gather()
+            self.edits.leaving(self.views, exact=self._is_exact)
+            self.edits.forget_sums()
             self._placeholders.install()
-            self._make_views(torch.empty_like(self.flat))
+            with torch.inference_mode(False):
+                self._make_views(torch.empty_like(self.flat))
             self.flat.untyped_storage().resize_(0)
             self.state = UnitState.RELEASED
             self.lent = False
 
     def hide(self) -> None:
         """Have gathered parameters that are never released read NaN, until `show`: their memory is about to go."""
+        self.hidden = True
         for parameter in self.parameters:
             parameter.data = torch.full((), torch.nan, dtype=self.plan.dtype, device=self._device).expand(
                 parameter.shape
@@ -158,6 +182,7 @@ class Unit:
 
     def show(self) -> None:
         """The parameters are views of the flat buffer again."""
+        self.hidden = False
         self._install_views()
 
     def publish(self, step: int) -> Work | None:
@@ -165,6 +190,7 @@ class Unit:
 
         Returns the all-gather in flight where the parameters stay gathered and are sharded for the optimizer.
         """
+        self._stale_masters = False
         if self.plan.trainable:
             self.route.weights_changed()
         if self.master is not None and self.master.numel() == self.layout.numel:
@@ -192,12 +218,73 @@ class Unit:
             shard.copy_(self.flat[start:end])
         own_master = self.master is not None and self.master.data_ptr() not in (shard.data_ptr(), self.flat.data_ptr())
         self._residency.release(self.name, dirty=True)
+        self._tell_states()
+        if self.master is not None and own_master:
+            _follow(self.master, self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end])
+
+    def take_over(self, values: Mapping[int, torch.Tensor | None]) -> None:
+        """Have full ``values`` (by parameter number; None for those that its view holds) as the weights, here and in
+        shard and master, and the views back. Every rank calls it with the same values at the same point."""
+        with torch.no_grad():
+            for number, given in values.items():
+                if given is not None and self.state is not UnitState.RELEASED:
+                    self.views[number].copy_(given)
+            if self.releasable:
+                self._take_into_shard({n: v if v is not None else self.views[n] for n, v in values.items()})
+            else:
+                self.write_back()
+        self.restore_views()
+
+    def restore_views(self) -> None:
+        """Have parameters that user code gave other storage be what this unit makes them, with the unit's values."""
+        if self.state is UnitState.RELEASED:
+            self._placeholders.install()
+        elif self.state is UnitState.GATHERED:
+            self._install_views()
+
+    def look_at_placeholders(self) -> None:
+        """Keep what released parameters were given, and have the placeholders back."""
+        if self.edits.note_replaced(self._placeholders.views):
+            self._placeholders.install()
+
+    def look_at_gathered(self) -> None:
+        """Keep what was written into gathered parameters, which stay gathered."""
+        self.edits.leaving(self.views, exact=self._is_exact)
+
+    def settle_masters(self) -> None:
+        """Have masters on a tier follow weights that were changed since the last step, which it would do itself."""
+        if self.states is None or not self._stale_masters:
+            return
+        shard = self._residency.acquire(self.name)
+        for fragment in self.layout.fragments(self.route.rank):
+            for name, kept in self.states.states([fragment.entry.name]):
+                if "master" in kept:
+                    weights = shard[fragment.shard_offset : fragment.shard_offset + fragment.length]
+                    _follow(kept["master"], weights.to(kept["master"].device))
+                    self.states.write({name: {"master": kept["master"]}})
+        self._residency.release(self.name, dirty=False)
+        self._stale_masters = False
+
+    def _tell_states(self) -> None:
         if self.states is not None:
             self.states.weights_changed(self.name)
-        if self.master is not None and own_master:
-            present = self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end]
-            changed = self.master.to(present.dtype) != present
-            self.master.copy_(torch.where(changed, present.to(self.master.dtype), self.master))
+            self._stale_masters = True
+
+    def _take_into_shard(self, values: Mapping[int, torch.Tensor]) -> None:
+        self.route.weights_changed()
+        shard = self._residency.acquire(self.name)
+        for fragment in self.layout.fragments(self.route.rank):
+            number = self.names.index(fragment.entry.name)
+            if number in values:
+                end = fragment.param_offset + fragment.length
+                new = values[number].flatten()[fragment.param_offset : end]
+                place = slice(fragment.shard_offset, fragment.shard_offset + fragment.length)
+                apart = self.master is not None and self.master.data_ptr() != shard.data_ptr()
+                shard[place].copy_(new)
+                if self.master is not None and apart:
+                    _follow(self.master[place], shard[place])
+        self._residency.release(self.name, dirty=True)
+        self._tell_states()
 
     def load_shard(self) -> torch.Tensor:
         """This rank's shard, lent to be written; `shard_loaded` gives it back. On every rank at the same point."""
@@ -247,3 +334,9 @@ class Unit:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             mark_present(parameter)
             parameter.data = view
+
+
+def _follow(master: torch.Tensor, weights: torch.Tensor) -> None:
+    """Take ``weights`` into ``master`` where it does not round to them; elsewhere it knows more digits."""
+    changed = master.to(weights.dtype) != weights
+    master.copy_(torch.where(changed, weights.to(master.dtype), master))

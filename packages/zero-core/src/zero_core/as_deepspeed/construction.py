@@ -180,8 +180,9 @@ def suspended() -> Iterator[None]:
 class GatheredParameters(AbstractContextManager[None]):
     """Context manager: ``params`` (one, or an iterable; None and plain tensors are ignored) are whole inside.
 
-    With ``modifier_rank`` that rank's changes become every rank's at the end; without it changes of sharded parameters
-    are lost. ``fwd_module``: also have them whole whenever that module runs. Contexts may overlap. Collective.
+    With ``modifier_rank`` that rank's changes become every rank's at the end; without it an engine keeps those that are
+    the same on all ranks, and refuses others. ``fwd_module``: also have them whole whenever that module runs. Contexts
+    may overlap. Collective.
     """
 
     def __init__(

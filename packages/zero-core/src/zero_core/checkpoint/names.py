@@ -49,6 +49,16 @@ def uncut(engine: Engine) -> dict[str, torch.Tensor]:
     }
 
 
+def exchanged(engine: Engine) -> str:
+    """Name of the first parameter for which the model has another object than the engine trains; empty for none."""
+    now = dict(engine.module.named_parameters(remove_duplicate=False))
+    for unit in engine.partition.units:
+        for name, parameter in zip(unit.names, unit.parameters, strict=True):
+            if now.get(name, parameter) is not parameter:
+                return name
+    return ""
+
+
 def check_names(engine: Engine, checkpoint: Checkpoint) -> None:
     """Every parameter and buffer is there with its shape, and nothing else is; raises MismatchError."""
     ours = shapes(engine)

@@ -18,7 +18,7 @@ from zero_partition import DeviceResidency, OwnedFragment
 from ..config import Config
 from ..errors import UsageError
 from .fragments import has_own_master, master_pieces, pieces
-from .names import aliases, uncut
+from .names import aliases, exchanged, uncut
 from .progress import progress_of
 from .rank_state import rank_intervals
 from .tiers import stored_weights, tier_intervals
@@ -49,8 +49,11 @@ class Saver:
     ) -> None:
         """Write ``root/tag``; collective."""
         parts = engine.partition
-        _refuse_inside_accumulation(parts.runtime.agree("save", f"{root}/{tag}", engine.accumulated), engine)
+        answers = parts.runtime.agree("save", f"{root}/{tag}", [engine.accumulated, exchanged(engine)])
+        _refuse_inside_accumulation([accumulated for accumulated, _ in answers], engine)
+        _refuse_exchanged([name for _, name in answers])
         parts.settle()
+        parts.runtime.edits.settle_masters()
         group = coordinator_of(engine)
         node = socket.gethostname() if self._per_node else None
         leads = parts.data_rank == 0 if node is None else _leads(group, node)
@@ -122,6 +125,17 @@ def _refuse_inside_accumulation(accumulated: list[int], engine: Engine) -> None:
             "micro-batches of an accumulation, whose gradients a checkpoint does not hold: a resumed run would go on "
             "without them. Save after the step that ends the accumulation, or end it before: after "
             "engine.set_gradient_accumulation_boundary(True) the next step acts"
+        )
+
+
+def _refuse_exchanged(names: list[str]) -> None:
+    """Raise `UsageError` on every rank where one's model has another parameter object under a name of the engine's."""
+    other = next(filter(None, names), "")
+    if other:
+        raise UsageError(
+            f"save_checkpoint: parameter '{other}' of the model is another object than the engine's, so the checkpoint "
+            "would not hold what forward computes with. Copy values into the parameter instead of assigning a new one, "
+            "or make the engine anew."
         )
 
 

@@ -1,0 +1,97 @@
+"""What user code writes into weights counts as in one process, or is refused by name on every rank."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import user_edit_cases as cases
+
+from zero_comm import run_ranks
+
+TOLERANCE = {"float64": 1e-12, "bfloat16": 2e-6}
+SOAK = pytest.mark.soak
+EVERY = list(product((0, 1, 2, 3), ("none", "cpu", "nvme"), ("float64", "bfloat16"), (1, 2, 3)))
+REPRESENTATIVES = [(0, "none", "bfloat16", 2), (1, "cpu", "bfloat16", 1), (2, "nvme", "bfloat16", 2)]
+REPRESENTATIVES += [(3, "nvme", "bfloat16", 2), (3, "none", "float64", 3)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "tier", "dtype", "world_size"),
+    [pytest.param(*case, marks=() if case in REPRESENTATIVES else SOAK) for case in EVERY],
+)
+def test_edits_of_one_run_follow_one_process(
+    stage: int, tier: str, dtype: str, world_size: int, tmp_path: Path
+) -> None:
+    for found in run_ranks(cases.deviation_together, world_size, stage, tier, dtype, str(tmp_path), timeout=300):
+        assert found <= TOLERANCE[dtype]
+
+
+@SOAK
+@pytest.mark.parametrize(("stage", "tier", "dtype", "world_size"), EVERY)
+def test_each_edit_follows_one_process(stage: int, tier: str, dtype: str, world_size: int, tmp_path: Path) -> None:
+    for found in run_ranks(cases.deviations, world_size, stage, tier, dtype, str(tmp_path), timeout=300):
+        wrong = {case: value for case, value in found.items() if not value <= TOLERANCE[dtype]}
+        assert not wrong, wrong
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SOAK), 1, pytest.param(2, marks=SOAK), 3])
+def test_edits_that_cannot_count_are_refused_by_name_on_every_rank(stage: int, tmp_path: Path) -> None:
+    for found in run_ranks(cases.refusals, 2, stage, "none", str(tmp_path), timeout=120):
+        for case, text in found.items():
+            assert "parameter '" in text and "but weights changed" not in text, (case, text)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SOAK), pytest.param(2, marks=SOAK), 3])
+def test_a_router_that_forward_casts_to_float32_trains(stage: int, tmp_path: Path) -> None:
+    for facts in run_ranks(cases.routers, 2, stage, str(tmp_path)):
+        assert facts["moved"] > 0.01 and facts["distance"] <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SOAK), 2, 3])
+def test_copies_have_values_and_pickles_and_loads_of_released_parameters_are_refused(
+    stage: int, tmp_path: Path
+) -> None:
+    for rank, facts in enumerate(run_ranks(cases.copies, 2, stage, str(tmp_path))):
+        assert facts["copy"] and facts["plain"] and facts["trains"] and facts["average"]
+        assert rank or facts["inside"]
+        for name in ("pickle", "load"):
+            assert facts[name] == "done" if stage < 3 else "' is released" in facts[name]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_weight_written_after_its_use_is_refused_in_backward_as_in_torch(stage: int, tmp_path: Path) -> None:
+    for text in run_ranks(cases.writes_after_use, 2, stage, str(tmp_path)):
+        assert "modified" in text and ("inplace operation" in text if stage == 0 else "'first.weight'" in text)
+
+
+@pytest.mark.parametrize(
+    ("stage", "tier"),
+    [(0, "none"), (3, "nvme"), *(pytest.param(*c, marks=SOAK) for c in product((1, 2, 3), ("none", "cpu", "nvme")))],
+)
+def test_a_checkpoint_holds_what_was_edited_before_it(stage: int, tier: str, tmp_path: Path) -> None:
+    assert all(run_ranks(cases.saves_after_an_edit, 2, stage, tier, str(tmp_path)))
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SOAK), pytest.param(2, marks=SOAK), 3])
+def test_parameters_over_shared_memory_are_refused_by_both_names(stage: int, tmp_path: Path) -> None:
+    for found in run_ranks(cases.ties_of, 2, stage, str(tmp_path)):
+        for kind, other in {"data": "second.weight", "transposed": "second.weight", "row": "second.bias"}.items():
+            assert "parameter 'first.weight'" in found[kind] and f"parameter '{other}'" in found[kind]
+        assert "'first.weight'" in found["buffer"] and "buffer 'kept'" in found["buffer"]
+        assert found["columns"] == "trains" and found["buffers"] == "tied"
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SOAK), 2, pytest.param(3, marks=SOAK)])
+def test_a_save_of_a_model_with_another_parameter_object_is_refused(stage: int, tmp_path: Path) -> None:
+    for text in run_ranks(cases.exchanges_a_parameter, 2, stage, str(tmp_path)):
+        assert "parameter 'first.weight'" in text
+
+
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=SOAK)])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=SOAK) for stage in (0, 1, 2)), 3])
+def test_adapters_merge_and_unmerge_as_in_one_process(stage: int, dora: bool) -> None:
+    pytest.importorskip("peft")
+    for facts in run_ranks(cases.adapters, 2, stage, dora):
+        assert facts["merged"] <= 1e-12 and facts["apart"] <= 1e-12

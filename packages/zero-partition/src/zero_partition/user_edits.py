@@ -1,0 +1,180 @@
+"""What user code does to parameters between and inside passes counts on every rank, or is refused on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from .errors import EditRefusedError
+from .unit import Unit, UnitState
+from .unit_edits import plainly
+
+Found = dict[str, str]
+"""By ``unit.number``: a digest of the new values, or the reason of a refusal behind an exclamation mark."""
+
+_LOOKS_AWAY = frozenset(["backward", "norms", "flush", "learning"])
+
+
+class UserEdits:
+    """Finds parameters whose storage or values user code has changed, and has shards and masters follow.
+
+    Call order: `forward_begins` and `forward_ends` around a forward pass; `report` before a message to the other ranks,
+    `settle` with what all ranks reported; `published` after a step; `settle_masters` before a save. What
+    ranks find travels with messages that they send anyway. See [Note: edits wait for all ranks] in unit_edits.py.
+    """
+
+    def __init__(self, units: Sequence[Unit], world_size: int) -> None:
+        self._units = list(units)
+        self._world_size = world_size
+        self._staying = [unit for unit in units if not unit.releasable]
+        self._dtypes = [
+            (parameter, unit.plan.dtype, unit, number)
+            for unit in self._staying
+            for number, parameter in enumerate(unit.parameters)
+        ]
+        self._cast_outside: set[tuple[int, int]] = set()
+        self._cast_inside: set[tuple[int, int]] = set()
+        self._passes: dict[str, int] = {}
+        self._steps = 0
+        self._record_before_step()
+
+    def forward_begins(self, key: str) -> None:
+        """A forward pass begins; ``key`` names its kind."""
+        self._cast_outside |= self._casts() - self._cast_inside
+        self._passes[key] = number = self._passes.get(key, 0) + 1
+        compares = _is_power_of_two(number)
+        for unit in self._units:
+            if unit.releasable:
+                unit.edits.compares = compares
+
+    def forward_ends(self) -> None:
+        """A forward pass is over: dtypes that changed inside it are no wish to change them for good."""
+        self._cast_inside |= self._casts() - self._cast_outside
+
+    @plainly
+    def report(self, kind: str, *, in_pass: bool) -> Found:
+        """Look at all parameters, as far as the message ``kind`` asks for it; return what was found on this rank."""
+        if in_pass or kind == "changes in gathered":
+            return {}
+        if kind not in _LOOKS_AWAY:
+            for unit in self._units:
+                if unit.releasable:
+                    self._look_at_releasable(unit)
+                elif kind != "forward":
+                    self._look_at_staying(unit, kind)
+        found: Found = {}
+        for unit in self._units:
+            for number, reason in unit.edits.refused.items():
+                found[f"{unit.index}.{number}"] = "!" + reason
+            for number, values in unit.edits.pending.items():
+                given = unit.views[number] if values is None else values
+                found.setdefault(f"{unit.index}.{number}", self._digest(given))
+        return found
+
+    @plainly
+    def settle(self, found: Sequence[Found], kind: str) -> None:
+        """Take over what every rank found alike. Raises `EditRefusedError` on every rank for anything else."""
+        if any(found):
+            self._settle_found(found)
+        if kind == "step":
+            for unit in self._staying:
+                if unit.edits.writes_by_data and unit.keeps_masters:
+                    unit.write_back()
+            self._cast_inside.clear()
+
+    def published(self) -> None:
+        """The step's weights are where forward reads them."""
+        self._steps += 1
+        self._record_before_step()
+
+    def settle_masters(self, units: Sequence[Unit] | None = None) -> None:
+        """Have the masters of ``units`` (default: all) follow their weights now, as the next step would."""
+        for unit in self._units if units is None else units:
+            if not unit.releasable and unit.keeps_masters and unit.states is None:
+                unit.write_back()
+            unit.settle_masters()
+
+    def _settle_found(self, found: Sequence[Found]) -> None:
+        refusal = self._refusal(found)
+        for unit in self._units:
+            edits = unit.edits
+            if not edits.pending and not edits.refused:
+                continue
+            recorded = edits.recorded and unit.state is UnitState.GATHERED
+            if refusal:
+                unit.restore_views()
+            else:
+                unit.take_over(dict(edits.pending))
+            edits.forget()
+            if recorded:
+                edits.record(unit.views)
+        if refusal:
+            self._cast_outside.clear()
+            raise EditRefusedError(refusal)
+
+    def _record_before_step(self) -> None:
+        """Before steps 1, 2, 4, 8, … sum weights that have masters of their own: that finds writes through
+        ``.data``."""
+        compares = _is_power_of_two(self._steps + 1)
+        for unit in self._staying:
+            unit.edits.forget_sums()
+            if compares and unit.keeps_masters and not unit.edits.writes_by_data:
+                unit.edits.record(unit.views)
+
+    @plainly
+    def _casts(self) -> set[tuple[int, int]]:
+        return {(unit.index, number) for parameter, dtype, unit, number in self._dtypes if parameter.dtype is not dtype}
+
+    def _look_at_releasable(self, unit: Unit) -> None:
+        if unit.state is UnitState.RELEASED:
+            unit.look_at_placeholders()
+        elif unit.state is UnitState.GATHERED:
+            unit.look_at_gathered()
+
+    def _look_at_staying(self, unit: Unit, kind: str) -> None:
+        if unit.hidden:
+            return
+        for number in unit.edits.found(unit.views):
+            was_cast = (unit.index, number) in self._cast_inside
+            unit.edits.note_in_views(number, unit.views[number], was_cast=was_cast)
+            if was_cast and kind == "step" and number not in unit.edits.pending:
+                unit.parameters[number].data = unit.views[number]
+
+    def _digest(self, values: torch.Tensor) -> str:
+        """Equal for equal values; one rank has nobody to compare with."""
+        if self._world_size == 1:
+            return ""
+        plain = values.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return hashlib.blake2b(plain.numpy().data, digest_size=8).hexdigest()
+
+    def _refusal(self, found: Sequence[Found]) -> str:
+        """Why the first edit that cannot be taken over cannot; empty when all can."""
+        for key in dict.fromkeys(key for answer in found for key in answer):
+            index, _, number = key.partition(".")
+            name = self._units[int(index)].names[int(number)]
+            by_rank = [answer.get(key) for answer in found]
+            refused = [(rank, text[1:]) for rank, text in enumerate(by_rank) if text is not None and text[:1] == "!"]
+            if refused:
+                rank, reason = refused[0]
+                return f"parameter '{name}' {reason} on rank {rank}. {_ADVICE}"
+            if len(set(by_rank)) > 1:
+                wrote = [rank for rank, digest in enumerate(by_rank) if digest is not None]
+                how = (
+                    "ranks wrote different values into it"
+                    if len(wrote) == len(by_rank)
+                    else f"only rank{'s' * (len(wrote) > 1)} {', '.join(map(str, wrote))} wrote it"
+                )
+                return f"parameter '{name}' was changed outside the optimizer, and {how}. {_ADVICE}"
+        return ""
+
+
+_ADVICE = (
+    "Nothing was taken over. Write the same values on every rank, or write inside "
+    "`engine.gathered([parameter], modifier_rank=0)`, which gives rank 0's to all; keep the dtype and the shape."
+)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
