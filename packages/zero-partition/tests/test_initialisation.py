@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import random
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from partition_models import cut, gathered_bytes, groups
 from torch import nn
 
-from zero_comm import run_ranks
-from zero_partition import Init, ShardedOptimizer, full_parameter, gathered_anywhere
+from zero_comm import CommError, run_ranks
+from zero_partition import Init, PartitionError, ShardedOptimizer, full_parameter, gathered_anywhere
 
 
 class Block(nn.Module):
@@ -216,3 +219,145 @@ def test_a_model_from_the_meta_device_is_given_memory_parameter_by_parameter(ran
         assert torch.equal(found["shift"], alone.shift)
         if ranks > 1:
             assert max(found["held"]) < total / 2 and found["after"] < total / 10
+
+
+class DrawsItself(nn.Module):
+    """Initialised by Python's generator, by rank 0 alone, or by torch, whose generators agree."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.rows = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.inner = Drawn(how)
+        self.own = nn.Parameter(torch.ones(4, 5))
+        if how == "python, after":
+            for row in self.rows:
+                nn.init.constant_(row.weight, random.random())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(self.rows[1](self.rows[0](x))) * self.own.sum(0)).square().mean()
+
+
+class Drawn(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5, 5))
+        if how == "python":
+            with torch.no_grad():
+                self.weight.fill_(random.random())
+        if how == "rank 0 alone" and (not dist.is_initialized() or dist.get_rank() == 0):
+            nn.init.normal_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def drawn_differently(how: str) -> dict[str, Any]:
+    channels = groups()
+    random.seed(7 + channels.gather.rank)
+    torch.manual_seed(3)
+    said = Said()
+    logging.getLogger("zero_partition").addHandler(said)
+    with Init(channels.gather, channels.control):
+        model = DrawsItself(how)
+    logging.getLogger("zero_partition").removeHandler(said)
+    parts = cut(model, 3)
+    return {"weights": {n: full_parameter(parts, p) for n, p in model.named_parameters()}, "said": said.lines}
+
+
+@pytest.mark.parametrize("how", ["torch", "python", "python, after", "rank 0 alone"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_where_ranks_draw_differently_all_have_rank_0s_values_and_it_is_said_once(world_size: int, how: str) -> None:
+    random.seed(7)
+    torch.manual_seed(3)
+    reference = DrawsItself(how).double()
+    answers = run_ranks(drawn_differently, world_size, how)
+    for facts in answers:
+        for name, p in reference.named_parameters():
+            assert torch.equal(facts["weights"][name], p), name
+    differs = world_size > 1 and how != "torch"
+    assert [len(facts["said"]) for facts in answers] == [int(differs)] + [0] * (world_size - 1)
+    first = {"python": "'inner.weight of DrawsItself'", "rank 0 alone": "'inner.weight of DrawsItself'"}.get(how, "row")
+    assert not differs or first in answers[0]["said"][0]
+
+
+def used_on_one_rank() -> str:
+    channels = groups()
+    try:
+        with Init(channels.gather, channels.control):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            if channels.gather.rank == 0:
+                nn.init.normal_(model[1].weight)
+    except CommError as error:
+        return str(error)
+    return "none"
+
+
+def test_a_shard_that_one_rank_alone_initialises_again_is_refused_by_name_on_every_rank() -> None:
+    for text in run_ranks(used_on_one_rank, 2):
+        assert "use 1.weight of Sequential" in text or "'1.weight" in text, text
+
+
+class Gathers(nn.Module):
+    """Initialises what is sharded already as scripts for DeepSpeed do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+        self.rows = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        with gathered_anywhere([self.table.weight, *self.rows.parameters()], modifier_rank=0), torch.no_grad():
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                self.table.weight.normal_()
+                self.rows[0].weight.copy_(self.rows[1].weight * 3)
+                self.rows[0].bias.data = torch.ones(4)
+        with gathered_anywhere(self.rows[1].weight):
+            self.seen = self.rows[1].weight.detach().clone()
+
+
+def gathers_inside() -> tuple[dict[str, torch.Tensor], torch.Tensor, list[bool]]:
+    channels = groups()
+    torch.manual_seed(3)
+    with Init(channels.gather, channels.control, max_whole_numel=8):
+        model = Gathers()
+    absent = [bool(p.isnan().all()) for p in model.parameters()]
+    parts = cut(model, 3)
+    return {n: full_parameter(parts, p) for n, p in model.named_parameters()}, model.seen, absent
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_can_be_gathered_inside_init(world_size: int) -> None:
+    torch.manual_seed(3)
+    reference = Gathers().double()
+    for weights, seen, absent in run_ranks(gathers_inside, world_size):
+        for name, p in reference.named_parameters():
+            assert torch.equal(weights[name], p), name
+        assert torch.equal(seen.double(), reference.seen.double())
+        assert all(absent) == (world_size > 1)
+
+
+def on_meta(rank: int) -> str:
+    channels = groups()
+    with torch.device("meta" if channels.gather.rank == rank else "cpu"):
+        model = Reset()
+    try:
+        cut(model, 3)
+    except PartitionError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_a_model_on_the_meta_device_is_refused_with_its_first_parameter_and_the_way_out(
+    world_size: int, rank: int
+) -> None:
+    for text in run_ranks(on_meta, world_size, rank):
+        assert "'gain'" in text and f"rank {rank}" in text and "`with Init(config=...)" in text and "to_empty" in text

@@ -80,22 +80,27 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
     ``parameters``: one or an iterable; None, plain tensors and whole parameters in it are left as they are. Collective.
     """
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
-    found = {r.number: r for p in given if (r := cut_record(p)) is not None and not r.whole}
-    cut = [found[number] for number in sorted(found)]  # every rank gathers in the same order
+    found = {r.number: r for p in given if (r := cut_record(p)) is not None}
+    built = [found[number] for number in sorted(found)]  # every rank gathers in the same order
+    cut = [record for record in built if not record.whole]
     owners = {id(owner): owner for p in given if (owner := owner_of(p)) is not None}
     with ExitStack() as stack:
         for owner in owners.values():
             stack.enter_context(gathered(owner, given, modifier_rank))
         for record in cut:
             record.gather()
+            record.pinned = True
         try:
             yield
             if modifier_rank is not None:
-                for record in cut:
+                for record in built:
                     record.take_from(modifier_rank)
+                for record in cut:
+                    record.cut()
         finally:
             for record in cut:
-                record.cut()
+                record.pinned = False
+                record.forget_changes()
 
 
 def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tensor:

@@ -99,17 +99,32 @@ def update_dtype(plan: UnitPlan, policy: PrecisionPolicy) -> torch.dtype:
 
 
 def agree_on_model(model: nn.Module, plans: list[UnitPlan], control: Control) -> None:
-    """Refuse, by the first name that differs, to train different models together. Collective."""
+    """Refuse, by the first name, to train different models together, and models without values. Collective."""
     mine = [
         [name, list(p.shape), str(p.dtype), plan.trainable] for plan in plans for name, p in plan.parameters.items()
     ]
     mine += [[name, list(b.shape), str(b.dtype), False] for name, b in model.named_buffers()]
-    theirs = control.agree(Message("partition", "the model", 0, mine))
+    meta = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
+    answers = control.agree(Message("partition", "the model", 0, [mine, meta]))
+    _refuse_meta([name for _, name in answers])
+    theirs = [rows for rows, _ in answers]
     for rank, rows in enumerate(theirs):
         if rows != theirs[0]:
             raise PartitionError(
                 f"rank 0 and rank {rank} have different models: {_first_difference(theirs[0], rows)}. "
                 "Build the same model on every rank."
+            )
+
+
+def _refuse_meta(names: list[str | None]) -> None:
+    """``names``: by rank, the first parameter or buffer that is on the meta device."""
+    for rank, name in enumerate(names):
+        if name is not None:
+            raise PartitionError(
+                f"'{name}' is on the meta device on rank {rank} and has no values. Build the model inside "
+                "`with Init(config=...):`, where every rank keeps its share of each parameter as soon as it is drawn; "
+                "or give this one its memory and values there: "
+                '`with Init(config=...): model.to_empty(device="cpu"); model.apply(initialise)`.'
             )
 
 

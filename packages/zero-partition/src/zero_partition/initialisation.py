@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -53,6 +53,7 @@ class CutParameter:
 
     Attributes:
         number: position in the order of creation, which is the same on all ranks.
+        pinned: the user has gathered it.
     """
 
     def __init__(self, parameter: nn.Parameter, group: Group, new_shard: NewShard) -> None:
@@ -62,6 +63,7 @@ class CutParameter:
         self._shape = parameter.shape
         self.number = next(_NUMBERS)
         self.whole = True
+        self.pinned = False
         setattr(parameter, _RECORD, self)
 
     @property
@@ -74,13 +76,21 @@ class CutParameter:
         parameter = self._parameter()
         if parameter is None or not self.whole:
             return
-        self._shape = parameter.shape
-        size = -(-self.numel // self._group.world_size)
-        part = parameter.data.reshape(-1)[self._group.rank * size : (self._group.rank + 1) * size]
-        self.shard = self._new_shard(size, parameter.dtype, parameter.device)
-        self.shard[: part.numel()].copy_(part)
-        self.shard[part.numel() :].zero_()
-        self._release(parameter)
+        with torch._C.DisableTorchFunction():  # Init does not take this for a use of the parameter
+            self._shape = parameter.shape
+            size = -(-self.numel // self._group.world_size)
+            part = parameter.data.reshape(-1)[self._group.rank * size : (self._group.rank + 1) * size]
+            self.shard = self._new_shard(size, parameter.dtype, parameter.device)
+            self.shard[: part.numel()].copy_(part)
+            self.shard[part.numel() :].zero_()
+            self._release(parameter)
+
+    def forget_changes(self) -> None:
+        """Make the parameter a placeholder again with the values that it had when it was cut last."""
+        parameter = self._parameter()
+        if parameter is not None and self.whole:
+            with torch._C.DisableTorchFunction():
+                self._release(parameter)
 
     def convert(self, dtype: torch.dtype) -> None:
         """Cut the parameter and have it in ``dtype`` from now on."""
@@ -101,18 +111,30 @@ class CutParameter:
         """Make the parameter whole, in memory of its own. Collective."""
         parameter = self._parameter()
         if parameter is not None and not self.whole:
-            values = self.read()
-            mark_present(parameter)
-            parameter.data = values
+            with torch._C.DisableTorchFunction():
+                values = self.read()
+                mark_present(parameter)
+                parameter.data = values
             self.whole = True
 
     def take_from(self, rank: int) -> None:
         """Give every rank the values that ``rank`` has in the whole parameter. Collective."""
         parameter = self._parameter()
         if parameter is not None and self.whole:
-            values = parameter.data.contiguous()
-            self._group.broadcast(values, rank, Tag("broadcast", "a parameter built inside Init")).wait()
-            parameter.data = values
+            with torch._C.DisableTorchFunction():
+                values = parameter.data.contiguous()
+                self._group.broadcast(values, rank, Tag("broadcast", "a parameter built inside Init")).wait()
+                parameter.data = values
+
+    def digest(self) -> str:
+        """A hash of dtype, shape and values of the whole parameter."""
+        parameter = self._parameter()
+        if parameter is None:
+            return ""
+        with torch._C.DisableTorchFunction():
+            values = parameter.data.contiguous().cpu().view(-1).view(torch.uint8).numpy()
+            kind = f"{parameter.dtype} {tuple(parameter.shape)}".encode()
+        return hashlib.sha256(kind + hashlib.sha256(values.data).digest()).hexdigest()[:16]
 
     def replaced(self) -> None:
         """The parameter's data was assigned: it is whole with these values."""
@@ -148,8 +170,9 @@ class Init:
     A submodule is cut when it is attached to its parent; what is still whole at the end is cut then. Code that
     touches the data of a cut parameter (init functions, ``module.apply``) gets it whole; at most ``max_whole_numel``
     elements of touched parameters stay whole at a time, the oldest are cut again from their present values. Every
-    rank runs the same code and draws the same values as one process with the same seed would; generator states are
-    compared on entry, and where they differ rank 0's is used, with a warning.
+    rank runs the same code and draws the same values as one process with the same seed would. Generator states are
+    compared on entry, and the values of a parameter by digest whenever it is cut; where ranks differ (they drew with
+    another generator, or one of them did not draw) rank 0's are used, with a warning that names the first parameter.
 
     A model on the meta device may be given memory inside (``model.to_empty(device=…)``): its parameters stay without
     any until code writes their values, and are cut from those. ``new_shard``: where shards live until the model is
@@ -172,6 +195,8 @@ class Init:
         self._handles: list[RemovableHandle] = []
         self._built: dict[int, weakref.ref[nn.Module]] = {}
         self._touched: dict[int, CutParameter] = {}
+        self._names: dict[int, str] = {}
+        self._differed: dict[int, str] = {}
         self._blanks: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._mode = _TouchMode(self._touch, self._data_assigned, self._blank, self._adopt)
 
@@ -197,44 +222,87 @@ class Init:
             for reference in self._built.values():
                 module = reference()
                 if module is not None:
-                    self._cut_all(p for p in module._parameters.values() if p is not None)
-            for record in self._touched.values():
-                record.cut()
+                    own = {f"{n} of {type(module).__name__}": p for n, p in module._parameters.items() if p is not None}
+                    self._cut_all(own)
+            self._cut_records(list(self._touched.values()))
+            self._control.agree(Message("Init", "end", 0))
+            self._say_what_differed()
         self._built.clear()
         self._touched.clear()
 
     def cut(self, module: nn.Module) -> None:
         """Cut the parameters of a module that was built outside, from their present values; the same on all ranks."""
         if self._cuts:
-            self._cut_all(module.parameters())
+            self._cut_all(dict(module.named_parameters()))
 
-    def _attached(self, _parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+    def _attached(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
-            self.cut(child)
+            owner = type(parent).__name__
+            self._cut_all({f"{name}.{inner} of {owner}": p for inner, p in child.named_parameters()})
 
     def _registered(self, module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
         self._built[id(module)] = weakref.ref(module)
 
-    def _cut_all(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _cut_all(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Cut ``parameters``, by the names that messages say."""
+        records = []
         with torch._C.DisableTorchFunction():
-            for parameter in parameters:
+            for name, parameter in parameters.items():
                 record = cut_record(parameter)
+                cuttable = parameter.numel() > 1 and not parameter.is_meta
+                if record is None and cuttable and reason_uncut(parameter) is None:
+                    record = CutParameter(parameter, self._group, self._new_shard)
                 if record is not None:
-                    record.cut()
-                    self._touched.pop(id(record), None)
-                elif parameter.numel() > 1 and not parameter.is_meta and reason_uncut(parameter) is None:
-                    CutParameter(parameter, self._group, self._new_shard).cut()
+                    self._names[record.number] = max(self._names.get(record.number, ""), name, key=len)
+                    records.append(record)
+        self._cut_records(records)
+
+    def _cut_records(self, records: list[CutParameter]) -> None:
+        """Cut what is whole of ``records``, with rank 0's values where ranks have others."""
+        whole = [record for record in records if record.whole and not record.pinned]
+        if whole and self._group.world_size > 1:
+            digests = self._agree("cut", whole, [record.digest() for record in whole])
+            for record, *seen in zip(whole, *digests, strict=True):
+                self._differed.pop(record.number, None)
+                if len(set(seen)) > 1:
+                    self._differed[record.number] = self._names.get(record.number, "?")
+                    record.take_from(0)
+        for record in whole:
+            record.cut()
+            self._touched.pop(id(record), None)
 
     def _touch(self, records: list[CutParameter]) -> None:
+        absent = [record for record in records if not record.whole]
+        if absent and self._group.world_size > 1:
+            self._agree("use", absent, None)
         for record in records:
             record.gather()
             self._touched[id(record)] = record
         whole = sum(record.numel for record in self._touched.values())
-        for key, record in list(self._touched.items()):
+        oldest = []
+        for record in self._touched.values():
             if whole <= self._max_whole_numel or record in records:
-                return
-            record.cut()
-            whole -= self._touched.pop(key).numel
+                break
+            oldest.append(record)
+            whole -= record.numel
+        self._cut_records(oldest)
+
+    def _agree(self, what: str, records: list[CutParameter], payload: Any) -> list[Any]:
+        """Exchange ``payload`` where all ranks do the same to the same parameters; raises `DesyncError` where they do
+        not."""
+        first = records[0].number
+        name = f"{what} {self._names.get(first, '?')} and {len(records) - 1} more"
+        return self._control.agree(Message("Init", name, 0, payload))
+
+    def _say_what_differed(self) -> None:
+        if self._differed and self._group.rank == 0:
+            first = self._differed[min(self._differed)]
+            logger.warning(
+                "Init: parameter '%s' and %d more were initialised differently on the ranks; all have rank 0's values",
+                first,
+                len(self._differed) - 1,
+            )
+        self._differed.clear()
 
     def _blank(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """What `to_empty` gets for a parameter on the meta device: its shape over one NaN."""
