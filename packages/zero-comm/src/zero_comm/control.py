@@ -235,9 +235,15 @@ class Control:
             self._count(tag, len(body))
             ticket = self._track.start(tag, 0)
             work = dist.all_gather(received, _tensor(body), group=self._process_group, async_op=True)
-            Work(tag, [(work, None)], ticket=ticket, explain=self.explain, watched=self.watched, ledger=self.ledger).wait(
-                patience
+            gathering = Work(
+                tag,
+                [(work, None)],
+                ticket=ticket,
+                explain=self.explain,
+                watched=self.watched,
+                ledger=self.ledger,
             )
+            gathering.wait(patience)
             return [bytes(r.numpy()) for r in received]
         awaited: int | None = None
         ticket = self._track.start(tag, 0)
