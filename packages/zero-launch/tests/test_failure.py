@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -167,3 +168,21 @@ def test_an_ignored_hangup_stays_ignored(start, write_script, tmp_path):
     process.send_signal(signal.SIGHUP)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (0, "[rank 0] survived\n"), err
+
+
+def test_a_recorded_job_that_fails_leaves_the_first_cause_in_its_record(run, write_script, tmp_path):
+    script = write_script(
+        """
+        import os, pathlib, time
+        folder = pathlib.Path(os.environ["ZERO_RUN_RECORD"])
+        (folder / os.environ["RANK"]).parent.mkdir(exist_ok=True)
+        if os.environ["RANK"] == "1":
+            raise ValueError("bad batch")
+        time.sleep(60)
+        """
+    )
+    done = run("--nproc", 2, "--record", "record", script)
+    assert done.returncode == 1, done
+    failure = json.loads((tmp_path / "record" / "failure.json").read_text())
+    assert failure["text"] == "rank 1 of 2 failed first: ValueError: bad batch"
+    assert f'File "{script}"' in failure["detail"]

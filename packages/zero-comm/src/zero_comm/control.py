@@ -235,17 +235,29 @@ class Control:
             self._count(tag, len(body))
             ticket = self._track.start(tag, 0)
             work = dist.all_gather(received, _tensor(body), group=self._process_group, async_op=True)
-            Work(tag, [(work, None)], ticket=ticket, explain=self.explain, watched=self.watched).wait(patience)
+            gathering = Work(
+                tag,
+                [(work, None)],
+                ticket=ticket,
+                explain=self.explain,
+                watched=self.watched,
+                ledger=self.ledger,
+            )
+            gathering.wait(patience)
             return [bytes(r.numpy()) for r in received]
         awaited: int | None = None
         ticket = self._track.start(tag, 0)
         self.watched.waiting = (doing, time.monotonic(), True)
         try:
+            began = time.perf_counter()
             received_by_rank, pending = self._start(body, tag)
+            before = time.perf_counter()
             with ticket or nullcontext():
                 for peer, arrival in pending:
                     awaited = peer
                     arrival.wait(*(() if patience is None else (patience,)))
+            now = time.perf_counter()
+            self.ledger.arrived(tag, now - began, now - before)
         except RuntimeError as error:
             who = "a rank" if awaited is None else f"rank {awaited}"
             failure = PeerError(f"{who} left or did not answer while this rank was at {doing}: {error}")

@@ -27,6 +27,7 @@ from .monitors import check_clients
 from .observing import supervisor
 from .offloading import Offloading, state_block
 from .optimizers import Parameters, build_optimizer
+from .run_record import open_record
 from .schedules import Scheduler, build_scheduler
 from .sharing import open_groups, shard_alignment, weight_codecs
 
@@ -104,14 +105,17 @@ def assemble(
     if on.type != "cpu":
         torch.accelerator.set_device_index(on)
     check_clients(resolved)
+    record = open_record(resolved, on)
     ledger = ledger_for(resolved, dist.get_rank())
+    if record is not None:
+        ledger = record.ledger(ledger)
     groups = open_groups(resolved, place.data_rows, ledger)
     model_part = place.open()
     with _told_to_all(groups, model_part):
         torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, on)
         agree_on_hyperparameters(groups.control, torch_optimizer)
         options = _options(resolved, model)
-        offloading = Offloading(resolved, model, dist.get_rank(), on)
+        offloading = Offloading(resolved, model, dist.get_rank(), on, None if record is None else record.sink())
         parts = partition(
             model,
             groups,
@@ -127,6 +131,8 @@ def assemble(
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data)
         engine.observer = supervisor().observer(engine)
+        if record is not None:
+            record.attach(engine)
     return engine
 
 

@@ -283,6 +283,7 @@ class Engine(Preparation):
             self._partition.groups.close()
             self.model_part.close()
             self.monitor.close()
+            self.instruments.close()
 
     def __getattr__(self, name: str) -> Any:
         try:

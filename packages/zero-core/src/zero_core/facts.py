@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,12 @@ from .config import Config
 from .errors import UsageError
 from .instruments import MEMORY_KINDS, communication_table, memory_rows, memory_table
 from .parking import ParkedStates
+from .run_record import report_of
+
+if TYPE_CHECKING:
+    from zero_report import Report
+
+    from .engine import Engine
 
 
 class Facts(nn.Module):
@@ -200,6 +206,10 @@ class Facts(nn.Module):
     def communication_table(self) -> str:
         """Collectives and MiB that this rank sent since the start, by phase and by unit or parameter."""
         return communication_table(self.ledger, steps=self.global_steps)
+
+    def report(self) -> Report:
+        """The page of this run so far, which a notebook shows; ``.save(path)`` writes it. Needs ``run_record.path``."""
+        return report_of(cast("Engine", self))
 
     # -- what is printed ---------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .config import Config
 
 _BLOCK = 256
+Sink = Callable[[str, str, float, float, int, bool], object]
+"""Takes what moves between tiers; see `zero_offload.Trace`."""
 _STATE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -47,16 +49,18 @@ class Offloading:
     `after_step` after every step, `close`.
 
     Attributes:
-        trace: what moved when; None unless `offload.report` or `offload.trace` asks for it.
+        trace: what moved when; None unless `offload.report`, `offload.trace` or a ``sink`` asks for it.
         update: the optimizer's side on its tier; None where that is the device.
         store: where parameter shards are; None where that is the device.
     """
 
-    def __init__(self, config: Config, model: nn.Module, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, model: nn.Module, rank: int, device: torch.device, sink: Sink | None = None
+    ) -> None:
         check_swap_folders(config)
         section = config.offload
-        recording = section.report or section.trace is not None
-        self.trace: Trace | None = Trace(rank=rank) if recording else None
+        keep = section.report or section.trace is not None
+        self.trace: Trace | None = Trace(rank=rank, sink=sink, keep=keep) if keep or sink is not None else None
         self.update: OffloadedUpdate | DelayedUpdate | None = None
         self.store: HostStore | NvmeStore | None = None
         self._config = config

@@ -16,6 +16,7 @@ from .whole_values import WholeValues
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .instruments import Instruments
     from .offloading import Offloading
 
 
@@ -26,6 +27,7 @@ class Persistence(WholeValues):
     _saver: checkpoint.Saver
     _in_memory: checkpoint.InMemory
     offloading: Offloading
+    instruments: Instruments
 
     def save_checkpoint(
         self,
@@ -46,10 +48,15 @@ class Persistence(WholeValues):
             raise UsageError("save_checkpoint(save_dir): expected a directory, got an empty string")
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         root = self.model_part.folder(Path(save_dir))
-        with self._engine().told_to_all(), self.model_part.together("save_checkpoint"):
+        with (
+            self._engine().told_to_all(),
+            self.model_part.together("save_checkpoint"),
+            self.instruments.during("save"),
+        ):
             self._saver.save(
                 self._engine(), root, name, dict(client_state or {}), save_latest, exclude_frozen_parameters
             )
+        self.instruments.saved(root / name)
         return True
 
     def files_beside(self, client_state: dict[str, Any]) -> dict[str, bytes]:

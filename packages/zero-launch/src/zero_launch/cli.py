@@ -22,6 +22,7 @@ from zero_launch.hostfile import Hostfile
 from zero_launch.job import launch
 from zero_launch.nodes import Node, discover_node
 from zero_launch.options import parser
+from zero_launch.record import record_failure, record_variables
 from zero_launch.report import LaunchError
 from zero_launch.schedulers import mpirun_command, srun_command
 from zero_launch.spec import ClusterSpec, LaunchSpec
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return slurm.main(words[1:])
         options = parser().parse_args(words)
-        with _pid_file() if options.save_pid else contextlib.nullcontext():
+        with _pid_file() if options.save_pid else contextlib.nullcontext(), _recording_failures(options.record):
             _run(options)
     except LaunchError as error:
         print(f"zero-launch: {error}", file=sys.stderr, flush=True)
@@ -61,6 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
+
+
+@contextlib.contextmanager
+def _recording_failures(folder: str | None) -> Iterator[None]:
+    try:
+        yield
+    except LaunchError as error:
+        if folder is not None and (report := record_failure(folder, error)) is not None:
+            _say(f"report: {report}")
+        raise
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -185,7 +196,7 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
         args=tuple(options.args),
         nproc=nproc,
         module=options.module,
-        env=deepspeed_names() if options.as_deepspeed else {},
+        env={**(deepspeed_names() if options.as_deepspeed else {}), **record_variables(options.record)},
         program=options.no_python,
         log_dir=options.log_dir,
         grace_seconds=options.grace,

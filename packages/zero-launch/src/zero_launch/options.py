@@ -129,5 +129,8 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--direct-rank", type=int, metavar="R", help="rank R writes straight to the terminal: for live displays"
     )
+    group.add_argument(
+        "--record", metavar="DIR", help="ranks record what they do in DIR; `zero-report DIR` makes a page of it"
+    )
     group.add_argument("--save_pid", action="store_true", help="write the pid to <pid>.ds in the temporary folder")
     group.add_argument("-q", "--quiet", action="store_true", help="print only what the ranks print, and failures")

@@ -14,6 +14,9 @@ from pathlib import Path
 
 __all__ = ["HopReport", "Trace"]
 
+Sink = Callable[[str, str, float, float, int, bool], object]
+"""Takes hop, name, begin and end (seconds of `time.perf_counter`), bytes, and whether somebody waited."""
+
 
 @dataclass(frozen=True)
 class HopReport:
@@ -52,17 +55,19 @@ class Trace:
 
     Give one to the stores and the optimizer that shall appear in it. ``rank`` is the process number in the file. Events
     are kept until `clear`, and recorded until `stop`. A thread notes when asynchronous transfers end; `close` ends it.
-    May be used from several threads.
+    May be used from several threads. ``sink`` is told every event, from any thread, also after `stop`; with ``keep``
+    false nothing else is recorded.
     """
 
-    def __init__(self, *, rank: int = 0) -> None:
+    def __init__(self, *, rank: int = 0, sink: Sink | None = None, keep: bool = True) -> None:
         self._rank = rank
+        self._sink = sink
         self._events: list[_Event] = []
         self._lock = threading.Lock()
         self._running: queue.SimpleQueue[tuple[str, str, float, int, Callable[[], object]] | None] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
         self._open = 0
-        self._recording = True
+        self._recording = keep
         self._idle = threading.Condition(self._lock)
 
     @contextmanager
@@ -77,7 +82,7 @@ class Trace:
     def follow(self, hop: str, name: str, nbytes: int, wait: Callable[[], object]) -> None:
         """Record a transfer that has just begun and ends when ``wait`` returns or raises (in another thread)."""
         with self._lock:
-            if not self._recording:
+            if not self._recording and self._sink is None:
                 return
             self._open += 1
             if self._watcher is None:
@@ -163,6 +168,8 @@ class Trace:
             watcher.join()
 
     def _add(self, event: _Event) -> None:
+        if self._sink is not None:
+            self._sink(event.hop, event.name, event.begin, event.end, event.nbytes, event.waiting)
         with self._lock:
             if self._recording:
                 self._events.append(event)
@@ -179,8 +186,12 @@ class Trace:
                 wait()
             except OSError:
                 nbytes = 0  # whoever uses the data meets the error
+            event = _Event(hop, name, begin, time.perf_counter(), nbytes, False)
+            if self._sink is not None:
+                self._sink(hop, name, begin, event.end, nbytes, False)
             with self._idle:
-                self._events.append(_Event(hop, name, begin, time.perf_counter(), nbytes, False))
+                if self._recording:
+                    self._events.append(event)
                 self._open -= 1
                 self._idle.notify_all()
 

@@ -133,6 +133,15 @@ class Comet(Section):
     mode: Literal["get", "create", "get_or_create"] | None = None
 
 
+class RunRecord(Section):
+    """What a run leaves for `zero-report`."""
+
+    auto_keys = ALL_KEYS
+
+    path: Text | None = Field(default=None, description="Folder of the record; `zero-report PATH` makes a page of it.")
+    max_bytes: PositiveInt = Field(default=256 << 20, description="Bytes of the record, all ranks together.")
+
+
 class ThroughputTimer(Section):
     auto_keys = ALL_KEYS
 

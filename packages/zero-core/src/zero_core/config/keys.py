@@ -26,6 +26,7 @@ from zero_core.config._tool_keys import (
     CommsLogger,
     CsvMonitor,
     FlopsProfiler,
+    RunRecord,
     Tensorboard,
     Timers,
     Wandb,
@@ -35,7 +36,7 @@ from zero_core.config._zero_keys import Aio, Comm, Offload, ZeroOptimization
 
 class ConfigFile(Section):
     """The keys of a DeepSpeed configuration, and our own: `comm`, `deterministic`, `offload`,
-    `reduce_each_micro_batch`, `unit_*`."""
+    `reduce_each_micro_batch`, `run_record`, `unit_*`."""
 
     aliases: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
     auto_keys: ClassVar[frozenset[str]] = frozenset(
@@ -100,6 +101,7 @@ class ConfigFile(Section):
     wandb: Wandb = Wandb()
     csv_monitor: CsvMonitor = CsvMonitor()
     comet: Comet = Comet()
+    run_record: RunRecord = RunRecord()
     timers: Timers = Timers()
 
     compile: Compile = Compile()

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -34,13 +35,19 @@ class Instruments(Protocol):
     """
 
     def during(self, part: str) -> AbstractContextManager[None]:
-        """Surround one of `PARTS`."""
+        """Surround one of `PARTS`, or ``save``, in which a checkpoint blocks training."""
 
     def loss(self, loss: torch.Tensor) -> None:
         """A micro-batch's loss, divided by the accumulation steps."""
 
     def after_step(self) -> None:
         """A step is over, taken or skipped."""
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint was written to ``path``, or its writing goes on behind training."""
+
+    def close(self) -> None:
+        """The engine is being destroyed."""
 
 
 class Silent:
@@ -54,6 +61,12 @@ class Silent:
         """Nothing to do."""
 
     def after_step(self) -> None:
+        """Nothing to do."""
+
+    def saved(self, path: Path) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
         """Nothing to do."""
 
 
@@ -120,6 +133,12 @@ class Speaking:
                 say(text)
             self._times.clear()
             self._micro_batches = self._steps = 0
+
+    def saved(self, path: Path) -> None:
+        """Nothing to do: checkpoints are no step's."""
+
+    def close(self) -> None:
+        """Nothing to do: what is due was said after its step."""
 
     def _due(self) -> bool:
         return self._engine.global_steps % self._every == 0

@@ -1,0 +1,178 @@
+"""The run's record says what the engine did: the same sums as the ledger, the memory table and the clock; the verdict
+names what was made slow."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import RANKS, STAGES, batch, build, start, train
+from torch import nn
+
+import zero_core
+from zero_comm import run_ranks
+from zero_report import read_run, write_report
+from zero_report.analysis.analyse import analyse
+
+STEPS = 6
+
+
+def recorded(path: Path, **changes: Any) -> dict[str, Any]:
+    return {"run_record": {"path": str(path)}, **changes}
+
+
+def _train_and_count(path: str, stage: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """What this rank's ledger, memory table and clock say after a few steps."""
+    engine = start(stage, **recorded(Path(path), **changes))
+    began = time.perf_counter()
+    after_first = {}
+    losses = []
+    for step in range(STEPS):
+        losses += train(engine, step, step + 1)
+        if step == 0:
+            after_first = engine.memory_report()
+    seconds = time.perf_counter() - began
+    rows = {(phase, name): (row.calls, row.sent_bytes, row.waited_seconds) for phase, name, row in engine.ledger}
+    engine.save_checkpoint(f"{path}/ckpt", tag=str(stage))
+    html = engine.report().html
+    engine.destroy()
+    return {
+        "rows": rows,
+        "memory": after_first,
+        "seconds": seconds,
+        "losses": losses,
+        "html": len(html),
+        "threads": [thread.name for thread in threading.enumerate() if "zero-report" in thread.name],
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sums_are_the_ledgers_the_memory_tables_and_the_clocks(tmp_path: Path, stage: int) -> None:
+    results = run_ranks(_train_and_count, RANKS, str(tmp_path), stage, {})
+    run = read_run(tmp_path)
+    assert run.problems == []
+    assert sorted(run.last.ranks) == list(range(RANKS))
+    for rank, found in enumerate(results):
+        record = run.last.ranks[rank]
+        assert record.closed and found["threads"] == []
+        table = record.table
+        assert table["steps"].sum() == STEPS
+        assert np.allclose(table["loss"], found["losses"], rtol=1e-9)
+        assert (table["grad_norm"] > 0).all() and (table["lr"] == 1e-3).all()
+        steps = found["rows"]
+        assert table["sent_bytes"].sum() == sum(sent for _, sent, _ in steps.values()) > 0
+        assert table["collectives"].sum() == sum(calls for calls, _, _ in steps.values())
+        spans = [span for step in range(1, STEPS + 1) if (block := record.block(step)) for span in block.spans]
+        for phase, kind in (("gather", 4), ("reduce", 5)):
+            counted = sum(row[1] for key, row in steps.items() if key[0] == phase)
+            assert sum(span.nbytes for span in spans if span.kind == kind) == counted
+            waited = sum(row[2] for key, row in steps.items() if key[0] == phase)
+            assert sum(span.waited for span in spans if span.kind == kind) / 1e6 == pytest.approx(waited, abs=1e-3)
+        assert table["seconds"].sum() == pytest.approx(found["seconds"], rel=0.05, abs=0.3)
+        assert float(table["began"][-1] + table["seconds"][-1] - table["began"][0]) == pytest.approx(
+            float(table["seconds"].sum()), abs=1e-3
+        )
+        block = record.block(1)
+        assert block is not None
+        held = block.memory[-1][1]
+        kinds = found["memory"]
+        assert held.get("masters", 0) == kinds["masters"]
+        assert held.get("states", 0) == kinds["optimizer states"]
+        assert held.get("gradients", 0) == kinds["gradients"]
+        assert held.get("gathered", 0) == kinds["gathered parameters"]
+        assert held.get("parameters", 0) == sum(
+            kinds[kind] for kind in ("parameter shards", "secondary shards", "placeholders")
+        )
+        assert found["html"] > 50_000
+    checkpoint = next(note for note in run.last.ranks[0].notes if note["note"] == "checkpoint")
+    assert checkpoint["bytes"] > 1_000_000 and checkpoint["path"].endswith(f"ckpt/{stage}")
+    assert not [note for note in run.last.ranks[0].notes if note["note"] == "failure"]
+
+
+class _Waits(nn.Module):
+    """Computes for a while, in forward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.net = build()
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return self.net(x, y)
+
+
+def _train_slowly(path: str, slow: int, where: str, stage: int) -> None:
+    rank = torch.distributed.get_rank()
+    model = _Waits(0.0)
+    engine = start(stage, model, **recorded(Path(path)))
+    usual = []
+    for number in range(3):
+        began = time.perf_counter()
+        engine.backward(engine(*batch(number)))
+        engine.step()
+        usual.append(time.perf_counter() - began)
+    seconds = max(0.05, 2 * max(usual)) if rank == slow else 0.0
+    model.seconds = seconds if where == "compute" else 0.0
+    for number in range(12):
+        if where == "data":
+            time.sleep(seconds)
+        engine.backward(engine(*batch(number)))
+        engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "slow"), [(2, 0), (3, 1)])
+def test_a_slow_rank_is_named(tmp_path: Path, stage: int, slow: int) -> None:
+    run_ranks(_train_slowly, RANKS, str(tmp_path), slow, "compute", stage)
+    sentence = analyse(read_run(tmp_path)).verdict.sentence
+    assert sentence.startswith(f"Rank {slow} is slower than the others"), sentence
+
+
+@pytest.mark.parametrize(("stage", "slow"), [(2, 1), (3, 0)])
+def test_a_slow_data_loader_is_named(tmp_path: Path, stage: int, slow: int) -> None:
+    run_ranks(_train_slowly, RANKS, str(tmp_path), slow, "data", stage)
+    sentence = analyse(read_run(tmp_path)).verdict.sentence
+    assert sentence.startswith(f"Rank {slow} waits for its data"), sentence
+
+
+OFF = """
+import sys, threading
+import torch, zero_core
+config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
+engine = zero_core.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
+engine.backward(engine(torch.ones(1, 2)).sum())
+engine.step()
+threads = [thread.name for thread in threading.enumerate() if "report" in thread.name]
+print([name for name in sys.modules if name.startswith("zero_report")], threads)
+"""
+
+
+def test_nothing_is_imported_and_no_thread_runs_when_it_is_off() -> None:
+    done = subprocess.run([sys.executable, "-c", OFF], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] []"
+
+
+def test_a_report_without_a_record_says_what_to_write(alone: None) -> None:
+    engine = start(0)
+    with pytest.raises(zero_core.UsageError, match='"run_record": {"path": "run/record"}'):
+        engine.report()
+    engine.destroy()
+
+
+def test_a_failure_is_on_top_of_the_page(alone: None, tmp_path: Path) -> None:
+    engine = start(2, **recorded(tmp_path))
+    train(engine, 0, 2)
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(3, 3, dtype=torch.float64), torch.ones(1))
+    engine.destroy()
+    verdict = analyse(read_run(tmp_path)).verdict
+    assert verdict.ended.startswith("Rank 0 failed first: RuntimeError")
+    assert write_report(tmp_path).exists()
