@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from zero_comm import CommError, EngineGroups
 
@@ -24,6 +25,8 @@ from .reducer import Reducer
 from .released_use import ReleasedUse
 from .residency import Residency
 from .unit import Unit
+from .user_gradients import UserGradients
+from .zeroing import ZeroGrad, watch_modules
 
 _BACKWARD = "backward"
 _STEP = "step"
@@ -67,12 +70,12 @@ class Runtime:
         self.gatherer.soon = lambda units: residency.prefetch([u.name for u in units])
         self.reducer = Reducer(list(gradients), device, bucket_numel=bucket_numel)
         self.reducer.used = lambda: self.gatherer.used
+        self.user_gradients = UserGradients(gradients)
         self._pace = Pace(self.gatherer, self.reducer, lambda need: self.agree("learning", "", need))
         self._recovery = Recovery(groups, self.gatherer, self.reducer, self._pace)
         self._sharded = any(u.releasable for u in self.units)
         self._saved = SavedViews(self)
         self._in_backward = False
-        self._shows_gradients = False
         self._depth: dict[int, int] = {}
         self._members_run: dict[int, set[str]] = {}
         self._keepers: dict[int, set[str]] = {}
@@ -92,6 +95,7 @@ class Runtime:
         self._hooks = ModuleHooks(model, self.units, self)
         self._interception = Interception(model, self.units, self.parameter_read)
         self._compiled: CompiledRegions | None = None
+        self._zero_grads = watch_modules(model, self.discard_gradients) if self.gradients else []
 
     # -- the user's backward and the engine's ------------------------------------------------------------------------
 
@@ -104,6 +108,7 @@ class Runtime:
                 "backward was called inside synced(), where ranks may do different things; leave it first"
             )
         self.refuse_torn("backward")
+        self.user_gradients.take()
         self.hide_gradients()
         reduces = self.reduces_now()
         self._in_backward = True
@@ -137,21 +142,31 @@ class Runtime:
         works = [work for g in self.gradients.values() if (work := g.gather_whole(self.step)) is not None]
         for work in works:
             work.wait()
-        for gradients in self.gradients.values():
-            for parameter, view, touched in gradients.visible():
-                parameter.grad = view if touched or bool(view.any()) else None
-                self._shows_gradients = True
+        self.user_gradients.show()
 
     def hide_gradients(self) -> None:
         """Take the averaged gradients off the parameters again: autograd would add to them in place."""
-        if self._shows_gradients:
-            for gradients in self.gradients.values():
-                for parameter in gradients.unit.parameters:
-                    parameter.grad = None
-            self._shows_gradients = False
+        self.user_gradients.hide()
+
+    def discard_gradients(self, parameters: Iterable[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
+        """Forget the gradients of ``parameters`` (None: of all) since the last step, as ``zero_grad`` does; every rank
+        does it at the same point. Raises `PartitionError` inside a backward pass."""
+        if self._in_backward:
+            raise PartitionError(
+                "zero_grad was called inside a backward pass, while gradients are on their way; call it before or after"
+            )
+        self.user_gradients.discard(parameters, set_to_none=set_to_none)
+        if parameters is None:
+            self.reducer.torn = None
+
+    def forget_gradients(self) -> None:
+        """A step is over: there are no gradients before the next backward pass."""
+        self.reducer.clear()
+        self.user_gradients.forget()
 
     def flush(self) -> None:
         """Reduce gradients that came after their unit's turn, on any rank; all ranks call it at the same point."""
+        self.user_gradients.take()
         self.reduce_late({unit for answer in self.agree("flush", "", self.reducer.unreduced()) for unit in answer})
 
     def reduce_late(self, units: set[int]) -> None:
@@ -167,7 +182,7 @@ class Runtime:
         if not self.gatherer.active:
             self.released_use.release()
         news = self.gatherer.take_news() if self._sharded else {}
-        message = [payload, news, self.reducer.observed(), self._take_changed()]
+        message = [payload, news, self.reducer.observed(), self._take_changed(), self.user_gradients.discards]
         return self._learn(self.agreement.start(kind, name, self.step, message, self._beside()))
 
     def _learn(self, answers: list[Any]) -> list[Any]:
@@ -177,7 +192,19 @@ class Runtime:
             self.reducer.learn([answer[2] for answer in answers])
         for index in {index for answer in answers for index in answer[3]}:
             self.units[index].route.weights_changed()
+        self._check_discards([answer[4] for answer in answers])
         return [answer[0] for answer in answers]
+
+    def _check_discards(self, discards: Sequence[int]) -> None:
+        apart = next((rank for rank, other in enumerate(discards) if other != discards[0]), None)
+        if apart is not None:
+            did, did_not = (0, apart) if discards[0] else (apart, 0)
+            how = "of other parameters" if discards[did_not] else "not"
+            raise PartitionError(
+                f"rank {did} discarded gradients that were averaged already (zero_grad) and rank {did_not} did {how}: "
+                "each rank would be left with a part. Call zero_grad on every rank at the same point. The weights were "
+                "not changed."
+            )
 
     def shard_changed(self, unit: Unit) -> None:
         """This rank alone has written other weights into its shard; all ranks learn it when they next agree."""
@@ -283,6 +310,12 @@ class Runtime:
             self._compiled.remove()
         self._hooks.remove()
         self._interception.remove()
+        for zero_grad in self._zero_grads:
+            zero_grad.remove()
+
+    def watch_optimizer(self, optimizer: Optimizer) -> None:
+        """Have ``optimizer.zero_grad`` forget all gradients."""
+        self._zero_grads.append(ZeroGrad(optimizer, self.discard_gradients))
 
     # -- what the hooks report ---------------------------------------------------------------------------------------
 
@@ -361,10 +394,10 @@ class Runtime:
 
     def gradient_ready(self, unit: Unit, index: int) -> None:
         """Autograd has finished a parameter."""
+        parameter = unit.parameters[index]
+        gradient, parameter.grad = parameter.grad, None
         if not self._in_backward:
             self._begin_plain_backward()
-        parameter = unit.parameters[index]
-        gradient = parameter.grad
         if gradient is None:
             return
         if gradient.requires_grad:
@@ -378,7 +411,6 @@ class Runtime:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         self.gradients[unit.index].add(index, gradient, more_follow=not self.reducer.active)
-        parameter.grad = None
         if self.reducer.active and self.reducer.arrived(unit.index):
             self.gatherer.leave(unit)
 
@@ -409,7 +441,8 @@ class Runtime:
         """Join the forward passes of ranks that are not done, without computing anything."""
         while True:
             self.check_alive()
-            payload = [None, self.gatherer.take_news(), self.reducer.observed(), self._take_changed()]
+            discards = self.user_gradients.discards
+            payload = [None, self.gatherer.take_news(), self.reducer.observed(), self._take_changed(), discards]
             others = self.agreement.meet(_DONE, self.step, payload)
             self._learn([message.payload for message in others])
             running = [message for message in others if message.kind != _DONE]
@@ -450,7 +483,9 @@ class Runtime:
     def _begin_forward(self, name: str) -> None:
         if self._in_backward:
             return
-        self.hide_gradients()
+        self.user_gradients.take()
+        if self._trains:
+            self.hide_gradients()
         if not self._sharded:
             return
         self.check_alive()
