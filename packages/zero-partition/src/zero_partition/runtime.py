@@ -19,7 +19,7 @@ from .gradients import UnitGradients
 from .hooks import ModuleHooks, SavedViews, wraps_tensors
 from .interception import Interception
 from .pace import Pace
-from .passes import Agreement
+from .passes import Agreement, EndOfBackward
 from .recovery import Recovery, advise
 from .reducer import Reducer
 from .released_use import ReleasedUse
@@ -515,7 +515,20 @@ class Runtime:
         if refusal is not None:
             raise RuntimeError(refusal)
         self.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        end = EndOfBackward(self.end_backward, self._leave_failed_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _leave_failed_backward(self) -> None:
+        """``loss.backward()`` has raised: end the pass, or tell the other ranks where they may wait for this one."""
+        if not self._in_backward or self._failure is not None:
+            return
+        if self.groups.control.world_size > 1 and (self._sharded or self.reducer.active):
+            self.abort(PartitionError("loss.backward() raised on this rank before its gradients were complete"))
+            return
+        self.gatherer.end()
+        self.reducer.finish()
+        self._pace.stop()
+        self._in_backward = False
 
     def _idle_in_backward(self, unit: Unit) -> bool:
         """Frozen units have no gradient that says when backward is done with them; those with one member go by the
