@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zero_precision import LossScale, NoLossScale
 
 from .errors import NonFiniteGradientError, PartitionError
+from .groups import AddParamGroup, check_groups
 from .model_parts import ModelParts, WholeModel
 from .needs import AveragingOptimizer, Need, NormOptimizer, need_of
 from .norm import NormSquared, norm_squared
@@ -86,6 +87,7 @@ class ShardedOptimizer:
         self._states.move_to_tier()
         optimizer.register_step_pre_hook(self._refuse_direct_step)
         partition.runtime.watch_optimizer(optimizer)
+        partition.runtime.on_close(AddParamGroup(optimizer, partition).remove)
         partition.optimizer = weakref.ref(self)
 
     @property
@@ -107,6 +109,7 @@ class ShardedOptimizer:
         """
         runtime = self._partition.runtime
         runtime.refuse_torn("step")
+        check_groups(self.inner, len(self.fragments))
         runtime.end_backward()
         runtime.released_use.step_begins()
         touched, total, culprit = self._agree_on_gradients()

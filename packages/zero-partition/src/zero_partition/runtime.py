@@ -95,7 +95,8 @@ class Runtime:
         self._hooks = ModuleHooks(model, self.units, self)
         self._interception = Interception(model, self.units, self.parameter_read)
         self._compiled: CompiledRegions | None = None
-        self._zero_grads = watch_modules(model, self.discard_gradients) if self.gradients else []
+        zero_grads = watch_modules(model, self.discard_gradients) if self.gradients else []
+        self._closing = [zero_grad.remove for zero_grad in zero_grads]
 
     # -- the user's backward and the engine's ------------------------------------------------------------------------
 
@@ -310,12 +311,16 @@ class Runtime:
             self._compiled.remove()
         self._hooks.remove()
         self._interception.remove()
-        for zero_grad in self._zero_grads:
-            zero_grad.remove()
+        for remove in self._closing:
+            remove()
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:
         """Have ``optimizer.zero_grad`` forget all gradients."""
-        self._zero_grads.append(ZeroGrad(optimizer, self.discard_gradients))
+        self.on_close(ZeroGrad(optimizer, self.discard_gradients).remove)
+
+    def on_close(self, remove: Callable[[], None]) -> None:
+        """Call ``remove`` when the runtime is closed."""
+        self._closing.append(remove)
 
     # -- what the hooks report ---------------------------------------------------------------------------------------
 

@@ -33,9 +33,9 @@ def report_by_enclosing_modules(model: nn.Module, plans: Iterable[UnitPlan], *, 
                 plan.members[around] = modules[around]
             elif released:
                 raise PartitionError(
-                    f"parameter '{next(iter(plan.parameters))}' belongs to a torch.jit module that is the model itself: "
-                    "it takes no hooks, so at stage 3 nothing says when its parameters are needed. Make it a submodule "
-                    "of a plain nn.Module, or use stage 2."
+                    f"parameter '{next(iter(plan.parameters))}' belongs to a torch.jit module that is the model "
+                    "itself: it takes no hooks, so at stage 3 nothing says when its parameters are needed. Make it a "
+                    "submodule of a plain nn.Module, or use stage 2."
                 )
 
 
