@@ -1,4 +1,4 @@
-"""Gradual unfreezing: groups added after initialize are refused by name; what the refusal says to write instead works."""
+"""Gradual unfreezing: groups added after initialize are refused by name, and what the refusal says instead works."""
 
 from __future__ import annotations
 
