@@ -113,6 +113,11 @@ def writes_on_one_rank(engine: Any) -> None:
         engine.module.blocks[1].up.weight.grad = torch.ones_like(engine.module.blocks[1].up.weight)
 
 
+def edits_on_one_rank(engine: Any) -> None:
+    if dist.get_rank() == 1 and engine.zero_optimization_stage() == 0:
+        engine.module.blocks[1].up.weight.grad.mul_(0.5)
+
+
 def discards_on_one_rank(engine: Any) -> None:
     if dist.get_rank() == 1:
         engine.optimizer.zero_grad()
@@ -124,7 +129,8 @@ def discards_different_parts(engine: Any) -> None:
 
 def refusals(stage: int) -> dict[str, tuple[str, bool]]:
     found = {}
-    for act in (writes_on_one_rank, discards_on_one_rank, discards_different_parts):
+    acts = [writes_on_one_rank, discards_on_one_rank, discards_different_parts, *[edits_on_one_rank][stage:]]
+    for act in acts:
         engine = training.start(Run(), stage)
         found[act.__name__] = refusal(engine, act)
         engine.destroy(whole=False)
@@ -139,6 +145,24 @@ def test_what_only_some_ranks_do_is_refused_on_every_rank_before_any_weight_chan
         assert "'blocks.1.up.weight' was written on rank 1" in found["writes_on_one_rank"][0]
         assert "rank 1 discarded" in found["discards_on_one_rank"][0]
         assert "zero_grad" in found["discards_different_parts"][0]
+        if stage == 0:
+            assert "changed in place on rank 1 and not on rank 0" in found["edits_on_one_rank"][0]
+
+
+def edits_by_rank() -> float:
+    """The deviation of a step with gradients that each rank multiplied in place by another factor."""
+    engine = training.start(Run(), 0)
+    engine.backward(sum(engine(*zoo.batch(0, 0, dist.get_rank(), dist.get_world_size()))))
+    average = {name: p.grad.clone() for name, p in engine.module.named_parameters()}
+    for p in engine.module.parameters():
+        p.grad.mul_(1 + dist.get_rank())
+    found = [float((engine.full_grad(p) - 2 * average[n]).abs().max()) for n, p in engine.module.named_parameters()]
+    engine.destroy(whole=False)
+    return max(found)
+
+
+def test_in_place_changes_that_differ_between_ranks_are_averaged() -> None:
+    assert max(run_ranks(edits_by_rank, 3)) <= 1e-14
 
 
 def unscaled(stage: int) -> list[str]:

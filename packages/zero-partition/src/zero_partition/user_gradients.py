@@ -115,9 +115,18 @@ class UserGradients:
     def settle(self, reports: Sequence[WrittenGradients]) -> bool:
         """Have in-place changes that differ between ranks averaged; returns whether there are any, to be reduced.
 
-        ``reports``: every rank's, in rank order.
+        ``reports``: every rank's, in rank order. Raises `PartitionError` on every rank where only some ranks made any.
         """
         edited = {index for report in reports for index in report.edited}
+        for index in sorted(edited, key=int):
+            without = [rank for rank, report in enumerate(reports) if index not in report.edited]
+            if without:
+                unit = self._gradients[int(index)].unit
+                editor = next(rank for rank in range(len(reports)) if rank not in without)
+                raise PartitionError(
+                    f"gradients of the unit of parameter '{unit.names[0]}' were changed in place on rank {editor} and "
+                    f"not on rank {without[0]}. Change p.grad on every rank or on none. The weights were not changed."
+                )
         apart = {int(index) for index in edited if len({report.edited.get(index) for report in reports}) > 1}
         self._resend(apart)
         return bool(apart)
