@@ -84,9 +84,8 @@ class UserGradients:
         ``stepping``: no backward pass follows before the step; in-place changes that turn out to be the same on every
         rank can stay where they are.
         """
-        if not self._shown:
-            if all(parameter.grad is None for parameter in self._parameters):
-                return
+        if not self._shown and not self._any_written():
+            return
         for index, gradients in self._gradients.items():
             shown = self._shown.get(index, [None] * len(gradients.unit.parameters))
             new = {
@@ -180,9 +179,14 @@ class UserGradients:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _any_written(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():  # released parameters answer by a Python call else
+            return any(parameter.grad is not None for parameter in self._parameters)
+
     def _clear(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                parameter.grad = None
         for gradients in self._gradients.values():
             gradients.clear()
         self._shown.clear()
