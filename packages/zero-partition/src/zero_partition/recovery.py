@@ -38,9 +38,7 @@ class Recovery:
         """
         if isinstance(failure, CommError):
             return False
-        waited_for = self._groups.control.world_size > 1 and (
-            awaited or self._gatherer.active or self._reducer.active
-        )
+        waited_for = self._groups.control.world_size > 1 and (awaited or self._gatherer.active or self._reducer.active)
         if waited_for and not (isinstance(failure, Exception) and self._is_shared(call, step, failure)):
             return False
         self._pace.stop()

@@ -525,15 +525,9 @@ class Runtime:
 
     def _leave_failed_backward(self) -> None:
         """``loss.backward()`` has raised: end the pass, or tell the other ranks where they may wait for this one."""
-        if not self._in_backward or self._failure is not None:
-            return
-        if self.groups.control.world_size > 1 and (self._sharded or self.reducer.active):
-            self.abort(PartitionError("loss.backward() raised on this rank before its gradients were complete"))
-            return
-        self.gatherer.end()
-        self.reducer.finish()
-        self._pace.stop()
-        self._in_backward = False
+        if self._in_backward and self._failure is None:
+            cause = "loss.backward() raised on this rank before its gradients were complete"
+            self.failed_in(_BACKWARD, PartitionError(cause))
 
     def _idle_in_backward(self, unit: Unit) -> bool:
         """Frozen units have no gradient that says when backward is done with them; those with one member go by the
