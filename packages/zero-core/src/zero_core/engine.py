@@ -106,6 +106,7 @@ class Engine(Preparation):
         partition.user = weakref.ref(self)
         partition.runtime.reduces_now = self._reduces_now
         partition.runtime.allows_plain_backward = self._refuse_plain_backward
+        partition.runtime.user_gradients.refuses = self._refuse_written_gradients
         self.reports = dist.get_rank() == 0
         if self.reports:
             logger.info("%s", startup_report(config, partition))
@@ -175,14 +176,15 @@ class Engine(Preparation):
         self._accumulated = 0 if boundary else self._accumulated + 1
         self.micro_steps += 1
         self._partition.groups.control.watched.micro_batches = self.micro_steps
-        self._scaled = False
         self.global_samples += self.train_micro_batch_size_per_gpu() * self._partition.data_world_size
         if not boundary:
+            self._scaled = False
             return
         with self._may_fail("step") if self._is_alone() else self.told_to_all():
             self.observer.before_step()
             with self.instruments.during("step"):
                 self._last = sharded.step()
+        self._scaled = False
         if self._last.taken:
             if self.lr_scheduler is not None:
                 schedule(self.lr_scheduler)
@@ -235,9 +237,9 @@ class Engine(Preparation):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients collected so far (`step` does it by itself)."""
-        self._partition.runtime.hide_gradients()
-        self._partition.runtime.reducer.clear()
+        """Forget the gradients collected so far (`step` does it by itself), or have zeros instead of them, as the
+        module's and the optimizer's own ``zero_grad`` do. On every rank at the same point."""
+        self.module.zero_grad(set_to_none)
 
     @property
     def accumulated(self) -> int:
@@ -307,6 +309,14 @@ class Engine(Preparation):
             return (
                 "loss.backward() does not scale the loss, but fp16 needs it: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
+            )
+        return None
+
+    def _refuse_written_gradients(self) -> str | None:
+        if self.loss_scale() != 1.0 and not self._scaled:
+            return (
+                f"gradients carry fp16's loss scale, now {self.loss_scale():g}. Multiply the loss by it, "
+                "engine.scale(loss), before you derive what you write, or clip with engine.clip_grad_norm_"
             )
         return None
 

@@ -194,6 +194,7 @@ def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torc
     with gradients.averaged(dirty=True) as averaged:
         _write(partition, unit, index, averaged, flat)
     gradients.touched[index] = True
+    partition.runtime.user_gradients.refresh()
 
 
 def set_full_state(

@@ -16,6 +16,7 @@ from zero_precision import PrecisionPolicy, kept_in_fp32
 from .errors import PartitionError
 from .external import leaf_marker
 from .layout import UnitLayout
+from .scripted import report_by_enclosing_modules
 from .units import UnitLimits, UnitPlan, plan_units
 
 
@@ -78,7 +79,9 @@ def plan_cut(
             return parameter.dtype
         return options.compute_dtypes.get(name, policy.param_dtype) if options.stage >= 3 else policy.param_dtype
 
-    return plan_units(model, options.limits, trainable=is_trained, dtype_of=dtype_of, is_leaf=options.is_leaf)
+    plans = plan_units(model, options.limits, trainable=is_trained, dtype_of=dtype_of, is_leaf=options.is_leaf)
+    report_by_enclosing_modules(model, plans, released=options.stage >= 3)
+    return plans
 
 
 def unit_layout(plan: UnitPlan, world_size: int, options: PartitionOptions) -> UnitLayout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import cast
 
@@ -10,6 +10,7 @@ import torch
 
 from zero_comm import Group, Reduction, Tag, Work
 
+from .digest import digest
 from .norm import NormSquared, norm_squared
 from .tier import StateTier
 from .unit import Unit
@@ -157,6 +158,35 @@ class UnitGradients:
         self._present = [False] * len(self._present)
         self.touched = [False] * len(self.touched)
 
+    def discard(self, numbers: Collection[int], *, keep_zeros: bool = False) -> None:
+        """Forget the gradients of some of the unit's parameters; ``keep_zeros``: have zeros where there were any."""
+        for number in numbers:
+            if self._present[number]:
+                self._views[number].zero_()
+            if not keep_zeros:
+                self._present[number] = self.touched[number] = False
+        if self.is_reduced:
+            with self.averaged(dirty=True) as averaged:
+                for start, end in self._places(numbers, averaged):
+                    averaged[start:end].zero_()
+
+    def full(self, number: int) -> torch.Tensor:
+        """A copy of one parameter's averaged gradient, in its shape, after `gather_whole`."""
+        entry = self.unit.layout.entries[number]
+        return cast(torch.Tensor, self.reduced)[entry.offset : entry.end].view(entry.shape).clone()
+
+    def digest(self) -> int:
+        """A digest of the averaged gradient, after `gather_whole`."""
+        return digest(cast(torch.Tensor, self.reduced))
+
+    def adopt_shown(self) -> None:
+        """Take over what was changed in the tensors of `visible`; elements that were not keep all their digits."""
+        reduced = cast(torch.Tensor, self.reduced)
+        if reduced.dtype != self.unit.plan.dtype:
+            shown = cast(torch.Tensor, self._spare)
+            changed = reduced.to(shown.dtype) != shown
+            reduced.copy_(torch.where(changed, shown.to(reduced.dtype), reduced))
+
     def tensors(self) -> list[torch.Tensor]:
         """Every buffer held now."""
         return [t for t in (self._flat, self._spare, self.reduced) if t is not None]
@@ -193,6 +223,17 @@ class UnitGradients:
         numel = self.unit.layout.numel if self._whole is not None else self.unit.layout.shard_numel
         self.reduced = torch.empty(numel, dtype=self._accumulate_dtype, device=flat.device)
         return (self._slice(self.reduced) if self._whole is not None else self.reduced), False
+
+    def _places(self, numbers: Collection[int], averaged: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """(First element, first behind) of each of these parameters in what `averaged` gives."""
+        layout = self.unit.layout
+        if averaged.numel() == layout.numel:
+            yield from ((layout.entries[n].offset, layout.entries[n].end) for n in numbers)
+            return
+        chosen = {id(layout.entries[n]) for n in numbers}
+        for fragment in layout.fragments(self._reduction.rank):
+            if id(fragment.entry) in chosen:
+                yield fragment.shard_offset, fragment.shard_offset + fragment.length
 
     def _slice(self, full: torch.Tensor) -> torch.Tensor:
         start, end = self.unit.layout.shard_range(self._reduction.rank)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .errors import PartitionError, ReleasedParameterError
+from .scripted import reports_calls, takes_hooks
 from .unit import Unit, UnitState
 
 
@@ -50,7 +51,7 @@ class ModuleHooks:
         self._units = {unit.index: unit for unit in units}
         for name, module in model.named_modules():
             touched = [u for u in units if _belongs(name, module, u)]
-            if touched or module is model:
+            if (touched or module is model) and takes_hooks(module):
                 self._hook_module(name, module, touched, outermost=module is model)
         for unit in units:
             if unit.plan.trainable:
@@ -295,7 +296,7 @@ def _released_as_meta(units: list[Unit]) -> Callable[[nn.Module, dict[str, Any],
     places = {id(p): unit for unit in units if unit.releasable for p in unit.parameters}
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for key, parameter in module._parameters.items():
+        for key, parameter in _reported_parameters(module):
             unit = places.get(id(parameter))
             released = unit is not None and unit.state is UnitState.RELEASED
             if released and parameter is not None and prefix + key in state_dict:
@@ -319,6 +320,15 @@ def _refuse_to_load(units: list[Unit]) -> Callable[..., None]:
                 )
 
     return hook
+
+
+def _reported_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter | None]]:
+    """The module's own parameters, and those of scripted modules in it, which take no hooks of their own."""
+    for key, parameter in module._parameters.items():
+        yield prefix + key, parameter
+    for key, child in module.named_children():
+        if not reports_calls(child):
+            yield from _reported_parameters(child, f"{prefix}{key}.")
 
 
 def _belongs(name: str, module: nn.Module, unit: Unit) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .hooks import eager
+from .scripted import takes_hooks
 from .unit import Unit
 
 Parameters = dict[str, nn.Parameter | None]
@@ -87,6 +88,6 @@ class Interception:
         self._modules.clear()
 
     def _watch(self, module: nn.Module) -> None:
-        if not isinstance(module._parameters, WatchedParameters):
+        if takes_hooks(module) and not isinstance(module._parameters, WatchedParameters):
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, self._use)
             self._modules.add(module)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +14,14 @@ from torch.optim import Optimizer
 from zero_precision import LossScale, NoLossScale
 
 from .errors import NonFiniteGradientError, PartitionError
+from .groups import AddParamGroup, check_groups
 from .model_parts import ModelParts, WholeModel
 from .needs import AveragingOptimizer, Need, NormOptimizer, need_of
 from .norm import NormSquared, norm_squared
+from .optimizer_states import ListedParameter, OptimizerStates, sharded_state
 from .partition import Partition
 from .updates import OwnedFragment, connect_norms, start_in_reduced, update_for
+from .user_gradients import WrittenGradients, as_message
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
 
@@ -74,6 +74,7 @@ class ShardedOptimizer:
         for index, gradients in partition.runtime.gradients.items():
             gradients.norm = self._norms[index, partition.rank]
         self.fragments: list[OwnedFragment] = []
+        self._listed: list[list[ListedParameter]] = []
         self._stepping = False
         self._update = update_for(optimizer, partition, whole=_needs_whole(optimizer, partition, self._parts))
         self._adopt(optimizer)
@@ -82,8 +83,11 @@ class ShardedOptimizer:
             optimizer.connect(partition.groups.gather)
             for gradients in partition.runtime.gradients.values():
                 gradients.stays_here = lambda: optimizer.wants_own_gradients
-        self._move_states_to_tier()
+        self._states = OptimizerStates(optimizer, self._listed, partition.states)
+        self._states.move_to_tier()
         optimizer.register_step_pre_hook(self._refuse_direct_step)
+        partition.runtime.watch_optimizer(optimizer)
+        partition.runtime.on_close(AddParamGroup(optimizer, partition).remove)
         partition.optimizer = weakref.ref(self)
 
     @property
@@ -105,6 +109,7 @@ class ShardedOptimizer:
         """
         runtime = self._partition.runtime
         runtime.refuse_torn("step")
+        check_groups(self.inner, len(self.fragments))
         runtime.end_backward()
         runtime.released_use.step_begins()
         touched, total, culprit = self._agree_on_gradients()
@@ -112,7 +117,7 @@ class ShardedOptimizer:
         norm = math.sqrt(total) / self.loss_scale.scale if total >= 0 else math.nan
         finite = math.isfinite(total)
         if not finite and isinstance(self.loss_scale, NoLossScale) and not self._skip_non_finite:
-            runtime.reducer.clear()
+            runtime.forget_gradients()
             raise NonFiniteGradientError(
                 f"the gradient norm of step {runtime.step} is {norm}: the first gradient that is not finite belongs to "
                 f"parameter '{culprit}'. The weights were not changed. Check the loss and the data of this step, lower "
@@ -122,7 +127,7 @@ class ShardedOptimizer:
         if taken:
             self._update.run(touched, self._factor(norm), self._step_inner)
             self._partition.publish()
-        runtime.reducer.clear()
+        runtime.forget_gradients()
         return StepResult(norm, taken)
 
     def synchronise(self) -> bool:
@@ -141,6 +146,7 @@ class ShardedOptimizer:
             if gradients.is_reduced:
                 with gradients.averaged(dirty=True) as averaged:
                     averaged.mul_(factor)
+        self._partition.runtime.user_gradients.refresh()
 
     def _factor(self, norm: float) -> float:
         factor = 1.0 / self.loss_scale.scale
@@ -154,15 +160,21 @@ class ShardedOptimizer:
         runtime = self._partition.runtime
         apart = isinstance(self.inner, AveragingOptimizer) and self.inner.wants_own_gradients
         whole = self._partition.options.stage == 0 and not apart
+        user = runtime.user_gradients
+        user.take(stepping=True)
         while True:
             squares = self._squares()
             mine = sum(squares) if apart else squares[self._partition.rank]
             culprit = "" if math.isfinite(mine) else self._first_non_finite()
-            late = runtime.reducer.unreduced()
-            answers = runtime.agree("step", "", [late, mine, self._untouched(), culprit])
+            late, report = runtime.reducer.unreduced(), as_message(user.report())
+            answers = runtime.agree("step", "", [late, mine, self._untouched(), culprit, report])
+            reports = [WrittenGradients(**answer[4]) for answer in answers]
+            if user.settle(reports):
+                continue
             if not any(answer[0] for answer in answers):
                 break
             runtime.reduce_late({unit for answer in answers for unit in answer[0]})
+        user.check(reports, [answer[2] for answer in answers])
         total = 0.0
         for rank, answer in enumerate(answers[: self._partition.world_size]):  # other copies have the same shards
             total += squares[rank] if whole else answer[1] / len(answers) if apart else answer[1]
@@ -227,24 +239,22 @@ class ShardedOptimizer:
         optimizer.state.clear()
         seen: set[int] = set()
         for number, group in enumerate(optimizer.param_groups):
-            tensors: list[nn.Parameter] = []
+            listed = []
             for position, parameter in enumerate(group["params"]):
-                for owned in self._own(parameter, number, position, seen):
-                    self.fragments.append(owned)
-                    tensors.append(owned.tensor)
+                name, fragments = self._own(parameter, number, position, seen)
+                listed.append(ListedParameter(name, parameter.shape, fragments))
+                for owned in fragments:
                     if parameter in old_state:
-                        optimizer.state[owned.tensor] = _cut_state(old_state[parameter], parameter, owned)
-            group["params"] = tensors
+                        state = sharded_state(old_state[parameter], name, parameter.shape, owned)
+                        optimizer.state[owned.tensor] = state
+            self._listed.append(listed)
+            group["params"] = [owned.tensor for parameter in listed for owned in parameter.fragments]
+            self.fragments.extend(owned for parameter in listed for owned in parameter.fragments)
 
-    def _move_states_to_tier(self) -> None:
-        """What the optimizer knew before it came here belongs where the tier keeps states."""
-        if self._partition.states is not None:
-            known = {o.fragment.entry.name: self.state[o.tensor] for o in self.fragments if o.tensor in self.state}
-            if known:
-                self._partition.states.write(known)
-            self.inner.state.clear()
-
-    def _own(self, parameter: nn.Parameter, group: int, position: int, seen: set[int]) -> Iterator[OwnedFragment]:
+    def _own(
+        self, parameter: nn.Parameter, group: int, position: int, seen: set[int]
+    ) -> tuple[str, tuple[OwnedFragment, ...]]:
+        """The name of a listed parameter, and what this rank updates of it."""
         where = f"param_groups[{group}]['params'][{position}]"
         if id(parameter) in seen:
             raise PartitionError(
@@ -254,12 +264,13 @@ class ShardedOptimizer:
         found = self._partition.find(parameter)
         if found is None:
             if not parameter.requires_grad or parameter.numel() == 0:
-                return
+                return where, ()
             raise PartitionError(
                 f"{where} (shape {tuple(parameter.shape)}) does not belong to the model given to initialize; "
                 "build the optimizer over that model's parameters"
             )
-        yield from self._update.own(*found)
+        unit, index = found
+        return unit.names[index], tuple(self._update.own(unit, index))
 
 
 def _needs_whole(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
@@ -287,15 +298,3 @@ def _needs_whole(optimizer: Optimizer, partition: Partition, parts: ModelParts) 
             "other model-parallel ranks the rest. Use an optimizer that treats elements one by one, AdamW for example."
         )
     return need is not Need.ELEMENTS
-
-
-def _cut_state(state: dict[str, Any], parameter: nn.Parameter, owned: OwnedFragment) -> dict[str, Any]:
-    """The part of a whole parameter's optimizer state that belongs to a fragment."""
-    start, end = owned.fragment.param_offset, owned.fragment.param_offset + owned.fragment.length
-    cut: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
-            cut[key] = value.flatten()[start:end].clone().view(owned.tensor.shape)
-        else:
-            cut[key] = copy.deepcopy(value)
-    return defaultdict(dict, cut) if isinstance(state, defaultdict) else cut

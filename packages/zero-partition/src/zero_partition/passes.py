@@ -10,6 +10,25 @@ from zero_comm import Control, Message
 _REQUEST = "request"
 
 
+class EndOfBackward:
+    """What autograd calls when its run is over, for a backward pass that the user started.
+
+    A run that raises drops it uncalled, before the exception reaches the user; then ``failed`` is called instead.
+    """
+
+    def __init__(self, end: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._end = end
+        self._failed: Callable[[], None] | None = failed
+
+    def __call__(self) -> None:
+        self._failed = None
+        self._end()
+
+    def __del__(self) -> None:
+        if self._failed is not None:
+            self._failed()
+
+
 class Agreement:
     """Keeps the ranks together; ``serve(unit, mine)`` takes part in a requested gather, ``mine`` if this rank wants it.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from zero_comm import CommError, EngineGroups
 
@@ -18,13 +19,15 @@ from .gradients import UnitGradients
 from .hooks import ModuleHooks, SavedViews, wraps_tensors
 from .interception import Interception
 from .pace import Pace
-from .passes import Agreement
+from .passes import Agreement, EndOfBackward
 from .recovery import Recovery, advise
 from .reducer import Reducer
 from .released_use import ReleasedUse
 from .residency import Residency
 from .unit import Unit, UnitState
 from .user_edits import UserEdits
+from .user_gradients import UserGradients
+from .zeroing import ZeroGrad, watch_modules
 
 _BACKWARD = "backward"
 _STEP = "step"
@@ -69,12 +72,12 @@ class Runtime:
         self.gatherer.soon = lambda units: residency.prefetch([u.name for u in units])
         self.reducer = Reducer(list(gradients), device, bucket_numel=bucket_numel)
         self.reducer.used = lambda: self.gatherer.used
+        self.user_gradients = UserGradients(gradients)
         self._pace = Pace(self.gatherer, self.reducer, lambda need: self.agree("learning", "", need))
         self._recovery = Recovery(groups, self.gatherer, self.reducer, self._pace)
         self._sharded = any(u.releasable for u in self.units)
         self._saved = SavedViews(self)
         self._in_backward = False
-        self._shows_gradients = False
         self._depth: dict[int, int] = {}
         self._members_run: dict[int, set[str]] = {}
         self._keepers: dict[int, set[str]] = {}
@@ -94,6 +97,8 @@ class Runtime:
         self._hooks = ModuleHooks(model, self.units, self)
         self._interception = Interception(model, self.units, self)
         self._compiled: CompiledRegions | None = None
+        zero_grads = watch_modules(model, self.discard_gradients) if self.gradients else []
+        self._closing = [zero_grad.remove for zero_grad in zero_grads]
 
     # -- the user's backward and the engine's ------------------------------------------------------------------------
 
@@ -106,6 +111,7 @@ class Runtime:
                 "backward was called inside synced(), where ranks may do different things; leave it first"
             )
         self.refuse_torn("backward")
+        self.user_gradients.take()
         self.hide_gradients()
         reduces = self.reduces_now()
         self._in_backward = True
@@ -139,22 +145,31 @@ class Runtime:
         works = [work for g in self.gradients.values() if (work := g.gather_whole(self.step)) is not None]
         for work in works:
             work.wait()
-        for gradients in self.gradients.values():
-            for parameter, view, touched in gradients.visible():
-                shown = view if view.dtype is parameter.dtype else view.to(parameter.dtype)  # cast inside forward
-                parameter.grad = shown if touched or bool(view.any()) else None
-                self._shows_gradients = True
+        self.user_gradients.show()
 
     def hide_gradients(self) -> None:
         """Take the averaged gradients off the parameters again: autograd would add to them in place."""
-        if self._shows_gradients:
-            for gradients in self.gradients.values():
-                for parameter in gradients.unit.parameters:
-                    parameter.grad = None
-            self._shows_gradients = False
+        self.user_gradients.hide()
+
+    def discard_gradients(self, parameters: Iterable[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
+        """Forget the gradients of ``parameters`` (None: of all) since the last step, as ``zero_grad`` does; every rank
+        does it at the same point. Raises `PartitionError` inside a backward pass."""
+        if self._in_backward:
+            raise PartitionError(
+                "zero_grad was called inside a backward pass, while gradients are on their way; call it before or after"
+            )
+        self.user_gradients.discard(parameters, set_to_none=set_to_none)
+        if parameters is None:
+            self.reducer.torn = None
+
+    def forget_gradients(self) -> None:
+        """A step is over: there are no gradients before the next backward pass."""
+        self.reducer.clear()
+        self.user_gradients.forget()
 
     def flush(self) -> None:
         """Reduce gradients that came after their unit's turn, on any rank; all ranks call it at the same point."""
+        self.user_gradients.take()
         self.reduce_late({unit for answer in self.agree("flush", "", self.reducer.unreduced()) for unit in answer})
 
     def reduce_late(self, units: set[int]) -> None:
@@ -176,7 +191,7 @@ class Runtime:
         """``payload`` and what else the other ranks have to know now."""
         news = self.gatherer.take_news() if self._sharded else {}
         edits = self.edits.report(kind, in_pass=self.gatherer.active)
-        return [payload, news, self.reducer.observed(), self._take_changed(), edits]
+        return [payload, news, self.reducer.observed(), self._take_changed(), edits, self.user_gradients.discards]
 
     def _learn(self, answers: list[Any], kind: str) -> list[Any]:
         if any(answer[1] for answer in answers):
@@ -186,7 +201,19 @@ class Runtime:
         for index in {index for answer in answers for index in answer[3]}:
             self.units[index].route.weights_changed()
         self.edits.settle([answer[4] for answer in answers], kind)
+        self._check_discards([answer[5] for answer in answers])
         return [answer[0] for answer in answers]
+
+    def _check_discards(self, discards: Sequence[int]) -> None:
+        apart = next((rank for rank, other in enumerate(discards) if other != discards[0]), None)
+        if apart is not None:
+            did, did_not = (0, apart) if discards[0] else (apart, 0)
+            how = "of other parameters" if discards[did_not] else "not"
+            raise PartitionError(
+                f"rank {did} discarded gradients that were averaged already (zero_grad) and rank {did_not} did {how}: "
+                "each rank would be left with a part. Call zero_grad on every rank at the same point. The weights were "
+                "not changed."
+            )
 
     def shard_changed(self, unit: Unit) -> None:
         """This rank alone has written other weights into its shard; all ranks learn it when they next agree."""
@@ -292,6 +319,16 @@ class Runtime:
             self._compiled.remove()
         self._hooks.remove()
         self._interception.remove()
+        for remove in self._closing:
+            remove()
+
+    def watch_optimizer(self, optimizer: Optimizer) -> None:
+        """Have ``optimizer.zero_grad`` forget all gradients."""
+        self.on_close(ZeroGrad(optimizer, self.discard_gradients).remove)
+
+    def on_close(self, remove: Callable[[], None]) -> None:
+        """Call ``remove`` when the runtime is closed."""
+        self._closing.append(remove)
 
     # -- what the hooks report ---------------------------------------------------------------------------------------
 
@@ -370,10 +407,10 @@ class Runtime:
 
     def gradient_ready(self, unit: Unit, index: int) -> None:
         """Autograd has finished a parameter."""
+        parameter = unit.parameters[index]
+        gradient, parameter.grad = parameter.grad, None
         if not self._in_backward:
             self._begin_plain_backward()
-        parameter = unit.parameters[index]
-        gradient = parameter.grad
         if gradient is None:
             return
         if gradient.requires_grad:
@@ -387,7 +424,6 @@ class Runtime:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         self.gradients[unit.index].add(index, gradient, more_follow=not self.reducer.active)
-        parameter.grad = None
         if self.reducer.active and self.reducer.arrived(unit.index):
             self.gatherer.leave(unit)
 
@@ -469,7 +505,9 @@ class Runtime:
     def _begin_forward(self, name: str) -> None:
         if self._in_backward:
             return
-        self.hide_gradients()
+        self.user_gradients.take()
+        if self._trains:
+            self.hide_gradients()
         key = _forward_key(name)
         self.edits.forward_begins(key)
         if not self._sharded:
@@ -503,7 +541,14 @@ class Runtime:
         if refusal is not None:
             raise RuntimeError(refusal)
         self.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        end = EndOfBackward(self.end_backward, self._leave_failed_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _leave_failed_backward(self) -> None:
+        """``loss.backward()`` has raised: end the pass, or tell the other ranks where they may wait for this one."""
+        if self._in_backward and self._failure is None:
+            cause = "loss.backward() raised on this rank before its gradients were complete"
+            self.failed_in(_BACKWARD, PartitionError(cause))
 
     def _idle_in_backward(self, unit: Unit) -> bool:
         """Frozen units have no gradient that says when backward is done with them; those with one member go by the

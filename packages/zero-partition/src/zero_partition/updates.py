@@ -184,7 +184,8 @@ class TierUpdate:
             return
         for fragment in unit.layout.fragments(self._partition.rank):
             if fragment.entry is unit.layout.entries[number]:
-                placeholder = torch.zeros((), device=self._partition.device).expand(fragment.length)
+                wide = torch.promote_types(unit.plan.dtype, torch.float32)
+                placeholder = torch.zeros((), dtype=wide, device=self._partition.device).expand(fragment.length)
                 owned = OwnedFragment(unit, number, fragment, nn.Parameter(placeholder))
                 self.fragments.append(owned)
                 yield owned

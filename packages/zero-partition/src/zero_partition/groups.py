@@ -1,0 +1,61 @@
+"""Param groups that the user adds after the engine was made."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .errors import PartitionError
+from .partition import Partition
+
+
+class AddParamGroup:
+    """`add_param_group` of an optimizer whose groups hold fragments: refuses by name, and changes nothing.
+
+    It stands in the optimizer's own ``__dict__`` until `remove`; pickles of the optimizer have the method of its class.
+    """
+
+    def __init__(self, optimizer: Optimizer, partition: Partition) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._partition = weakref.ref(partition)
+        optimizer.__dict__["add_param_group"] = self
+
+    def __call__(self, param_group: dict[str, Any]) -> None:
+        """Raise `PartitionError`, naming the group's first parameter and what to do instead."""
+        given = param_group.get("params", ())
+        first = given if isinstance(given, torch.Tensor) else next(iter(given), None)
+        raise PartitionError(
+            f"optimizer.add_param_group: {self._describe(first)} had no master, no gradient buffer and no state when "
+            "the engine was made, and gets none now. Give all parameters that will be trained to the optimizer before "
+            "initialize, while they require gradients, and call requires_grad_(False) on those whose turn comes "
+            "later: until requires_grad_(True) they have no decay and no change of state, as in torch. Nothing was "
+            "changed."
+        )
+
+    def remove(self) -> None:
+        """Give the optimizer its own method back."""
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.__dict__.get("add_param_group") is self:
+            del optimizer.__dict__["add_param_group"]
+
+    def _describe(self, parameter: Any) -> str:
+        if isinstance(parameter, tuple):
+            parameter = parameter[-1]
+        partition = self._partition()
+        found = partition.find(parameter) if partition is not None else None
+        if found is not None:
+            return f"parameter '{found[0].names[found[1]]}'"
+        return f"a parameter of shape {tuple(getattr(parameter, 'shape', ()))} that is not of the engine's model"
+
+
+def check_groups(optimizer: Optimizer, expected: int) -> None:
+    """Raise `PartitionError` when the groups hold more or fewer tensors than the ``expected`` fragments."""
+    held = sum(len(group["params"]) for group in optimizer.param_groups)
+    if held != expected:
+        raise PartitionError(
+            f"optimizer.param_groups was changed after initialize: it holds {held} tensors, expected this rank's "
+            f"{expected} fragments. Change hyperparameters only; the weights were not changed."
+        )

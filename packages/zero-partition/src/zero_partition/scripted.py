@@ -1,0 +1,44 @@
+"""torch.jit modules, which take no hooks: the module around them reports for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from .errors import PartitionError
+from .units import UnitPlan
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """Whether torch lets hooks be registered on ``module``; it does not on scripted and traced ones."""
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
+def report_by_enclosing_modules(model: nn.Module, plans: Iterable[UnitPlan], *, released: bool) -> None:
+    """Replace scripted members of ``plans`` by the innermost modules around them that take hooks and are called.
+
+    ``released``: parameters are sharded. Raises `PartitionError` where ``model`` itself is scripted then: nothing says
+    when it runs.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for plan in plans:
+        for name in [n for n, module in plan.members.items() if not takes_hooks(module)]:
+            del plan.members[name]
+            around = name
+            while around and not reports_calls(modules[around]):
+                around = around.rpartition(".")[0]
+            if takes_hooks(modules[around]):
+                plan.members[around] = modules[around]
+            elif released:
+                raise PartitionError(
+                    f"parameter '{next(iter(plan.parameters))}' belongs to a torch.jit module that is the model "
+                    "itself: it takes no hooks, so at stage 3 nothing says when its parameters are needed. Make it a "
+                    "submodule of a plain nn.Module, or use stage 2."
+                )
+
+
+def reports_calls(module: nn.Module) -> bool:
+    """Whether hooks on ``module`` say when it runs; lists and dicts of modules are never called."""
+    return takes_hooks(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))

@@ -1,0 +1,247 @@
+"""Gradients where the user sees and writes them: the parameters' ``.grad``."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import PartitionError
+from .gradients import UnitGradients
+
+
+@dataclass(frozen=True)
+class WrittenGradients:
+    """What one rank says about gradients that its user wrote since the last step; travels with the step's message.
+
+    ``written``: by unit, the numbers of the parameters whose ``.grad`` was assigned, edited or taken away.
+    ``edited``: by unit, a digest of what in-place changes left of the average (stage 0).
+    """
+
+    written: dict[str, list[int]] = field(default_factory=dict)
+    edited: dict[str, int] = field(default_factory=dict)
+
+
+class UserGradients:
+    """Shows averaged gradients in ``.grad`` (stage 0) and takes over what the user leaves there (every stage).
+
+    [Note: written gradients] What a rank's user leaves in ``p.grad`` is that rank's gradient of ``p``: it takes the
+    place of all that backward has given since the last step, later passes add to it, and it is averaged over the ranks
+    like autograd's own. ``None`` is no gradient. Both are found by comparing with what the engine left there, where a
+    pass or a step begins. A parameter that backward gave a gradient is written on every rank or on none: a part of an
+    average cannot be taken back.
+
+    Attributes:
+        refuses: returns why gradients must not be written now, None when they may.
+        discards: a digest of what was discarded since the last step after it was reduced; the same on every rank.
+    """
+
+    def __init__(self, gradients: Sequence[UnitGradients]) -> None:
+        self.refuses: Callable[[], str | None] = lambda: None
+        self.discards = 0
+        self._gradients = {g.unit.index: g for g in gradients}
+        self._parameters = [p for g in gradients for p in g.unit.parameters]
+        self._shown: dict[int, list[torch.Tensor | None]] = {}
+        self._versions: dict[int, int] = {}
+        self._written: dict[int, set[int]] = {}
+        self._edited: set[int] = set()
+
+    # -- what the user sees ------------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Where this rank keeps full averaged gradients (stage 0), make them the parameters' ``.grad``."""
+        for index, gradients in self._gradients.items():
+            shown: list[torch.Tensor | None] = []
+            for parameter, view, touched in gradients.visible():
+                seen = view if view.dtype is parameter.dtype else view.to(parameter.dtype)  # cast inside forward
+                parameter.grad = seen if touched or bool(view.any()) else None
+                shown.append(parameter.grad)
+            if shown:
+                self._shown[index] = shown
+                self._note_version(index)
+
+    def refresh(self) -> None:
+        """The engine itself has changed averaged gradients: show what they are now."""
+        if self._shown:
+            self.show()
+
+    def hide(self) -> None:
+        """Take the averaged gradients off the parameters again: autograd would add to them in place."""
+        for index in self._shown:
+            for parameter in self._gradients[index].unit.parameters:
+                parameter.grad = None
+        self._shown.clear()
+        self._edited.clear()
+
+    # -- what the user writes ----------------------------------------------------------------------------------------
+
+    def take(self, *, stepping: bool = False) -> None:
+        """Take over what the user has left in ``.grad`` since the engine last looked. Does not communicate.
+
+        ``stepping``: no backward pass follows before the step; in-place changes that turn out to be the same on every
+        rank can stay where they are.
+        """
+        if not self._shown and not self._any_written():
+            return
+        for index, gradients in self._gradients.items():
+            shown = self._shown.get(index, [None] * len(gradients.unit.parameters))
+            new = {
+                number: parameter.grad
+                for number, (parameter, before) in enumerate(zip(gradients.unit.parameters, shown, strict=True))
+                if parameter.grad is not before
+            }
+            if index in self._shown and self._was_edited(index):
+                self._check_allowed(gradients.unit.names[0])
+                gradients.adopt_shown()
+                self._edited.add(index)
+            for number, gradient in new.items():
+                self._check_allowed(gradients.unit.names[number])
+                self._replace(gradients, number, gradient)
+            self._note_version(index)
+        if not stepping:
+            self._resend(self._edited)
+
+    def report(self) -> WrittenGradients:
+        """What this rank's user wrote since the last step."""
+        return WrittenGradients(
+            {str(index): sorted(numbers) for index, numbers in self._written.items()},
+            {str(index): self._gradients[index].digest() for index in sorted(self._edited)},
+        )
+
+    def settle(self, reports: Sequence[WrittenGradients]) -> bool:
+        """Have in-place changes that differ between ranks averaged; returns whether there are any, to be reduced.
+
+        ``reports``: every rank's, in rank order. Raises `PartitionError` on every rank where only some ranks made any.
+        """
+        edited = {index for report in reports for index in report.edited}
+        for index in sorted(edited, key=int):
+            without = [rank for rank, report in enumerate(reports) if index not in report.edited]
+            if without:
+                unit = self._gradients[int(index)].unit
+                editor = next(rank for rank in range(len(reports)) if rank not in without)
+                raise PartitionError(
+                    f"gradients of the unit of parameter '{unit.names[0]}' were changed in place on rank {editor} and "
+                    f"not on rank {without[0]}. Change p.grad on every rank or on none. The weights were not changed."
+                )
+        apart = {int(index) for index in edited if len({report.edited.get(index) for report in reports}) > 1}
+        self._resend(apart)
+        return bool(apart)
+
+    def check(self, reports: Sequence[WrittenGradients], untouched: Sequence[dict[str, list[int]]]) -> None:
+        """Refuse, on every rank alike, gradients that some ranks have written and others have from backward.
+
+        ``untouched``: by rank and unit, the numbers of the parameters that have no gradient there.
+        """
+        for index in sorted({int(index) for report in reports for index in report.written}):
+            wrote = [set(report.written.get(str(index), ())) for report in reports]
+            for number in sorted(set.union(*wrote)):
+                writers = [rank for rank, numbers in enumerate(wrote) if number in numbers]
+                others = [
+                    rank
+                    for rank in range(len(reports))
+                    if rank not in writers and number not in untouched[rank].get(str(index), ())
+                ]
+                if others:
+                    raise PartitionError(
+                        f"the gradient of parameter '{self._gradients[index].unit.names[number]}' was written on "
+                        f"rank {writers[0]}, but rank {others[0]} has one from backward: the average of both is no "
+                        "gradient of either. Write p.grad on every rank or on none. The weights were not changed."
+                    )
+
+    def discard(self, parameters: Iterable[nn.Parameter] | None, *, set_to_none: bool) -> None:
+        """Forget the gradients of ``parameters`` (None: of all), or with ``set_to_none`` false make them zeros."""
+        numbers = self._numbers(parameters)
+        if not numbers:
+            return
+        reduced = any(self._gradients[index].is_reduced for index in numbers)
+        everything = sum(map(len, numbers.values())) == len(self._parameters)
+        if everything and set_to_none:
+            self._clear()
+        else:
+            self.take(stepping=True)
+            for index, chosen in numbers.items():
+                self._gradients[index].discard(chosen, keep_zeros=not set_to_none)
+                if set_to_none:
+                    self._written.get(index, set()).difference_update(chosen)
+            self.refresh()
+        if reduced:
+            what = "everything" if everything else str(sorted(numbers.items()))
+            self.discards = zlib.crc32(f"{what} {set_to_none}".encode(), self.discards) or 1
+
+    def forget(self) -> None:
+        """A step is over: nothing is written or discarded yet before the next one."""
+        self._written.clear()
+        self._edited.clear()
+        self.discards = 0
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _any_written(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():  # released parameters answer by a Python call else
+            return any(parameter.grad is not None for parameter in self._parameters)
+
+    def _clear(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                parameter.grad = None
+        for gradients in self._gradients.values():
+            gradients.clear()
+        self._shown.clear()
+        self._written.clear()
+        self._edited.clear()
+
+    def _version(self, index: int) -> int | None:
+        """The version of what is shown of a unit: its parameters' gradients are views of one tensor, and share it."""
+        return next((t._version for t in self._shown.get(index, ()) if t is not None), None)
+
+    def _note_version(self, index: int) -> None:
+        version = self._version(index)
+        if version is not None:
+            self._versions[index] = version
+
+    def _was_edited(self, index: int) -> bool:
+        version = self._version(index)
+        return version is not None and version != self._versions[index]
+
+    def _check_allowed(self, name: str) -> None:
+        refusal = self.refuses()
+        if refusal is not None:
+            raise PartitionError(f"the gradient of parameter '{name}' was written: {refusal}")
+
+    def _replace(self, gradients: UnitGradients, number: int, gradient: torch.Tensor | None) -> None:
+        """``gradient`` instead of all that there is of this parameter."""
+        unit = gradients.unit
+        gradients.discard([number])
+        if gradient is not None:
+            dense = gradient.detach() if gradient.layout == torch.strided else gradient.detach().to_dense()
+            gradients.add(number, dense, more_follow=True)
+        unit.parameters[number].grad = None
+        if unit.index in self._shown:
+            self._shown[unit.index][number] = None
+        self._written.setdefault(unit.index, set()).add(number)
+
+    def _resend(self, units: Iterable[int]) -> None:
+        """What is shown of ``units`` is this rank's gradient from now on, to be averaged again."""
+        for index in sorted(units):
+            gradients = self._gradients[index]
+            for number, shown in enumerate(self._shown.get(index, ())):
+                if shown is not None:
+                    self._replace(gradients, number, gradients.full(number))
+        self._edited.difference_update(set(units))
+
+    def _numbers(self, parameters: Iterable[nn.Parameter] | None) -> dict[int, list[int]]:
+        chosen = None if parameters is None else {id(p) for p in parameters}
+        found = {
+            index: [n for n, p in enumerate(g.unit.parameters) if chosen is None or id(p) in chosen]
+            for index, g in self._gradients.items()
+        }
+        return {index: numbers for index, numbers in found.items() if numbers}
+
+
+def as_message(report: WrittenGradients) -> dict[str, Any]:
+    """A report as plain data; empty in an ordinary step."""
+    return asdict(report) if report.written or report.edited else {}

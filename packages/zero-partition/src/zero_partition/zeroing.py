@@ -1,0 +1,69 @@
+"""`zero_grad` of the user's own objects also forgets what the engine holds."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class Discard(Protocol):
+    """Forgets gradients that the engine holds."""
+
+    def __call__(self, *, set_to_none: bool) -> None: ...
+
+
+class ZeroGrad:
+    """The `zero_grad` of one object, an optimizer or a module, while an engine holds its parameters' gradients.
+
+    It stands in the object's own ``__dict__``, as torch's schedulers do with ``optimizer.step``; no class is changed.
+    Copies and pickles of the object have the method of their class.
+    """
+
+    def __init__(self, owner: Any, discard: Discard) -> None:
+        self._owner = weakref.ref(owner)
+        self._own: Callable[..., Any] = owner.zero_grad
+        self._before = owner.__dict__.get("zero_grad")
+        self._discard = discard
+        owner.__dict__["zero_grad"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forget the gradients, or with ``set_to_none`` (the first argument) false have zeros where there are any."""
+        self._discard(set_to_none=bool(args[0] if args else kwargs.get("set_to_none", True)))
+        return self._own(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the object its own method back."""
+        owner = self._owner()
+        if owner is None or owner.__dict__.get("zero_grad") is not self:
+            return
+        if self._before is None:
+            del owner.__dict__["zero_grad"]
+        else:
+            owner.__dict__["zero_grad"] = self._before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner(), "zero_grad")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._owner())]
+        return getattr(copied, "zero_grad")  # noqa: B009 - the copy's class has it; its __dict__ is empty still
+
+
+def watch_modules(model: nn.Module, discard: Callable[..., None]) -> list[ZeroGrad]:
+    """Have every module of ``model`` that holds parameters call ``discard(parameters, set_to_none=…)`` in its
+    `zero_grad`; with None for parameters where they are all of the model's."""
+
+    def of(module: nn.Module) -> Discard:
+        reference = weakref.ref(module)
+
+        def forget(*, set_to_none: bool) -> None:
+            found = reference()
+            whole = found is model
+            discard(None if found is None or whole else found.parameters(), set_to_none=set_to_none)
+
+        return forget
+
+    return [ZeroGrad(module, of(module)) for module in model.modules() if any(True for _ in module.parameters())]

@@ -1,0 +1,153 @@
+"""State dicts of the returned optimizer: plain torch's are loaded, its own come back, others are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+import zoo
+from training import DTYPES, LR, Run, deviation
+
+import zero_core
+from zero_comm import run_ranks
+from zero_partition import PartitionError
+
+STAGES = (0, 1, 2, 3)
+SOAK = pytest.mark.soak
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9),
+}
+
+
+def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two groups; the first has a frozen parameter in it."""
+    model.blocks[1].up.weight.requires_grad_(False)
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": LR / 2}]
+
+
+def plain(optimizer: str, steps: int, model: Any = None, state: Any = None) -> tuple[Any, Any]:
+    """Train in one process; return the model and the optimizer's state dict."""
+    model = model if model is not None else zoo.build("plain")
+    chosen = OPTIMIZERS[optimizer](groups_of(model))
+    if state is not None:
+        chosen.load_state_dict(copy.deepcopy(state))  # torch trains on what it is given
+    for step in range(steps):
+        sum(model(*zoo.batch(step, 0))).backward()
+        chosen.step()
+        chosen.zero_grad()
+    return model, copy.deepcopy(chosen.state_dict())
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def start(optimizer: str, stage: int, zero: dict[str, Any], model: Any = None, dtype: str = "fp64") -> Any:
+    model = model if model is not None else zoo.build("plain", DTYPES["fp32" if dtype == "bf16" else dtype])
+    settings = training.config(Run(dtype=dtype), stage, dist.get_world_size(), **zero)
+    return zero_core.initialize(model=model, optimizer=OPTIMIZERS[optimizer](groups_of(model)), config=settings)[0]
+
+
+def train(engine: Any, first: int, last: int) -> None:
+    training.train(engine, Run(), first, last)
+
+
+def loads_plain(cases: list[tuple[str, int, dict[str, Any]]], states: dict[str, Any]) -> list[Any]:
+    """The weights after a plain optimizer's state was loaded and two steps taken; its learning rates come too."""
+    found = []
+    for optimizer, stage, zero in cases:
+        engine = start(optimizer, stage, zero)
+        train(engine, 5, 6)
+        with engine.gathered(engine.module.parameters(), modifier_rank=0):
+            engine.module.load_state_dict(zoo.build("plain").state_dict())
+        engine.optimizer.load_state_dict(states[optimizer])
+        train(engine, 0, 2)
+        found.append((training.weights(engine), engine.get_lr()))
+        engine.destroy(whole=False)
+    return found
+
+
+def tiers(folder: Path) -> list[dict[str, Any]]:
+    nvme = {"device": "nvme", "nvme_path": str(folder)}
+    return [{}, {"offload_optimizer": {"device": "cpu"}}, {"offload_optimizer": nvme}]
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+def test_a_plain_optimizers_state_is_loaded(world_size: int, tmp_path: Path) -> None:
+    states = {}
+    for name in OPTIMIZERS:
+        states[name] = plain(name, 3)[1]
+        states[name]["param_groups"][1]["lr"] = LR / 4
+    stages = {1: (3,), 2: STAGES, 3: (2,)}[world_size]
+    cases = [("adamw", stage, zero) for stage in stages for zero in tiers(tmp_path)[: 3 if stage == 2 else 1]]
+    cases += [("sgd", stages[-1], zero) for zero in tiers(tmp_path)[: 2 if stages[-1] else 1]]
+    expected = {name: weights_of(plain(name, 2, state=states[name])[0]) for name in OPTIMIZERS}
+    for found in run_ranks(loads_plain, world_size, cases, states):
+        for (name, stage, zero), (weights, rates) in zip(cases, found, strict=True):
+            assert deviation(weights, expected[name]) <= 1e-12, (name, stage, zero)
+            assert rates == [LR, LR / 4]
+
+
+def goes_back(cases: list[tuple[int, dict[str, Any], str]]) -> list[bool]:
+    """Whether steps repeat to the bit after weights and states were put back, as a learning-rate finder does."""
+    found = []
+    for stage, zero, dtype in cases:
+        engine = start("adamw", stage, zero, dtype=dtype)
+        for before in (0, 2):
+            train(engine, 0, before)
+            states = copy.deepcopy(engine.optimizer.state_dict())
+            masters = training.weights(engine)
+            train(engine, 2, 4)
+            once = training.weights(engine)
+            for name, p in engine.module.named_parameters():
+                engine.set_full_param(p, masters[name])
+            engine.optimizer.load_state_dict(states)
+            train(engine, 2, 4)
+            found.append(training.bits(once) == training.bits(training.weights(engine)))
+        engine.destroy(whole=False)
+    return found
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_the_optimizers_own_state_dict_comes_back_to_the_bit(world_size: int, tmp_path: Path) -> None:
+    cases = [(stage, {}, "fp64") for stage in STAGES] + [(2, zero, "bf16") for zero in tiers(tmp_path)]
+    for found in run_ranks(goes_back, world_size, cases):
+        assert all(found), list(zip(cases, found, strict=False))
+
+
+def refusals(stage: int, state: Any) -> list[str]:
+    found = []
+    for wrong in ("fewer parameters", "another shape", "another model's", "groups"):
+        engine = start("adamw", stage, {})
+        given = copy.deepcopy(state)
+        if wrong == "fewer parameters":
+            given["param_groups"][0]["params"] = given["param_groups"][0]["params"][:-1]
+        elif wrong == "another shape":
+            given["state"][0]["exp_avg"] = given["state"][0]["exp_avg"][:-1]
+        elif wrong == "groups":
+            given["param_groups"] = given["param_groups"][:1]
+        else:
+            given["state"] = {k: {**v, "exp_avg": v["exp_avg"].flatten()[:2]} for k, v in given["state"].items()}
+        try:
+            engine.optimizer.load_state_dict(given)
+            found.append("loaded")
+        except PartitionError as error:
+            found.append(str(error))
+        engine.destroy(whole=False)
+    return found
+
+
+@pytest.mark.parametrize("stage", (1, pytest.param(2, marks=SOAK), 3))
+def test_a_state_that_does_not_fit_is_refused_by_name(stage: int) -> None:
+    state = plain("adamw", 1)[1]
+    for found in run_ranks(refusals, 2, stage, state):
+        assert "full parameters" in found[0]
+        assert all("'exp_avg' of parameter 'embedding.weight': expected shape (13, 8)" in text for text in found[1:3])
+        assert "param group" in found[3]
