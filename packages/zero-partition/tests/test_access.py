@@ -83,7 +83,7 @@ def test_what_the_modifier_rank_writes_becomes_every_ranks_value_and_its_master(
 
 def write_outside(how: str) -> str:
     model = make()
-    cut(model, 3)
+    parts = cut(model, 3)
     try:
         if how == "fill":
             with torch.no_grad():
@@ -91,6 +91,7 @@ def write_outside(how: str) -> str:
         else:
             model.norm.weight.data = torch.full((7,), torch.nan, dtype=torch.float64)
         model(tokens())
+        parts.close()
     except PartitionError as error:
         return str(error)
     return "none"
