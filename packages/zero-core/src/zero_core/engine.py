@@ -31,6 +31,7 @@ from .parking import ParkedStates
 from .preparation import Preparation
 from .report import startup_report
 from .schedules import Scheduler
+from .virtual_ranks import MicroBatches, micro_batches
 
 logger = logging.getLogger("zero_core")
 
@@ -56,6 +57,7 @@ class Engine(Preparation):
         instruments: what is timed, counted and printed.
         checkpointing: where `zero_core.checkpointing.checkpoint` keeps activations inside this engine's forward.
         observer: told of losses and steps.
+        micro_batches: what a step is made of.
         load_report: what the last `load_checkpoint` did to each name (a `zero_ckpt.LoadReport`); None before.
         model_part: what this rank's model is of the whole one, under an mpu.
         reports: whether this rank, the first of the job, prints and logs for all.
@@ -95,6 +97,7 @@ class Engine(Preparation):
         )
         self._accumulated = 0
         self._scaled = False
+        self.micro_batches: MicroBatches = micro_batches(config, partition, module)
         self._collate_fn = collate_fn
         self.training_dataloader: RankLoader[Any] | None = None
         self.observer: Observer = Unobserved()
@@ -122,8 +125,9 @@ class Engine(Preparation):
         self._check_open("forward")
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast_floating((args, kwargs), torch.float16)
+        micro_batch = self.micro_batches.forward(self.global_steps, self._accumulated)
         with self._may_fail("forward"), self._autocast(), self.checkpointing.running():
-            with self.instruments.during("forward"), self.offloading.forward():
+            with self.instruments.during("forward"), self.offloading.forward(), micro_batch:
                 return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -134,7 +138,9 @@ class Engine(Preparation):
         """
         self._check_trainable("backward")
         precise = _precise("backward", loss)
-        scaled = precise / self.gradient_accumulation_steps() if scale_wrt_gas else precise
+        steps = self.gradient_accumulation_steps()
+        self.micro_batches.before_backward(self.global_steps, self._accumulated)
+        scaled = self.micro_batches.to_backpropagate(precise, steps, divide=scale_wrt_gas)
         with self._may_fail("backward"):
             self.observer.loss(loss)
             with self.instruments.during("backward"):
@@ -144,7 +150,7 @@ class Engine(Preparation):
                     torch.autograd.backward(whole, retain_graph=retain_graph)
                 with self.instruments.during("backward_allreduce"):
                     self._partition.runtime.end_backward()
-        returned = scaled.detach()
+        returned = (precise / steps if scale_wrt_gas else precise).detach()
         self.instruments.loss(returned)
         return returned
 
@@ -172,6 +178,7 @@ class Engine(Preparation):
         sharded = self._check_trainable("step")
         self._partition.runtime.refuse_torn("step")
         boundary = self.is_gradient_accumulation_boundary()
+        self.micro_batches.before_step(self._accumulated, boundary=boundary)
         self._accumulated = 0 if boundary else self._accumulated + 1
         self.micro_steps += 1
         self._partition.groups.control.watched.micro_batches = self.micro_steps
@@ -209,6 +216,11 @@ class Engine(Preparation):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide yourself whether the current micro-batch ends an accumulation; holds until set again."""
         self._boundary = is_boundary
+
+    def virtual_rank(self) -> int:
+        """The number of the present micro-batch among those of the step on all ranks: micro-batch j of rank r of N is
+        j N + r. Under ``deterministic.across_world_sizes`` what it computes depends on nothing else of the three."""
+        return self._accumulated * self._partition.data_world_size + self._partition.data_rank
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -252,6 +264,7 @@ class Engine(Preparation):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the averaged gradients to the global norm ``max_norm`` now; return the norm before. Collective."""
         sharded = self._check_trainable("clip_grad_norm_")
+        self.micro_batches.before("clip_grad_norm_", self._accumulated)
         with self.told_to_all():
             norm = sharded.gradient_norm()
             sharded.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
@@ -307,7 +320,7 @@ class Engine(Preparation):
                 "loss.backward() does not scale the loss, but fp16 needs it: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        return None
+        return self.micro_batches.no_plain_backward()
 
     def _autocast(self) -> Any:
         section = self._config.torch_autocast

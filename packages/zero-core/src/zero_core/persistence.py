@@ -12,6 +12,7 @@ from zero_ckpt import LoadReport
 from . import checkpoint
 from .errors import UsageError
 from .parking import ParkedStates, kinds_of
+from .virtual_ranks import MicroBatches
 from .whole_values import WholeValues
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class Persistence(WholeValues):
     _saver: checkpoint.Saver
     _in_memory: checkpoint.InMemory
     offloading: Offloading
+    micro_batches: MicroBatches
+    _accumulated: int
 
     def save_checkpoint(
         self,
@@ -44,6 +47,7 @@ class Persistence(WholeValues):
         self._check_open("save_checkpoint")
         if not str(save_dir):
             raise UsageError("save_checkpoint(save_dir): expected a directory, got an empty string")
+        self.micro_batches.before("save_checkpoint", self._accumulated)
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         root = self.model_part.folder(Path(save_dir))
         with self._engine().told_to_all(), self.model_part.together("save_checkpoint"):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from zero_comm import Group, Reduction, Tag, Work
 
-from .norm import NormSquared, norm_squared
+from .leaves import LeafTree
+from .norm import norm_squared
 from .tier import StateTier
 from .unit import Unit
 
@@ -22,7 +23,8 @@ class UnitGradients:
     several backward passes add up in it; else that buffer has the parameters' dtype. ``wire_dtype``: what travels.
     ``keep_flat``: the flat buffer is kept from step to step (stages 0 and 1) instead of until it was reduced.
     ``whole``: the group in which every rank gets all of the reduced gradient (stage 0), else None. ``states``: where
-    the reduced gradient is kept; without it, on the device.
+    the reduced gradient is kept; without it, on the device. ``leaves``: the reductions of a step are added along a
+    tree, and there is a reduced gradient when all of them are there.
 
     Attributes:
         reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``whole`` the full flat buffer;
@@ -41,12 +43,15 @@ class UnitGradients:
         keep_flat: bool,
         whole: Group | None,
         states: StateTier | None = None,
+        leaves: LeafTree | None = None,
     ) -> None:
         self.unit = unit
-        self.norm: NormSquared = norm_squared
+        self.norm: Callable[[torch.Tensor], Any] = norm_squared
+        self.leaves = leaves
+        self._leaf: torch.Tensor | None = None
         self._states = states
         self._arriving: torch.Tensor | None = None
-        self._square: float | None = None
+        self._square: Any = None
         self.reduced: torch.Tensor | None = None
         self.touched = [False] * len(unit.parameters)
         self.stays_here: Callable[[], bool] = lambda: False
@@ -66,6 +71,16 @@ class UnitGradients:
         return any(self._present)
 
     @property
+    def present(self) -> Sequence[bool]:
+        """For each parameter, whether there is a gradient here that no reduction has taken yet."""
+        return tuple(self._present)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether every parameter has a gradient here that no reduction has taken yet."""
+        return all(self._present)
+
+    @property
     def is_reduced(self) -> bool:
         """Whether there has been a reduction since `clear`; the same on every rank."""
         return self._states.has_gradient(self.unit.name) if self._states is not None else self.reduced is not None
@@ -81,8 +96,8 @@ class UnitGradients:
             with self._states.gradient(self.unit.name, dirty=dirty) as gradient:
                 yield gradient
 
-    def square(self) -> float:
-        """Sum of squares of this rank's averaged shard; only when `is_reduced`, below stage 0."""
+    def square(self) -> Any:
+        """What `norm` says of this rank's averaged shard: its sum of squares; only when `is_reduced`, below stage 0."""
         if self._square is None:
             with self.averaged() as gradient:
                 self._square = self.norm(gradient)
@@ -132,6 +147,8 @@ class UnitGradients:
 
     def end_reduce(self) -> None:
         """The reduction has arrived."""
+        if self.leaves is not None:
+            self._add_leaf(self.leaves)
         arriving, self._arriving = self._arriving, None
         if self._states is None or arriving is None:
             return
@@ -140,6 +157,24 @@ class UnitGradients:
             self._states.give_back_gradient(self.unit.name)
         else:
             self._states.add_gradient(self.unit.name, arriving)
+
+    def _add_leaf(self, leaves: LeafTree) -> None:
+        """Add what has arrived to the step's tree, and have the mean in its place when it was the last one."""
+        leaf, self._leaf = cast(torch.Tensor, self._leaf), None
+        mean = leaves.add(leaf)
+        if mean is None:
+            return
+        if self._states is None:
+            if self._whole is None:
+                self.reduced = mean
+            else:
+                self.reduced = mean.new_empty(self.unit.layout.numel)
+                self._slice(self.reduced).copy_(mean)
+        elif mean.device.type == "cpu":
+            self._arriving, _ = self._states.borrow_gradient(self.unit.name)
+            self._arriving.copy_(mean)
+        else:
+            self._arriving = mean
 
     def gather_whole(self, step: int) -> Work | None:
         """Give every rank the whole averaged gradient (stage 0); call once, after the last reduction before the
@@ -152,6 +187,8 @@ class UnitGradients:
         """Forget all gradients; the flat buffer is kept where it lives from step to step."""
         self.reduced = None
         self._square = None
+        if self.leaves is not None:
+            self.leaves.clear()
         if self._states is not None:
             self._states.clear_gradients()
         self._present = [False] * len(self._present)
@@ -159,7 +196,8 @@ class UnitGradients:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every buffer held now."""
-        return [t for t in (self._flat, self._spare, self.reduced) if t is not None]
+        held = [t for t in (self._flat, self._spare, self.reduced) if t is not None]
+        return held if self.leaves is None else held + self.leaves.tensors()
 
     def visible(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
         """Yield (parameter, its averaged gradient in its own shape and dtype, whether this rank touched it) after
@@ -179,6 +217,9 @@ class UnitGradients:
     def _own_reduced(self, flat: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Where this rank's averaged shard goes, and whether it holds the sum so far; `reduced` covers it."""
         self._square = None
+        if self.leaves is not None:
+            self._leaf = flat.new_empty(self.unit.layout.shard_numel, dtype=self._accumulate_dtype)
+            return self._leaf, False
         if self._states is not None:
             if flat.device.type == "cpu":
                 self._arriving, again = self._states.borrow_gradient(self.unit.name)

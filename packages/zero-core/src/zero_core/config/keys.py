@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from zero_core.config._base import Flag, FloatOrInf, FreeForm, NaturalFloat, PositiveInt, Section, Text
+from zero_core.config._determinism import Deterministic
 from zero_core.config._optim_keys import Optimizer, Scheduler
 from zero_core.config._parallel_keys import (
     Autotuning,
@@ -74,7 +75,9 @@ class ConfigFile(Section):
     prescale_gradients: Flag = False
     gradient_predivide_factor: NaturalFloat = 1.0
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
-    deterministic: Flag = Field(default=False, description="Sum gradients in rank order on every backend.")
+    deterministic: Flag | Deterministic = Field(
+        default=False, description="true: sum gradients in rank order on every backend."
+    )
     disable_allgather: Flag = False
 
     steps_per_print: FloatOrInf | None = Field(
