@@ -17,6 +17,7 @@ from zero_comm import Ledger, PeerError
 from zero_partition import NonFiniteGradientError, Partition, ShardedOptimizer, StepResult
 from zero_precision import LossScaleError, cast_floating, parse_dtype
 
+from .audit import Auditor, auditor_for
 from .checkpoint import InMemory, Saver
 from .checkpointing import Checkpointing
 from .config import Config
@@ -58,6 +59,7 @@ class Engine(Preparation):
         checkpointing: where `zero_core.checkpointing.checkpoint` keeps activations inside this engine's forward.
         observer: told of losses and steps.
         micro_batches: what a step is made of.
+        audit: compares what ranks hold, every ``audit_every`` steps.
         load_report: what the last `load_checkpoint` did to each name (a `zero_ckpt.LoadReport`); None before.
         model_part: what this rank's model is of the whole one, under an mpu.
         reports: whether this rank, the first of the job, prints and logs for all.
@@ -115,6 +117,7 @@ class Engine(Preparation):
         with self.told_to_all():
             self.monitor = build_monitor(config, dist.get_rank())
         self.instruments = instruments_for(self, self.monitor)
+        self.audit: Auditor = auditor_for(self, config.audit_every)
         if config.dump_state and self.reports:
             say("\n".join([startup_report(config, partition), self.config_report(), self.memory_table()]))
 
@@ -126,8 +129,8 @@ class Engine(Preparation):
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast_floating((args, kwargs), torch.float16)
         micro_batch = self.micro_batches.forward(self.global_steps, self._accumulated)
-        with self._may_fail("forward"), self._autocast(), self.checkpointing.running():
-            with self.instruments.during("forward"), self.offloading.forward(), micro_batch:
+        with self._may_fail("forward"), self.autocast(), self.checkpointing.running():
+            with self.instruments.during("forward"), self.offloading.forward(), micro_batch, self.audit.forward():
                 return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -143,7 +146,7 @@ class Engine(Preparation):
         scaled = self.micro_batches.to_backpropagate(precise, steps, divide=scale_wrt_gas)
         with self._may_fail("backward"):
             self.observer.loss(loss)
-            with self.instruments.during("backward"):
+            with self.instruments.during("backward"), self.audit.backward():
                 self._partition.runtime.begin_backward()
                 with self.instruments.during("backward_inner"):
                     whole = scaled * self.loss_scale() if self.loss_scale() != 1.0 else scaled
@@ -188,6 +191,7 @@ class Engine(Preparation):
             return
         with self._may_fail("step") if self._is_alone() else self.told_to_all():
             self.observer.before_step()
+            self.audit.before_step()
             with self.instruments.during("step"):
                 self._last = sharded.step()
         if self._last.taken:
@@ -202,6 +206,7 @@ class Engine(Preparation):
         with self.told_to_all():
             self.instruments.after_step()
             self.offloading.after_step(self.global_steps)
+            self.audit.after_step()
         self.checkpointing.after_step(reports=self.reports)
         self.observer.after_step(self._last)
         self._saver.check()
@@ -297,6 +302,13 @@ class Engine(Preparation):
             self.model_part.close()
             self.monitor.close()
 
+    def autocast(self) -> Any:
+        """The autocast context of the forward pass, as `torch_autocast` says."""
+        section = self._config.torch_autocast
+        if not section.enabled:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -321,12 +333,6 @@ class Engine(Preparation):
                 "engine.scale(loss).backward()"
             )
         return self.micro_batches.no_plain_backward()
-
-    def _autocast(self) -> Any:
-        section = self._config.torch_autocast
-        if not section.enabled:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
 
     def _is_alone(self) -> bool:
         """Whether no other rank takes part, and no tier that a failure could leave half written."""

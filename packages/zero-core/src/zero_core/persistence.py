@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from zero_ckpt import LoadReport
 
 from . import checkpoint
+from .audit import Auditor
 from .errors import UsageError
 from .parking import ParkedStates, kinds_of
 from .virtual_ranks import MicroBatches
@@ -28,6 +29,7 @@ class Persistence(WholeValues):
     _in_memory: checkpoint.InMemory
     offloading: Offloading
     micro_batches: MicroBatches
+    audit: Auditor
     _accumulated: int
 
     def save_checkpoint(
@@ -129,6 +131,7 @@ class Persistence(WholeValues):
         return self._load(root, tag, checkpoint.Wanted(strict=True, optimizer=trained, scheduler=True, counters=True))
 
     def _load(self, root: Path, tag: str | None, wanted: checkpoint.Wanted) -> tuple[str, dict[str, Any]]:
+        self.audit.forget()
         with self._engine().told_to_all():
             self.load_report, client_state = checkpoint.load(self._engine(), root, tag, wanted)
         return str(self.load_report.path), client_state

@@ -15,6 +15,9 @@ from .norm import norm_squared
 from .tier import StateTier
 from .unit import Unit
 
+Watch = Callable[[torch.Tensor, Sequence[bool]], None]
+"""Is shown a flat buffer of gradients, and which of the unit's parameters have one in it."""
+
 
 class UnitGradients:
     """Collects one trainable unit's gradients on this rank.
@@ -30,6 +33,7 @@ class UnitGradients:
         reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``whole`` the full flat buffer;
             None before the first reduction since `clear`, and always where ``states`` keeps it.
         touched: for each parameter, whether this rank has had a gradient since `clear`.
+        watch: is shown the flat buffer before each reduction; None for nobody.
         stays_here: whether this rank keeps its own gradient instead of the average (stage 0), the same on every rank.
     """
 
@@ -48,6 +52,7 @@ class UnitGradients:
         self.unit = unit
         self.norm: Callable[[torch.Tensor], Any] = norm_squared
         self.leaves = leaves
+        self.watch: Watch | None = None
         self._leaf: torch.Tensor | None = None
         self._states = states
         self._arriving: torch.Tensor | None = None
@@ -114,6 +119,11 @@ class UnitGradients:
             self._views[index].copy_(gradient)
             self._present[index] = self.touched[index] = True
 
+    def show(self, watch: Watch) -> None:
+        """Have ``watch`` see what arrived and was not reduced yet, if there is any."""
+        if self._flat is not None and any(self._present):
+            watch(self._flat, tuple(self._present))
+
     def start_reduce(self, step: int, device: torch.device) -> Work:
         """Send what has arrived (zeros for the rest) and average it into `reduced`; every rank reduces this unit at
         this point."""
@@ -123,6 +133,8 @@ class UnitGradients:
         for view, present in zip(self._views, self._present, strict=True):
             if not present:
                 view.zero_()
+        if self.watch is not None:
+            self.watch(flat, tuple(self._present))
         self._present = [False] * len(self._present)
         own, again = self._own_reduced(flat)
         if self.stays_here():

@@ -35,7 +35,7 @@ from zero_core.config._zero_keys import Aio, Comm, Offload, ZeroOptimization
 
 
 class ConfigFile(Section):
-    """The keys of a DeepSpeed configuration, and our own: `comm`, `deterministic`, `offload`,
+    """The keys of a DeepSpeed configuration, and our own: `audit_every`, `comm`, `deterministic`, `offload`,
     `reduce_each_micro_batch`, `unit_*`."""
 
     aliases: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
@@ -77,6 +77,9 @@ class ConfigFile(Section):
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     deterministic: Flag | Deterministic = Field(
         default=False, description="true: sum gradients in rank order on every backend."
+    )
+    audit_every: PositiveInt | None = Field(
+        default=None, description="Steps between two audits of what ranks hold; null: never."
     )
     disable_allgather: Flag = False
 
