@@ -52,6 +52,8 @@ def settings(stage: int, dtype: str, tier: str, folder: str, **changes: Any) -> 
         "unit_min_numel": 1,
         "sub_group_size": 4096,
     }
+    if "nvme" in tier:
+        Path(folder).mkdir(parents=True, exist_ok=True)
     if tier != "device":
         zero["offload_optimizer"] = {"device": "cpu"} if tier == "host" else {**nvme, "buffer_count": 3}
         if stage == 3:
