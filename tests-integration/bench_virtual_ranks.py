@@ -1,10 +1,11 @@
-"""The cost of `deterministic.across_world_sizes`: one step with and without it, on ranks of one thread.
+"""The cost of `deterministic.across_world_sizes` and of an audit: one step with and without, on ranks of one thread.
 
     python tests-integration/bench_virtual_ranks.py [--ranks 2] [--virtual 4] [--dtypes fp32 bf16] [--rounds 12]
 
 Both engines of a pair live in the same processes, have the same model, data and micro-batches, and take one step per
 round, in an order that rotates. The ordinary one accumulates as many micro-batches as the other. Ratios are taken
 within each round: printed are their median and quartiles, the ratio of the best times, and that of the processor times.
+The audited engine audits every step; of what that costs, ``"audit_every": 100`` has a hundredth.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def measure(args: argparse.Namespace, stage: int, dtype: str) -> dict[str, list[
     import torch.distributed as dist
 
     mode = {"deterministic": {"across_world_sizes": args.virtual}}
-    makers = {"ordinary": {}, "across world sizes": mode}
+    makers = {"ordinary": {}, "across world sizes": mode, "audited each step": {"audit_every": 1}}
     steps = {name: contestant(args, settings(args, stage, dtype, **changes)) for name, changes in makers.items()}
     found: dict[str, list[list[float]]] = {name: [] for name in steps}
     names = list(steps)
