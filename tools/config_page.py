@@ -32,11 +32,11 @@ def keys(section: type[Section] = ConfigFile, path: str = "") -> Iterator[tuple[
     """Yield (path, default, description) of every key, sections opened, but for optimizer and scheduler."""
     for name, field in section.model_fields.items():
         child = section.section_of(name, {})
+        default = field.get_default(call_default_factory=True, validated_data={})
+        if child is None or isinstance(default, bool):
+            yield path + name, None if default is PydanticUndefined else default, field.description or ""
         if child is not None and not issubclass(child, Named):
             yield from keys(child, f"{path}{name}.")
-        elif child is None:
-            default = field.get_default(call_default_factory=True, validated_data={})
-            yield path + name, None if default is PydanticUndefined else default, field.description or ""
 
 
 def has_effect(path: str) -> bool:

@@ -29,6 +29,7 @@ NAMES = [
     "SliceSum",
     "Tag",
     "Topology",
+    "TreeSum",
     "Work",
     "default_device",
     "discover",

@@ -17,7 +17,7 @@ from .mesh import Mesh
 from .quantized import QuantizedGather, QuantizedReduce
 from .replicated import Reduction, ReplicatedReduce
 from .setup import default_device, init
-from .slices import SliceSum, sum_slices
+from .slices import SliceSum, TreeSum, sum_slices
 from .tag import Tag
 from .testing import RankFailure, run_ranks
 from .topology import Topology, node_name
@@ -45,6 +45,7 @@ __all__ = [
     "SliceSum",
     "Tag",
     "Topology",
+    "TreeSum",
     "Work",
     "default_device",
     "discover",

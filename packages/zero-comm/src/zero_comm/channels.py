@@ -51,6 +51,7 @@ class EngineGroups:
         ledger: Ledger | None = None,
         slice_sum: SliceSum = sum_slices,
         deterministic: bool = False,
+        averages: bool = True,
         ranks_per_node: int | None = None,
         shard_size: int | None = None,
         secondary_size: int = 1,
@@ -62,7 +63,8 @@ class EngineGroups:
         """The groups of an engine over each of ``rows``; returns those of this rank's row. Every rank of the world must
         call it together, with the same arguments.
 
-        ``ranks_per_node``: see `node_name`. ``shard_size``: so many consecutive ranks of a row have one copy of the
+        ``averages``: see `Group`. ``ranks_per_node``: see `node_name`.
+        ``shard_size``: so many consecutive ranks of a row have one copy of the
         model between them, and the others repeat it (default: the whole row). ``secondary_size``: ranks of a
         secondary group, 1 for none. ``gradient_codec``: reductions travel through it, inside nodes first where blocks
         of consecutive ranks lie in one, then across, then to other copies of the model, whose averages come back
@@ -93,6 +95,7 @@ class EngineGroups:
                 ledger=book,
                 slice_sum=slice_sum,
                 deterministic=deterministic,
+                averages=averages,
                 explain=control.explain,
                 topology=control.topology.of(ranks),
                 watched=control.watched,

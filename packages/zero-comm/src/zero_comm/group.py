@@ -25,7 +25,8 @@ class Group:
     """All-gather, the one reduction, all-to-all and broadcast over ``process_group``; None stands for a single rank.
 
     Every rank of the group must issue the same calls in the same order. ``topology`` says which of the group's ranks
-    are on one node, for the ledger; by default all are. A backend's own collective is counted as if every rank sent
+    are on one node, for the ledger; by default all are. ``averages``: the reduction divides by the number of ranks;
+    without it the owners get the sum. A backend's own collective is counted as if every rank sent
     each other rank its slice.
 
     [Note: direct messages on gloo] gloo's own all-gather and reduce-scatter copy through temporaries and, for the
@@ -44,6 +45,7 @@ class Group:
         ledger: Ledger | None = None,
         slice_sum: SliceSum = sum_slices,
         deterministic: bool = False,
+        averages: bool = True,
         explain: Callable[[CommError], CommError] | None = None,
         topology: Topology = ONE_NODE,
         watched: Watched | None = None,
@@ -58,6 +60,7 @@ class Group:
         self.ledger = ledger if ledger is not None else Ledger()
         self._slice_sum = slice_sum
         self._deterministic = deterministic
+        self._divisor = self.world_size if averages else 1
         self._sequence = 0
         self.issued = 0
         if process_group is not None:
@@ -113,7 +116,7 @@ class Group:
         _check(flat.numel() == size * self.world_size, tag, f"flat of {size * self.world_size} elements", flat.numel())
         own = flat[self.rank * size : (self.rank + 1) * size]
         if self.world_size == 1 or size == 0:
-            return Work(tag, finish=lambda: self._slice_sum([own], out, divisor=self.world_size, accumulate=accumulate))
+            return Work(tag, finish=lambda: self._slice_sum([own], out, divisor=self._divisor, accumulate=accumulate))
         self._count(tag, own.nbytes)
         ticket = self._track.start(tag, flat.nbytes)
         if not self._direct(flat) and not self._deterministic and flat.dtype == out.dtype:
@@ -131,7 +134,7 @@ class Group:
             self.issued += 1
 
         def finish() -> None:
-            self._slice_sum(parts, out, divisor=self.world_size, accumulate=accumulate)
+            self._slice_sum(parts, out, divisor=self._divisor, accumulate=accumulate)
 
         buffers = (flat, received, out)
         return Work(
@@ -235,7 +238,7 @@ class Group:
         self.issued += 1
 
         def finish() -> None:
-            result.div_(self.world_size)
+            result.div_(self._divisor)
             if accumulate:
                 out.add_(result)
 

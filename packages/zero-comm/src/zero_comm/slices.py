@@ -1,4 +1,4 @@
-"""The local sum of the one reduction: slices in rank order, in the accumulate dtype, divided once."""
+"""The local sum of the one reduction: slices in rank order or along a tree, in the accumulate dtype, divided once."""
 
 from __future__ import annotations
 
@@ -37,3 +37,27 @@ def sum_slices(slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: in
             target.add_(total)
         else:
             target.copy_(total)
+
+
+class TreeSum:
+    """`SliceSum` along a binary tree: slices 0 and 1, 2 and 3, … are added, then neighbours among these sums, and so
+    on.
+
+    ``pair`` adds two slices. The sum of every aligned block of 2^i slices is a node of the tree, so it is the same
+    number whether one rank adds the block or several do.
+    """
+
+    def __init__(self, pair: SliceSum = sum_slices) -> None:
+        self._pair = pair
+
+    def __call__(self, slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool) -> None:
+        """Sum 2^n slices in ``out``'s dtype, divide once, write or add to ``out``. ValueError for another number."""
+        if not slices or len(slices) & (len(slices) - 1):
+            raise ValueError(f"a binary tree sums a power of two of slices, got {len(slices)}")
+        nodes = list(slices)
+        while len(nodes) > 2:
+            parents = [torch.empty_like(out) for _ in nodes[::2]]
+            for number, parent in enumerate(parents):
+                self._pair(nodes[2 * number : 2 * number + 2], parent, divisor=1, accumulate=False)
+            nodes = parents
+        self._pair(nodes, out, divisor=divisor, accumulate=accumulate)

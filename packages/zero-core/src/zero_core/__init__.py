@@ -22,12 +22,13 @@ if TYPE_CHECKING:
         unregister_external_parameter,
     )
     from .engine import Engine
-    from .errors import UsageError
+    from .errors import AuditError, UsageError
     from .loading import RepeatingLoader
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "AuditError": "errors",
     "Config": "config",
     "ConfigError": "config",
     "Engine": "engine",
@@ -45,6 +46,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "AuditError",
     "Config",
     "ConfigError",
     "Engine",

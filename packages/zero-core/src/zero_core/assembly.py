@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_comm import EngineGroups, default_device, init
-from zero_partition import PartitionOptions, ShardedOptimizer, UnitLimits, leaf_marker, partition
+from zero_partition import GRID, PartitionOptions, ShardedOptimizer, UnitLimits, leaf_marker, partition
 from zero_precision import autocast_dtypes, parse_dtype
 
 from . import kernels
@@ -176,10 +176,11 @@ def _options(config: Config, model: nn.Module) -> PartitionOptions:
         reduce_each_micro_batch=config.reduce_each_micro_batch,
         compute_dtypes=_autocast_dtypes(config, model),
         alignment=shard_alignment(config),
-        entry_alignment=state_block(config),
+        entry_alignment=max(state_block(config), GRID) if config.virtual_ranks else state_block(config),
         is_leaf=leaf_marker(zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes),
         weight_codec=weight_codec,
         frozen_codec=frozen_codec,
+        virtual_ranks=config.virtual_ranks,
     )
 
 

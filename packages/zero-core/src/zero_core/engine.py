@@ -17,6 +17,7 @@ from zero_comm import Ledger, PeerError
 from zero_partition import EditRefusedError, NonFiniteGradientError, Partition, ShardedOptimizer, StepResult
 from zero_precision import LossScaleError, cast_floating, parse_dtype
 
+from .audit import Auditor, auditor_for
 from .checkpoint import InMemory, Saver
 from .checkpointing import Checkpointing
 from .config import Config
@@ -31,6 +32,7 @@ from .parking import ParkedStates
 from .preparation import Preparation
 from .report import startup_report
 from .schedules import Scheduler
+from .virtual_ranks import MicroBatches, micro_batches
 
 logger = logging.getLogger("zero_core")
 
@@ -56,6 +58,8 @@ class Engine(Preparation):
         instruments: what is timed, counted and printed.
         checkpointing: where `zero_core.checkpointing.checkpoint` keeps activations inside this engine's forward.
         observer: told of losses and steps.
+        micro_batches: what a step is made of.
+        audit: compares what ranks hold, every ``audit_every`` steps.
         load_report: what the last `load_checkpoint` did to each name (a `zero_ckpt.LoadReport`); None before.
         model_part: what this rank's model is of the whole one, under an mpu.
         reports: whether this rank, the first of the job, prints and logs for all.
@@ -95,6 +99,7 @@ class Engine(Preparation):
         )
         self._accumulated = 0
         self._scaled = False
+        self.micro_batches: MicroBatches = micro_batches(config, partition, module)
         self._collate_fn = collate_fn
         self.training_dataloader: RankLoader[Any] | None = None
         self.observer: Observer = Unobserved()
@@ -113,6 +118,7 @@ class Engine(Preparation):
         with self.told_to_all():
             self.monitor = build_monitor(config, dist.get_rank())
         self.instruments = instruments_for(self, self.monitor)
+        self.audit: Auditor = auditor_for(self, config.audit_every)
         if config.dump_state and self.reports:
             say("\n".join([startup_report(config, partition), self.config_report(), self.memory_table()]))
 
@@ -123,8 +129,9 @@ class Engine(Preparation):
         self._check_open("forward")
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast_floating((args, kwargs), torch.float16)
-        with self._may_fail("forward"), self._autocast(), self.checkpointing.running():
-            with self.instruments.during("forward"), self.offloading.forward():
+        micro_batch = self.micro_batches.forward(self.global_steps, self._accumulated)
+        with self._may_fail("forward"), self.autocast(), self.checkpointing.running():
+            with self.instruments.during("forward"), self.offloading.forward(), micro_batch, self.audit.forward():
                 return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -135,17 +142,19 @@ class Engine(Preparation):
         """
         self._check_trainable("backward")
         precise = _precise("backward", loss)
-        scaled = precise / self.gradient_accumulation_steps() if scale_wrt_gas else precise
+        steps = self.gradient_accumulation_steps()
+        self.micro_batches.before_backward(self.global_steps, self._accumulated)
+        scaled = self.micro_batches.to_backpropagate(precise, steps, divide=scale_wrt_gas)
         with self._may_fail("backward"):
             self.observer.loss(loss)
-            with self.instruments.during("backward"):
+            with self.instruments.during("backward"), self.audit.backward():
                 self._partition.runtime.begin_backward()
                 with self.instruments.during("backward_inner"):
                     whole = scaled * self.loss_scale() if self.loss_scale() != 1.0 else scaled
                     torch.autograd.backward(whole, retain_graph=retain_graph)
                 with self.instruments.during("backward_allreduce"):
                     self._partition.runtime.end_backward()
-        returned = scaled.detach()
+        returned = (precise / steps if scale_wrt_gas else precise).detach()
         self.instruments.loss(returned)
         return returned
 
@@ -173,6 +182,7 @@ class Engine(Preparation):
         sharded = self._check_trainable("step")
         self._partition.runtime.refuse_torn("step")
         boundary = self.is_gradient_accumulation_boundary()
+        self.micro_batches.before_step(self._accumulated, boundary=boundary)
         self._accumulated = 0 if boundary else self._accumulated + 1
         self.micro_steps += 1
         self._partition.groups.control.watched.micro_batches = self.micro_steps
@@ -182,6 +192,7 @@ class Engine(Preparation):
             return
         with self._may_fail("step") if self._is_alone() else self.told_to_all():
             self.observer.before_step()
+            self.audit.before_step()
             with self.instruments.during("step"):
                 self._last = sharded.step()
         self._scaled = False
@@ -197,6 +208,7 @@ class Engine(Preparation):
         with self.told_to_all():
             self.instruments.after_step()
             self.offloading.after_step(self.global_steps)
+            self.audit.after_step()
         self.checkpointing.after_step(reports=self.reports)
         self.observer.after_step(self._last)
         self._saver.check()
@@ -211,6 +223,11 @@ class Engine(Preparation):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide yourself whether the current micro-batch ends an accumulation; holds until set again."""
         self._boundary = is_boundary
+
+    def virtual_rank(self) -> int:
+        """The number of the present micro-batch among those of the step on all ranks: micro-batch j of rank r of N is
+        j N + r. Under ``deterministic.across_world_sizes`` what it computes depends on nothing else of the three."""
+        return self._accumulated * self._partition.data_world_size + self._partition.data_rank
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -254,6 +271,7 @@ class Engine(Preparation):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the averaged gradients to the global norm ``max_norm`` now; return the norm before. Collective."""
         sharded = self._check_trainable("clip_grad_norm_")
+        self.micro_batches.before("clip_grad_norm_", self._accumulated)
         with self.told_to_all():
             norm = sharded.gradient_norm()
             sharded.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
@@ -287,6 +305,13 @@ class Engine(Preparation):
             self.monitor.close()
             self.instruments.close()
 
+    def autocast(self) -> Any:
+        """The autocast context of the forward pass, as `torch_autocast` says."""
+        section = self._config.torch_autocast
+        if not section.enabled:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -310,21 +335,20 @@ class Engine(Preparation):
                 "loss.backward() does not scale the loss, but fp16 needs it: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        return None
+        return self.micro_batches.no_plain_backward()
 
     def _refuse_written_gradients(self) -> str | None:
+        if self._config.virtual_ranks:
+            return (
+                "with deterministic.across_world_sizes gradients come from backward alone, each virtual rank's by "
+                "itself. Change the loss, or clip with engine.clip_grad_norm_"
+            )
         if self.loss_scale() != 1.0 and not self._scaled:
             return (
                 f"gradients carry fp16's loss scale, now {self.loss_scale():g}. Multiply the loss by it, "
                 "engine.scale(loss), before you derive what you write, or clip with engine.clip_grad_norm_"
             )
         return None
-
-    def _autocast(self) -> Any:
-        section = self._config.torch_autocast
-        if not section.enabled:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
 
     def _is_alone(self) -> bool:
         """Whether no other rank takes part, and no tier that a failure could leave half written."""

@@ -92,6 +92,12 @@ class Facts(nn.Module):
         Call it between steps, on every rank. Raises `UsageError` when whole micro-batches do not make up the size.
         """
         micro, ranks = self._batch[1], self._config.world_size
+        virtual = self._config.virtual_ranks
+        if virtual and train_batch_size != micro * virtual:
+            raise UsageError(
+                f"set_train_batch_size: expected {micro * virtual}, a micro-batch for each of the {virtual} virtual "
+                f"ranks of deterministic.across_world_sizes, got {train_batch_size}"
+            )
         if train_batch_size < 1 or train_batch_size % (micro * ranks):
             raise UsageError(
                 f"set_train_batch_size: expected a multiple of {micro * ranks} ({micro} samples per micro-batch on "

@@ -81,6 +81,59 @@ class RankSampler(Sampler[int]):
         return order
 
 
+class StepSampler(RankSampler):
+    """The batches of one rank where ``virtual_ranks`` micro-batches of ``batch_size`` samples make up a step.
+
+    Virtual rank v has samples v, v + V, … of the epoch's order, and this rank's micro-batch j is virtual rank
+    j ``ranks`` + ``rank``: so each virtual rank sees the same samples at any number of ranks. An epoch ends with a
+    step. Iterates over lists of samples. The position counts whole steps.
+    """
+
+    def __init__(
+        self, size: int, rank: int, ranks: int, virtual_ranks: int, batch_size: int, *, drop_last: bool, shuffle: bool
+    ) -> None:
+        super().__init__(size, rank, ranks, shuffle=shuffle)
+        self.virtual_ranks = virtual_ranks
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._handed_out = 0
+
+    def __len__(self) -> int:
+        """Batches of this rank in a whole epoch."""
+        samples = math.ceil(self.size / self.virtual_ranks)
+        steps = samples // self._batch_size if self._drop_last else math.ceil(samples / self._batch_size)
+        return steps * (self.virtual_ranks // self.ranks)
+
+    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]  # torch calls this a batch sampler
+        order, count = self._order(), self.virtual_ranks
+        rest = order[self._position :]
+        rest += islice(cycle(order), -len(rest) % count)
+        for start in range(0, len(rest), self._batch_size * count):
+            step = rest[start : start + self._batch_size * count]
+            if self._drop_last and len(step) < self._batch_size * count:
+                return
+            for virtual_rank in range(self.rank, count, self.ranks):
+                yield step[virtual_rank::count]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch`` with the next pass; a position that was loaded in that same epoch is kept."""
+        self._handed_out = 0
+        super().set_epoch(epoch)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on with the step that would have followed when `state_dict` was taken, at any number of ranks."""
+        self._handed_out = 0
+        super().load_state_dict(state)
+
+    def advance(self, per_rank: int, least: int) -> None:
+        """Every rank was given one batch more."""
+        self._handed_out += 1
+        if self._handed_out == self.virtual_ranks // self.ranks:
+            self._handed_out = 0
+            self._position += per_rank * self.virtual_ranks
+            if math.ceil((self.size - self._position) / self.virtual_ranks) < least:
+                self.set_epoch(self.epoch + 1)
+
+
 class RankLoader(Generic[_Batch]):
     """Batches of this rank's samples; iterating again begins the next epoch, shuffled anew.
 
@@ -109,12 +162,13 @@ class RankLoader(Generic[_Batch]):
         self.data_sampler = sampler
         self._least = batch_size if drop_last else 1
         self._workers_seed = torch.Generator()
+        batching: dict[str, Any] = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last}
+        if isinstance(sampler, StepSampler):
+            batching = {"batch_sampler": sampler}
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
-            batch_size=batch_size,
-            sampler=sampler,
+            **batching,
             collate_fn=collate_fn,
-            drop_last=drop_last,
             pin_memory=pin_memory,
             num_workers=workers,
             generator=self._workers_seed,
@@ -182,8 +236,11 @@ def rank_loader(
     drop_last: bool = False,
     pin_memory: bool = True,
     workers: int = 0,
+    virtual_ranks: int = 0,
 ) -> RankLoader[Any]:
     """A loader of ``batch_size`` samples per batch for ``rank`` of ``ranks``; pinned memory only for accelerators.
+
+    With ``virtual_ranks`` batches follow one another as a `StepSampler` says, unless there is a ``sampler``.
 
     Raises `UsageError` for data without a length or without items by number.
     """
@@ -193,7 +250,11 @@ def rank_loader(
             f"training_data: expected samples by number (__len__ and __getitem__), got {type(dataset).__name__}; "
             "cut it over the ranks yourself and pass its batches to the engine"
         )
-    if sampler is None:
+    if sampler is None and virtual_ranks:
+        sampler = StepSampler(
+            len(dataset), rank, ranks, virtual_ranks, batch_size, drop_last=drop_last, shuffle=shuffle
+        )
+    elif sampler is None:
         sampler = RankSampler(len(dataset), rank, ranks, shuffle=shuffle)
     return RankLoader(
         dataset,

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 from zero_ckpt import LoadReport
 
 from . import checkpoint
+from .audit import Auditor
 from .errors import UsageError
 from .parking import ParkedStates, kinds_of
+from .virtual_ranks import MicroBatches
 from .whole_values import WholeValues
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ class Persistence(WholeValues):
     _in_memory: checkpoint.InMemory
     offloading: Offloading
     instruments: Instruments
+    micro_batches: MicroBatches
+    audit: Auditor
+    _accumulated: int
 
     def save_checkpoint(
         self,
@@ -46,6 +51,7 @@ class Persistence(WholeValues):
         self._check_open("save_checkpoint")
         if not str(save_dir):
             raise UsageError("save_checkpoint(save_dir): expected a directory, got an empty string")
+        self.micro_batches.before("save_checkpoint", self._accumulated)
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         root = self.model_part.folder(Path(save_dir))
         with (
@@ -133,6 +139,7 @@ class Persistence(WholeValues):
         return self._load(root, tag, checkpoint.Wanted(strict=True, optimizer=trained, scheduler=True, counters=True))
 
     def _load(self, root: Path, tag: str | None, wanted: checkpoint.Wanted) -> tuple[str, dict[str, Any]]:
+        self.audit.forget()
         with self._engine().told_to_all():
             self.load_report, client_state = checkpoint.load(self._engine(), root, tag, wanted)
         return str(self.load_report.path), client_state

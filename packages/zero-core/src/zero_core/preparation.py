@@ -46,6 +46,7 @@ class Preparation(Persistence):
             drop_last=self._config.dataloader_drop_last,
             pin_memory=pin_memory,
             workers=num_local_io_workers,
+            virtual_ranks=self.resolved_config.virtual_ranks if route == "train" else 0,
         )
 
     def compile(

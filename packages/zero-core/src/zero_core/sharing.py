@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zero_comm import Codec, EngineGroups, Ledger
+from zero_comm import Codec, EngineGroups, Ledger, TreeSum
 from zero_precision import BlockCodec, BlockFormat
 
 from . import kernels
@@ -29,8 +29,9 @@ def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -
     return EngineGroups.open(
         rows,
         ledger=ledger,
-        slice_sum=kernels.slice_sum(),
-        deterministic=config.deterministic,
+        slice_sum=TreeSum(kernels.slice_sum()) if config.virtual_ranks else kernels.slice_sum(),
+        deterministic=config.deterministic is not False,
+        averages=not config.virtual_ranks,
         ranks_per_node=config.comm.ranks_per_node,
         shard_size=zero.mics_shard_size if zero.mics_shard_size > 0 else None,
         secondary_size=zero.zero_hpz_partition_size if zero.stage >= 3 else 1,

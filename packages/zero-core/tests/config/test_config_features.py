@@ -95,7 +95,7 @@ TOOLS = ("comet", "comms_logger", "csv_monitor", "flops_profiler", "tensorboard"
 MODES = (None, "fp16", "bf16", "torch_autocast", *TOOLS)
 
 HAS_EFFECT = """
-activation_checkpointing.contiguous_memory_optimization activation_checkpointing.cpu_checkpointing
+audit_every activation_checkpointing.contiguous_memory_optimization activation_checkpointing.cpu_checkpointing
 activation_checkpointing.number_checkpoints activation_checkpointing.partition_activations
 activation_checkpointing.profile activation_checkpointing.synchronize_checkpoint_boundary
 checkpoint.in_memory.every checkpoint.in_memory.path checkpoint.use_node_local_storage checkpoint.writer.decoupled

@@ -20,9 +20,10 @@ from .errors import EditRefusedError, NonFiniteGradientError, PartitionError, Re
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
 from .initialisation import CutParameter, Init, NewShard, cut_record
 from .layout import Entry, Fragment, Layout, UnitLayout
+from .leaves import LeafTree
 from .model_parts import ModelParts, TensorParallelModel, WholeModel
 from .needs import AveragingOptimizer, NormOptimizer
-from .norm import NormSquared, norm_squared
+from .norm import GRID, NormSquared, norm_squared
 from .optimizer import ShardedOptimizer, StepResult
 from .ownership import owner_of
 from .partition import Partition, partition
@@ -41,8 +42,10 @@ __all__ = [
     "EditRefusedError",
     "Entry",
     "Fragment",
+    "GRID",
     "Init",
     "Layout",
+    "LeafTree",
     "MakeStates",
     "ModelParts",
     "NewShard",

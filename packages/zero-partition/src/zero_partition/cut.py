@@ -30,7 +30,9 @@ class PartitionOptions:
     multiples of it where there are enough elements; ``entry_alignment``: so are they and the beginnings of parameters,
     always, which states in blocks need. ``is_leaf``: whether a module (by name) is gathered as a whole whatever its
     size. ``weight_codec``, ``frozen_codec``: what passes gather units with and without trained parameters through at
-    stage 3; weights that stay gathered travel as they are.
+    stage 3; weights that stay gathered travel as they are. ``virtual_ranks``: so many micro-batches, a power of two,
+    make a step at any number of ranks that divides it, with the same bits (leaves.py); 0 for off. It needs a reduction
+    that sums along a tree, and ``entry_alignment`` a multiple of `GRID`.
     """
 
     stage: int
@@ -46,11 +48,12 @@ class PartitionOptions:
     is_leaf: Callable[[str, nn.Module], bool] = field(default_factory=leaf_marker)
     weight_codec: Codec | None = None
     frozen_codec: Codec | None = None
+    virtual_ranks: int = 0
 
     @property
     def reduces_each(self) -> bool:
         """Whether every backward pass reduces (else only the last one before a step)."""
-        return self.stage >= 2 or self.reduce_each_micro_batch
+        return self.stage >= 2 or self.reduce_each_micro_batch or self.virtual_ranks > 0
 
 
 def kept_fp32(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:

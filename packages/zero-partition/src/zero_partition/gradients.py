@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from zero_comm import Group, Reduction, Tag, Work
 
 from .digest import digest
-from .norm import NormSquared, norm_squared
+from .leaves import LeafTree
+from .norm import norm_squared
 from .tier import StateTier
 from .unit import Unit
+
+Watch = Callable[[torch.Tensor, Sequence[bool]], None]
+"""Is shown a flat buffer of gradients, and which of the unit's parameters have one in it."""
 
 
 class UnitGradients:
@@ -23,12 +27,14 @@ class UnitGradients:
     several backward passes add up in it; else that buffer has the parameters' dtype. ``wire_dtype``: what travels.
     ``keep_flat``: the flat buffer is kept from step to step (stages 0 and 1) instead of until it was reduced.
     ``whole``: the group in which every rank gets all of the reduced gradient (stage 0), else None. ``states``: where
-    the reduced gradient is kept; without it, on the device.
+    the reduced gradient is kept; without it, on the device. ``leaves``: the reductions of a step are added along a
+    tree, and there is a reduced gradient when all of them are there.
 
     Attributes:
         reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``whole`` the full flat buffer;
             None before the first reduction since `clear`, and always where ``states`` keeps it.
         touched: for each parameter, whether this rank has had a gradient since `clear`.
+        watch: is shown the flat buffer before each reduction; None for nobody.
         stays_here: whether this rank keeps its own gradient instead of the average (stage 0), the same on every rank.
     """
 
@@ -42,12 +48,16 @@ class UnitGradients:
         keep_flat: bool,
         whole: Group | None,
         states: StateTier | None = None,
+        leaves: LeafTree | None = None,
     ) -> None:
         self.unit = unit
-        self.norm: NormSquared = norm_squared
+        self.norm: Callable[[torch.Tensor], Any] = norm_squared
+        self.leaves = leaves
+        self.watch: Watch | None = None
+        self._leaf: torch.Tensor | None = None
         self._states = states
         self._arriving: torch.Tensor | None = None
-        self._square: float | None = None
+        self._square: Any = None
         self.reduced: torch.Tensor | None = None
         self.touched = [False] * len(unit.parameters)
         self.stays_here: Callable[[], bool] = lambda: False
@@ -67,6 +77,16 @@ class UnitGradients:
         return any(self._present)
 
     @property
+    def present(self) -> Sequence[bool]:
+        """For each parameter, whether there is a gradient here that no reduction has taken yet."""
+        return tuple(self._present)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether every parameter has a gradient here that no reduction has taken yet."""
+        return all(self._present)
+
+    @property
     def is_reduced(self) -> bool:
         """Whether there has been a reduction since `clear`; the same on every rank."""
         return self._states.has_gradient(self.unit.name) if self._states is not None else self.reduced is not None
@@ -82,8 +102,8 @@ class UnitGradients:
             with self._states.gradient(self.unit.name, dirty=dirty) as gradient:
                 yield gradient
 
-    def square(self) -> float:
-        """Sum of squares of this rank's averaged shard; only when `is_reduced`, below stage 0."""
+    def square(self) -> Any:
+        """What `norm` says of this rank's averaged shard: its sum of squares; only when `is_reduced`, below stage 0."""
         if self._square is None:
             with self.averaged() as gradient:
                 self._square = self.norm(gradient)
@@ -100,6 +120,11 @@ class UnitGradients:
             self._views[index].copy_(gradient)
             self._present[index] = self.touched[index] = True
 
+    def show(self, watch: Watch) -> None:
+        """Have ``watch`` see what arrived and was not reduced yet, if there is any."""
+        if self._flat is not None and any(self._present):
+            watch(self._flat, tuple(self._present))
+
     def start_reduce(self, step: int, device: torch.device) -> Work:
         """Send what has arrived (zeros for the rest) and average it into `reduced`; every rank reduces this unit at
         this point."""
@@ -109,6 +134,8 @@ class UnitGradients:
         for view, present in zip(self._views, self._present, strict=True):
             if not present:
                 view.zero_()
+        if self.watch is not None:
+            self.watch(flat, tuple(self._present))
         self._present = [False] * len(self._present)
         own, again = self._own_reduced(flat)
         if self.stays_here():
@@ -133,6 +160,8 @@ class UnitGradients:
 
     def end_reduce(self) -> None:
         """The reduction has arrived."""
+        if self.leaves is not None:
+            self._add_leaf(self.leaves)
         arriving, self._arriving = self._arriving, None
         if self._states is None or arriving is None:
             return
@@ -141,6 +170,24 @@ class UnitGradients:
             self._states.give_back_gradient(self.unit.name)
         else:
             self._states.add_gradient(self.unit.name, arriving)
+
+    def _add_leaf(self, leaves: LeafTree) -> None:
+        """Add what has arrived to the step's tree, and have the mean in its place when it was the last one."""
+        leaf, self._leaf = cast(torch.Tensor, self._leaf), None
+        mean = leaves.add(leaf)
+        if mean is None:
+            return
+        if self._states is None:
+            if self._whole is None:
+                self.reduced = mean
+            else:
+                self.reduced = mean.new_empty(self.unit.layout.numel)
+                self._slice(self.reduced).copy_(mean)
+        elif mean.device.type == "cpu":
+            self._arriving, _ = self._states.borrow_gradient(self.unit.name)
+            self._arriving.copy_(mean)
+        else:
+            self._arriving = mean
 
     def gather_whole(self, step: int) -> Work | None:
         """Give every rank the whole averaged gradient (stage 0); call once, after the last reduction before the
@@ -153,6 +200,8 @@ class UnitGradients:
         """Forget all gradients; the flat buffer is kept where it lives from step to step."""
         self.reduced = None
         self._square = None
+        if self.leaves is not None:
+            self.leaves.clear()
         if self._states is not None:
             self._states.clear_gradients()
         self._present = [False] * len(self._present)
@@ -189,7 +238,8 @@ class UnitGradients:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every buffer held now."""
-        return [t for t in (self._flat, self._spare, self.reduced) if t is not None]
+        held = [t for t in (self._flat, self._spare, self.reduced) if t is not None]
+        return held if self.leaves is None else held + self.leaves.tensors()
 
     def visible(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
         """Yield (parameter, its averaged gradient in its own shape and dtype, whether this rank touched it) after
@@ -209,6 +259,9 @@ class UnitGradients:
     def _own_reduced(self, flat: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Where this rank's averaged shard goes, and whether it holds the sum so far; `reduced` covers it."""
         self._square = None
+        if self.leaves is not None:
+            self._leaf = flat.new_empty(self.unit.layout.shard_numel, dtype=self._accumulate_dtype)
+            return self._leaf, False
         if self._states is not None:
             if flat.device.type == "cpu":
                 self._arriving, again = self._states.borrow_gradient(self.unit.name)

@@ -15,11 +15,14 @@ from torch.optim import Optimizer
 from zero_comm import Group
 
 from .errors import PartitionError
+from .norm import GRID
 
 _ELEMENTWISE = frozenset(
     ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 )
 _IMPOSSIBLE = {"LBFGS": "it needs a closure and the whole model's gradient", "SparseAdam": "it needs sparse gradients"}
+
+_REPEATS = 400  # grid blocks: several times what torch gives one thread
 
 PartialNorms = Sequence[tuple[torch.Tensor, tuple[float, ...]]]
 """For each of the optimizer's tensors, squared norms over its elements."""
@@ -87,6 +90,32 @@ def need_of(optimizer: Optimizer) -> Need:
         return Need.MODEL
     found = [_probe(optimizer, group) for group in optimizer.param_groups]
     return next((need for need in (Need.MODEL, Need.PARAMETERS) if need in found), Need.ELEMENTS)
+
+
+def check_repeats(optimizer: Optimizer, need: Need) -> None:
+    """Refuse an optimizer whose bits depend on how its parameters are sharded, which differs between world sizes.
+
+    An elementwise one is run on a vector that is longer than what one thread takes, whole and split at multiples of the
+    grid. Raises `PartitionError`.
+    """
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, (NormOptimizer, AveragingOptimizer)):
+        raise PartitionError(
+            f"{kind} adds up over the ranks by itself, in an order that depends on their number: it cannot run under "
+            "deterministic.across_world_sizes. Use AdamW, for example."
+        )
+    if need is not Need.ELEMENTS:
+        return
+    whole = torch.randn(_REPEATS * GRID + 77, generator=torch.Generator().manual_seed(0))
+    pieces = [part.clone() for part in whole.tensor_split([GRID, 4 * GRID, _REPEATS // 2 * GRID])]
+    for group in optimizer.param_groups:
+        together, apart = (torch.cat(_two_steps(optimizer, group, parts)) for parts in ([whole], pieces))
+        if not torch.equal(together.view(torch.int32), apart.view(torch.int32)):
+            raise PartitionError(
+                f"{kind} gives other bits when a parameter is sharded, so they would depend on the number of ranks: it "
+                "cannot run under deterministic.across_world_sizes. Use the optimizer that the configuration names "
+                '("optimizer": {"type": "AdamW"}), or torch.optim.AdamW(foreach=False).'
+            )
 
 
 def _probe(optimizer: Optimizer, group: dict[str, Any]) -> Need:

@@ -1,12 +1,20 @@
-"""The squared norm of a shard, in float64 and in one fixed order."""
+"""The squared norm of a shard, in float64: in one fixed order, or exact over a grid that no shard boundary crosses."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 _BLOCK = 1 << 16
+GRID = 256
+"""Elements of a parameter whose squares are added in one fixed order; shard boundaries are multiples of it."""
+
+_SCALE = 1127  # bits behind the binary point of an exact sum: float64's last, and its mantissa in front of that
+_MANTISSA = 53
+_LOW = 26
 
 
 class NormSquared(Protocol):
@@ -24,3 +32,122 @@ def norm_squared(x: torch.Tensor) -> float:
         block = x[start : start + _BLOCK].double()
         total += float(torch.dot(block, block))
     return total
+
+
+class ExactSum:
+    """A sum of non-negative float64 numbers without rounding, so their order and grouping change nothing.
+
+    `float` rounds it once; it is not finite when a number added was not.
+    """
+
+    __slots__ = ("_special", "_units")
+
+    def __init__(self, units: int = 0, special: float = 0.0) -> None:
+        self._units = units  # of 2**-_SCALE
+        self._special = special  # 0, inf or NaN
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> ExactSum:
+        """The sum of a 1-D float64 tensor."""
+        special = float(values[~values.isfinite()].sum())
+        if special != 0.0:
+            return cls(special=special)
+        mantissas, exponents = torch.frexp(values.cpu())
+        whole = (mantissas * 2.0**_MANTISSA).to(torch.int64)
+        least = int(exponents.min()) if exponents.numel() else 0
+        places = (exponents - least).to(torch.int64)
+        bins = torch.zeros(2, int(places.max()) + 1 if places.numel() else 1, dtype=torch.int64)
+        bins[0].index_add_(0, places, whole & ((1 << _LOW) - 1))
+        bins[1].index_add_(0, places, whole >> _LOW)
+        units = 0
+        for place, (low, high) in enumerate(zip(*bins.tolist(), strict=True)):
+            units += ((high << _LOW) + low) << place
+        return cls(units << (least - _MANTISSA + _SCALE))
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[float]) -> ExactSum:
+        """The sum of what `parts` returned."""
+        return cls.of(torch.tensor(list(parts), dtype=torch.float64))
+
+    def parts(self) -> list[float]:
+        """Float64 numbers whose exact sum this is: how it travels."""
+        if self._special != 0.0:
+            return [self._special]
+        found, units = [], self._units
+        while units:
+            shift = max(units.bit_length() - _MANTISSA, 0)
+            top = units >> shift
+            if shift - _SCALE + _MANTISSA > 1024:
+                return [math.inf]
+            found.append(math.ldexp(float(top), shift - _SCALE))
+            units -= top << shift
+        return found
+
+    def __add__(self, other: ExactSum) -> ExactSum:
+        return ExactSum(self._units + other._units, self._special + other._special)
+
+    def __float__(self) -> float:
+        if self._special != 0.0:
+            return self._special
+        try:
+            return self._units / (1 << _SCALE)  # Python rounds the quotient of two integers correctly
+        except OverflowError:
+            return math.inf
+
+
+def grid_norm(x: torch.Tensor) -> ExactSum:
+    """The squared norm of a 1-D shard of whole grid blocks: float64 sums of blocks of `GRID` elements along a fixed
+    tree of elementwise additions, which any device and any vector width rounds alike, and then their exact sum."""
+    blocks = []
+    for start in range(0, x.numel(), _BLOCK):
+        sums = x[start : start + _BLOCK].double().view(-1, GRID)
+        sums = sums * sums
+        while (half := sums.shape[1] // 2) > 0:
+            sums = sums[:, :half] + sums[:, half:]
+        blocks.append(sums.view(-1))
+    return ExactSum.of(torch.cat(blocks)) if blocks else ExactSum()
+
+
+class NormSums(Protocol):
+    """How ranks' sums of squares come together."""
+
+    def zero(self) -> Any:
+        """The sum of nothing."""
+
+    def pack(self, square: Any) -> Any:
+        """A rank's sum as plain data, to travel."""
+
+    def total(self, packed: Sequence[Any]) -> float:
+        """The sum of what `pack` returned on each rank, in rank order."""
+
+
+class RankOrderSums:
+    """Floats, added in rank order."""
+
+    def zero(self) -> float:
+        """0."""
+        return 0.0
+
+    def pack(self, square: float) -> float:
+        """The number itself."""
+        return square
+
+    def total(self, packed: Sequence[float]) -> float:
+        """Rounded after each addition."""
+        return sum(packed, start=0.0)
+
+
+class ExactSums:
+    """`ExactSum`s, rounded once at the end."""
+
+    def zero(self) -> ExactSum:
+        """0."""
+        return ExactSum()
+
+    def pack(self, square: ExactSum) -> list[float]:
+        """Numbers with the same exact sum."""
+        return square.parts()
+
+    def total(self, packed: Sequence[Sequence[float]]) -> float:
+        """Rounded once."""
+        return float(ExactSum.of_parts([part for parts in packed for part in parts]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ from zero_precision import LossScale, NoLossScale
 from .errors import NonFiniteGradientError, PartitionError
 from .groups import AddParamGroup, check_groups
 from .model_parts import ModelParts, WholeModel
-from .needs import AveragingOptimizer, Need, NormOptimizer, need_of
-from .norm import NormSquared, norm_squared
+from .needs import AveragingOptimizer, Need, NormOptimizer, check_repeats, need_of
+from .norm import ExactSums, NormSquared, NormSums, RankOrderSums, grid_norm, norm_squared
 from .optimizer_states import ListedParameter, OptimizerStates, sharded_state
 from .partition import Partition
 from .updates import OwnedFragment, connect_norms, start_in_reduced, update_for
@@ -66,8 +67,10 @@ class ShardedOptimizer:
         self._partition = partition
         self._skip_non_finite = skip_non_finite
         self._parts: ModelParts = parts if parts is not None else WholeModel()
-        self._norms = {
-            (index, rank): self._parts.norm_of(gradients.unit, rank, norm)
+        exact = partition.options.virtual_ranks > 0
+        self._sums: NormSums = ExactSums() if exact else RankOrderSums()
+        self._norms: dict[tuple[int, int], Callable[[torch.Tensor], Any]] = {
+            (index, rank): grid_norm if exact else self._parts.norm_of(gradients.unit, rank, norm)
             for index, gradients in partition.runtime.gradients.items()
             for rank in partition.owned_ranks()
         }
@@ -112,6 +115,7 @@ class ShardedOptimizer:
         check_groups(self.inner, len(self.fragments))
         runtime.end_backward()
         runtime.released_use.step_begins()
+        self._refuse_incomplete()
         touched, total, culprit = self._agree_on_gradients()
         runtime.hide_gradients()
         norm = math.sqrt(total) / self.loss_scale.scale if total >= 0 else math.nan
@@ -167,7 +171,7 @@ class ShardedOptimizer:
             mine = sum(squares) if apart else squares[self._partition.rank]
             culprit = "" if math.isfinite(mine) else self._first_non_finite()
             late, report = runtime.reducer.unreduced(), as_message(user.report())
-            answers = runtime.agree("step", "", [late, mine, self._untouched(), culprit, report])
+            answers = runtime.agree("step", "", [late, self._sums.pack(mine), self._untouched(), culprit, report])
             reports = [WrittenGradients(**answer[4]) for answer in answers]
             if user.settle(reports):
                 continue
@@ -175,9 +179,11 @@ class ShardedOptimizer:
                 break
             runtime.reduce_late({unit for answer in answers for unit in answer[0]})
         user.check(reports, [answer[2] for answer in answers])
-        total = 0.0
-        for rank, answer in enumerate(answers[: self._partition.world_size]):  # other copies have the same shards
-            total += squares[rank] if whole else answer[1] / len(answers) if apart else answer[1]
+        shards = answers[: self._partition.world_size]  # other copies have the same shards
+        if whole:
+            total = self._sums.total([self._sums.pack(square) for square in squares])
+        else:
+            total = self._sums.total([answer[1] / len(answers) if apart else answer[1] for answer in shards])
         touched = {i: [True] * len(g.touched) for i, g in runtime.gradients.items() if g.is_reduced}
         for index, flags in touched.items():
             for number in set.intersection(*(set(answer[2].get(str(index), ())) for answer in answers)):
@@ -185,19 +191,30 @@ class ShardedOptimizer:
         culprit = next((answer[3] for answer in answers if answer[3]), "")
         return touched, *self._parts.total(runtime.step, total, culprit)
 
-    def _squares(self) -> list[float]:
+    def _refuse_incomplete(self) -> None:
+        """Refuse a step of virtual ranks some of whose micro-batches are missing; all ranks have as many."""
+        for gradients in self._partition.runtime.gradients.values():
+            leaves = gradients.leaves
+            if leaves is not None and 0 < leaves.added < leaves.count:
+                raise PartitionError(
+                    f"this step has the gradients of {leaves.added} micro-batches, but under "
+                    f"deterministic.across_world_sizes every rank takes {leaves.count} a step. Call backward once for "
+                    "each, and zero_grad() only before the first or after the last."
+                )
+
+    def _squares(self) -> list[Any]:
         """By rank, the sum of squares of its shards' gradients; only this rank's entry below stage 0."""
         partition = self._partition
-        squares = [0.0] * partition.world_size
+        squares = [self._sums.zero()] * partition.world_size
         for index, gradients in partition.runtime.gradients.items():
             if not gradients.is_reduced:
                 continue
             if partition.options.stage:
-                squares[partition.rank] += gradients.square()
+                squares[partition.rank] = squares[partition.rank] + gradients.square()
                 continue
             with gradients.averaged() as averaged:
                 for rank, part in enumerate(averaged.chunk(partition.world_size)):
-                    squares[rank] += self._norms[index, rank](part)
+                    squares[rank] = squares[rank] + self._norms[index, rank](part)
         return squares
 
     def _untouched(self) -> dict[str, list[int]]:
@@ -276,6 +293,8 @@ class ShardedOptimizer:
 def _needs_whole(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
     """Whether ``optimizer`` needs whole parameters; refuses one that would be wrong on a part of the model."""
     need, kind = need_of(optimizer), type(optimizer).__name__
+    if partition.options.virtual_ranks:
+        check_repeats(optimizer, need)
     if isinstance(optimizer, AveragingOptimizer) and partition.options.stage >= 1:
         raise PartitionError(
             f"{kind} averages over the ranks by itself and needs all states on every rank, but stage "

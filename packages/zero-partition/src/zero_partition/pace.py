@@ -24,7 +24,7 @@ class Pace:
     rank has started one for the others' sake, it takes it to its last hop too: all ranks can be relied on to do so.
 
     The gates are learned in the first pass. There the ranks go in lock step: before each wait they meet and say what
-    they need next.
+    they need next. So they do in every pass where reductions must not start before all gradients are there.
     """
 
     def __init__(self, gatherer: Gatherer, reducer: Reducer, meet: Callable[[Any], list[Any]]) -> None:
@@ -41,7 +41,7 @@ class Pace:
     def begin(self) -> None:
         """A backward pass begins that gathers and reduces."""
         self._active = True
-        self._lock_step = not self._reducer.settled
+        self._lock_step = self._reducer.complete or not self._reducer.settled
 
     def end(self) -> None:
         """All gradients of this rank are there and all its reductions started; returns when no rank needs a gather

@@ -16,6 +16,7 @@ from .external import external_parameters
 from .gradients import UnitGradients
 from .initialisation import cut_record, forget_cut
 from .layout import Layout, UnitLayout
+from .leaves import LeafTree
 from .ownership import disown, own, owner_of
 from .residency import DeviceResidency, Residency
 from .route import Route, Secondary
@@ -89,6 +90,7 @@ class Partition:
             prefetch_numel=options.prefetch_numel,
             max_live_numel=options.max_live_numel,
             bucket_numel=options.bucket_numel,
+            complete=options.virtual_ranks > 0,
         )
         for unit in self.units:
             for parameter in unit.parameters:
@@ -237,7 +239,12 @@ class Partition:
             keep_flat=options.stage < 2,
             whole=self.groups.gather if options.stage == 0 else None,
             states=unit.states,
+            leaves=self._leaves(),
         )
+
+    def _leaves(self) -> LeafTree | None:
+        ranks = self.options.virtual_ranks
+        return LeafTree(ranks // self.data_world_size, ranks) if ranks else None
 
     def _share_buffers(self, model: nn.Module) -> None:
         """Every rank starts with rank 0's buffers and uncut parameters, on the compute device."""

@@ -11,6 +11,7 @@ import torch
 
 from zero_comm import Work
 
+from .errors import PartitionError
 from .gradients import UnitGradients
 
 _IN_FLIGHT = 2  # reductions whose local sum is still to do: one travels while the next unit fills
@@ -24,6 +25,9 @@ class Reducer:
     then it contributes zeros without waiting. What is not due by the end of the pass is flushed there. Gradients that
     arrive after their unit was reduced stay, are announced at the next agreement point, and are reduced then.
 
+    ``complete``: every pass reduces every unit, and a unit whose modules ran waits for all its gradients or for the end
+    of the pass, whatever it had last time; late gradients are refused (`refuse_late`).
+
     Attributes:
         before_wait: called with a reduction's number in this pass and its gate (pace.py) before this rank waits for it.
         gather_order: the gathers of this pass.
@@ -31,12 +35,16 @@ class Reducer:
         started: how many reductions this pass has started.
         settled: the order and the gates are learned.
         torn: why the gradients hold a part of a backward pass only, which failed; None where they do not.
+        complete: as given.
     """
 
-    def __init__(self, gradients: Sequence[UnitGradients], device: torch.device, *, bucket_numel: int) -> None:
+    def __init__(
+        self, gradients: Sequence[UnitGradients], device: torch.device, *, bucket_numel: int, complete: bool = False
+    ) -> None:
         self._by_unit = {g.unit.index: g for g in gradients}
         self._device = device
         self._bucket_numel = bucket_numel
+        self.complete = complete
         self._order = [g.unit.index for g in reversed(gradients)]
         self._expected = {g.unit.index: len(g.unit.parameters) for g in gradients}
         self._arrived = dict.fromkeys(self._by_unit, 0)
@@ -69,7 +77,7 @@ class Reducer:
 
     def pending(self) -> list[int]:
         """Units of this rank that a reducing backward pass has to consider."""
-        return sorted(self._ran | set(self.unreduced()))
+        return sorted(self._by_unit if self.complete else self._ran | set(self.unreduced()))
 
     def unreduced(self) -> list[int]:
         """Units with gradients that no reduction has taken."""
@@ -114,7 +122,8 @@ class Reducer:
         """Count one gradient of a unit; True when it was the last one expected in this pass."""
         self._arrived[index] += 1
         last = self._arrived[index] == self._expected[index]
-        if last and index not in self._finished:
+        ready = self._by_unit[index].has_all if self.complete else last
+        if ready and index not in self._finished:
             self._finished[index] = len(self.used())
             self._advance()
         return last
@@ -156,6 +165,8 @@ class Reducer:
         if self._queue is None:
             return
         for index, count in self._arrived.items():
+            if count and self.complete:
+                self._finished.setdefault(index, len(self.used()))
             if count and self._expected[index] != count:
                 self._expected[index] = count
                 self._finished[index] = len(self.used())
@@ -169,6 +180,19 @@ class Reducer:
         self._drain()
         self._queue = None
         self._ran.clear()
+
+    def refuse_late(self) -> None:
+        """Where passes are complete: refuse, by name, gradients that came after their unit was reduced."""
+        late = self.unreduced() if self.complete else []
+        if late:
+            gradients = self._by_unit[late[0]]
+            name = next(n for n, p in zip(gradients.unit.names, gradients.present, strict=True) if p)
+            raise PartitionError(
+                f"the gradient of '{name}' came after its unit's reduction had begun: the parameter is used outside "
+                "the modules that ran, or backward passes are nested (reentrant activation checkpointing). Under "
+                "deterministic.across_world_sizes a micro-batch's gradient has to be complete before it is summed. Use "
+                "the parameter inside its module's forward, and non-reentrant activation checkpointing."
+            )
 
     def reduce_now(self, units: set[int]) -> None:
         """Reduce ``units`` outside a pass (late gradients); the same set on every rank."""
@@ -189,7 +213,7 @@ class Reducer:
             self._start(self._queue.popleft())
 
     def _due(self, index: int) -> bool:
-        if self._arrived[index] >= self._expected[index]:
+        if self._by_unit[index].has_all if self.complete else self._arrived[index] >= self._expected[index]:
             return True
         return index not in self._ran and not self._by_unit[index].has_unreduced
 

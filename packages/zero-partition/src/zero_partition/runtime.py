@@ -54,6 +54,7 @@ class Runtime:
         prefetch_numel: int,
         max_live_numel: int,
         bucket_numel: int,
+        complete: bool = False,
     ) -> None:
         self.units = list(units)
         self.gradients = {g.unit.index: g for g in gradients}
@@ -70,7 +71,7 @@ class Runtime:
             max_live_numel=max_live_numel,
         )
         self.gatherer.soon = lambda units: residency.prefetch([u.name for u in units])
-        self.reducer = Reducer(list(gradients), device, bucket_numel=bucket_numel)
+        self.reducer = Reducer(list(gradients), device, bucket_numel=bucket_numel, complete=complete)
         self.reducer.used = lambda: self.gatherer.used
         self.user_gradients = UserGradients(gradients)
         self._pace = Pace(self.gatherer, self.reducer, lambda need: self.agree("learning", "", need))
@@ -135,6 +136,7 @@ class Runtime:
         self._pace.end()
         self.gatherer.end()
         self.reducer.finish()
+        self.reducer.refuse_late()
         self._pace.stop()
         self._in_backward = False
         if self.reduces_now():

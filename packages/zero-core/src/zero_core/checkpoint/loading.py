@@ -19,7 +19,14 @@ from zero_partition import DeviceResidency, OwnedFragment, Unit
 from .fragments import has_own_master, master_pieces, pieces
 from .names import WEIGHT_KINDS, check_names, report_of, summary, uncut
 from .narrow import moments_in_codes, read_numbers
-from .progress import engine_state, load_counters, load_hyperparameters, load_position, load_schedule
+from .progress import (
+    check_virtual_ranks,
+    engine_state,
+    load_counters,
+    load_hyperparameters,
+    load_position,
+    load_schedule,
+)
 from .rank_state import load_rank_state
 from .reading import Reading
 from .saving import coordinator_of
@@ -75,6 +82,7 @@ def _fill(engine: Engine, checkpoint: Checkpoint, wanted: Wanted) -> dict[str, t
     if wanted.strict and wanted.custom is None:
         check_names(engine, checkpoint)
     if wanted.counters:
+        check_virtual_ranks(engine, checkpoint)
         load_position(engine, checkpoint)
     reading = Reading(checkpoint)
     _fill_units(engine, reading, wanted)

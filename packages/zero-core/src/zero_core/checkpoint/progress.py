@@ -28,6 +28,7 @@ def progress_of(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
         "scheduler": None if engine.lr_scheduler is None else plain_state(engine.lr_scheduler),
         "loss_scale": None if engine.sharded_optimizer is None else engine.sharded_optimizer.loss_scale.state_dict(),
         "param_groups": _hyperparameters(engine),
+        "virtual_ranks": engine.micro_batches.state_dict(),
         "data": None if engine.training_dataloader is None else engine.training_dataloader.state_dict(),
     }
 
@@ -47,10 +48,21 @@ def load_counters(engine: Engine, checkpoint: Checkpoint) -> None:
     for name, value in engine_state(checkpoint)["counters"].items():
         setattr(engine, name, value)
     engine.partition.runtime.step = engine.global_steps
+    engine.micro_batches.load_state_dict(engine_state(checkpoint).get("virtual_ranks"))
     ranks = checkpoint.rank_state
     own = ranks[engine.partition.data_rank] if len(ranks) == engine.partition.data_world_size else None
     if isinstance(own, dict) and "random" in own:
         RngState().load_state_dict(own["random"])
+
+
+def check_virtual_ranks(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Raise MismatchError where the run would not go on with the bits of the one that was saved."""
+    problem = engine.micro_batches.mismatch(engine_state(checkpoint).get("virtual_ranks"))
+    if problem is not None:
+        raise MismatchError(
+            f"{checkpoint.path} cannot go on bitwise under deterministic.across_world_sizes: {problem}. Configure this "
+            "run alike (OMP_NUM_THREADS sets the threads), or load with load_module_only=True"
+        )
 
 
 def load_schedule(engine: Engine, checkpoint: Checkpoint) -> None:

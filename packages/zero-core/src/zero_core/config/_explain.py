@@ -45,7 +45,7 @@ def _path(detail: ErrorDetails) -> str:
     for part in detail["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in ("int", "float", "none"):
+        elif part.isidentifier() and part not in ("bool", "int", "float", "none") and not part[0].isupper():
             path += f".{part}"
     return path.removeprefix(".")
 

@@ -24,6 +24,7 @@ def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
         *_loss_scale(config),
         *_recomputation(config),
         *_in_memory(config),
+        *_audit(config),
     ]
 
 
@@ -64,6 +65,19 @@ def _offload(config: ConfigFile) -> list[Problem]:
             problems.append(Problem(f"offload.{key}", expected, '"none"', action=action))
     if section.activations.device == "nvme" and section.activations.nvme_path is None:
         problems.append(Problem("offload.activations.nvme_path", 'expected a directory with device "nvme"', "null"))
+    return problems
+
+
+def _audit(config: ConfigFile) -> list[Problem]:
+    if config.audit_every is None:
+        return []
+    problems, got = [], str(config.audit_every)
+    if config.offload.delayed_update:
+        action = "weights are not what masters round to while an update is under way"
+        problems.append(Problem("audit_every", "expected null with offload.delayed_update", got, action=action))
+    if config.optimizer is not None and isinstance(config.optimizer.params, OneBitParams):
+        action = "its ranks differ between their averages"
+        problems.append(Problem("audit_every", f'expected null with "{config.optimizer.type}"', got, action=action))
     return problems
 
 

@@ -11,6 +11,7 @@ from pydantic import PrivateAttr, ValidationError
 
 from zero_core.config import _batch, _rules
 from zero_core.config._base import PositiveInt, thaw
+from zero_core.config._determinism import virtual_rank_problems, virtual_ranks
 from zero_core.config._explain import explain
 from zero_core.config._prepare import Prepared, prepare
 from zero_core.config._source import read
@@ -75,6 +76,7 @@ class Config(ConfigFile):
             file = ConfigFile.model_validate(prepared.data)
         except ValidationError as error:
             raise ConfigError(*explain(error, prepared)) from error
+        _raise_as_written(list(virtual_rank_problems(file, world_size)), prepared)
         derived = {**_rules.derived(file, prepared.auto, model_hint), **_batch_sizes(file, prepared, world_size)}
         file = _rules.with_values(file, derived)
         _raise_as_written(_rules.contradictions(file, world_size), prepared)
@@ -90,6 +92,11 @@ class Config(ConfigFile):
     def raw(self) -> dict[str, Any]:
         """The configuration as the user wrote it, as a new dict."""
         return copy.deepcopy(self._raw)
+
+    @property
+    def virtual_ranks(self) -> int:
+        """The micro-batches of one step under `deterministic.across_world_sizes`; 0 without it."""
+        return virtual_ranks(self)
 
     @property
     def world_size(self) -> int:
@@ -135,6 +142,8 @@ def _batch_sizes(file: ConfigFile, prepared: Prepared, world_size: int) -> dict[
     given: dict[str, int | None] = {name: getattr(file, name) for name in (_batch.TRAIN, _batch.MICRO, _batch.STEPS)}
     any_auto = bool({_batch.TRAIN, _batch.MICRO} & prepared.auto)
     train, micro, steps = given.values()
+    if steps is None and virtual_ranks(file):
+        steps = virtual_ranks(file) // world_size
     sizes = _batch.resolve(train, micro, steps, world_size, any_auto=any_auto)
     return {name: size for (name, value), size in zip(given.items(), sizes, strict=True) if value is None}
 

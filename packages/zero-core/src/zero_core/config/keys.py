@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from zero_core.config._base import Flag, FloatOrInf, FreeForm, NaturalFloat, PositiveInt, Section, Text
+from zero_core.config._determinism import Deterministic
 from zero_core.config._optim_keys import Optimizer, Scheduler
 from zero_core.config._parallel_keys import (
     Autotuning,
@@ -35,7 +36,7 @@ from zero_core.config._zero_keys import Aio, Comm, Offload, ZeroOptimization
 
 
 class ConfigFile(Section):
-    """The keys of a DeepSpeed configuration, and our own: `comm`, `deterministic`, `offload`,
+    """The keys of a DeepSpeed configuration, and our own: `audit_every`, `comm`, `deterministic`, `offload`,
     `reduce_each_micro_batch`, `run_record`, `unit_*`."""
 
     aliases: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
@@ -75,7 +76,12 @@ class ConfigFile(Section):
     prescale_gradients: Flag = False
     gradient_predivide_factor: NaturalFloat = 1.0
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
-    deterministic: Flag = Field(default=False, description="Sum gradients in rank order on every backend.")
+    deterministic: Flag | Deterministic = Field(
+        default=False, description="true: sum gradients in rank order on every backend."
+    )
+    audit_every: PositiveInt | None = Field(
+        default=None, description="Steps between two audits of what ranks hold; null: never."
+    )
     disable_allgather: Flag = False
 
     steps_per_print: FloatOrInf | None = Field(

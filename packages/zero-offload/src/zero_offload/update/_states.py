@@ -96,7 +96,7 @@ def write_states(
                         fill_moments(rule, groups, span.fragment, tensors)
                     _write(span, tensors, states[span.fragment])
     for fragment, state in states.items():
-        fragment.has_moments |= bool(set(state) - {MASTER})
+        fragment.has_moments |= bool(set(state) - {MASTER, _STEP}) or bool(state.get(_STEP))
         fragment.has_master |= MASTER in state
         if _STEP in state:
             fragment.step = int(state[_STEP])

@@ -1,0 +1,10 @@
+"""Every K steps: what ranks hold alike, masters against weights, states at rest, one unit's gradient computed again.
+
+Read `auditor.py` first; `holdings.py` says what is compared, `recomputation.py` how a gradient is computed again.
+"""
+
+from __future__ import annotations
+
+from .auditor import Auditor, Unaudited, auditor_for
+
+__all__ = ["Auditor", "Unaudited", "auditor_for"]

@@ -1,0 +1,44 @@
+"""Digests of tensors and plain data, and which of several ranks' digests are wrong."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+_CHUNK = 1 << 24  # elements that come from an accelerator at once
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """64 bits of a tensor's bytes, in hexadecimal."""
+    flat = tensor.detach().contiguous().view(-1)
+    state = xxhash.xxh3_64()
+    for start in range(0, flat.numel(), _CHUNK):
+        state.update(flat[start : start + _CHUNK].cpu().view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def digest_of(data: Any) -> str:
+    """64 bits of plain data."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(data, sort_keys=True, default=str).encode())
+
+
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors of one shape, dtype and device have the same bytes."""
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+def odd_ranks(digests: Sequence[str | None], owner: int | None) -> list[int]:
+    """The ranks whose digest is not the owner's, or, without an owner, not that of more than half of the ranks; all of
+    them when there is no such majority."""
+    if owner is not None:
+        right: str | None = digests[owner]
+    else:
+        right, votes = Counter(digests).most_common(1)[0]
+        if 2 * votes <= len(digests):
+            return list(range(len(digests)))
+    return [rank for rank, one in enumerate(digests) if one != right]

@@ -1,0 +1,167 @@
+"""What a rank holds: alike on every rank, or for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zero_partition import DeviceResidency, Unit
+
+from ..checkpoint.fragments import has_own_master, master_pieces, pieces
+from .digests import digest, digest_of, same_bits
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+
+@dataclass(frozen=True)
+class Held:
+    """Something that ranks hold alike: ``what`` of ``name``.
+
+    ``shard``: the rank in whose shard it lies, if it is a part of a unit. ``checked``: that rank has compared its copy
+    with a master, so it is the right one.
+    """
+
+    what: str
+    name: str
+    digest: str
+    shard: int | None = None
+    checked: bool = False
+
+    @property
+    def key(self) -> str:
+        """The same on every rank."""
+        return f"{self.what} '{self.name}'" + ("" if self.shard is None else f" (shard of rank {self.shard})")
+
+
+class Buffers:
+    """The model's buffers that nothing has written since the engine was made: ranks may differ in any other."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._versions = {name: (id(b), b._version) for name, b in module.named_buffers()}
+
+    def unwritten(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield their names and values."""
+        for name, buffer in self._module.named_buffers():
+            if self._versions.get(name) == (id(buffer), buffer._version) and type(buffer) is torch.Tensor:
+                yield name, buffer
+
+
+def held_alike(engine: Engine, buffers: Buffers) -> Iterator[Held]:
+    """Yield everything that every rank must have with the same bits."""
+    parts = engine.partition
+    yield Held("the layout of", "the model", digest_of([_layout_of(unit) for unit in parts.layout.units]))
+    for number, group in enumerate(engine.optimizer.param_groups if engine.optimizer is not None else ()):
+        plain = {key: value for key, value in group.items() if key != "params"}
+        yield Held("the hyperparameters of", f"param_groups[{number}]", digest_of(plain))
+    yield Held("the loss scale of", "the engine", digest_of(engine.loss_scale()))
+    for name, buffer in buffers.unwritten():
+        yield Held("buffer", name, digest(buffer))
+    for unit in parts.units:
+        yield from _replicated_weights(engine, unit)
+    if parts.options.stage == 0:
+        for name, kind, tensor in _kept(engine):
+            yield Held(kind, name, digest(tensor))
+
+
+def _layout_of(layout: Any) -> list[Any]:
+    entries = [[entry.name, list(entry.shape), entry.offset] for entry in layout.entries]
+    return [layout.name, layout.world_size, layout.shard_numel, entries]
+
+
+def _replicated_weights(engine: Engine, unit: Unit) -> Iterator[Held]:
+    """The weights that stay gathered, by parameter and by the rank whose optimizer updates that part of it."""
+    if unit.releasable:
+        return
+    checked = has_own_master(unit) and engine.partition.options.stage > 0  # against its master, by `unpublished`
+    for rank in range(engine.partition.world_size):
+        base, _ = unit.layout.shard_range(rank)
+        for fragment in unit.layout.fragments(rank):
+            start = base + fragment.shard_offset
+            value = unit.flat[start : start + fragment.length]
+            yield Held("weight", fragment.entry.name, digest(value), rank, checked)
+
+
+def _kept(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (parameter, kind, tensor) of masters and optimizer states on the device."""
+    parts = engine.partition
+    for unit in parts.units:
+        if has_own_master(unit):
+            for fragment, piece in master_pieces(unit, parts.owned_ranks()):
+                yield f"{fragment.entry.name}[{fragment.param_offset}:]", "master", piece
+    if engine.sharded_optimizer is None:
+        return
+    for owned in engine.sharded_optimizer.fragments:
+        if owned.unit.states is None:
+            for kind, value in engine.sharded_optimizer.state.get(owned.tensor, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{owned.fragment.entry.name}[{owned.fragment.param_offset}:]", kind, value
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """A tensor that nothing may change before the next step, with its digest and version counter."""
+
+    name: str
+    kind: str
+    tensor: torch.Tensor
+    digest: str
+    version: int
+
+    @property
+    def changed(self) -> bool:
+        """Whether its bytes changed though no operation of torch wrote them."""
+        return self.tensor._version == self.version and digest(self.tensor) != self.digest
+
+
+def at_rest(engine: Engine) -> list[AtRest]:
+    """Masters, released weights and states of this rank's shards on the device: what users reach through the engine
+    alone, whose operations version counters see."""
+    found = [AtRest(name, kind, tensor, digest(tensor), tensor._version) for name, kind, tensor in _kept(engine)]
+    parts = engine.partition
+    for unit in parts.units:
+        if unit.releasable and unit.plan.trainable and isinstance(parts.residency, DeviceResidency):
+            shard = parts.residency.acquire(unit.name)
+            for fragment, piece in pieces(unit, shard, parts.rank):
+                name = f"{fragment.entry.name}[{fragment.param_offset}:]"
+                found.append(AtRest(name, "weight", piece, digest(piece), piece._version))
+    return found
+
+
+def unpublished(engine: Engine, number: int) -> Iterator[str]:
+    """Yield the parameters whose weights are not what their masters round to; where a tier keeps masters, those of
+    trained unit ``number`` alone."""
+    parts = engine.partition
+    trained = [unit for unit in parts.units if unit.plan.trainable]
+    for position, unit in enumerate(trained):
+        if unit.states is not None and position != number % len(trained):
+            continue
+        shard = parts.residency.acquire(unit.name)
+        masters = dict(_masters(unit, parts.rank))
+        for fragment, weights in pieces(unit, shard, parts.rank):
+            master = masters.get(fragment.entry.name)
+            if master is not None and not same_bits(master.to(weights.device, weights.dtype), weights):
+                yield fragment.entry.name
+        if not unit.releasable:
+            start, end = unit.layout.shard_range(parts.rank)
+            if unit.flat[start:end].data_ptr() != shard.data_ptr():
+                for fragment, weights in pieces(unit, shard, parts.rank):
+                    place = start + fragment.shard_offset
+                    if not same_bits(unit.flat[place : place + fragment.length], weights):
+                        yield fragment.entry.name
+        parts.residency.release(unit.name, dirty=False)
+
+
+def _masters(unit: Unit, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if unit.states is not None:
+        names = [f.entry.name for f in unit.layout.fragments(rank) if "master" in unit.states.kinds(f.entry.name)]
+        for name, kept in unit.states.states(names):
+            if "master" in kept:
+                yield name, kept["master"]
+    elif has_own_master(unit):
+        for fragment, piece in master_pieces(unit, range(rank, rank + 1)):
+            yield fragment.entry.name, piece

@@ -1,0 +1,177 @@
+"""Faults planted below torch's knowledge, and clean runs, under `audit_every`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import zero_core
+from zero_partition import Layout
+
+WIDTH, MICRO = 32, 4
+BLOCKED = "blocks.1.0.weight"
+
+
+class Model(nn.Module):
+    """Blocks with dropout that are units, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, 2)
+        self.register_buffer("shift", torch.linspace(0, 1, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.enter(x) + self.shift
+        for block in self.blocks:
+            h = h + block(h)
+        return F.mse_loss(self.head(h).float(), x[:, :2].float())
+
+
+def start(stage: int, dtype: str, every: int = 1, model: nn.Module | None = None, **changes: Any) -> zero_core.Engine:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "audit_every": every,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "unit_min_numel": 1, "stage3_param_persistence_threshold": 40},
+        **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
+        **changes,
+    }
+    return zero_core.initialize(model=model if model is not None else Model(), config=config)[0]
+
+
+def step(engine: zero_core.Engine) -> None:
+    dtype = engine.partition.options.policy.param_dtype
+    for micro in range(engine.gradient_accumulation_steps()):
+        seed = 100 * engine.global_steps + 10 * micro + dist.get_rank()
+        x = torch.randn(MICRO, 5, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        engine.backward(engine(x))
+        engine.step()
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Flip the lowest bit of a tensor's first element, as broken memory would: torch does not know."""
+    byte = ctypes.c_uint8.from_address(tensor.data_ptr())
+    byte.value ^= 1
+
+
+def unit_of(engine: zero_core.Engine, name: str = BLOCKED) -> Any:
+    return next(unit for unit in engine.partition.units if name in unit.names)
+
+
+def in_weight(engine: zero_core.Engine) -> None:
+    """A gathered weight that the other rank's optimizer updates."""
+    unit = unit_of(engine)
+    start, _ = unit.layout.shard_range(1 - dist.get_rank())
+    flip(unit.flat[start:])
+
+
+def in_own_weight(engine: zero_core.Engine) -> None:
+    unit = unit_of(engine)
+    start, _ = unit.layout.shard_range(dist.get_rank())
+    flip(unit.flat[start:])
+
+
+def in_buffer(engine: zero_core.Engine) -> None:
+    flip(engine.module.shift)
+
+
+def in_master(engine: zero_core.Engine) -> None:
+    flip(unit_of(engine).master)
+
+
+def in_moment(engine: zero_core.Engine) -> None:
+    sharded = engine.sharded_optimizer
+    assert sharded is not None
+    owned = next(o for o in sharded.fragments if o.unit is unit_of(engine))
+    flip(sharded.state[owned.tensor]["exp_avg_sq"])
+
+
+def in_layout(engine: zero_core.Engine) -> None:
+    engine.partition.layout = Layout(tuple(reversed(engine.partition.layout.units)))
+
+
+def in_rate(engine: zero_core.Engine) -> None:
+    assert engine.optimizer is not None
+    engine.optimizer.param_groups[0]["lr"] *= 1.5
+
+
+def in_gradient(engine: zero_core.Engine) -> None:
+    """After autograd, before it travels or is added to."""
+    for gradients in engine.partition.runtime.gradients.values():
+        add = gradients.add
+
+        def broken(
+            index: int, gradient: torch.Tensor, *, more_follow: bool, add: Any = add, of: Any = gradients
+        ) -> None:
+            add(index, gradient, more_follow=more_follow)
+            if not index:
+                flip(of._views[0])
+
+        gradients.add = broken
+
+
+FAULTS: dict[str, Callable[[zero_core.Engine], None]] = {
+    "weight": in_weight,
+    "own weight": in_own_weight,
+    "buffer": in_buffer,
+    "master": in_master,
+    "moment": in_moment,
+    "layout": in_layout,
+    "rate": in_rate,
+    "gradient": in_gradient,
+}
+
+
+def planted(cases: list[tuple[str, int, str]]) -> dict[str, str]:
+    """What the step after a fault on rank 1 raises here, and what had become of the weights."""
+    found = {}
+    for fault, stage, dtype in cases:
+        engine = start(stage, dtype)
+        step(engine)
+        step(engine)
+        if dist.get_rank() == 1:
+            FAULTS[fault](engine)
+        try:
+            step(engine)
+            said = "none"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        found[f"{fault} {stage} {dtype}"] = f"{said}\nsteps {engine.global_steps}"
+    return found
+
+
+def clean(cases: list[tuple[int, str, dict[str, Any]]]) -> list[bool]:
+    """Runs with and without audits end with the same weights, whatever the user does between steps."""
+    equal = []
+    for stage, dtype, changes in cases:
+        ends = []
+        for every in (1, 3, None):
+            engine = start(stage, dtype, **{"every": every, **changes})  # type: ignore[arg-type]
+            for number in range(5):
+                step(engine)
+                parameter = engine.module.blocks[1][0].weight
+                if number == 1:
+                    engine.set_full_param(parameter, engine.full_param(parameter) * 0.5)
+                if number == 2 and "offload_optimizer" not in changes.get("zero_optimization", {}):
+                    engine.set_full_state(parameter, "exp_avg", engine.full_state(parameter, "exp_avg") * 0.5)
+                if number == 3:
+                    with engine.gathered([parameter], modifier_rank=0), torch.no_grad():
+                        parameter.mul_(0.5)
+            ends.append([engine.full_param(p).clone() for p in engine.module.parameters()])
+            engine.destroy()
+        equal.append(all(torch.equal(a, b) for other in ends[1:] for a, b in zip(ends[0], other, strict=True)))
+    return equal
