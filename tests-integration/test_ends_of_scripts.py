@@ -67,6 +67,7 @@ def test_a_script_ends_with_its_own_status(ending: str, stage: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(6 * 3600)
 def test_none_of_a_thousand_starts_ends_by_an_abort() -> None:
     starts = int(os.environ.get("ZERO_STARTS", "1000"))
     wrong: dict[str, int] = dict.fromkeys(ENDINGS, 0)
