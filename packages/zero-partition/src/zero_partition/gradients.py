@@ -87,6 +87,11 @@ class UnitGradients:
         return all(self._present)
 
     @property
+    def is_shown(self) -> bool:
+        """Whether the user sees the averaged gradient in ``.grad`` (stage 0)."""
+        return self._whole is not None
+
+    @property
     def is_reduced(self) -> bool:
         """Whether there has been a reduction since `clear`; the same on every rank."""
         return self._states.has_gradient(self.unit.name) if self._states is not None else self.reduced is not None

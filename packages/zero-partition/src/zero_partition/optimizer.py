@@ -114,6 +114,7 @@ class ShardedOptimizer:
         runtime.refuse_torn("step")
         check_groups(self.inner, len(self.fragments))
         runtime.end_backward()
+        runtime.gradient_watch.end()
         runtime.released_use.step_begins()
         self._refuse_incomplete()
         touched, total, culprit = self._agree_on_gradients()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,6 +82,11 @@ def present_class(parameter: nn.Parameter) -> type[nn.Parameter]:
     return kind
 
 
+def is_released(parameter: nn.Parameter) -> bool:
+    """Whether ``parameter`` has the class of a released one."""
+    return hasattr(type(parameter), _PRESENT)
+
+
 def change_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
     """Make ``kind`` the class that ``parameter`` has while its values are here; a released one stays released."""
     released = hasattr(type(parameter), _PRESENT)
@@ -104,6 +110,7 @@ def _call(
     keywords = kwargs or {}
     if func is torch.autograd.grad:
         return func(*_by_gradient_edge(args), **dict(zip(keywords, _by_gradient_edge(keywords.values()), strict=True)))
+    report_gradient_access(func, args)
     name = _name(func)
     if name == "__set__" and _attribute(func) == "data" and not _holds(args[1]):
         mark_present(args[0])  # from now on it has the values that it was given
@@ -125,6 +132,15 @@ def _call(
 
     args, keywords = tree_map(with_values, (args, keywords))
     return func(*args, **keywords)
+
+
+def report_gradient_access(func: Any, args: Sequence[Any]) -> None:
+    """Tell the engine of a parameter that its ``grad`` is read or set to None; anything else is not reported."""
+    if getattr(func, "__self__", None) is not torch.Tensor.grad or not isinstance(args[0], nn.Parameter):
+        return
+    owner, access = owner_of(args[0]), _name(func)
+    if owner is not None and (access == "__get__" or (access == "__set__" and args[1] is None)):
+        owner.runtime.gradient_watch.accessed(args[0], cancels=access == "__set__")
 
 
 def _parameter_of(value: object) -> nn.Parameter | None:

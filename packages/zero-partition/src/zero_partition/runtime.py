@@ -15,6 +15,7 @@ from zero_comm import CommError, EngineGroups
 from .compilation import CompiledRegions
 from .errors import PartitionError, ReleasedParameterError
 from .gatherer import Gatherer
+from .gradient_watch import GradientWatch
 from .gradients import UnitGradients
 from .hooks import ModuleHooks, SavedViews, wraps_tensors
 from .interception import Interception
@@ -74,6 +75,7 @@ class Runtime:
         self.reducer = Reducer(list(gradients), device, bucket_numel=bucket_numel, complete=complete)
         self.reducer.used = lambda: self.gatherer.used
         self.user_gradients = UserGradients(gradients)
+        self.gradient_watch = GradientWatch(gradients, self.discard_gradients)
         self._pace = Pace(self.gatherer, self.reducer, lambda need: self.agree("learning", "", need))
         self._recovery = Recovery(groups, self.gatherer, self.reducer, self._pace)
         self._sharded = any(u.releasable for u in self.units)
@@ -99,7 +101,7 @@ class Runtime:
         self._interception = Interception(model, self.units, self)
         self._compiled: CompiledRegions | None = None
         zero_grads = watch_modules(model, self.discard_gradients) if self.gradients else []
-        self._closing = [zero_grad.remove for zero_grad in zero_grads]
+        self._closing = [zero_grad.remove for zero_grad in zero_grads] + [self.gradient_watch.end]
 
     # -- the user's backward and the engine's ------------------------------------------------------------------------
 
@@ -112,6 +114,7 @@ class Runtime:
                 "backward was called inside synced(), where ranks may do different things; leave it first"
             )
         self.refuse_torn("backward")
+        self.gradient_watch.end()
         self.user_gradients.take()
         self.hide_gradients()
         reduces = self.reduces_now()
@@ -141,6 +144,7 @@ class Runtime:
         self._in_backward = False
         if self.reduces_now():
             self.show_gradients()
+            self.gradient_watch.begin()
 
     def show_gradients(self) -> None:
         """Where every rank keeps whole averaged gradients (stage 0): make them the parameters' ``.grad``."""
@@ -507,6 +511,7 @@ class Runtime:
     def _begin_forward(self, name: str) -> None:
         if self._in_backward:
             return
+        self.gradient_watch.end()
         self.user_gradients.take()
         if self._trains:
             self.hide_gradients()
