@@ -110,7 +110,7 @@ class UnitEdits:
     def note_replaced(self, placeholders: Sequence[torch.Tensor]) -> bool:
         """Keep what released parameters were given instead of their placeholders; whether there was anything."""
         pairs = zip(self._parameters, placeholders, strict=True)
-        if all([p.is_set_to(tensor) and p.dtype is self._dtype for p, tensor in pairs]):
+        if all(p.is_set_to(tensor) and p.dtype is self._dtype for p, tensor in pairs):
             return False
         for number, (parameter, tensor) in enumerate(zip(self._parameters, placeholders, strict=True)):
             if not parameter.is_set_to(tensor) or parameter.dtype is not self._dtype:
