@@ -64,10 +64,10 @@ class UnitEdits:
     def untouched(self, expected: Sequence[torch.Tensor]) -> bool:
         """Whether every parameter is its tensor in ``expected``, and nothing was written through the parameter."""
         dtype = self._dtype
-        return all(
-            p.is_set_to(tensor) and p._version == version and p.dtype is dtype
-            for p, tensor, version in zip(self._parameters, expected, self._versions, strict=True)
-        )
+        for p, tensor, version in zip(self._parameters, expected, self._versions, strict=True):
+            if not p.is_set_to(tensor) or p._version != version or p.dtype is not dtype:
+                return False
+        return True
 
     @plainly
     def arrived(self, views: Sequence[torch.Tensor]) -> None:
@@ -109,10 +109,8 @@ class UnitEdits:
     @plainly
     def note_replaced(self, placeholders: Sequence[torch.Tensor]) -> bool:
         """Keep what released parameters were given instead of their placeholders; whether there was anything."""
-        if all(
-            p.is_set_to(tensor) and p.dtype is self._dtype
-            for p, tensor in zip(self._parameters, placeholders, strict=True)
-        ):
+        pairs = zip(self._parameters, placeholders, strict=True)
+        if all(p.is_set_to(tensor) and p.dtype is self._dtype for p, tensor in pairs):
             return False
         for number, (parameter, tensor) in enumerate(zip(self._parameters, placeholders, strict=True)):
             if not parameter.is_set_to(tensor) or parameter.dtype is not self._dtype:
