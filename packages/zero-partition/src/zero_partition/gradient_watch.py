@@ -1,7 +1,7 @@
 """What user code does to ``.grad`` while the engine holds the gradients (stages 1 to 3).
 
 [Note: gradients that the engine holds] Between backward and step ``p.grad`` is None although there is a gradient. Code
-that reads it and goes on would do nothing in silence. So for that time a parameter has a subclass of its own class whose
+that reads it and goes on would do nothing in silence. For that time a parameter has a subclass of its own class, whose
 ``__torch_function__`` sees ``p.grad``: torch's clipping functions are refused, and ``p.grad = None`` forgets the
 gradient, as it does in plain torch. Released parameters have such a class already (released.py) and report here too.
 """
@@ -71,8 +71,8 @@ class GradientWatch:
             )
             raise PartitionError(
                 f"torch.nn.utils.clip_grad_* found no gradient of parameter '{name}': from stage 1 on the engine holds "
-                "them, averaged and sharded, so nothing would be clipped. Call engine.clip_grad_norm_(max_norm) instead, "
-                'or set "gradient_clipping" in the configuration.'
+                "them, averaged and sharded, so nothing would be clipped. Call engine.clip_grad_norm_(max_norm) "
+                'instead, or set "gradient_clipping" in the configuration.'
             )
 
 
