@@ -104,7 +104,8 @@ def _call(
 def _copy_as_plain(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     watching, parameter.__class__ = type(parameter), getattr(type(parameter), _PLAIN)
     try:
-        return parameter.__deepcopy__(memo)
+        copied: nn.Parameter = parameter.__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        return copied
     finally:
         parameter.__class__ = watching
 
