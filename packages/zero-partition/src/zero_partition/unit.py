@@ -288,6 +288,7 @@ class Unit:
 
     def load_shard(self) -> torch.Tensor:
         """This rank's shard, lent to be written; `shard_loaded` gives it back. On every rank at the same point."""
+        self.edits.forget_sums()
         self.route.weights_changed()
         return self._residency.acquire(self.name)
 
