@@ -12,6 +12,7 @@ from torch import nn
 
 from .errors import PartitionError
 from .gradients import UnitGradients
+from .unit_edits import plainly
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class UserGradients:
 
     # -- what the user sees ------------------------------------------------------------------------------------------
 
+    @plainly
     def show(self) -> None:
         """Where this rank keeps full averaged gradients (stage 0), make them the parameters' ``.grad``."""
         for index, gradients in self._gradients.items():
@@ -69,6 +71,7 @@ class UserGradients:
         if self._shown:
             self.show()
 
+    @plainly
     def hide(self) -> None:
         """Take the averaged gradients off the parameters again: autograd would add to them in place."""
         for index in self._shown:
@@ -79,6 +82,7 @@ class UserGradients:
 
     # -- what the user writes ----------------------------------------------------------------------------------------
 
+    @plainly
     def take(self, *, stepping: bool = False) -> None:
         """Take over what the user has left in ``.grad`` since the engine last looked. Does not communicate.
 
@@ -112,6 +116,7 @@ class UserGradients:
             {str(index): self._gradients[index].digest() for index in sorted(self._edited)},
         )
 
+    @plainly
     def settle(self, reports: Sequence[WrittenGradients]) -> bool:
         """Have in-place changes that differ between ranks averaged; returns whether there are any, to be reduced.
 
@@ -152,6 +157,7 @@ class UserGradients:
                         "gradient of either. Write p.grad on every rank or on none. The weights were not changed."
                     )
 
+    @plainly
     def discard(self, parameters: Iterable[nn.Parameter] | None, *, set_to_none: bool) -> None:
         """Forget the gradients of ``parameters`` (None: of all), or with ``set_to_none`` false make them zeros."""
         numbers = self._numbers(parameters)
