@@ -180,10 +180,19 @@ def test_numbers_that_json_cannot_hold_are_missing_values(tmp_path: Path) -> Non
 
 
 def test_merging_rows_leaves_missing_values_out() -> None:
-    left = [None if name == "loss" else 1.0 for name in COLUMN_NAMES]
-    right = [None if name == "lr" else 3.0 for name in COLUMN_NAMES]
-    merged = dict(zip(COLUMN_NAMES, merge(left, right), strict=True))
-    assert (merged["loss"], merged["lr"], merged["seconds"], merged["grad_norm"]) == (3.0, 1.0, 4.0, 2.5)
+    row = {name: 1.0 for name in COLUMN_NAMES if name != "loss"}
+    merge(row, {name: 3.0 for name in COLUMN_NAMES if name != "lr"})
+    assert (row["loss"], row["lr"], row["seconds"], row["grad_norm"], row["steps"]) == (3.0, 1.0, 4.0, 2.5, 4.0)
+    assert (row["first"], row["loss_scale"], row["process_bytes"]) == (1.0, 3.0, 3.0)
+
+
+def test_a_column_that_does_not_exist_is_refused_by_name(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path, rank=0, world_size=1, background=False)
+    with pytest.raises(ValueError, match="got los"):
+        writer.end_step(los=1.0)
+    with pytest.raises(ValueError, match="got 'grad_norm'"):
+        writer.count("grad_norm", 1.0)
+    writer.close()
 
 
 def test_writing_imports_neither_numpy_nor_rich() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 from .lines import encode
 from .schema import COLUMN_NAMES, COLUMNS, RECENT_STEPS
 
-Row = list[float | None]
-_STEPS = COLUMN_NAMES.index("steps")
+Row = dict[str, float]
+"""Numbers by column; a column that is not there is null in the file."""
+_MERGE = {column.name: column.merge for column in COLUMNS}
 
 
 class Appended:
@@ -66,9 +67,8 @@ class Table:
 
     def add(self, row: Row) -> None:
         """Add one step."""
-        last = self._rows[-1] if self._rows else None
-        if last is not None and (last[_STEPS] or 0) < self._stride:
-            self._rows[-1] = merge(last, row)
+        if self._rows and self._rows[-1]["steps"] < self._stride:
+            merge(self._rows[-1], row)
         else:
             self._rows.append(row)
 
@@ -76,8 +76,8 @@ class Table:
         """Write what came since the last time; the last row too, in place."""
         if not self._rows:
             return
-        new = b"".join(map(encode, self._rows[self._written : -1]))
-        self._file.append(new, encode(self._rows[-1]))
+        new = b"".join(map(_line, self._rows[self._written : -1]))
+        self._file.append(new, _line(self._rows[-1]))
         self._written = len(self._rows) - 1
         if self._file.whole_bytes > self._max_bytes:
             self._merge()
@@ -91,13 +91,13 @@ class Table:
         self._stride *= 2
         merged: list[Row] = []
         for row in self._rows:
-            if merged and (merged[-1][_STEPS] or 0) + (row[_STEPS] or 0) <= self._stride:
-                merged[-1] = merge(merged[-1], row)
+            if merged and merged[-1]["steps"] + row["steps"] <= self._stride:
+                merge(merged[-1], row)
             else:
                 merged.append(row)
         self._rows, self._written = merged, len(merged) - 1
-        self._file.replace(self._head + b"".join(map(encode, merged[:-1])))
-        self._file.append(b"", encode(merged[-1]))
+        self._file.replace(self._head + b"".join(map(_line, merged[:-1])))
+        self._file.append(b"", _line(merged[-1]))
 
 
 class Timeline:
@@ -109,6 +109,11 @@ class Timeline:
         self._blocks: list[tuple[int, bytes]] = []
         self._bytes = 0
         self._stride = 1
+
+    def kept(self, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return those of ``blocks``, steps that are over in order, that the file still has room for."""
+        old = max(0, len(blocks) - RECENT_STEPS)
+        return [block for block in blocks[:old] if block["step"] % self._stride == 0] + list(blocks[old:])
 
     def append(self, blocks: Sequence[dict[str, Any]], open_block: dict[str, Any] | None) -> None:
         """Write steps that are over, and the one that is not."""
@@ -162,24 +167,30 @@ class Notes:
         self._file.close()
 
 
-def merge(left: Row, right: Row) -> Row:
-    """Return one row for the steps of two."""
-    weight_left, weight_right = left[_STEPS] or 0, right[_STEPS] or 0
-    out: Row = []
-    for column, a, b in zip(COLUMNS, left, right, strict=True):
-        if a is None or b is None:
-            out.append(b if a is None else a)
-        elif column.merge == "sum":
-            out.append(a + b)
-        elif column.merge == "mean":
-            out.append((a * weight_left + b * weight_right) / (weight_left + weight_right))
-        elif column.merge == "first":
-            out.append(a)
-        elif column.merge == "last":
-            out.append(b)
-        else:
-            out.append(min(a, b) if column.merge == "min" else max(a, b))
-    return out
+def merge(row: Row, later: Row) -> None:
+    """Add the steps of ``later``, which follow those of ``row``, to ``row``."""
+    weight, more = row["steps"], later["steps"]
+    for name, value in later.items():
+        rule = _MERGE[name]
+        if name not in row or rule == "last":
+            row[name] = value
+        elif rule == "sum":
+            row[name] += value
+        elif rule == "mean":
+            row[name] = (row[name] * weight + value * more) / (weight + more)
+        elif rule != "first" and (value < row[name]) == (rule == "min"):
+            row[name] = value
+
+
+def _line(row: Row) -> bytes:
+    return encode([_short(row.get(name)) for name in COLUMN_NAMES])
+
+
+def _short(value: float | None) -> float | None:
+    """Return a number with few digits as text; integers stay exact, and times of day exact to the microsecond."""
+    if value is None or value == value // 1:
+        return value
+    return round(value, 6) if abs(value) >= 1e3 else float(f"{value:.10g}")
 
 
 def _write_all(descriptor: int, data: bytes, at: int) -> None:

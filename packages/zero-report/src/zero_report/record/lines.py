@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _DIGITS = 9  # eight of the checksum, one space
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
 def encode(value: Any) -> bytes:
     """Return ``value`` as one line. Numbers that JSON cannot hold become null."""
     try:
-        text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+        text = _JSON.encode(value)
     except ValueError:
-        text = json.dumps(_finite(value), separators=(",", ":"), ensure_ascii=False)
+        text = _JSON.encode(_finite(value))
     body = text.encode("utf-8", "backslashreplace")
     return b"%08x %s\n" % (zlib.crc32(body), body)
 

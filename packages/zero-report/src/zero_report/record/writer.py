@@ -14,7 +14,7 @@ from typing import Any
 from .files import Notes, Row, Table, Timeline
 from .schema import (
     COLLECTIVES,
-    COLUMN_NAMES,
+    COLUMNS,
     MAX_BYTES,
     OWNERS,
     SCHEMA_VERSION,
@@ -44,6 +44,8 @@ _BYTE_COLUMNS = {
     Kind.TIER_READ: "read_bytes",
     Kind.TIER_WRITE: "written_bytes",
 }
+_COLUMNS = frozenset(column.name for column in COLUMNS)
+_SUMS = frozenset(column.name for column in COLUMNS if column.merge == "sum")
 _SENT = ("sent_bytes", "across_bytes", "collectives")
 _Span = tuple[int, str, float, float, float, int]
 
@@ -132,7 +134,9 @@ class RecordWriter:
             sums[column] = sums.get(column, 0.0) + end - begin
 
     def count(self, column: str, amount: float) -> None:
-        """Add ``amount`` to a column of the step under way that is a sum."""
+        """Add ``amount`` to a column of the step under way that is a sum. Raises ValueError where there is no such."""
+        if column not in self._sums and column not in _SUMS:
+            raise ValueError(f"count: expected a column of the table that is a sum, got {column!r}; see COLUMNS")
         self._sums[column] = self._sums.get(column, 0.0) + amount
 
     def memory(self, owners: Mapping[str, int], *, process: int | None = None, device: int | None = None) -> None:
@@ -150,22 +154,22 @@ class RecordWriter:
     def end_step(self, **values: float | None) -> None:
         """End the step under way; ``values``: what this step's row holds besides times, waits, bytes and memory.
 
-        The next step begins now.
+        The next step begins now. Raises ValueError where a name is no column of the table.
         """
+        if not values.keys() <= _COLUMNS:
+            unknown = sorted(values.keys() - _COLUMNS)
+            raise ValueError(f"end_step: expected columns of the table, got {', '.join(unknown)}; see COLUMNS")
         now = self._clock()
-        row = {
-            **dict.fromkeys(COLUMN_NAMES),
-            **self._sums,
-            **self._peaks,
-            **values,
-            "first": self._step,
-            "steps": 1,
-            "began": self._unix + self._began,
-            "seconds": now - self._began,
-        }
-        block = (self._block(now, self._spans, self._memory), [row[name] for name in COLUMN_NAMES])
+        row = self._sums
+        row |= self._peaks
+        for name, value in values.items():
+            if value is not None:
+                row[name] = value
+        row["first"], row["steps"] = self._step, 1
+        row["began"], row["seconds"] = self._unix + self._began, now - self._began
+        block = self._block(now, self._spans, self._memory)
         with self._lock:
-            self._finished.append(block)
+            self._finished.append((block, row))
             self._step, self._began = self._step + 1, now
             self._spans, self._memory, self._left_out = [], [], 0
             self._sums, self._peaks = {}, {}
@@ -214,9 +218,10 @@ class RecordWriter:
                 under_way["open"] = True
         if finished or under_way is not None:
             for _, row in finished:
-                self._table.add([_short(value) for value in row])
-            blocks = [_packed(block) for block, _ in finished if block["spans"] or block["memory"]]
-            self._timeline.append(blocks, None if under_way is None else _packed(under_way))
+                self._table.add(row)
+            blocks = [block for block, _ in finished if block["spans"] or block["memory"]]
+            kept = [_packed(block) for block in self._timeline.kept(blocks)]
+            self._timeline.append(kept, None if under_way is None else _packed(under_way))
             self._table.flush()
 
     def _block(self, end: float, spans: list[_Span], memory: list[tuple[float, dict[str, int]]]) -> dict[str, Any]:
@@ -233,13 +238,6 @@ class RecordWriter:
     def _work(self) -> None:
         while not self._wake.wait(_FLUSH_SECONDS):
             self.flush()
-
-
-def _short(value: float | None) -> float | None:
-    """Return a number with few digits as text; integers stay exact, and times of day exact to the microsecond."""
-    if value is None or value == value // 1:
-        return value
-    return round(value, 6) if abs(value) >= 1e3 else float(f"{value:.10g}")
 
 
 def _packed(block: dict[str, Any]) -> dict[str, Any]:
