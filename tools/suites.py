@@ -2,8 +2,8 @@
 
 Standard library only; it is run by the interpreter of the environment under test. A suite is a folder of a package
 (its tests/ is taken) or a folder of tests. Each runs in a pytest process of its own, so that files of the same name do
-not meet, and a suite that crashes does not take the others along. Suites run one after the other, but those of `BESIDE`
-run beside the rest, and what they print appears when they are done.
+not meet, and a suite that crashes does not take the others along. `LANES` suites run at a time, the longest first,
+since ranks wait for each other more than they compute; what a suite prints appears when it is done.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS_COLLECTED = 5
-BESIDE = ("zero-nvme-aio", "zero-offload")
-"""Suites that measure no time and leave a core idle; they run beside the others, of which most use one core."""
+LANES = 3
+"""Suites at a time. Tests hold no bound on wall time that a busy machine could miss; benches measure alone."""
+LONGEST = ("tests-integration", "zero-core", "zero-launch")
+"""Suites that begin first, so that none of them runs on alone at the end."""
 
 
 @dataclass
@@ -62,19 +64,24 @@ def count(report: Path) -> tuple[int, int, int]:
     return passed, failed, skipped
 
 
-def run_suite(folder: Path, marker: str | None, pytest_args: list[str], scratch: Path, beside: bool) -> Outcome:
+def run_suite(folder: Path, marker: str | None, pytest_args: list[str], scratch: Path, alone: bool) -> Outcome:
     tests = folder / "tests" if (folder / "tests").is_dir() else folder
     if not tests.is_dir():
         return Outcome(folder.name, NO_TESTS_COLLECTED, 0, 0, 0, 0.0)
     report = scratch / f"{folder.name}.xml"
     command = [sys.executable, "-m", "pytest", str(tests), f"--junitxml={report}", "-o", "junit_family=xunit1", "-q"]
+    command += ["--durations=8", "--durations-min=2"]
     command += ["-m", marker] if marker else []
     title = f"\n=== {folder.name} ===\n"
     begin = time.monotonic()
     # The working directory is not the repository: a test must not depend on it, nor import a package from its sources.
     work = scratch / folder.name
     work.mkdir()
-    if beside:
+    if alone:
+        print(title, end="", flush=True)
+        status = subprocess.run([*command, *pytest_args], cwd=work, check=False).returncode
+    else:
+        print(f"{folder.name} begins", flush=True)
         printed = scratch / f"{folder.name}.txt"
         with printed.open("wb") as sink:
             status = subprocess.run(
@@ -82,24 +89,19 @@ def run_suite(folder: Path, marker: str | None, pytest_args: list[str], scratch:
             ).returncode
         sys.stdout.write(title + printed.read_text(encoding="utf-8", errors="replace"))
         sys.stdout.flush()
-    else:
-        print(title, end="", flush=True)
-        status = subprocess.run([*command, *pytest_args], cwd=work, check=False).returncode
     return Outcome(folder.name, status, *count(report), time.monotonic() - begin)
 
 
 def run_suites(folders: list[Path], marker: str | None, pytest_args: list[str]) -> list[Outcome]:
-    """Run two lanes of suites, those of `BESIDE` beside the others; outcomes in the order of ``folders``."""
-    beside = len(folders) > 1
-    lanes = [[f for f in folders if (f.name in BESIDE) is second] for second in (False, True)]
-    with tempfile.TemporaryDirectory(prefix="zero-suites-") as scratch, ThreadPoolExecutor(len(lanes)) as pool:
-
-        def run_lane(lane: list[Path]) -> list[Outcome]:
-            quiet = beside and lane is lanes[1]
-            return [run_suite(folder, marker, pytest_args, Path(scratch), quiet) for folder in lane]
-
-        outcomes = {outcome.name: outcome for lane in pool.map(run_lane, lanes) for outcome in lane}
-    return [outcomes[folder.name] for folder in folders]
+    """Run the suites, `LANES` at a time; outcomes in the order of ``folders``. Marked tests run one suite at a time."""
+    lanes = 1 if marker or len(folders) == 1 else LANES
+    begin_with = sorted(folders, key=lambda f: LONGEST.index(f.name) if f.name in LONGEST else len(LONGEST))
+    with tempfile.TemporaryDirectory(prefix="zero-suites-") as scratch, ThreadPoolExecutor(lanes) as pool:
+        running = {
+            folder: pool.submit(run_suite, folder, marker, pytest_args, Path(scratch), lanes == 1)
+            for folder in begin_with
+        }
+        return [running[folder].result() for folder in folders]
 
 
 def main() -> int:

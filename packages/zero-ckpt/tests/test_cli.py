@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -133,14 +132,10 @@ def test_the_command_imports_no_torch_and_starts_quickly(tmp_path: Path, command
     target = ["out.safetensors", "--dtype", "keep"] if command == "convert" else []
     arguments = [command, str(tmp_path / "ckpt"), *target]
     code = f"import sys; from zero_ckpt.cli import main; main({arguments!r}); assert 'torch' not in sys.modules"
-    best = 10.0
-    for _ in range(5):
-        begin = time.perf_counter()
-        subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, capture_output=True)
-        best = min(best, time.perf_counter() - begin)
-        if best < 0.2:
-            break
-    assert best < 0.6  # 0.2 s on an idle machine; tests share theirs
+    timed = f"import time; {code}; print(time.process_time())"
+    run = [sys.executable, "-c", timed]
+    spent = [subprocess.run(run, check=True, cwd=tmp_path, capture_output=True).stdout.split()[-1] for _ in range(3)]
+    assert min(map(float, spent)) < 0.3, spent
 
 
 def test_the_script_left_beside_checkpoints_makes_an_fp32_state_dict(tmp_path: Path) -> None:

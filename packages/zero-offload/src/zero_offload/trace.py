@@ -15,7 +15,7 @@ from pathlib import Path
 __all__ = ["HopReport", "Trace"]
 
 Sink = Callable[[str, str, float, float, int, bool], object]
-"""Takes hop, name, begin and end (seconds of `time.perf_counter`), bytes, and whether somebody waited."""
+"""Takes hop, name, begin and end (seconds of the trace's clock), bytes, and whether somebody waited."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,19 @@ class Trace:
     Give one to the stores and the optimizer that shall appear in it. ``rank`` is the process number in the file. Events
     are kept until `clear`, and recorded until `stop`. A thread notes when asynchronous transfers end; `close` ends it.
     May be used from several threads. ``sink`` is told every event, from any thread, also after `stop`; with ``keep``
-    false nothing else is recorded.
+    false nothing else is recorded. ``clock`` returns seconds.
     """
 
-    def __init__(self, *, rank: int = 0, sink: Sink | None = None, keep: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        sink: Sink | None = None,
+        keep: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._rank = rank
+        self._clock = clock
         self._sink = sink
         self._events: list[_Event] = []
         self._lock = threading.Lock()
@@ -73,11 +81,11 @@ class Trace:
     @contextmanager
     def span(self, hop: str, name: str, nbytes: int = 0, *, waiting: bool = False) -> Iterator[None]:
         """Record what happens inside; ``waiting``: for a transfer of this hop to end."""
-        begin = time.perf_counter()
+        begin = self._clock()
         try:
             yield
         finally:
-            self._add(_Event(hop, name, begin, time.perf_counter(), nbytes, waiting))
+            self._add(_Event(hop, name, begin, self._clock(), nbytes, waiting))
 
     def follow(self, hop: str, name: str, nbytes: int, wait: Callable[[], object]) -> None:
         """Record a transfer that has just begun and ends when ``wait`` returns or raises (in another thread)."""
@@ -88,7 +96,7 @@ class Trace:
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="zero-offload trace", daemon=True)
                 self._watcher.start()
-        self._running.put((hop, name, time.perf_counter(), nbytes, wait))
+        self._running.put((hop, name, self._clock(), nbytes, wait))
 
     def report(self) -> list[HopReport]:
         """One row for each hop, by name; transfers still under way are waited for."""
@@ -186,7 +194,7 @@ class Trace:
                 wait()
             except OSError:
                 nbytes = 0  # whoever uses the data meets the error
-            event = _Event(hop, name, begin, time.perf_counter(), nbytes, False)
+            event = _Event(hop, name, begin, self._clock(), nbytes, False)
             if self._sink is not None:
                 self._sink(hop, name, begin, event.end, nbytes, False)
             with self._idle:
