@@ -30,6 +30,8 @@ SHARED = ROOT / ".nox" / "shared"
 TORCH_PYTHON = (3, 11)
 # Extras that bring an accelerator's own libraries, gigabytes of them; no session here can use them.
 ACCELERATOR_EXTRAS = {"gds"}
+# Extras that bring what stands above a package; its own tests do without it.
+UPWARD_EXTRAS = {"deepspeed"}
 ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 nox.needs_version = ">=2024.4.15"
@@ -63,7 +65,7 @@ def base_requirements(name: str) -> list[str]:
 def requirements(name: str) -> list[str]:
     """Every requirement of a package with the extras that its tests can use here, siblings included."""
     extras = PROJECTS[name]["project"].get("optional-dependencies", {})
-    chosen = [lines for extra, lines in extras.items() if extra not in ACCELERATOR_EXTRAS]
+    chosen = [lines for extra, lines in extras.items() if extra not in ACCELERATOR_EXTRAS | UPWARD_EXTRAS]
     return [*base_requirements(name), *(line for lines in chosen for line in lines)]
 
 
@@ -364,7 +366,7 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build all ten wheels, install `zero-core[nvme]` from them alone, and import every package."""
+    """Build all wheels, install `zero-core[nvme,deepspeed]` from them alone, and import every package."""
     python = str(Path(session.virtualenv.location) / "bin" / "python")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -381,7 +383,7 @@ def wheels(session: nox.Session) -> None:
         needed = {line for name in PACKAGES for line in base_requirements(name)}
         pip_install(session, fresh, *sorted(line for line in needed if requirement_name(line) not in PACKAGES))
         # Everything from elsewhere is there now: with no index, the siblings can only come from dist/.
-        pip_install(session, fresh, "--no-index", "--find-links", str(dist), "zero-core[nvme]")
+        pip_install(session, fresh, "--no-index", "--find-links", str(dist), "zero-core[nvme,deepspeed]")
         run(session, fresh, "-m", "pip", "check")
         modules = [name.replace("-", "_") for name in PACKAGES]
         with session.chdir(scratch):

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from importlib.util import find_spec
 
-from zero_core import as_deepspeed
+import zero_deepspeed
 
 TRAINING = """
 import sys, time
@@ -58,7 +58,7 @@ def rate(variant: str, steps: int) -> float:
     """Samples per second of ``plain``, or of a stage ``here`` or with DeepSpeed (``there``)."""
     stage, _, whose = variant.partition(" ")
     parts = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    search = [str(as_deepspeed.path()), *parts] if whose == "here" else parts
+    search = [str(zero_deepspeed.path()), *parts] if whose == "here" else parts
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search), "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     if whose == "there":  # it looks for MPI without a launcher's variables
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -12,7 +12,7 @@ import zoo
 from training import Run
 
 import zero_core
-from zero_core.as_deepspeed.fragments import safe_get_local_fp32_param, safe_set_local_fp32_param
+from zero_deepspeed.fragments import safe_get_local_fp32_param, safe_set_local_fp32_param
 
 NODES = {"comm": {"ranks_per_node": 2}}
 

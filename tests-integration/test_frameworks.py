@@ -18,7 +18,7 @@ pytest.importorskip("accelerate")
 
 from safetensors.torch import load_file
 
-from zero_core import as_deepspeed
+import zero_deepspeed
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples" / "frameworks"
 UNTRAINED = 5.5
@@ -27,7 +27,7 @@ UNTRAINED = 5.5
 def run(folder: Path, *command: str, named: bool = True) -> str:
     """What a script prints, started in ``folder``, with the names on the search path or without."""
     parts = [str(EXAMPLES), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    search = [str(as_deepspeed.path()), *parts] if named else parts
+    search = [str(zero_deepspeed.path()), *parts] if named else parts
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("DS_")},
         "PYTHONPATH": os.pathsep.join(search),

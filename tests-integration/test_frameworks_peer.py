@@ -22,7 +22,7 @@ pytest.importorskip("accelerate")
 
 from safetensors.torch import load_file
 
-from zero_core import as_deepspeed
+import zero_deepspeed
 
 SCRIPT = Path(__file__).parent / "_frameworks_training.py"
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -31,7 +31,7 @@ STAGES = [(stage, where) for stage in range(4) for where in ("device", "offload"
 
 def run(ours: bool, kind: str, stage: int, where: str, folder: Path) -> dict[str, Any]:
     """Train in ``folder`` and return what was seen."""
-    entry = str(as_deepspeed.path())
+    entry = str(zero_deepspeed.path())
     parts = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != entry]
     environment = {
         **os.environ,

@@ -119,7 +119,7 @@ def metadata(package: Path) -> Iterator[str]:
         if not (package / name).is_file():
             yield f"{package.name}: {name} is missing"
     text = (package / "pyproject.toml").read_text(encoding="utf-8")
-    version = re.search(r'^version = "(\d+)\.(\d+)\.\d+"$', text, re.MULTILINE)
+    version = re.search(r'^version = "\d+\.\d+\.\d+(?:\.post\d+)?"$', text, re.MULTILINE)
     if version is None:
         yield f"{package.name}: pyproject.toml has no static version"
     for sibling, pin in re.findall(r'"(zero-[a-z-]+)(?:\[\w+\])?([^"]*)"', text):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> int:
     """Compare the tag with the package's pyproject.toml; the exit status is 1 when they differ."""
     tag = sys.argv[1]
-    match = re.fullmatch(r"(zero-[a-z-]+)-v(\d+\.\d+\.\d+)", tag)
+    match = re.fullmatch(r"(zero-[a-z-]+)-v(\d+\.\d+\.\d+(?:\.post\d+)?)", tag)
     if match is None or not (ROOT / "packages" / match[1]).is_dir():
         sys.exit(f"check_tag.py: expected NAME-vX.Y.Z with NAME a package, got {tag!r}")
     pyproject = tomllib.loads((ROOT / "packages" / match[1] / "pyproject.toml").read_text(encoding="utf-8"))

@@ -16,10 +16,10 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
+from zero_core.config import REMOVED_KEYS
 from zero_core.config._base import Section, thaw
 from zero_core.config._optim_keys import SCHEDULES, Named
 from zero_core.config._optimizer_params import OPTIMIZERS
-from zero_core.config._prepare import REMOVED
 from zero_core.config.features import NO_EFFECT, REFUSED
 from zero_core.config.keys import ConfigFile
 
@@ -70,7 +70,7 @@ def refused() -> list[str]:
 
 
 def removed() -> list[str]:
-    return table(("key", "do this instead"), [(f"`{path}`", action) for path, action in sorted(REMOVED.items())])
+    return table(("key", "do this instead"), [(f"`{path}`", action) for path, action in sorted(REMOVED_KEYS.items())])
 
 
 def without_effect() -> list[str]:

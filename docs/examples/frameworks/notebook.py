@@ -1,8 +1,8 @@
 # The first cell of a notebook activates the names; everything after it is the user's own.
 # %%
-import zero_core.as_deepspeed
+import zero_deepspeed
 
-zero_core.as_deepspeed.activate()
+zero_deepspeed.activate()
 
 # %%
 import os

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import walk
 
-from zero_core.config import Config
-from zero_core.config._prepare import REMOVED
+from zero_core.config import REMOVED_KEYS, Config
 
 KEYS = [(path, key) for path, section in walk.sections() for key in section.written_keys()]
 AUTO = [(path, key) for path, section in walk.sections() for key in section.model_fields if section.accepts_auto(key)]
@@ -64,12 +63,12 @@ def test_all_wrong_keys_are_reported_together(refused):
     assert str(error).startswith("4 problems:\n")
 
 
-@pytest.mark.parametrize("path", REMOVED)
+@pytest.mark.parametrize("path", REMOVED_KEYS)
 @pytest.mark.parametrize("value", [False, None, {}, {"enabled": False}])
 def test_removed_keys_are_refused_even_when_off_and_the_replacement_is_named(path, value, refused):
     parent, _, key = path.rpartition(".")
     error = refused({parent: {key: value}} if parent else {key: value})
-    assert error.path == path and error.action == REMOVED[path]
+    assert error.path == path and error.action == REMOVED_KEYS[path]
 
 
 @pytest.mark.parametrize(("path", "key"), AUTO, ids=lambda part: str(part))

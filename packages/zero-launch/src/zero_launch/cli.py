@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import shlex
 import signal
@@ -26,6 +25,7 @@ from zero_launch.record import record_failure, record_variables
 from zero_launch.report import LaunchError
 from zero_launch.schedulers import mpirun_command, srun_command
 from zero_launch.spec import ClusterSpec, LaunchSpec
+from zero_launch.stand_ins import search_paths
 from zero_launch.transport import Transport
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
@@ -196,7 +196,7 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
         args=tuple(options.args),
         nproc=nproc,
         module=options.module,
-        env={**(deepspeed_names() if options.as_deepspeed else {}), **record_variables(options.record)},
+        env={**search_paths(options.stand_ins, os.environ), **record_variables(options.record)},
         program=options.no_python,
         log_dir=options.log_dir,
         grace_seconds=options.grace,
@@ -227,8 +227,7 @@ def ranks_for(nproc: str) -> int:
 
 def _variables(options: argparse.Namespace) -> Forwarded:
     files = [read_env_file(path) for path in env_files(os.environ, Path.cwd(), Path.home())]
-    names = deepspeed_names() if options.as_deepspeed else {}
-    return forwarded({**os.environ, **names}, files, options.forward)
+    return forwarded({**os.environ, **search_paths(options.stand_ins, os.environ)}, files, options.forward)
 
 
 def _arguments(options: argparse.Namespace) -> tuple[str, ...]:
@@ -275,21 +274,3 @@ def _pid_file() -> Iterator[None]:
 
 def _say(text: str) -> None:
     print(f"zero-launch: {text}", file=sys.stderr, flush=True)
-
-
-def deepspeed_names() -> dict[str, str]:
-    """PYTHONPATH and PATH of ranks in which zero-core answers the names of DeepSpeed.
-
-    Raises ValueError when zero-core, which is only looked for and not imported, is not installed.
-    """
-    found = importlib.util.find_spec("zero_core")
-    if found is None or found.origin is None:
-        raise ValueError("--as-deepspeed needs zero-core; run: pip install zero-core")
-    entry = Path(found.origin).parent / "as_deepspeed" / "path_entry"
-    return {name: _first_on(name, folder) for name, folder in (("PYTHONPATH", entry), ("PATH", entry / "bin"))}
-
-
-def _first_on(variable: str, folder: Path) -> str:
-    """The search path of a variable with ``folder`` in front."""
-    parts = os.environ.get(variable, "").split(os.pathsep)
-    return os.pathsep.join([str(folder), *(part for part in parts if part and part != str(folder))])

@@ -1,7 +1,4 @@
-"""The command `zero-launch doctor`: what every host of a job has, and what will go wrong with it.
-
-`ds_report` prints the same for this machine alone.
-"""
+"""The command `zero-launch doctor`: what every host of a job has, and what will go wrong with it."""
 
 from __future__ import annotations
 
@@ -36,11 +33,6 @@ class Report:
     trouble: str = ""
     skew: float = 0.0
     shared_folder: bool | None = None
-
-
-def report() -> int:
-    """`ds_report`: the table for this machine."""
-    return main(["--local"])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
+from typing import NoReturn
 
 from zero_launch.spec import SILENCE_SECONDS
+from zero_launch.stand_ins import not_registered, registered
 
 _EPILOG = """examples:
   zero-launch --nproc 2 train.py --lr 3e-4
@@ -16,9 +19,17 @@ also: zero-launch doctor, zero-launch slurm-script (each has --help)
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says of an unknown ``--as-NAME`` that a package is missing."""
+
+    def error(self, message: str) -> NoReturn:
+        missing = re.search(r"unrecognized arguments:.* --as-([\w.-]+)", message)
+        super().error(not_registered(missing[1]) if missing else message)
+
+
 def parser() -> argparse.ArgumentParser:
     """Options of zero-launch, then the target, then the target's own arguments."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="zero-launch",
         description="Start one process per rank, here or on many hosts, and tell the truth about how they died.",
         epilog=_EPILOG,
@@ -37,9 +48,15 @@ def parser() -> argparse.ArgumentParser:
 def add_target_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what runs")
     group.add_argument("-m", "--module", action="store_true", help="TARGET is a module, as in python -m")
-    group.add_argument(
-        "--as-deepspeed", action="store_true", help="in the ranks, `import deepspeed` means zero-core's answer to it"
-    )
+    group.set_defaults(stand_ins=[])
+    for name in registered():
+        group.add_argument(
+            f"--as-{name}",
+            action="append_const",
+            dest="stand_ins",
+            const=name,
+            help=f"in the ranks, `import {name}` means the installed package that answers to that name",
+        )
     group.add_argument("--no_python", "--no-python", action="store_true", help="TARGET is a program, run as it is")
     group.add_argument(
         "--no_local_rank",

@@ -11,7 +11,7 @@ from zero_core.config._base import Section
 from zero_core.config.errors import ConfigError, Problem, show
 from zero_core.config.keys import ConfigFile
 
-REMOVED = {
+REMOVED_KEYS = {
     "amp": 'use "fp16", "bf16" or "torch_autocast"',
     "compression_training": "compress the exported weights with torchao after training",
     "curriculum_learning": 'use "data_efficiency.data_sampling.curriculum_learning"',
@@ -25,7 +25,7 @@ REMOVED = {
     "sparse_gradients": "remove it: sparse gradients travel as dense ones",
     "zero_optimization.zeropp_loco_param": 'use "zero_optimization.zero_quantized_gradients"',
 }
-"""Keys that DeepSpeed once had: refused whatever their value, each with what to do instead."""
+"""Keys of older configurations: refused whatever their value, each with what to do instead."""
 
 _CPU_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
@@ -84,7 +84,7 @@ def _set(data: dict[str, Any], names: list[str], value: Any) -> None:
 
 def _refuse_removed(raw: dict[str, Any], prepared: Prepared) -> None:
     zero = raw.get("zero_optimization")
-    for path, action in REMOVED.items():
+    for path, action in REMOVED_KEYS.items():
         parent, _, key = path.rpartition(".")
         if key in (raw if not parent else zero if isinstance(zero, dict) else ()):
             expected = "expected no such key: it was removed, and is refused even when switched off"
@@ -93,14 +93,14 @@ def _refuse_removed(raw: dict[str, Any], prepared: Prepared) -> None:
 
 def _modernised(raw: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
     """Replace the legacy forms of `zero_optimization`, and drop the keys that were refused as removed."""
-    raw = {key: value for key, value in raw.items() if key not in REMOVED}
+    raw = {key: value for key, value in raw.items() if key not in REMOVED_KEYS}
     zero = raw.get("zero_optimization")
     if isinstance(zero, bool):
         prepared.notes["zero_optimization.stage"] = f"from the legacy form zero_optimization: {str(zero).lower()}"
         return {**raw, "zero_optimization": {"stage": int(zero)}}
     if not isinstance(zero, dict):
         return raw
-    zero = {key: value for key, value in zero.items() if f"zero_optimization.{key}" not in REMOVED}
+    zero = {key: value for key, value in zero.items() if f"zero_optimization.{key}" not in REMOVED_KEYS}
     return {**raw, "zero_optimization": _without_cpu_offload(zero, prepared)}
 
 
@@ -171,7 +171,7 @@ def _almost(key: str, other: str) -> bool:
 
 def _places(section: type[Section], key: str, path: str) -> list[str]:
     """Return the paths at which `key` would be valid."""
-    found = [path + key] if key in section.written_keys() and path + key not in REMOVED else []
+    found = [path + key] if key in section.written_keys() and path + key not in REMOVED_KEYS else []
     for name in section.model_fields:
         child = section.section_of(name, {})
         if child is not None:

@@ -119,3 +119,14 @@ class ConfigFile(Section):
     autotuning: Autotuning = Autotuning()
     datastates_ckpt: Literal[False] | FreeForm | None = None
     weight_quantization: WeightQuantization | None = None
+
+
+def known_keys(section: str, *, aliases: bool = True) -> list[str]:
+    """Return the keys that may be written in a section of the file, as in ``"fp16"``, or with ``""`` at its top.
+
+    ``aliases``: their other names too. Raises KeyError for what is no section.
+    """
+    kind = ConfigFile.section_of(section, {}) if section else ConfigFile
+    if kind is None:
+        raise KeyError(section)
+    return kind.written_keys() if aliases else list(kind.model_fields)

@@ -1,3 +1,0 @@
-"""Constants that scripts read."""
-
-TORCH_DISTRIBUTED_DEFAULT_PORT = 29500

@@ -1,0 +1,246 @@
+"""`deepspeed.accelerator`: the machine's device by DeepSpeed's names, over `torch.accelerator`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+from zero_comm.setup import default_device
+from zero_core.errors import UsageError
+
+from .errors import UnsupportedError
+
+_TENSOR_DTYPES = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.double,
+    "FloatTensor": torch.float,
+    "HalfTensor": torch.half,
+    "IntTensor": torch.int,
+    "LongTensor": torch.long,
+}
+
+
+def compute_device() -> torch.device:
+    """The device of this rank: of the kind that DS_ACCELERATOR names (cpu, cuda, …), else what torch finds."""
+    wanted = os.environ.get("DS_ACCELERATOR")
+    if wanted is None:
+        return default_device()
+    if wanted == "cpu":
+        return torch.device("cpu")
+    found = default_device()
+    if found.type != wanted:
+        raise UsageError(f"DS_ACCELERATOR is {wanted!r}, but torch's device here is {found.type!r}; unset the variable")
+    return found
+
+
+def get_accelerator() -> Accelerator:
+    """The device that this process computes on."""
+    return Accelerator(compute_device())
+
+
+class Accelerator:
+    """One kind of device. Memory is in bytes; what a CPU has not (streams, caches) does nothing there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._name = device.type
+        self._on_cpu = device.type == "cpu"
+        self._module: Any = torch.get_device_module(device.type)
+
+    # -- devices -----------------------------------------------------------------------------------------------------
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """`cpu`, `cuda` or `cuda:1`."""
+        return self._name if device_index is None or self._on_cpu else f"{self._name}:{device_index}"
+
+    def current_device(self) -> int | str:
+        """The number of the current device; `cpu` on the CPU."""
+        return "cpu" if self._on_cpu else int(torch.accelerator.current_device_index())
+
+    def current_device_name(self) -> str:
+        """The name of the current device."""
+        return "cpu" if self._on_cpu else f"{self._name}:{torch.accelerator.current_device_index()}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """A context in which the device of that number is current."""
+        return self._module.device(device_index)
+
+    def set_device(self, device_index: int) -> None:
+        """Make the device of that number current."""
+        if not self._on_cpu:
+            torch.accelerator.set_device_index(device_index)
+
+    def device_count(self) -> int:
+        """Devices of this host; on the CPU the ranks of this host."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._on_cpu else torch.accelerator.device_count()
+
+    def is_available(self) -> bool:
+        """True: the device was found."""
+        return True
+
+    def is_synchronized_device(self) -> bool:
+        """Whether calls return when their work is done."""
+        return self._on_cpu
+
+    def use_host_timers(self) -> bool:
+        """Whether times are taken on the host."""
+        return self._on_cpu
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for the device."""
+        if not self._on_cpu:
+            torch.accelerator.synchronize(device_index)
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on this kind of device."""
+        return tensor.device.type == self._name
+
+    def communication_backend_name(self) -> str:
+        """torch's default backend for the device."""
+        return "gloo" if self._on_cpu else torch.distributed.get_default_backend_for_device(self._name)
+
+    # -- random numbers ----------------------------------------------------------------------------------------------
+
+    def random(self) -> Any:
+        """The module with the generator functions."""
+        return torch.random
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the device's generator."""
+        torch.manual_seed(seed) if self._on_cpu else self._module.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the generators of all devices."""
+        torch.manual_seed(seed) if self._on_cpu else self._module.manual_seed_all(seed)
+
+    def initial_seed(self) -> int:
+        """The seed of the device's generator."""
+        return torch.initial_seed() if self._on_cpu else int(self._module.initial_seed())
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """The state of the device's generator."""
+        if self._on_cpu:
+            return torch.get_rng_state()
+        state: torch.Tensor = self._module.get_rng_state(*([] if device_index is None else [device_index]))
+        return state
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Set the state of the device's generator."""
+        if self._on_cpu:
+            torch.set_rng_state(new_state)
+        else:
+            self._module.set_rng_state(new_state, *([] if device_index is None else [device_index]))
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def empty_cache(self) -> None:
+        """Give back memory that torch keeps for later."""
+        if not self._on_cpu:
+            torch.accelerator.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes in use; on the CPU the process's resident bytes."""
+        return self._memory("memory_allocated", device_index)
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most bytes in use so far."""
+        return self._memory("max_memory_allocated", device_index)
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that torch holds."""
+        return self._memory("memory_reserved", device_index)
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The most bytes that torch held so far."""
+        return self._memory("max_memory_reserved", device_index)
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Begin the counts of the most bytes anew."""
+        if not self._on_cpu:
+            self._module.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_peak_memory_stats
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """torch's table of counts; empty on the CPU."""
+        return {} if self._on_cpu else dict(self._module.memory_stats(device_index))
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device, or of the host."""
+        if self._on_cpu:
+            return int(psutil.virtual_memory().total)
+        return int(self._module.get_device_properties(device_index or 0).total_memory)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that are free."""
+        if self._on_cpu:
+            return int(psutil.virtual_memory().available)
+        return self.total_memory(device_index) - self.memory_allocated(device_index)
+
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """A copy in pinned host memory; on the CPU the tensor itself."""
+        return tensor if self._on_cpu else tensor.pin_memory()
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in pinned host memory (on the CPU: in host memory)."""
+        return tensor.device.type == "cpu" if self._on_cpu else tensor.is_pinned()
+
+    # -- dtypes ------------------------------------------------------------------------------------------------------
+
+    def is_bf16_supported(self) -> bool:
+        """Whether the device computes in bfloat16."""
+        return True if self._on_cpu else bool(getattr(self._module, "is_bf16_supported", lambda: True)())
+
+    def is_fp16_supported(self) -> bool:
+        """Whether the device computes in float16."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The dtypes that parameters may have."""
+        return [torch.float, torch.half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    # -- streams, ranges, compilation --------------------------------------------------------------------------------
+
+    def range_push(self, msg: str, *_where: Any) -> None:
+        """Begin a named range of a profile."""
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
+
+    def range_pop(self, *_where: Any) -> None:
+        """End the named range."""
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+    def lazy_call(self, callback: Callable[[], Any]) -> None:
+        """Call ``callback``."""
+        callback()
+
+    def is_triton_supported(self) -> bool:
+        """Whether Triton has a back end for the device."""
+        return self._name in ("cuda", "xpu")
+
+    def get_compile_backend(self) -> str:
+        """torch.compile's default."""
+        return "inductor"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _TENSOR_DTYPES:
+            return lambda values: torch.tensor(values, dtype=_TENSOR_DTYPES[name], device=self._name)
+        if name in ("Event", "Stream", "current_stream", "default_stream", "stream") and not self.__dict__["_on_cpu"]:
+            return getattr(self._module, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedAttribute(f"accelerator.{name} is not available here; use torch.accelerator")
+
+    def _memory(self, what: str, device_index: int | None) -> int:
+        if self._on_cpu:
+            return int(psutil.Process().memory_info().rss)
+        return int(getattr(self._module, what)(device_index))
+
+
+class UnsupportedAttribute(UnsupportedError, AttributeError):
+    """A name of an accelerator that is not answered."""

@@ -1,0 +1,138 @@
+"""`deepspeed.ops.aio`: `aio_handle` over zero-nvme-aio."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from zero_core.errors import UsageError
+from zero_offload import MissingExtraError
+
+
+class AsyncIOBuilder:
+    """What scripts ask for file I/O; nothing is built."""
+
+    NAME = "async_io"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether zero-nvme-aio is installed."""
+        return is_available()
+
+    def load(self, verbose: bool = False) -> Any:
+        """This module, which has `aio_handle`."""
+        import zero_deepspeed.aio as module
+
+        return module
+
+
+class aio_handle:
+    """Reads and writes whole CPU tensors from and to files.
+
+    ``block_size`` in bytes; the options mean what the section `aio` of the configuration says. Synchronous calls return
+    the number of requests done, 1; asynchronous ones return 0 and are finished by `wait`.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 8,
+        single_submit: bool = False,
+        overlap_events: bool = True,
+        intra_op_parallelism: int = 1,
+    ) -> None:
+        self._options = {
+            "block_size": block_size,
+            "queue_depth": queue_depth,
+            "single_submit": single_submit,
+            "overlap_events": overlap_events,
+            "intra_op_parallelism": intra_op_parallelism,
+        }
+        self._engine = _engine(self._options)
+        self._pending: list[tuple[Any, Any, torch.Tensor]] = []
+
+    def get_block_size(self) -> int:
+        """Bytes per request to the device."""
+        return int(self._options["block_size"])
+
+    def get_queue_depth(self) -> int:
+        """Requests in flight."""
+        return int(self._options["queue_depth"])
+
+    def get_single_submit(self) -> bool:
+        """Whether requests are submitted one by one."""
+        return bool(self._options["single_submit"])
+
+    def get_overlap_events(self) -> bool:
+        """Whether completions are collected while others are submitted."""
+        return bool(self._options["overlap_events"])
+
+    def get_intra_op_parallelism(self) -> int:
+        """Threads per transfer."""
+        return int(self._options["intra_op_parallelism"])
+
+    def new_cpu_locked_tensor(self, num_elem: int, example: torch.Tensor) -> torch.Tensor:
+        """An uninitialised CPU tensor of ``num_elem`` elements of ``example``'s dtype, pinned where there is an
+        accelerator."""
+        return torch.empty(num_elem, dtype=example.dtype, pin_memory=torch.accelerator.is_available())
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """True; the memory goes with the tensor."""
+        return True
+
+    def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Fill ``buffer`` from the file."""
+        self.async_pread(buffer, filename, file_offset)
+        return self.wait()
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Write ``buffer`` into the file."""
+        self.async_pwrite(buffer, filename, file_offset)
+        return self.wait()
+
+    read = sync_pread
+    write = sync_pwrite
+
+    def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Begin to fill ``buffer`` from the file; keep it alive until `wait`."""
+        file = self._engine.open(os.fspath(filename), "r")
+        self._pending.append((self._engine.read(file, _memory(buffer), file_offset), file, buffer))
+        return 0
+
+    def async_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Begin to write ``buffer`` into the file; do not change it until `wait`."""
+        file = self._engine.open(os.fspath(filename), "rw")
+        self._pending.append((self._engine.write(file, _memory(buffer), file_offset), file, buffer))
+        return 0
+
+    def wait(self) -> int:
+        """Finish everything that was begun; return how many transfers that were."""
+        done = 0
+        for request, file, _ in self._pending:
+            request.wait()
+            file.close()
+            done += 1
+        self._pending.clear()
+        return done
+
+
+def is_available() -> bool:
+    """Whether zero-nvme-aio is installed."""
+    from importlib.util import find_spec
+
+    return find_spec("zero_nvme_aio") is not None
+
+
+def _engine(options: dict[str, Any]) -> Any:
+    try:
+        from zero_nvme_aio import Engine
+    except ImportError as error:
+        raise MissingExtraError("aio_handle needs zero-nvme-aio; run: pip install 'zero-core[nvme]'") from error
+    return Engine.from_deepspeed(options)
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise UsageError("aio_handle moves contiguous CPU tensors; call .cpu().contiguous() first")
+    return tensor.detach()

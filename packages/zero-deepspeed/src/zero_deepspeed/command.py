@@ -1,0 +1,29 @@
+"""The command `deepspeed`: zero-launch, which has DeepSpeed's options, with ``--local_rank`` for the script."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from zero_launch import main as launch
+from zero_launch.options import parser
+
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+"""The file with variables for other hosts, by name."""
+
+_GIVES_LOCAL_RANK = "zero_deepspeed.with_local_rank"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(words)
+    if not options.no_local_rank and not options.no_python:
+        target = [options.target, *options.args]
+        own = words[: len(words) - len(target)]
+        if options.module:
+            own = [word for word in own if word not in ("-m", "--module")]
+            target = ["-m", *target]
+        words = [*own, "-m", _GIVES_LOCAL_RANK, *target]
+    return launch(["--as-deepspeed", *words])

@@ -1,0 +1,66 @@
+"""The command `ds_report`, and which of DeepSpeed's operators have something that answers them."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from . import VERSION, path
+from .accelerator import get_accelerator
+from .aio import is_available
+
+COMPATIBLE: dict[str, bool] = {
+    "async_io": is_available(),
+    "cpu_adagrad": True,
+    "cpu_adam": True,
+    "cpu_lion": True,
+    "deepspeed_not_implemented": False,
+    "fused_adam": True,
+    "fused_lamb": True,
+    "fused_lion": True,
+}
+"""DeepSpeed's name of an operator -> whether it is answered."""
+
+GIT_HASH = GIT_BRANCH = "zero-deepspeed"
+INSTALLED: dict[str, bool] = {}
+ACCELERATOR_NAME = ""
+TORCH_INFO: dict[str, str] = {}
+"""What `deepspeed.git_version_info` says of a build: nothing is built ahead of time."""
+
+_PACKAGES = (
+    "zero-deepspeed",
+    "zero-core",
+    "zero-partition",
+    "zero-offload",
+    "zero-ckpt",
+    "zero-comm",
+    "zero-precision",
+    "zero-nvme-aio",
+    "zero-optim-kernels",
+    "zero-launch",
+    "torch",
+)
+
+
+def main() -> int:
+    """Print versions, the device and the operators."""
+    device = get_accelerator()
+    print(f"deepspeed {VERSION}, answered by zero-deepspeed from {path()}")
+    print(f"python {platform.python_version()} at {sys.executable}")
+    for name in _PACKAGES:
+        print(f"{name} {_version(name)}")
+    print(f"device {device.device_name()}, {device.device_count()} here, {device.communication_backend_name()}")
+    print(f"torch's threads: {torch.get_num_threads()}")
+    for name, there in COMPATIBLE.items():
+        print(f"operator {name}: {'yes' if there else 'no'}")
+    return 0
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,140 @@
+"""DeepSpeed's configuration, as its users and their frameworks write it, for `Config`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_core.config import REMOVED_KEYS, Config, ConfigError, Problem, known_keys, read
+
+logger = logging.getLogger("DeepSpeed")
+
+_READ_KEY_BY_KEY = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
+_ASKS_NOTHING: tuple[Any, ...] = (None, False, -1, {}, [])
+_CLIPPING = "DeepSpeed's default since 0.19"
+
+
+def raw_config(source: Any) -> dict[str, Any]:
+    """The user's dict itself; or what a JSON or Hjson file, or urlsafe base64 of JSON text, holds."""
+    if isinstance(source, dict):
+        return source
+    if isinstance(source, (str, os.PathLike)) and not Path(source).exists():
+        try:
+            return read(json.loads(base64.urlsafe_b64decode(os.fspath(source)).decode()))
+        except (binascii.Error, UnicodeDecodeError, json.JSONDecodeError) as error:
+            expected = "expected a dict, the path of a JSON file, or urlsafe base64 of JSON text"
+            raise ConfigError(Problem("config", expected, repr(os.fspath(source)))) from error
+    return _file(Path(source)) if isinstance(source, (str, os.PathLike)) else read(source)
+
+
+def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True) -> Config:
+    """Resolve DeepSpeed's configuration, with DeepSpeed's defaults where they differ.
+
+    ``trains``: false where there is no optimizer; the section `scheduler` of a training configuration has no effect.
+
+    Keys that DeepSpeed has removed are accepted when they ask for nothing, unknown keys at the top and in sections that
+    it reads key by key are left out with a warning, offload at stage 0 has no effect, and a warm-up of no steps is one
+    of a single step. Raises `ConfigError`.
+    """
+    data = read(raw)
+    if not trains:
+        data.pop("scheduler", None)
+    _drop_idle(data)
+    _warm_up_at_once(data)
+    _drop_unknown(data)
+    _drop_idle_offload(data)
+    return Config.load(data, world_size=world_size, defaults=_defaults(data))
+
+
+def load_for_construction(raw: Mapping[str, Any], world_size: int) -> Config:
+    """`load_config` for building a model, when frameworks have not filled in every "auto" yet: batch sizes, the
+    optimizer and the schedule are left out."""
+    unresolved = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    kept = {key: value for key, value in raw.items() if key not in (*unresolved, "optimizer", "scheduler")}
+    return load_config({**kept, "train_micro_batch_size_per_gpu": 1}, world_size)
+
+
+def _file(path: Path) -> dict[str, Any]:
+    """A file as DeepSpeed reads it: JSON, or with comments and the like Hjson."""
+    try:
+        return read(path)
+    except ConfigError as refused:
+        if not isinstance(refused.__cause__, json.JSONDecodeError):
+            raise
+        try:
+            import hjson  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        except ImportError:
+            action = "if the file is Hjson (JSON with comments), run: pip install 'zero-deepspeed[hjson]'"
+            problem = Problem(str(path), "expected JSON", str(refused.__cause__), action=action)
+            raise ConfigError(problem) from refused
+        try:
+            return read(hjson.loads(path.read_text(encoding="utf-8")))
+        except hjson.HjsonDecodeError:
+            raise refused from None
+
+
+def _defaults(data: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {"gradient_clipping": (1.0, _CLIPPING)}
+    half = data.get("bf16", data.get("bfloat16"))
+    if isinstance(half, dict) and half.get("enabled") is True and half.get("check_grad_overflow") is None:
+        found["bf16.check_grad_overflow"] = (True, _CLIPPING)
+    return found
+
+
+def _drop_idle(data: dict[str, Any]) -> None:
+    """Removed keys that are switched off."""
+    for path in REMOVED_KEYS:
+        parent, _, key = path.rpartition(".")
+        section = data.get(parent) if parent else data
+        if isinstance(section, dict) and key in section and _asks_nothing(section[key]):
+            del section[key]
+
+
+def _asks_nothing(value: Any) -> bool:
+    if isinstance(value, dict) and value:
+        return value.get("enabled") is False
+    return any(value is idle or (value == idle and not isinstance(value, bool)) for idle in _ASKS_NOTHING)
+
+
+def _warm_up_at_once(data: dict[str, Any]) -> None:
+    """No warm-up, which DeepSpeed before 0.19.6 took for the shortest one and older frameworks fill in for "auto"."""
+    section = data.get("scheduler")
+    params = section.get("params") if isinstance(section, dict) else None
+    if isinstance(params, dict) and params.get("warmup_num_steps") == 0:
+        params["warmup_num_steps"] = 1
+
+
+def _drop_unknown(data: dict[str, Any]) -> None:
+    """Keys that DeepSpeed does not read either."""
+    for path, section, known in _lenient_sections(data):
+        for key in [key for key in section if key not in known]:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {path}{nearest[0]}?" if nearest else ""
+            logger.warning("the configuration's %s%s is no key of DeepSpeed and is ignored%s", path, key, hint)
+            del section[key]
+
+
+def _lenient_sections(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
+    yield "", data, {*known_keys(""), *REMOVED_KEYS}
+    for name in _READ_KEY_BY_KEY:
+        if isinstance(data.get(name), dict):
+            yield f"{name}.", data[name], set(known_keys(name))
+    if isinstance(data.get("aio"), dict) and {"thread_count", "intra_op_parallelism"} <= set(data["aio"]):
+        yield "aio.", data["aio"], set(known_keys("aio", aliases=False))
+
+
+def _drop_idle_offload(data: dict[str, Any]) -> None:
+    zero = data.get("zero_optimization")
+    if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, "auto"):
+        return
+    section = zero.get("offload_optimizer")
+    if isinstance(section, dict) and section.get("device", "none") != "none":
+        logger.warning("zero_optimization.offload_optimizer has no effect at stage 0, where nothing is sharded")
+        del zero["offload_optimizer"]

@@ -1,0 +1,126 @@
+"""The smaller modules behind DeepSpeed's names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_core.errors import UsageError
+from zero_deepspeed.accelerator import compute_device, get_accelerator
+from zero_deepspeed.communication import get_all_ranks_from_group, get_global_rank, init_distributed
+from zero_deepspeed.configuration import DeepSpeedConfig
+from zero_deepspeed.estimators import zero2_cold, zero3_live
+from zero_deepspeed.helpers import OnDevice, clone_tensors_for_torch_save, move_to_device
+from zero_deepspeed.settings import load_for_construction, raw_config
+
+
+def test_aio_handle_moves_tensors_to_files_and_back(tmp_path: Path) -> None:
+    pytest.importorskip("zero_nvme_aio")
+    from zero_deepspeed.aio import AsyncIOBuilder
+
+    handle = AsyncIOBuilder().load().aio_handle(1 << 16, 4, False, True, 2)
+    assert (handle.get_block_size(), handle.get_queue_depth(), handle.get_intra_op_parallelism()) == (1 << 16, 4, 2)
+    source = torch.arange(50_001, dtype=torch.float32)
+    assert handle.sync_pwrite(source, tmp_path / "a") == 1
+    target = handle.new_cpu_locked_tensor(50_001, source)
+    assert handle.async_pread(target, str(tmp_path / "a")) == 0 and handle.wait() == 1
+    assert torch.equal(source, target)
+    part = torch.zeros(3)
+    handle.sync_pread(part, tmp_path / "a", file_offset=4 * 10)
+    assert part.tolist() == [10.0, 11.0, 12.0]
+    with pytest.raises(UsageError, match="contiguous"):
+        handle.sync_pwrite(torch.zeros(4, 4).t()[1:], tmp_path / "b")
+
+
+def test_models_on_device_take_no_memory_and_the_dtype() -> None:
+    with OnDevice(torch.bfloat16):
+        layer = nn.Linear(4, 4)
+        counts = torch.zeros(3, dtype=torch.int64)
+    assert layer.weight.is_meta and layer.weight.dtype == torch.bfloat16
+    assert counts.is_meta and counts.dtype == torch.int64
+    with OnDevice(torch.float16, enabled=False):
+        assert torch.zeros(1).dtype == torch.float32
+
+
+def test_nested_containers_are_copied_and_moved() -> None:
+    base = torch.arange(10.0)
+    state = {"a": base[:2], "b": [base[2:4], "text"]}
+    copied = clone_tensors_for_torch_save(state)
+    assert copied["a"].untyped_storage().nbytes() == 8 and copied["b"][1] == "text"
+    assert move_to_device(state, "meta")["b"][0].is_meta
+
+
+def test_the_device_is_the_one_that_the_variable_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    device = get_accelerator()
+    assert compute_device() == torch.device("cpu")
+    assert (device.device_name(), device.current_device_name(), device.communication_backend_name()) == (
+        "cpu",
+        "cpu",
+        "gloo",
+    )
+    assert device.is_bf16_supported() and device.total_memory() > device.available_memory() > 0
+    assert device.FloatTensor([1.0]).dtype == torch.float32
+    with pytest.raises(NotImplementedError, match=r"torch\.accelerator"):
+        device.capture_to_graph()
+    monkeypatch.setenv("DS_ACCELERATOR", "npu")
+    with pytest.raises(UsageError, match="npu"):
+        compute_device()
+
+
+@pytest.mark.usefixtures("alone")
+def test_init_distributed_starts_one_rank_and_refuses_a_lone_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="dist_init_required"):
+        init_distributed(dist_init_required=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="mpirun"):
+        init_distributed()
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
+    init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    init_distributed()
+    assert dist.get_backend() == "gloo" and get_all_ranks_from_group() == [0] and get_global_rank(None, 0) == 0
+
+
+def test_a_configuration_is_resolved_by_name() -> None:
+    config = DeepSpeedConfig({"train_batch_size": 4, "zero_optimization": {"stage": 2}})
+    assert (config.train_micro_batch_size_per_gpu, config.zero_optimization_stage) == (4, 2)
+    assert config.zero_enabled and config.gradient_clipping == 1.0
+    with pytest.raises(AttributeError):
+        config.no_such_key  # noqa: B018
+
+
+def test_what_frameworks_leave_unresolved_is_tolerated_while_a_model_is_built() -> None:
+    template = {
+        "train_batch_size": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    }
+    assert load_for_construction(template, 3).zero_optimization.stage == 3
+
+
+def test_a_configuration_file_may_be_hjson(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 4, # a note\n "zero_optimization": {"stage": 2},}')
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ValueError, match=r"zero-deepspeed\[hjson\]"):
+        raw_config(tmp_path / "ds.json")
+    monkeypatch.undo()
+    pytest.importorskip("hjson")
+    assert raw_config(tmp_path / "ds.json") == {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 4')
+    with pytest.raises(ValueError, match="expected JSON"):
+        raw_config(tmp_path / "ds.json")
+
+
+def test_the_estimators_print_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    zero2_cold(10**9, num_gpus_per_node=8)
+    zero3_live(nn.Linear(1000, 1000), num_gpus_per_node=8)
+    printed = capsys.readouterr().out
+    assert printed.count("per CPU  |  per GPU") == 2 and "1M largest layer params" in printed

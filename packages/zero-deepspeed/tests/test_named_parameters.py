@@ -1,0 +1,174 @@
+"""Parameters and models through DeepSpeed's names: on two ranks, inside `Init`, copied, gathered and written."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from named_cases import WIDTH, Net, batch, build, settings, start, train
+from torch import nn
+
+from zero_comm import run_ranks
+from zero_core.config import ConfigError
+from zero_deepspeed.communication import init_distributed
+from zero_deepspeed.construction import GatheredParameters, Init, unwrap_model_for_generation
+from zero_deepspeed.engine import DeepSpeedEngine
+from zero_deepspeed.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+    safe_update_full_grad_vectorized,
+)
+from zero_deepspeed.leaf_modules import set_z3_leaf_modules, z3_leaf_module
+from zero_deepspeed.parameters import ZeroParamStatus
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def named_parameters(_: int) -> dict[str, Any]:
+    unresolved = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "train_batch_size": "auto"}
+    with Init(config_dict_or_path=unresolved):
+        torch.manual_seed(0)
+        model = Net()
+    weight = model.blocks[0].weight
+    seen: dict[str, Any] = {"built": (weight.ds_numel, tuple(weight.ds_shape), weight.ds_status.name)}
+    seen["copied"] = [copy.deepcopy(model).blocks[0].weight]
+    with GatheredParameters({*model.parameters(), None}, modifier_rank=None):
+        if dist.get_rank() == 1:
+            seen["copied"] += [copy.deepcopy(weight)]
+        seen["whole"] = weight.detach().clone()
+        seen["inside"] = weight.ds_status.name
+    with GatheredParameters([model.head.weight, None], modifier_rank=1), torch.no_grad():
+        model.head.weight.fill_(dist.get_rank())
+    engine = start(3, model)
+    seen["owned"] = (weight.ds_status.name, weight.ds_tensor.numel(), weight.partition_numel())
+    seen["ids"] = [p.ds_id for p in model.parameters()]
+    seen["head"] = safe_get_full_fp32_param(model.head.weight)
+    engine.backward(engine(batch(0)))
+    gradient = safe_get_full_grad(weight)
+    safe_update_full_grad_vectorized([weight], lambda g, p: g * 0)
+    seen["gradient"] = (gradient.abs().sum().item() > 0, safe_get_full_grad(weight).abs().sum().item())
+    local = safe_get_local_grad(weight)
+    seen["local"] = (local.numel(), weight.ds_tensor.numel())
+    engine.step()
+    seen["state"] = safe_get_full_optimizer_state(weight, "exp_avg").abs().sum().item()
+    seen["local state"] = safe_get_local_optimizer_state(model.head.weight, "exp_avg").shape
+    part = safe_get_local_fp32_param(weight)
+    safe_set_local_fp32_param(weight, torch.full_like(part, 2.0))
+    seen["set"] = bool((safe_get_full_fp32_param(weight) == 2.0).all())
+    safe_set_full_fp32_param(weight, torch.full(weight.ds_shape, 3.0))
+    with GatheredParameters(weight):
+        seen["set whole"] = bool((weight == 3.0).all())
+    weight.all_gather()
+    seen["gathered"] = (weight.ds_status.name, weight.sum().isnan().item())
+    weight.partition()
+    copied = copy.deepcopy(weight)
+    seen["copies"] = (
+        type(copied).__name__,
+        bool((copied == 3.0).all()),
+        type(pickle.loads(pickle.dumps(weight))).__name__,
+    )
+    with unwrap_model_for_generation(engine) as plain:
+        seen["calls"] = [plain(batch(0)).isnan().item() for _ in range(1 + dist.get_rank())]
+    seen["by hand"] = without_hooks(engine)
+    seen["after"] = train(engine, 0, 1)
+    return seen
+
+
+def built_in_parts(_: int) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("note", torch.float32)):
+        config = {"zero_optimization": {"stage": 3}, section: {"enabled": True}}
+        model = build()
+        Init(module=model, config_dict_or_path=config, data_parallel_group=dist.group.WORLD)
+        with Init(config_dict_or_path=config):
+            torch.manual_seed(0)
+            other = Net()
+        for made in (model, other):
+            weight: Any = made.blocks[0].weight
+            status = weight.ds_status.name
+            assert {p.dtype for p in made.parameters()} == {dtype} and (
+                dist.get_world_size() == 1 or weight.isnan().all()
+            )
+            with GatheredParameters(list(made.parameters())):
+                assert torch.equal(weight, build().blocks[0].weight.to(dtype)) and status == "NOT_AVAILABLE"
+        if section != "note":
+            engine = start(3, model, **{section: {"enabled": True}})
+            seen[section] = engine(batch(0).to(dtype)).dtype
+    return seen
+
+
+def test_models_are_cut_afterwards_too_and_have_the_configurations_dtype() -> None:
+    init_distributed()
+    for seen in (built_in_parts(0), *run_ranks(built_in_parts, 2, 0)):
+        assert seen == {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def without_hooks(engine: DeepSpeedEngine) -> list[bool]:
+    """Generation as frameworks on top of Transformers do it: gather everything, take the hooks away, put them back."""
+    offload = engine.optimizer.parameter_offload
+    with GatheredParameters(engine.module.parameters()):
+        for _, parameter in [*offload.module.named_parameters(), *offload.module.ds_external_parameters()]:
+            parameter.ds_active_sub_modules.clear()
+        for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        seen = [engine.module(batch(0)).isnan().item() for _ in range(2 - dist.get_rank())]
+        offload._register_deepspeed_module(offload.module)
+    return seen
+
+
+def test_an_init_that_was_refused_is_not_open_afterwards() -> None:
+    with pytest.raises(ConfigError), Init(config_dict_or_path=settings(3, bf16={"enabled": "yes please"})):
+        build()
+    with Init(config_dict_or_path=settings(3)):
+        model = build()
+    assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    assert not any(hasattr(parameter, "ds_id") for parameter in build().parameters())
+
+
+def test_parameters_answer_to_deepspeeds_names_on_two_ranks() -> None:
+    first, second = run_ranks(named_parameters, 2, 0)
+    torch.manual_seed(0)
+    expected = Net()
+    for seen in (first, second):
+        assert seen["built"] == (WIDTH * WIDTH, (WIDTH, WIDTH), "NOT_AVAILABLE") and seen["inside"] == "AVAILABLE"
+        assert torch.equal(seen["whole"], expected.blocks[0].weight)
+        status, _, share = seen["owned"]
+        assert (status, share) == ("NOT_AVAILABLE", WIDTH * WIDTH // 2)
+        assert (seen["head"] == 1.0).all()
+        assert seen["gradient"] == (True, 0.0) and seen["state"] == 0.0
+        assert seen["local"][0] == seen["local"][1]
+        assert seen["set"] and seen["set whole"] and seen["gathered"] == ("AVAILABLE", False)
+        assert seen["copies"] == ("Parameter", True, "Parameter")
+        assert all(torch.equal(copied, seen["whole"]) for copied in seen["copied"])
+        assert not any(seen["calls"]) and not any(seen["by hand"])
+    assert first["ids"] == second["ids"]
+    assert first["owned"][1] + second["owned"][1] == WIDTH * WIDTH
+
+
+def test_one_rank_says_not_available_outside_of_a_gather() -> None:
+    engine = start(3)
+    weight: Any = engine.module.head.weight
+    assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    with GatheredParameters([weight]):
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE
+    assert weight.ds_summary()["ds_shape"] == (1, WIDTH)
+
+
+def test_leaf_modules_are_marked_and_found() -> None:
+    model = build()
+    assert set_z3_leaf_modules(model, [nn.ModuleList]) == [model.blocks]
+    assert z3_leaf_module(model.blocks) and model.blocks._z3_leaf is True and not z3_leaf_module(model)
+    with pytest.raises(ValueError, match="no module"):
+        set_z3_leaf_modules(model, ["Conv2d"])
+    assert train(start(3, model), 0, 1)
