@@ -3,8 +3,10 @@ names what was made slow."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -53,12 +55,12 @@ def _train_and_count(path: str, stage: int, changes: dict[str, Any]) -> dict[str
     }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_sums_are_the_ledgers_the_memory_tables_and_the_clocks(tmp_path: Path, stage: int) -> None:
-    results = run_ranks(_train_and_count, RANKS, str(tmp_path), stage, {})
+@pytest.mark.parametrize(("stage", "ranks"), [*((stage, RANKS) for stage in STAGES), (3, 4)])
+def test_sums_are_the_ledgers_the_memory_tables_and_the_clocks(tmp_path: Path, stage: int, ranks: int) -> None:
+    results = run_ranks(_train_and_count, ranks, str(tmp_path), stage, {})
     run = read_run(tmp_path)
     assert run.problems == []
-    assert sorted(run.last.ranks) == list(range(RANKS))
+    assert sorted(run.last.ranks) == list(range(ranks))
     for rank, found in enumerate(results):
         record = run.last.ranks[rank]
         assert record.closed and found["threads"] == []
@@ -141,6 +143,45 @@ def test_a_slow_data_loader_is_named(tmp_path: Path, stage: int, slow: int) -> N
     run_ranks(_train_slowly, RANKS, str(tmp_path), slow, "data", stage)
     sentence = analyse(read_run(tmp_path)).verdict.sentence
     assert sentence.startswith(f"Rank {slow} waits for its data"), sentence
+
+
+SLOW_DISK = 20_000_000  # bytes per second
+BLKIO = Path("/sys/fs/cgroup/blkio")
+
+
+def _train_from_a_slow_disk(path: str, slow: int) -> None:
+    """Stage 3 in files; the reads of rank ``slow`` are held to `SLOW_DISK` from the third step on."""
+    device = os.stat(path).st_dev
+    group = BLKIO / f"zero-{os.getpid()}"
+    offload = {"device": "nvme", "nvme_path": path}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": offload, "offload_optimizer": offload}
+    engine = start(3, build(blocks=6), **recorded(Path(path) / "record", zero_optimization=zero))
+    train(engine, 0, 2)
+    if torch.distributed.get_rank() == slow:
+        group.mkdir()
+        (group / "blkio.throttle.read_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} {SLOW_DISK}")
+        for task in os.listdir("/proc/self/task"):
+            (group / "tasks").write_text(task)
+    train(engine, 2, 12)
+    if group.exists():
+        for task in os.listdir("/proc/self/task"):
+            (BLKIO / "tasks").write_text(task)
+        group.rmdir()
+    engine.destroy()
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (BLKIO / "tasks").exists(),
+    reason="slowing a drive down needs root and the blkio controller",
+)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_disk_is_named(slow: int) -> None:
+    with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as path:  # on a drive; /tmp may be memory
+        run_ranks(_train_from_a_slow_disk, RANKS, path, slow)
+        sentence = analyse(read_run(Path(path) / "record")).verdict.sentence
+    print(sentence)
+    assert sentence.startswith(f"Rank {slow} waits for ") and "drive" in sentence, sentence
 
 
 OFF = """
