@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from zero_report import read_run
+from zero_report.analysis.analyse import analyse
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 STEPS = 24
 SIZE = ["--layers", "1", "--width", "64", "--context", "32"]
@@ -105,7 +108,13 @@ def test_sampling_imports_no_package_of_ours(demo: tuple[Path, str]) -> None:
     assert len(printed) > len("return ")
 
 
-def test_the_demo_ends_with_a_summary_that_names_the_picture(demo: tuple[Path, str]) -> None:
+def test_the_demo_ends_with_a_report_of_both_parts(demo: tuple[Path, str]) -> None:
     folder, printed = demo
-    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert str(folder / "demo.png") in printed
+    page = folder / "record" / "report.html"
+    assert page.stat().st_size > 50_000
+    assert str(page) in printed
+    run = read_run(folder / "record")
+    assert [attempt.world_size for attempt in run.attempts] == [2, 1]
+    assert [attempt.first.table["steps"].sum() for attempt in run.attempts] == [STEPS * 2 // 3, STEPS // 3]
+    assert run.problems == [] and run.replayed == 0
+    assert analyse(run).verdict.sentence in " ".join(printed.split())

@@ -1,4 +1,4 @@
-"""The whole way, in a few minutes: train a GPT on two ranks, go on with three, export, sample, plot.
+"""The whole way, in a few minutes: train a GPT on two ranks, go on with three, export, sample, report.
 
 Arguments that this script does not know go to gpt.py (--layers, --width, --context).
 """
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zero_launch import LaunchError, LaunchSpec, launch
+from zero_report import make_report
 
 HERE = Path(__file__).resolve().parent
 CONSOLE = Console(highlight=False, soft_wrap=True)
@@ -38,9 +39,8 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 def prepare(args: argparse.Namespace) -> Path:
     """Make the run's folder, with a configuration whose schedule fits the number of steps."""
-    missing = [name for name in ("matplotlib", "safetensors") if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(f'demo: {" and ".join(missing)} not installed: pip install "zero-core[plots]" safetensors')
+    if importlib.util.find_spec("safetensors") is None:
+        sys.exit("demo: safetensors is not installed: pip install safetensors")
     run: Path = args.run or Path("run") / time.strftime("demo-%Y%m%d-%H%M%S")
     if run.exists() and any(run.iterdir()):
         sys.exit(f"demo: {run} is not empty; give another folder with --run")
@@ -61,7 +61,8 @@ def train(run: Path, ranks: int, steps: int, args: argparse.Namespace, extra: li
     command = ["--run", str(run), "--config", str(run / "ds.json"), "--steps", str(steps), *extra]
     if args.data is not None:
         command += ["--data", str(args.data.resolve())]
-    launch(LaunchSpec(str(HERE / "gpt.py"), args=tuple(command), nproc=ranks, direct_rank=0, quiet=True))
+    record = {"ZERO_RUN_RECORD": str(run / "record")}
+    launch(LaunchSpec(str(HERE / "gpt.py"), args=tuple(command), nproc=ranks, direct_rank=0, quiet=True, env=record))
 
 
 def python(*command: str) -> str:
@@ -70,7 +71,7 @@ def python(*command: str) -> str:
     return done.stdout
 
 
-def summarise(run: Path, picture: Path, seconds: float) -> None:
+def summarise(run: Path, verdict: str, seconds: float) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     ten = max(1, len(rows) // 20)
     first, last = (sum(row["loss"] for row in part) / ten for part in (rows[:ten], rows[-ten:]))
@@ -85,7 +86,7 @@ def summarise(run: Path, picture: Path, seconds: float) -> None:
         )
     table.add_row("loss", f"{first:.2f} → {last:.2f} nats per byte")
     table.add_row("weights", str(run / "gpt.safetensors"))
-    table.add_row("plot", str(picture))
+    table.add_row("report", f"{run / 'record' / 'report.html'}\n{verdict}")
     table.add_row("time", f"{seconds / 60:.1f} minutes")
     CONSOLE.print(Panel(table, title="Done", expand=False))
 
@@ -94,7 +95,7 @@ def main() -> None:
     args, extra = options()
     begin = time.monotonic()
     run = prepare(args)
-    weights, picture = run / "gpt.safetensors", run / "demo.png"
+    weights, record = run / "gpt.safetensors", run / "record"
     try:
         CONSOLE.rule(f"Train on {in_words(args.ranks)}")
         train(run, args.ranks, max(1, args.steps * 2 // 3), args, extra)
@@ -105,12 +106,13 @@ def main() -> None:
         CONSOLE.rule("Sample from them in a fresh process, with plain torch")
         prompt = [] if args.prompt is None else ["--prompt", args.prompt]
         CONSOLE.print(Text(python(str(HERE / "sample.py"), str(weights), *prompt)))
-        python(str(HERE / "plot.py"), str(run / "metrics.jsonl"), str(picture))
+        report = make_report(record)
+        report.save(record / "report.html")
     except LaunchError as error:
         sys.exit(f"demo: {error}")
     except subprocess.CalledProcessError as error:
         sys.exit(f"demo: {' '.join(error.cmd[1:3])} failed with exit status {error.returncode}; its output is above")
-    summarise(run, picture, time.monotonic() - begin)
+    summarise(run, report.sentence, time.monotonic() - begin)
 
 
 if __name__ == "__main__":
