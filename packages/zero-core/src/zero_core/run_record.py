@@ -236,8 +236,12 @@ class _RecordingInstruments:
         self.record.close()
 
     def begin(self, part: str) -> None:
-        """Note what passed before a forward pass, outside the engine."""
+        """Note what passed before a forward pass, outside the engine; go on at the step of a checkpoint just loaded."""
         if part == "forward" and torch.is_grad_enabled():
+            step = self._engine.global_steps + 1
+            if self.record.writer.step != step:
+                self.record.writer.restart(step)
+                self.idle_since = time.perf_counter()
             now = time.perf_counter()
             if now > self.idle_since:
                 self.record.writer.span(self._data, "data", self.idle_since, now)

@@ -98,6 +98,21 @@ def test_sums_are_the_ledgers_the_memory_tables_and_the_clocks(tmp_path: Path, s
     assert not [note for note in run.last.ranks[0].notes if note["note"] == "failure"]
 
 
+def test_a_resumed_run_goes_on_at_its_step(alone: None, tmp_path: Path) -> None:
+    engine = start(2, **recorded(tmp_path / "record"))
+    train(engine, 0, 3)
+    engine.save_checkpoint(tmp_path / "ckpt")
+    train(engine, 3, 5)
+    engine.destroy()
+    engine = start(2, build(seed=1), **recorded(tmp_path / "record"))
+    engine.load_checkpoint(tmp_path / "ckpt")
+    train(engine, 3, 7)
+    engine.destroy()
+    run = read_run(tmp_path / "record")
+    assert [list(attempt.first.table["first"]) for attempt in run.attempts] == [[1, 2, 3, 4, 5], [4, 5, 6, 7]]
+    assert run.replayed == 2
+
+
 class _Waits(nn.Module):
     """Computes for a while, in forward."""
 
