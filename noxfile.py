@@ -203,14 +203,9 @@ def attempt(session: nox.Session, *command: str, env: dict[str, str] | None = No
 
 def run_lint(session: nox.Session, python: str) -> list[str]:
     """Run every linter and return the names of those that complained."""
-    public = [
-        str(file)
-        for path in PACKAGES.values()
-        for file in sorted((path / "src").rglob("*.py"))
-        if not any(part.startswith("_") and part != "__init__.py" for part in file.relative_to(path).parts)
-    ]
-    modules = SHARED / "public-modules.txt"
-    modules.write_text("\n".join(public))
+    files = [str(file) for path in PACKAGES.values() for file in sorted((path / "src").rglob("*.py"))]
+    modules = SHARED / "modules.txt"
+    modules.write_text("\n".join(files))
     sources = os.pathsep.join(str(path / "src") for path in PACKAGES.values())
     lint_imports = str(Path(python).parent / "lint-imports")
     verdicts = {
@@ -237,7 +232,7 @@ def check(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Style (ruff), types of the public modules (mypy --strict), the arrows between packages, the export lists."""
+    """Style (ruff), types (mypy --strict), the arrows between packages, the export lists."""
     failed = run_lint(session, shared(session))
     if failed:
         session.error(f"not passed: {', '.join(failed)}; the output above says why")
