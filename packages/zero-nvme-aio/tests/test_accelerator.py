@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zero_nvme_aio import Engine, errors
-from zero_nvme_aio._device import CHUNK_BYTES, submit_device
+from zero_nvme_aio._device import CHUNK_BYTES, DeviceTransfers
 from zero_nvme_aio.testing import Fail, faulty_engine
 
 torch: Any = pytest.importorskip("torch")
@@ -21,23 +21,27 @@ def test_the_ring_moves_tensors_of_any_size(tmp_path: Path, device: str, nbytes:
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).to(device)
     target = torch.zeros_like(source)
     with Engine() as io, io.open(tmp_path / "f", "rw") as file:
-        assert submit_device(io, True, file, source, 5, False).wait() == nbytes
-        assert submit_device(io, False, file, target, 5, False).wait() == nbytes
+        ring = DeviceTransfers(io.read, io.write)
+        assert ring.submit(True, file, source, 5, False).wait() == nbytes
+        assert ring.submit(False, file, target, 5, False).wait() == nbytes
+        ring.close()
     assert torch.equal(source, target)
 
 
 def test_the_ring_is_usable_after_an_error_and_can_be_awaited(tmp_path: Path) -> None:
     async def main() -> None:
         with faulty_engine(Fail(on=("write",), first=3, limit=1)) as io, io.open(tmp_path / "f", "rw") as file:
+            ring = DeviceTransfers(io.read, io.write)
             source = torch.arange(3 * CHUNK_BYTES, dtype=torch.int32)
             with pytest.raises(errors.DeviceError):
-                submit_device(io, True, file, source, 0, False).wait()
-            assert await submit_device(io, True, file, source, 0, False) == source.nbytes
+                ring.submit(True, file, source, 0, False).wait()
+            assert await ring.submit(True, file, source, 0, False) == source.nbytes
             target = torch.zeros_like(source)
-            await submit_device(io, False, file, target, 0, False)
+            await ring.submit(False, file, target, 0, False)
             assert torch.equal(source, target)
             with pytest.raises(errors.EndOfFileError):
-                await submit_device(io, False, file, target, 1, False)
+                await ring.submit(False, file, target, 1, False)
+            ring.close()
 
     asyncio.run(main())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ._engine import Engine, File, Request
+from ._engine import Engine
+from ._file import File
 from ._memory import AlignedBuffer, BufferPool
+from ._request import Request
 from .errors import AioError
 
 TYPE_CHECKING = False

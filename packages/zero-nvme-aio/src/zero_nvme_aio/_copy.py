@@ -9,8 +9,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ._engine import Engine, File, Request
+from ._engine import Engine
+from ._file import File
 from ._memory import AlignedBuffer
+from ._request import Request
 from ._tensors import sync_folder
 from .errors import ChecksumError
 

@@ -8,15 +8,16 @@ import importlib
 import threading
 from collections.abc import Callable, Generator
 from concurrent import futures
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ._engine import Request, require_offset
+from ._file import File, require_offset
+from ._request import Request
 from .errors import InvalidBufferError, RequestCancelledError, WaitTimeoutError
 
-if TYPE_CHECKING:
-    from ._engine import Engine, File
+__all__ = ["DeviceRequest", "DeviceTransfers"]
 
-__all__ = ["DeviceRequest", "submit_device"]
+Move = Callable[[File, Any, int], Request]
+"""`Engine.read` or `Engine.write`: file, host memory, offset."""
 
 CHUNK_BYTES = 8 << 20
 SLOTS = 4
@@ -71,28 +72,41 @@ class DeviceRequest(Request):
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
 
 
-def submit_device(engine: Engine, write: bool, file: File, tensor: Any, offset: int, checksum: bool) -> DeviceRequest:
-    """Starts moving a contiguous torch tensor between its device and the file."""
-    if checksum:
-        raise InvalidBufferError("no checksum is computed for accelerator tensors; copy to host memory first")
-    if not tensor.is_contiguous():
-        raise InvalidBufferError("expected contiguous memory, got a strided tensor; call .contiguous() first")
-    nbytes = tensor.numel() * tensor.element_size()
-    require_offset(file.path, offset, nbytes)
-    stage = _stage_of(engine, tensor.device)
-    cancelled = threading.Event()
-    ready = stage.mover.mark()
-    move = stage.write if write else stage.read
-    future = stage.executor.submit(move, engine, file, tensor, offset, ready, cancelled)
-    return DeviceRequest(future, file.path, nbytes, cancelled)
+class DeviceTransfers:
+    """Moves accelerator tensors for one engine, whose ``read`` and ``write`` move the chunks; one ring per device."""
 
+    def __init__(self, read: Move, write: Move) -> None:
+        self._read, self._write = read, write
+        self._stages: dict[Any, _Stage] = {}
+        self._lock = threading.Lock()
 
-def _stage_of(engine: Engine, device: Any) -> _Stage:
-    with engine.stage_lock:
-        stage = engine.stages.get(device)
-        if stage is None:
-            stage = engine.stages[device] = _Stage(device)
-        return stage
+    def submit(self, write: bool, file: File, tensor: Any, offset: int, checksum: bool) -> DeviceRequest:
+        """Starts moving a contiguous torch tensor between its device and the file."""
+        if checksum:
+            raise InvalidBufferError("no checksum is computed for accelerator tensors; copy to host memory first")
+        if not tensor.is_contiguous():
+            raise InvalidBufferError("expected contiguous memory, got a strided tensor; call .contiguous() first")
+        nbytes = tensor.numel() * tensor.element_size()
+        require_offset(file.path, offset, nbytes)
+        stage = self._stage_of(tensor.device)
+        cancelled = threading.Event()
+        ready = stage.mover.mark()
+        move = stage.write if write else stage.read
+        io = self._write if write else self._read
+        future = stage.executor.submit(move, io, file, tensor, offset, ready, cancelled)
+        return DeviceRequest(future, file.path, nbytes, cancelled)
+
+    def close(self) -> None:
+        """Waits for everything submitted."""
+        for stage in self._stages.values():
+            stage.executor.shutdown(wait=True)
+
+    def _stage_of(self, device: Any) -> _Stage:
+        with self._lock:
+            stage = self._stages.get(device)
+            if stage is None:
+                stage = self._stages[device] = _Stage(device)
+            return stage
 
 
 class _Mover:
@@ -135,7 +149,7 @@ class _Stage:
         ]
         self._flat: Callable[[Any], Any] = lambda tensor: tensor.detach().reshape(-1).view(torch.uint8)
 
-    def write(self, io: Engine, file: File, tensor: Any, offset: int, ready: Any, cancelled: threading.Event) -> int:
+    def write(self, io: Move, file: File, tensor: Any, offset: int, ready: Any, cancelled: threading.Event) -> int:
         flat = self._flat(tensor)
         pending: list[Request | None] = [None] * SLOTS
         self.mover.after(ready)
@@ -149,12 +163,12 @@ class _Stage:
                 copied = self.mover.copy(piece, flat[begin : begin + len(piece)])
                 if copied is not None:
                     copied.synchronize()
-                pending[slot] = io.write(file, piece, offset + begin)
+                pending[slot] = io(file, piece, offset + begin)
         finally:
             _settle(pending)
         return self._finish(pending, len(flat), file, cancelled)
 
-    def read(self, io: Engine, file: File, tensor: Any, offset: int, ready: Any, cancelled: threading.Event) -> int:
+    def read(self, io: Move, file: File, tensor: Any, offset: int, ready: Any, cancelled: threading.Event) -> int:
         flat = self._flat(tensor)
         begins = range(0, len(flat), CHUNK_BYTES)
         pending: list[Request | None] = [None] * SLOTS
@@ -167,7 +181,7 @@ class _Stage:
                     if copied[slot] is not None:
                         copied[slot].synchronize()
                     length = min(CHUNK_BYTES, len(flat) - begins[number])
-                    pending[slot] = io.read(file, self._slots[slot][:length], offset + begins[number])
+                    pending[slot] = io(file, self._slots[slot][:length], offset + begins[number])
                 oldest = number - (SLOTS - 1)
                 if 0 <= oldest < len(begins):
                     slot = oldest % SLOTS

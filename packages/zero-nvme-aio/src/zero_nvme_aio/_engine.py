@@ -1,4 +1,4 @@
-"""Engine and File: the part everyone uses."""
+"""The engine: the part everyone uses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 import weakref
 
 from . import _buffers, _native
-from ._request import NATIVE_CODES, Request, format_checksum
+from ._file import File, require_offset
+from ._request import NATIVE_CODES, Request
 from .errors import (
     AccessError,
     BackendUnavailableError,
     ClosedError,
     InvalidBufferError,
-    InvalidOffsetError,
     OpenError,
     open_error,
     transfer_error,
@@ -25,82 +25,15 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
-__all__ = ["Engine", "File", "Request", "format_checksum"]
+    from ._device import DeviceTransfers
+
+__all__ = ["Engine"]
 
 DEFAULT_BLOCK_BYTES = 1 << 20
 DEFAULT_QUEUE_DEPTH = 32
 
-_MAX_OFFSET = 2**63 - 1
 _MODES = {"r": (True, False, False, False), "w": (False, True, True, True), "rw": (True, True, True, False)}
 _DIRECT: dict[Any, int] = {"auto": 0, False: 1, True: 2}
-
-
-class File:
-    """A file opened by an engine; close it, or use it as a context manager."""
-
-    __slots__ = ("__weakref__", "_finalizer", "_native", "engine", "mode", "path")
-
-    def __init__(self, native: _native.File, engine: _native.Engine, path: str, mode: str) -> None:
-        self._native: _native.File | None = native
-        self.engine = engine
-        self.path = path
-        self.mode = mode
-        self._finalizer = weakref.finalize(self, engine.release, native)
-        self._finalizer.atexit = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._native is None
-
-    @property
-    def direct(self) -> bool:
-        """Whether whole pages go past the page cache."""
-        return self.native.direct
-
-    @property
-    def direct_reason(self) -> str:
-        """Why direct I/O is or is not used."""
-        return self.native.direct_reason
-
-    @property
-    def granularity(self) -> int:
-        """Bytes: direct transfers begin and end at multiples of this offset; 1 for a buffered file."""
-        return self.native.granularity
-
-    @property
-    def memory_alignment(self) -> int:
-        """Bytes: memory at multiples of this address needs no copy; 1 for a buffered file."""
-        return self.native.memory_alignment
-
-    @property
-    def size(self) -> int:
-        """Bytes in the file now."""
-        return self.native.size()
-
-    @property
-    def native(self) -> _native.File:
-        """The native file; raises ClosedError when closed."""
-        if self._native is None:
-            raise ClosedError(f"'{self.path}' is closed", path=self.path)
-        return self._native
-
-    def close(self) -> None:
-        """Waits for the file's requests and closes it; does not sync. May be called twice."""
-        if self._native is not None:
-            self._native = None
-            self._finalizer()
-
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<File '{self.path}' mode '{self.mode}'{', closed' if self.closed else ''}>"
 
 
 class Engine:
@@ -149,9 +82,8 @@ class Engine:
         except OSError as error:
             raise BackendUnavailableError(f"backend '{backend}': {error.args[1]}", errno=error.errno) from None
         self.threads = self._native.threads()
-        # Pinned rings by accelerator, made when one is first used.
-        self.stages: dict[Any, Any] = {}
-        self.stage_lock = threading.Lock()
+        self._device_transfers: DeviceTransfers | None = None
+        self._device_lock = threading.Lock()
         # Runs at garbage collection and at exit, so that what was submitted reaches the file.
         self._finalizer = weakref.finalize(self, self._native.close)
 
@@ -255,8 +187,8 @@ class Engine:
 
     def close(self) -> None:
         """Finishes everything submitted and stops; does not sync. May be called twice."""
-        for stage in self.stages.values():
-            stage.executor.shutdown(wait=True)
+        if self._device_transfers is not None:
+            self._device_transfers.close()
         self._finalizer()
 
     def __enter__(self) -> Engine:
@@ -276,10 +208,8 @@ class Engine:
 
     def _submit(self, write: bool, file: File, buffers: Any, offset: int, checksum: bool) -> Request:
         if _buffers.is_device_tensor(buffers):
-            from ._device import submit_device
-
             self._usable(file, write)
-            return submit_device(self, write, file, buffers, offset, checksum)
+            return self._of_devices().submit(write, file, buffers, offset, checksum)
         return self.submit_items(write, file, _buffers.describe_all(buffers, not write), offset, checksum)
 
     def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
@@ -293,6 +223,15 @@ class Engine:
         except RuntimeError as error:
             raise ClosedError(str(error)) from None
         return Request(request, self._native, "write" if write else "read", file.path, _buffers.lent(items))
+
+    def _of_devices(self) -> DeviceTransfers:
+        """What moves accelerator tensors, made when one first comes."""
+        from ._device import DeviceTransfers
+
+        with self._device_lock:
+            if self._device_transfers is None:
+                self._device_transfers = DeviceTransfers(self.read, self.write)
+            return self._device_transfers
 
     def _usable(self, file: File, write: bool) -> _native.File:
         self._require_open()
@@ -317,16 +256,6 @@ class Engine:
         if found is None:
             return (0, 0)
         return (found.block_bytes, found.queue_depth)
-
-
-def require_offset(path: str, offset: int, nbytes: int) -> None:
-    """InvalidOffsetError unless a file can hold `nbytes` at `offset`."""
-    if not 0 <= offset <= _MAX_OFFSET - nbytes:
-        raise InvalidOffsetError(
-            f"expected an offset from 0 to 2**63 - 1 minus the bytes moved, got {offset} for '{path}'",
-            path=path,
-            offset=offset,
-        )
 
 
 def _ranged(name: str, value: int, low: int, high: int) -> int:

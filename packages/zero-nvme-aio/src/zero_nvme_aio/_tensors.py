@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from . import _buffers, _header
-from ._engine import Engine, File
+from ._engine import Engine
+from ._file import File
 from ._frameworks import choose_framework, dtype_and_shape, view
 from ._header import Entry
 from ._memory import AlignedBuffer

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from . import _buffers
-from ._engine import require_offset
+from ._file import require_offset
 from .errors import (
     AccessError,
     AioError,

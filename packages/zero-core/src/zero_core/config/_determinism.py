@@ -1,31 +1,15 @@
-"""Keys of bitwise reproducibility across world sizes, and the rules that go with them."""
+"""Rules of bitwise reproducibility across world sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from pydantic import Field
-
-from zero_core.config._base import NaturalInt, PositiveInt, Section
+from zero_core.config._parallel_keys import Deterministic
 from zero_core.config.errors import Problem
-
-if TYPE_CHECKING:
-    from zero_core.config.keys import ConfigFile
+from zero_core.config.keys import ConfigFile
 
 _KEY = "deterministic.across_world_sizes"
 _REDUCED_BY_THEMSELVES = ("lamb", "onebitadam", "onebitlamb", "zerooneadam")
-
-
-class Deterministic(Section):
-    """The same bits at any number of ranks that divides the number of virtual ranks."""
-
-    across_world_sizes: PositiveInt = Field(
-        description="Virtual ranks, a power of two: micro-batches of a step at any number of ranks that divides it."
-    )
-    seed: NaturalInt | None = Field(
-        default=None, description="Of the virtual ranks' random numbers; by default rank 0's torch.initial_seed()."
-    )
 
 
 def virtual_ranks(config: ConfigFile) -> int:

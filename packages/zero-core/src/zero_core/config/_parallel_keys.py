@@ -1,4 +1,4 @@
-"""Keys of other kinds of parallelism, compilation, data efficiency and tuning."""
+"""Keys of reproducibility, other kinds of parallelism, compilation, data efficiency and tuning."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from zero_core.config._base import ALL_KEYS, Flag, Float, FreeForm, NaturalInt, PositiveInt, Section, Text, no_keys
+
+
+class Deterministic(Section):
+    """The same bits at any number of ranks that divides the number of virtual ranks."""
+
+    across_world_sizes: PositiveInt = Field(
+        description="Virtual ranks, a power of two: micro-batches of a step at any number of ranks that divides it."
+    )
+    seed: NaturalInt | None = Field(
+        default=None, description="Of the virtual ranks' random numbers; by default rank 0's torch.initial_seed()."
+    )
 
 
 class Compile(Section):

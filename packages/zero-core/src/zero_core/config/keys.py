@@ -7,12 +7,12 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from zero_core.config._base import Flag, FloatOrInf, FreeForm, NaturalFloat, PositiveInt, Section, Text
-from zero_core.config._determinism import Deterministic
 from zero_core.config._optim_keys import Optimizer, Scheduler
 from zero_core.config._parallel_keys import (
     Autotuning,
     Compile,
     DataEfficiency,
+    Deterministic,
     ExpertParallel,
     HybridEngine,
     Pipeline,

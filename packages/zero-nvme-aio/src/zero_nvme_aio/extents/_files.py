@@ -7,7 +7,8 @@ import os
 import re
 from collections.abc import Sequence
 
-from .._engine import Engine, File
+from .._engine import Engine
+from .._file import File
 from .._tensors import sync_folder
 from ..errors import ExtentError
 from ._reflink import shares_blocks

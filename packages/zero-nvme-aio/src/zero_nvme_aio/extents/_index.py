@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from .. import _native
-from .._engine import format_checksum
+from .._request import format_checksum
 from .._tensors import sync_folder
 from ..errors import FormatError
 from ._pieces import Piece

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from .._engine import Request
+    from .._request import Request
 
 __all__ = ["Covered", "Piece", "Place", "Placement", "cover", "overlay"]
 

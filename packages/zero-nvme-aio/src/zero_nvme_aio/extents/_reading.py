@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import _buffers
-from .._engine import Engine, File, Request
+from .._engine import Engine
+from .._file import File
 from .._memory import AlignedBuffer
+from .._request import Request
 from ..errors import ChecksumError
 from ._files import GenerationFiles
 from ._pieces import Covered, Piece

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from .._engine import Request
+from .._request import Request
 
 __all__ = ["StoreRequest"]
 

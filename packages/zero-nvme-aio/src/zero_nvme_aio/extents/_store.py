@@ -10,7 +10,8 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from .. import _buffers, _header
-from .._engine import Engine, Request
+from .._engine import Engine
+from .._request import Request
 from ..errors import ClosedError, ExtentError
 from . import _carrying, _container, _reading, _sealing
 from ._files import GenerationFiles, StoreFolders

@@ -1,0 +1,92 @@
+"""An open file."""
+
+from __future__ import annotations
+
+import weakref
+
+from . import _native
+from .errors import ClosedError, InvalidOffsetError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_MAX_OFFSET = 2**63 - 1
+
+
+class File:
+    """A file opened by an engine; close it, or use it as a context manager."""
+
+    __slots__ = ("__weakref__", "_finalizer", "_native", "engine", "mode", "path")
+
+    def __init__(self, native: _native.File, engine: _native.Engine, path: str, mode: str) -> None:
+        self._native: _native.File | None = native
+        self.engine = engine
+        self.path = path
+        self.mode = mode
+        self._finalizer = weakref.finalize(self, engine.release, native)
+        self._finalizer.atexit = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._native is None
+
+    @property
+    def direct(self) -> bool:
+        """Whether whole pages go past the page cache."""
+        return self.native.direct
+
+    @property
+    def direct_reason(self) -> str:
+        """Why direct I/O is or is not used."""
+        return self.native.direct_reason
+
+    @property
+    def granularity(self) -> int:
+        """Bytes: direct transfers begin and end at multiples of this offset; 1 for a buffered file."""
+        return self.native.granularity
+
+    @property
+    def memory_alignment(self) -> int:
+        """Bytes: memory at multiples of this address needs no copy; 1 for a buffered file."""
+        return self.native.memory_alignment
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file now."""
+        return self.native.size()
+
+    @property
+    def native(self) -> _native.File:
+        """The native file; raises ClosedError when closed."""
+        if self._native is None:
+            raise ClosedError(f"'{self.path}' is closed", path=self.path)
+        return self._native
+
+    def close(self) -> None:
+        """Waits for the file's requests and closes it; does not sync. May be called twice."""
+        if self._native is not None:
+            self._native = None
+            self._finalizer()
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<File '{self.path}' mode '{self.mode}'{', closed' if self.closed else ''}>"
+
+
+def require_offset(path: str, offset: int, nbytes: int) -> None:
+    """InvalidOffsetError unless a file can hold `nbytes` at `offset`."""
+    if not 0 <= offset <= _MAX_OFFSET - nbytes:
+        raise InvalidOffsetError(
+            f"expected an offset from 0 to 2**63 - 1 minus the bytes moved, got {offset} for '{path}'",
+            path=path,
+            offset=offset,
+        )
