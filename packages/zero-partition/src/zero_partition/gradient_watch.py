@@ -18,7 +18,7 @@ from torch import nn
 
 from .errors import PartitionError
 from .gradients import UnitGradients
-from .released import change_class, is_released, present_class, report_gradient_access
+from .released import released_like, report_gradient_access
 
 _PLAIN = "_zero_plain_class"
 _CLIPPING = "torch.nn.utils.clip_grad"
@@ -36,11 +36,7 @@ class GradientWatch:
         """Backward is over, and the engine holds what it gave."""
         self._active = True
         for gradients in self._gradients:
-            for parameter in gradients.unit.parameters:
-                if not is_released(parameter) and not hasattr(type(parameter), _PLAIN):
-                    watching = _watching_class(type(parameter))
-                    if watching is not None:
-                        parameter.__class__ = watching
+            _exchange(gradients.unit.parameters, _watching_class)
 
     def end(self) -> None:
         """A pass or a step begins: parameters have their own class again."""
@@ -48,10 +44,7 @@ class GradientWatch:
             return
         self._active = False
         for gradients in self._gradients:
-            for parameter in gradients.unit.parameters:
-                plain = getattr(present_class(parameter), _PLAIN, None)
-                if plain is not None:
-                    change_class(parameter, plain)
+            _exchange(gradients.unit.parameters, _plain_class)
 
     def accessed(self, parameter: nn.Parameter, *, cancels: bool) -> None:
         """``p.grad`` is read, or with ``cancels`` set to None. Raises `PartitionError` when torch clips."""
@@ -76,11 +69,32 @@ class GradientWatch:
             )
 
 
+def _exchange(parameters: Sequence[nn.Parameter], other: Callable[[type[nn.Parameter]], type[nn.Parameter]]) -> None:
+    """Give each parameter the class that ``other`` says for its own."""
+    kinds = set(map(type, parameters))
+    if len(kinds) == 1:
+        kind = kinds.pop()
+        if other(kind) is not kind:
+            exchanged = other(kind)
+            for parameter in parameters:
+                parameter.__class__ = exchanged
+        return
+    for parameter in parameters:
+        parameter.__class__ = other(type(parameter))
+
+
 @functools.cache
-def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter] | None:
-    """A subclass of ``kind`` that reports ``grad``; None where ``kind`` has torch functions of its own."""
+def _plain_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """``kind`` without the report of ``grad``."""
+    return released_like(kind, getattr(kind, _PLAIN)) if hasattr(kind, _PLAIN) else kind
+
+
+@functools.cache
+def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """A subclass of ``kind`` that reports ``grad``; ``kind`` itself where it has torch functions of its own, as those
+    of released parameters and of this module."""
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
-        return None
+        return kind
     body = {
         "__torch_function__": classmethod(_call),
         "__deepcopy__": _copy_as_plain,

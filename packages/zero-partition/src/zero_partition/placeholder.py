@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from .errors import ReleasedParameterError
-from .released import mark_present, mark_released
+from .host_facts import are_set_to, dtypes
+from .released import mark_released
 
 
 class Placeholders:
@@ -22,10 +23,11 @@ class Placeholders:
     def __init__(
         self, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._parameters = list(parameters)
-        self._dtype = dtype
+        self._names = [name for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self._dtypes = [dtype] * len(self._parameters)
         self._nans = torch.full((len(self._parameters),), torch.nan, dtype=dtype, device=device)
-        self._views = [self._nans[i].expand(p.shape) for i, (_, p) in enumerate(self._parameters)]
+        self._views = [self._nans[i].expand(p.shape) for i, p in enumerate(self._parameters)]
 
     def tensors(self) -> list[torch.Tensor]:
         """The NaNs, one tensor of as many elements as there are parameters."""
@@ -38,27 +40,34 @@ class Placeholders:
 
     def install(self) -> None:
         """Make every parameter of the unit its placeholder."""
-        for (_, parameter), view in zip(self._parameters, self._views, strict=True):
-            mark_present(parameter)
-            parameter.data = view
-            mark_released(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, view in zip(self._parameters, self._views, strict=True):
+                parameter.data = view
+                mark_released(parameter)
+
+    def installed(self) -> bool:
+        """Whether every parameter is its placeholder."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return are_set_to(self._parameters, self._views) and dtypes(self._parameters) == self._dtypes
 
     def verify(self) -> None:
         """Raise `ReleasedParameterError` by name when a parameter is not its untouched placeholder any more."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self._verify()
-
-    def _verify(self) -> None:
-        for (name, parameter), view in zip(self._parameters, self._views, strict=True):
-            if not parameter.is_set_to(view) or parameter.dtype is not self._dtype:
-                raise ReleasedParameterError(
-                    f"parameter '{name}' was replaced while it was released: expected its placeholder of shape "
-                    f"{tuple(view.shape)} and dtype {self._dtype}, got a tensor of shape {tuple(parameter.shape)} and "
-                    f"dtype {parameter.dtype}. Change it inside `gathered([...], modifier_rank=0)`."
-                )
+        if not self.installed():
+            raise self._replaced()
         if not bool(torch.isnan(self._nans).all()):
             index = int(torch.isnan(self._nans).logical_not().nonzero()[0, 0])
             raise ReleasedParameterError(
-                f"parameter '{self._parameters[index][0]}' was written while it was released; the value is lost. "
+                f"parameter '{self._names[index]}' was written while it was released; the value is lost. "
                 "Change it inside `gathered([...], modifier_rank=0)`."
+            )
+
+    def _replaced(self) -> ReleasedParameterError:
+        with torch._C.DisableTorchFunctionSubclass():
+            pairs = enumerate(zip(self._parameters, self._views, strict=True))
+            number = next(n for n, (p, view) in pairs if not p.is_set_to(view) or p.dtype is not view.dtype)
+            parameter, view = self._parameters[number], self._views[number]
+            return ReleasedParameterError(
+                f"parameter '{self._names[number]}' was replaced while it was released: expected its placeholder of "
+                f"shape {tuple(view.shape)} and dtype {view.dtype}, got a tensor of shape {tuple(parameter.shape)} and "
+                f"dtype {parameter.dtype}. Change it inside `gathered([...], modifier_rank=0)`."
             )

@@ -64,9 +64,7 @@ class ReleasedValues(torch.Tensor):
 
 def mark_released(parameter: nn.Parameter) -> None:
     """Have torch functions ask for the values of ``parameter``, which is a placeholder now."""
-    kind = type(parameter)
-    if not hasattr(kind, _PRESENT):
-        parameter.__class__ = _released_class(kind)
+    parameter.__class__ = _released_class(type(parameter))
 
 
 def mark_present(parameter: nn.Parameter) -> None:
@@ -82,19 +80,21 @@ def present_class(parameter: nn.Parameter) -> type[nn.Parameter]:
     return kind
 
 
-def is_released(parameter: nn.Parameter) -> bool:
-    """Whether ``parameter`` has the class of a released one."""
-    return hasattr(type(parameter), _PRESENT)
-
-
 def change_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
     """Make ``kind`` the class that ``parameter`` has while its values are here; a released one stays released."""
-    released = hasattr(type(parameter), _PRESENT)
-    parameter.__class__ = _released_class(kind) if released else kind
+    parameter.__class__ = released_like(type(parameter), kind)
+
+
+def released_like(kind: type[nn.Parameter], present: type[nn.Parameter]) -> type[nn.Parameter]:
+    """``present``, or where ``kind`` is the class of released parameters, the one that released parameters of
+    ``present`` have."""
+    return _released_class(present) if hasattr(kind, _PRESENT) else present
 
 
 @functools.cache
 def _released_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    if hasattr(kind, _PRESENT):
+        return kind
     body = {"__torch_function__": classmethod(_call), "__module__": __name__, _PRESENT: kind}
     if kind.__deepcopy__ is nn.Parameter.__deepcopy__:
         body["__deepcopy__"] = _copy_with_values

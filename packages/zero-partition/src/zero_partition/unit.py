@@ -244,7 +244,8 @@ class Unit:
 
     def look_at_placeholders(self) -> None:
         """Keep what released parameters were given, and have the placeholders back."""
-        if self.edits.note_replaced(self._placeholders.views):
+        if not self._placeholders.installed():
+            self.edits.note_replaced(self._placeholders.views)
             self._placeholders.install()
 
     def look_at_gathered(self) -> None:
@@ -332,9 +333,10 @@ class Unit:
         self.views = [flat[e.offset : e.end].view(e.shape) for e in self.layout.entries]
 
     def _install_views(self) -> None:
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            mark_present(parameter)
-            parameter.data = view
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                parameter.data = view
+                mark_present(parameter)
 
 
 def _follow(master: torch.Tensor, weights: torch.Tensor) -> None:

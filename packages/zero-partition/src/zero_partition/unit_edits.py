@@ -9,6 +9,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from .host_facts import are_set_to, dtypes, versions
+
 _HOST_CHUNK, _DEVICE_CHUNK = 1 << 14, 1 << 22  # on the host torch shares work from 32,768 elements on
 _ODD = 2_654_435_761
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,6 +54,7 @@ class UnitEdits:
         self._names = names
         self._parameters = parameters
         self._dtype = dtype
+        self._dtypes = [dtype] * len(parameters)
         self._versions = [_version(p, 0) for p in parameters]
         self._sums: list[int] | None = None
 
@@ -63,11 +66,10 @@ class UnitEdits:
     @plainly
     def untouched(self, expected: Sequence[torch.Tensor]) -> bool:
         """Whether every parameter is its tensor in ``expected``, and nothing was written through the parameter."""
-        dtype = self._dtype
-        for p, tensor, version in zip(self._parameters, expected, self._versions, strict=True):
-            if not p.is_set_to(tensor) or p._version != version or p.dtype is not dtype:
-                return False
-        return True
+        parameters = self._parameters
+        if not are_set_to(parameters, expected) or dtypes(parameters) != self._dtypes:
+            return False
+        return versions(parameters) == self._versions
 
     @plainly
     def arrived(self, views: Sequence[torch.Tensor]) -> None:
@@ -107,11 +109,8 @@ class UnitEdits:
         return numbers
 
     @plainly
-    def note_replaced(self, placeholders: Sequence[torch.Tensor]) -> bool:
-        """Keep what released parameters were given instead of their placeholders; whether there was anything."""
-        pairs = zip(self._parameters, placeholders, strict=True)
-        if all(p.is_set_to(tensor) and p.dtype is self._dtype for p, tensor in pairs):
-            return False
+    def note_replaced(self, placeholders: Sequence[torch.Tensor]) -> None:
+        """Keep what released parameters were given instead of their placeholders."""
         for number, (parameter, tensor) in enumerate(zip(self._parameters, placeholders, strict=True)):
             if not parameter.is_set_to(tensor) or parameter.dtype is not self._dtype:
                 problem = self._misfit(parameter.data, tensor) or _nan_in(parameter.data)
@@ -119,7 +118,6 @@ class UnitEdits:
                     self.refused[number] = f"{problem} while it was released"
                 else:
                     self.pending[number] = parameter.data
-        return True
 
     @plainly
     def note_in_views(self, number: int, view: torch.Tensor, *, was_cast: bool) -> None:

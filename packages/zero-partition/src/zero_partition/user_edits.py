@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .errors import EditRefusedError
+from .host_facts import dtypes
 from .unit import Unit, UnitState
 from .unit_edits import plainly
 
@@ -29,11 +30,13 @@ class UserEdits:
         self._units = list(units)
         self._world_size = world_size
         self._staying = [unit for unit in units if not unit.releasable]
-        self._dtypes = [
+        self._kept = [
             (parameter, unit.plan.dtype, unit, number)
             for unit in self._staying
             for number, parameter in enumerate(unit.parameters)
         ]
+        self._parameters = [parameter for parameter, _, _, _ in self._kept]
+        self._dtypes = [dtype for _, dtype, _, _ in self._kept]
         self._cast_outside: set[tuple[int, int]] = set()
         self._cast_inside: set[tuple[int, int]] = set()
         self._passes: dict[str, int] = {}
@@ -125,7 +128,10 @@ class UserEdits:
 
     @plainly
     def _casts(self) -> set[tuple[int, int]]:
-        return {(unit.index, number) for parameter, dtype, unit, number in self._dtypes if parameter.dtype is not dtype}
+        """(unit, number) of the parameters that stay gathered and have another dtype now."""
+        if dtypes(self._parameters) == self._dtypes:
+            return set()
+        return {(unit.index, number) for parameter, dtype, unit, number in self._kept if parameter.dtype is not dtype}
 
     def _look_at_releasable(self, unit: Unit) -> None:
         if unit.state is UnitState.RELEASED:

@@ -12,6 +12,7 @@ from torch import nn
 
 from .errors import PartitionError
 from .gradients import UnitGradients
+from .host_facts import any_gradient
 from .unit_edits import plainly
 
 
@@ -89,7 +90,7 @@ class UserGradients:
         ``stepping``: no backward pass follows before the step; in-place changes that turn out to be the same on every
         rank can stay where they are.
         """
-        if not self._shown and not self._any_written():
+        if not self._shown and not any_gradient(self._parameters):
             return
         for index, gradients in self._gradients.items():
             shown = self._shown.get(index, [None] * len(gradients.unit.parameters))
@@ -185,10 +186,6 @@ class UserGradients:
         self.discards = 0
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _any_written(self) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():  # released parameters answer by a Python call else
-            return any(parameter.grad is not None for parameter in self._parameters)
 
     def _clear(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
