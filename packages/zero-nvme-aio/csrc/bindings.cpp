@@ -11,6 +11,7 @@
 #include "engine.h"
 #include "fault.h"
 #include "memory.h"
+#include "nogil.h"
 
 namespace py = pybind11;
 using namespace zaio;
@@ -90,7 +91,7 @@ public:
                 slice = std::min(slice, left);
             }
             {
-                py::gil_scoped_release release;
+                const WithoutGil without_gil;
                 request_->wait_for(std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(slice)));
             }
             if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -121,18 +122,18 @@ public:
     PyEngine(const std::string& backend, uint32_t queue_depth, uint32_t block_bytes, uint32_t threads, bool single_submit,
              bool overlap_events, std::shared_ptr<FaultPlan> faults) {
         EngineConfig config{backend, queue_depth, block_bytes, threads, single_submit, overlap_events, std::move(faults)};
-        py::gil_scoped_release release;
+        const WithoutGil without_gil;
         engine_ = std::make_unique<Engine>(config);
     }
     ~PyEngine() { close(); }
 
     std::shared_ptr<File> open(const std::string& path, const OpenOptions& options) {
-        py::gil_scoped_release release;
+        const WithoutGil without_gil;
         return engine_->open(path, options);
     }
 
     void release(const std::shared_ptr<File>& file) {
-        py::gil_scoped_release release;
+        const WithoutGil without_gil;
         engine_->release(file);
     }
 
@@ -164,7 +165,7 @@ public:
     py::object sync(const std::shared_ptr<File>& file) {
         Failure failure;
         {
-            py::gil_scoped_release release;
+            const WithoutGil without_gil;
             failure = engine_->sync(*file);
         }
         orphans_->sweep();
@@ -174,7 +175,7 @@ public:
 
     void close() {
         {
-            py::gil_scoped_release release;
+            const WithoutGil without_gil;
             engine_->close();
         }
         orphans_->sweep();
@@ -220,7 +221,7 @@ void bind_engine(py::module_& m) {
         .def_property_readonly("direct_reason", &File::direct_reason)
         .def_property_readonly("memory_alignment", &File::memory_alignment)
         .def_property_readonly("granularity", &File::granularity)
-        .def("size", &File::size, py::call_guard<py::gil_scoped_release>());
+        .def("size", &File::size, py::call_guard<WithoutGil>());
 
     py::class_<PyRequest>(m, "Request")
         .def("done", &PyRequest::done)
@@ -259,7 +260,7 @@ void bind_engine(py::module_& m) {
 // Taking gigabytes back costs the kernel tens of milliseconds.
 struct DeleteWithoutGil {
     void operator()(Mapping* mapping) const {
-        py::gil_scoped_release release;
+        const WithoutGil without_gil;
         delete mapping;
     }
 };
@@ -268,7 +269,7 @@ using MappingHolder = std::unique_ptr<Mapping, DeleteWithoutGil>;
 void bind_memory(py::module_& m) {
     py::class_<Mapping, MappingHolder>(m, "Mapping", py::buffer_protocol())
         .def(py::init([](size_t nbytes, bool huge_pages, bool lock) {
-            py::gil_scoped_release release;
+            const WithoutGil without_gil;
             return MappingHolder(new Mapping(nbytes, MappingOptions{huge_pages, lock}));
         }))
         .def_property_readonly("address", [](const Mapping& mapping) { return reinterpret_cast<uintptr_t>(mapping.data()); })
@@ -285,11 +286,11 @@ void bind_memory(py::module_& m) {
     m.def("checksum", [](const py::buffer& data) {
         Held held(data.ptr(), false);
         const Segment segment = held.segment();
-        py::gil_scoped_release release;
+        const WithoutGil without_gil;
         return Checksum::of(segment.address, segment.nbytes);
     });
     m.def("checksum_at", [](uintptr_t address, uint64_t nbytes) {
-        py::gil_scoped_release release;
+        const WithoutGil without_gil;
         return Checksum::of(reinterpret_cast<const void*>(address), nbytes);
     });
 }
@@ -352,13 +353,13 @@ PYBIND11_MODULE(_native, m) {
     m.def("probe_backends", [] {
         std::vector<Attempt> attempts;
         {
-            py::gil_scoped_release release;
+            const WithoutGil without_gil;
             attempts = probe_backends();
         }
         return attempt_list(attempts);
     });
     m.def("probe_registration", [] {
-        py::gil_scoped_release release;
+        const WithoutGil without_gil;
         const Registration registration = probe_registration();
         return std::make_pair(registration.nbytes, registration.error);
     });

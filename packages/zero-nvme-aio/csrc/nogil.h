@@ -1,0 +1,39 @@
+// The GIL's absence for the time of a call, also when the interpreter ends meanwhile.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <unistd.h>
+
+#if defined(__GLIBCXX__)
+#include <cxxabi.h>
+#endif
+
+namespace zaio {
+
+// Releases the GIL until the end of its scope.
+//
+// A daemon thread that wants the GIL back while the interpreter ends never gets it. Python 3.14 lets such a thread sleep. Older ones end it
+// by pthread_exit, which unwinds the stack through this destructor: nothing may leave a destructor, and the process would abort with
+// "terminate called without an active exception". So the unwinding stops here, and the thread sleeps until the process is gone.
+class WithoutGil {
+public:
+    WithoutGil() : state_(PyEval_SaveThread()) {}
+    WithoutGil(const WithoutGil&) = delete;
+    WithoutGil& operator=(const WithoutGil&) = delete;
+    ~WithoutGil() {
+#if defined(__GLIBCXX__)
+        try {
+            PyEval_RestoreThread(state_);
+        } catch (abi::__forced_unwind&) {
+            for (;;) ::pause();
+        }
+#else
+        PyEval_RestoreThread(state_);
+#endif
+    }
+
+private:
+    PyThreadState* state_;
+};
+
+}  // namespace zaio
