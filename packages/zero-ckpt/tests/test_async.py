@@ -126,3 +126,79 @@ def test_torch_state_is_saved_in_the_background(tmp_path: Path) -> None:
             model.weight.zero_()
     zero_ckpt.load(tmp_path, {"model": model})
     assert torch.equal(model.weight, before)
+
+
+class Held:
+    """Memory that is copied behind the save: its copy waits at a gate, its version is told."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytearray(b"a" * nbytes)
+        self.version = 0
+        self.asked, self.opened = threading.Event(), threading.Event()
+
+    def interval(self, name: str) -> Interval:
+        return Interval(name, "exp_avg", (len(self.data),), "U8", 0, self.give, len(self.data), lambda: self.version)
+
+    def give(self) -> bytearray:
+        self.asked.set()
+        assert self.opened.wait(20)
+        return self.data
+
+
+def test_what_has_a_version_is_copied_behind_the_save_and_waited_for(tmp_path: Path) -> None:
+    Gate.opened.set()
+    held, now = Held(100), bytearray(b"n" * 10)
+    with AsyncSaver() as saver:
+        saver.save(tmp_path, "t", [held.interval("behind"), interval(now)], step=1)
+        now[:] = b"x" * 10  # copied before `save` returned
+        assert held.asked.wait(20)
+        waiting = threading.Thread(target=saver.copied)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        held.opened.set()
+        waiting.join(20)
+        assert not waiting.is_alive()
+        held.data[:] = b"z" * 100
+        held.version += 1
+        saver.copied()
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.read("behind", "exp_avg") == b"a" * 100 and checkpoint.read("w", "param") == b"n" * 10
+
+
+def test_memory_that_is_written_while_it_is_copied_fails_its_save_on_every_rank(tmp_path: Path) -> None:
+    """The snapshot would be of two times; nothing is committed, and the next save is good."""
+
+    def body(coordinator: ThreadCoordinator) -> str:
+        held = Held(64)
+        with AsyncSaver(coordinator) as saver:
+            saver.save(tmp_path, "torn", [held.interval(f"w{coordinator.rank}")], step=1)
+            assert held.asked.wait(20)
+            held.version += coordinator.rank
+            held.opened.set()
+            try:
+                saver.wait()
+            except CheckpointError as error:
+                message = str(error)
+            saver.save(tmp_path, "good", [held.interval(f"w{coordinator.rank}")], step=2)
+        return message
+
+    for message in on_ranks(2, body):
+        assert "'w1' (exp_avg) was written while it was being copied" in message and "rank 1" in message
+    assert not (tmp_path / "torn").exists() and open_checkpoint(tmp_path).tag == "good"
+
+
+def test_memory_is_asked_for_before_it_is_taken(tmp_path: Path) -> None:
+    asked = []
+
+    def allow(nbytes: int) -> None:
+        asked.append(nbytes)
+        if nbytes > 1000:
+            raise CheckpointError(f"no room for {nbytes} bytes")
+
+    with AsyncSaver(allow=allow) as saver:
+        saver.save(tmp_path, "t1", [interval(bytearray(500))], step=1)
+        saver.save(tmp_path, "t2", [interval(bytearray(500))], step=2)
+        with pytest.raises(CheckpointError, match="no room for 5"):
+            saver.save(tmp_path, "t3", [interval(bytearray(5000))], step=3)
+    assert asked == [512, 5056] and open_checkpoint(tmp_path).tag == "t2"

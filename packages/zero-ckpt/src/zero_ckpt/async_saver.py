@@ -2,21 +2,20 @@
 
 [Note: asynchronous saves]
 `save` copies the intervals into host memory that is kept and reused, and returns; a thread then runs `save_sharded`.
-Extents of sealed files are not copied: the thread links them, and holds their `owner` until it is done.
+Intervals with a `version` are copied behind it, on a thread of their own: whoever is about to change their memory calls
+`copied` first. Extents of sealed files are not copied: the thread links them, and holds their `owner` until it is done.
 Its collectives run beside those of training, so it needs a coordinator of its own (for torch, a `DistCoordinator` over
 a group made for it). Ranks start their saves in the same order, so the threads agree without further ado.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,11 +23,9 @@ from typing import Any
 from .direct import make_sink
 from .plain import to_plain
 from .saving import save_sharded
-from .types import ITEMSIZE, Coordinator, FileExtent, Interval, SoloCoordinator, byte_view
-from .writer import OpenSink, interval_length
-
-_COPY_BYTES = 16 << 20
-_ALIGNMENT = 64
+from .snapshot import Arena
+from .types import Coordinator, Interval, SoloCoordinator
+from .writer import OpenSink
 
 
 class AsyncSaver:
@@ -37,7 +34,8 @@ class AsyncSaver:
     `threads` copy the snapshot. `then` is called on the background thread with the path of every checkpoint that was
     written; what it raises counts as a failure of that save. A save that failed raises its CheckpointError, on every
     rank, from the next call of `save`, `check`, `wait` or `close`; training may go on after that. Memory of up to
-    `max_pending` snapshots is kept.
+    `max_pending` snapshots is kept; `allow` is called with the bytes of one before they are allocated, and refuses them
+    by raising.
     """
 
     def __init__(
@@ -48,15 +46,18 @@ class AsyncSaver:
         threads: int = 4,
         open_sink: OpenSink = make_sink,
         then: Callable[[Path], None] | None = None,
+        allow: Callable[[int], object] = lambda nbytes: None,
     ) -> None:
         if max_pending < 1:
             raise ValueError(f"max_pending is {max_pending}, expected at least 1")
         self._coordinator = coordinator or SoloCoordinator()
         self._open_sink = open_sink
         self._then = then
-        self._arenas: queue.Queue[_Arena] = queue.Queue()
+        self._arenas: queue.Queue[Arena] = queue.Queue()
         for _ in range(max_pending):
-            self._arenas.put(_Arena(threads))
+            self._arenas.put(Arena(threads, allow))
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="zero-ckpt-copy-behind")
+        self._copying: Future[None] | None = None
         self._pending = max_pending
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._failures: queue.Queue[Exception] = queue.Queue()
@@ -67,9 +68,10 @@ class AsyncSaver:
     def save(self, root: str | os.PathLike[str], tag: str, intervals: Iterable[Interval], **options: Any) -> None:
         """Copy `intervals` and start a save with the options of `save_sharded`; waits while `max_pending` saves run.
 
-        When it returns, the tensors may change. What cannot be copied, such as client state that is not plain data, is
-        refused here; the other ranks learn of it as of any failure. What an earlier save met is raised after this one
-        was started, so that ranks that learn of it at different times stay in step.
+        When it returns, the tensors may change, but for intervals with a `version`: those when `copied` returns. What
+        cannot be copied, such as client state that is not plain data, is refused here; the other ranks learn of it
+        as of any failure. What an earlier save met is raised after this one was started, so that ranks that learn of
+        it at different times stay in step.
         """
         if self._closed:
             raise ValueError("this AsyncSaver is closed")
@@ -79,15 +81,26 @@ class AsyncSaver:
             for key in ("client_state", "config", "rank_state"):
                 if key in arguments:
                     arguments[key] = to_plain(arguments[key], key)
-            arguments["intervals"] = arena.copy(list(intervals))
+            snapshot = arena.begin(list(intervals))
+            self._copying = self._copier.submit(snapshot.finish)
         except Exception as error:
             self._jobs.put(_Job(arena, {**arguments, "intervals": _Refused(error)}, told=True))
             raise
         except BaseException:
             self._arenas.put(arena)
             raise
-        self._jobs.put(_Job(arena, arguments))
+        arguments["intervals"] = snapshot.intervals
+        self._jobs.put(_Job(arena, arguments, self._copying))
         self.check()
+
+    def copied(self) -> None:
+        """Wait until all that was to be copied behind `save` is copied: now all tensors may change.
+
+        Raises nothing: a copy that failed is a failure of its save.
+        """
+        if self._copying is not None:
+            wait([self._copying])
+            self._copying = None
 
     def check(self) -> None:
         """Raise what an earlier save met, if one failed; call it once a step."""
@@ -107,6 +120,7 @@ class AsyncSaver:
             self._closed = True
             self._jobs.put(None)
             self._thread.join()
+            self._copier.shutdown()
         self.check()
 
     def __enter__(self) -> AsyncSaver:
@@ -120,6 +134,7 @@ class AsyncSaver:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
+                job.await_copies()
                 path = save_sharded(coordinator=self._coordinator, open_sink=self._open_sink, **job.arguments)
                 if self._then is not None:
                     self._then(path)
@@ -131,59 +146,22 @@ class AsyncSaver:
                 self._arenas.put(job.arena)
 
 
-class _Arena:
-    """Memory for one snapshot, kept for the next."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._memory: mmap.mmap | None = None
-
-    def copy(self, intervals: list[Interval]) -> list[Interval]:
-        """The same intervals with their data in this arena."""
-        sizes = [
-            0 if isinstance(interval.data, FileExtent) else interval_length(interval) * ITEMSIZE[interval.dtype]
-            for interval in intervals
-        ]
-        places, total = [], 0
-        for size in sizes:
-            places.append(total)
-            total += -(-size // _ALIGNMENT) * _ALIGNMENT
-        memory = memoryview(self._reserve(total))
-        copied, copies = [], []
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="zero-ckpt-copy") as pool:
-            for interval, place, size in zip(intervals, places, sizes, strict=True):
-                target = memory[place : place + size]
-                data = interval.data
-                if isinstance(data, FileExtent):
-                    copied.append(interval)
-                    continue
-                if callable(data):  # its buffer is only good until the next one is asked for
-                    target[:] = byte_view(data())
-                else:
-                    source = byte_view(data)
-                    for begin in range(0, size, _COPY_BYTES):
-                        end = begin + _COPY_BYTES
-                        copies.append(pool.submit(_copy, target[begin:end], source[begin:end]))
-                copied.append(replace(interval, data=target, length=None))
-            for copy in copies:
-                copy.result()
-        return copied
-
-    def _reserve(self, nbytes: int) -> mmap.mmap:
-        if self._memory is None or len(self._memory) < nbytes:
-            self._memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-        return self._memory
-
-
 @dataclass
 class _Job:
     """A save to be run with its snapshot; `told` when this rank's failure was raised already."""
 
-    arena: _Arena
+    arena: Arena
     arguments: dict[str, Any]
+    copying: Future[None] | None = None
     told: bool = False
+
+    def await_copies(self) -> None:
+        """Wait for the copies that the snapshot still lacks; where they failed, the save will say why."""
+        try:
+            if self.copying is not None:
+                self.copying.result()
+        except Exception as error:  # the other ranks wait to hear of it
+            self.arguments["intervals"] = _Refused(error)
 
 
 class _Refused:
@@ -194,11 +172,3 @@ class _Refused:
 
     def __iter__(self) -> Iterator[Interval]:
         raise self._error
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    if source.readonly:  # ctypes gives no address of read-only memory
-        target[:] = source
-        return
-    kind = ctypes.c_char * target.nbytes
-    ctypes.memmove(kind.from_buffer(target), kind.from_buffer(source), target.nbytes)  # without the GIL

@@ -52,6 +52,10 @@ class Interval:
     staging buffer may be reused. `length` in elements is needed with a function only. A `FileExtent` as `data` is taken
     into the checkpoint by a hard link to its file, without passing through memory; where the checkpoint is on another
     file system it is copied.
+
+    `version` tells a background save that nobody writes the memory before `AsyncSaver.copied` returns, so that it may
+    be copied behind the caller, and `data` be called on another thread. Its answer changes when somebody does write
+    meanwhile: the save then fails. None: the memory may change as soon as `AsyncSaver.save` returns.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Interval:
     offset: int
     data: Buffer | Callable[[], Buffer] | FileExtent
     length: int | None = None
+    version: Callable[[], object] | None = None
 
 
 class Coordinator(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -52,40 +53,62 @@ class Stager:
 
     def __init__(self) -> None:
         self._staging: torch.Tensor | None = None
+        self._stream: torch.Stream | None = None
 
     def intervals(
-        self, name: str, kind: str, tensor: torch.Tensor, *, shape: Sequence[int] | None = None, offset: int = 0
+        self,
+        name: str,
+        kind: str,
+        tensor: torch.Tensor,
+        *,
+        shape: Sequence[int] | None = None,
+        offset: int = 0,
+        stays: bool = False,
     ) -> Iterator[Interval]:
         """The elements of `tensor`, in C order, as elements `offset` on of a logical tensor of the given shape.
 
         Without `shape`, `tensor` is the whole logical tensor. Nothing is copied until an interval is written.
+        `stays`: nobody writes `tensor` before `AsyncSaver.copied` returns; its version counter becomes `version`.
         """
+        version = partial(getattr, tensor, "_version") if stays and not tensor.is_inference() else None
         tensor = tensor.detach()
         dtype, whole = dtype_name(tensor.dtype), tuple(tensor.shape if shape is None else shape)
         if tensor.device.type == "cpu" and tensor.is_contiguous():
-            yield Interval(name, kind, whole, dtype, offset, tensor_buffer(tensor))
+            yield Interval(name, kind, whole, dtype, offset, tensor_buffer(tensor), version=version)
             return
         flat = tensor.reshape(-1)
         step = _STAGING_BYTES // tensor.element_size()
+        ready = _recorded(flat.device) if stays else None
         for begin in range(0, max(flat.numel(), 1), step):
             part = flat[begin : begin + step]
-            yield Interval(name, kind, whole, dtype, offset + begin, _Staged(self, part), part.numel())
+            staged = partial(self._stage, part, ready)
+            yield Interval(name, kind, whole, dtype, offset + begin, staged, part.numel(), version)
 
-    def stage(self, part: torch.Tensor) -> memoryview:
-        """The bytes of a flat tensor in the staging buffer, which the next call overwrites."""
+    def _stage(self, part: torch.Tensor, ready: torch.Event | None) -> memoryview:
+        """The bytes of a flat tensor in the staging buffer, which the next call overwrites.
+
+        With `ready` on a stream of its own, so that what the device computes meanwhile does not wait.
+        """
         if self._staging is None:
             pin = part.device.type != "cpu" and torch.accelerator.is_available()
             self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=pin)
         staged = self._staging[: part.numel() * part.element_size()]
-        staged.copy_(part.view(torch.uint8))
+        if ready is None:
+            staged.copy_(part.view(torch.uint8))
+            return tensor_buffer(staged)
+        if self._stream is None:
+            self._stream = torch.Stream(device=part.device)
+        self._stream.wait_event(ready)
+        with self._stream:
+            staged.copy_(part.view(torch.uint8), non_blocking=True)
+        self._stream.synchronize()
         return tensor_buffer(staged)
 
 
-class _Staged:
-    """A function that stages one part."""
-
-    def __init__(self, stager: Stager, part: torch.Tensor) -> None:
-        self._stager, self._part = stager, part
-
-    def __call__(self) -> memoryview:
-        return self._stager.stage(self._part)
+def _recorded(device: torch.device) -> torch.Event | None:
+    """An event behind what the device was told so far; None on the host."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device=device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
