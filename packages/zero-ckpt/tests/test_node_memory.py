@@ -158,3 +158,88 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
 )
 def test_partners_are_on_the_next_node(nodes: list[str], expected: list[int]) -> None:
     assert partners(nodes) == expected
+
+
+def refuses_to_fetch(rank: int, root: Path) -> str:
+    memory = memory_of(root, rank)
+    found = memory.find()
+    if found is None:
+        return "nothing found"
+    try:
+        memory.fetch(found, everything)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        memory.close()
+    return "fetched"
+
+
+def links_elsewhere(node: Path) -> None:
+    """Move the data file out of the node's checkpoint and leave a link to it."""
+    (file,) = node.glob("step*/rank-*.safetensors")
+    outside = node.parent / "outside"
+    file.rename(outside)
+    file.symlink_to(outside)
+
+
+def links_manifest(node: Path) -> None:
+    (manifest,) = node.glob("step*/manifest*")
+    outside = node.parent / "outside"
+    manifest.rename(outside)
+    manifest.symlink_to(outside)
+
+
+def makes_pipe(node: Path) -> None:
+    (file,) = node.glob("step*/rank-*.safetensors")
+    file.unlink()
+    os.mkfifo(file)
+
+
+def swells_manifest(node: Path) -> None:
+    (manifest,) = node.glob("step*/manifest*")
+    os.truncate(manifest, 1 << 40)
+
+
+@pytest.mark.parametrize("harm", [links_elsewhere, links_manifest, makes_pipe, swells_manifest])
+def test_what_is_no_file_of_ours_is_not_read_from_memory(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    """Between the save and the recovery somebody put other things into a node's folder."""
+    on_ranks(saves, 1, tmp_path, 1, (4,))
+    harm(tmp_path / "node0")
+    assert on_ranks(refuses_to_fetch, 1, tmp_path) == ["nothing found"]
+
+
+def test_a_manifest_that_becomes_a_link_after_it_was_found_is_not_followed(tmp_path: Path) -> None:
+    assert "symbolic link" in on_ranks(swaps_after_find, 1, tmp_path)[0]
+
+
+def swaps_after_find(rank: int, root: Path) -> str:
+    memory = memory_of(root, rank)
+    memory.save(intervals(3, rank, 1), step=3)
+    memory.wait()
+    found = memory.find()
+    links_manifest(root / "node0")
+    try:
+        memory.fetch(found, everything)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        memory.close()
+    return "fetched"
+
+
+def test_nothing_that_lies_in_the_way_of_an_arriving_file_is_written_through(tmp_path: Path) -> None:
+    """A copy that was cut off left `.arriving-…`; it may be anything by now."""
+    on_ranks(saves, 2, tmp_path, 1, (5,))
+    (tag,) = (tmp_path / "node1").glob("step5-*")
+    (tag / "rank-00000.safetensors").unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tag / ".arriving-rank-00000.safetensors").symlink_to(victim)
+    assert on_ranks(recovers, 2, tmp_path, 1) == [(5, True)] * 2
+    assert victim.read_text() == "precious"
+
+
+def test_a_folder_that_others_can_move_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    os.chmod(tmp_path / "shared", 0o777)
+    assert "could put a directory of theirs" in on_ranks(refused, 1, tmp_path / "shared" / "mine")[0]

@@ -224,11 +224,16 @@ def has_manifest(path: Path) -> bool:
     return exists(path / MANIFEST_NAME)
 
 
+def is_data_file(name: str) -> bool:
+    """Whether a rank's data file can have this name."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
 def has_mark(path: Path) -> bool:
     """Whether `path` is a directory that was written as a checkpoint: one with a manifest, or with ranks' files."""
     if path.is_symlink() or not path.is_dir():
         return False
-    return has_manifest(path) or any(_DATA_FILE.fullmatch(entry.name) for entry in path.iterdir())
+    return has_manifest(path) or any(is_data_file(entry.name) for entry in path.iterdir())
 
 
 def marked_directories(root: Path) -> list[Path]:

@@ -28,7 +28,8 @@ from ..commit import remove_directory
 from ..coordination import together
 from ..durable import replace_durably
 from ..errors import CheckpointError
-from ..manifest import MANIFEST_NAME, Manifest, decode_manifest
+from ..manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from ..opened import Folder
 from ..types import Interval
 from .coordinator import DistCoordinator
 from .transfer import Transfer, exchange
@@ -51,11 +52,13 @@ class Found:
 class NodeMemory:
     """This rank's part of the checkpoints in the nodes' memory; `directory` is this node's, created with mode 0700.
 
-    `group` moves CPU tensors and is used by nothing else while a save runs. Collective. Raises CheckpointError on every
+    `group` moves CPU tensors and is used by nothing else while a save runs. `allow`: see `AsyncSaver`. Collective. Raises CheckpointError on every
     rank when a directory belongs to somebody else, is a link or can be written by others.
     """
 
-    def __init__(self, directory: Path, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, directory: Path, group: dist.ProcessGroup, *, allow: Callable[[int], object] = lambda nbytes: None
+    ) -> None:
         self.directory = directory
         self._group = group
         self._coordinator = DistCoordinator(group)
@@ -63,7 +66,7 @@ class NodeMemory:
         self._nodes: list[str] = [node for node, _ in opened]
         self._attempt: str = opened[0][1]
         self._partner = partners(self._nodes)
-        self._saver = AsyncSaver(self._coordinator, then=self._copy_to_partners)
+        self._saver = AsyncSaver(self._coordinator, then=self._copy_to_partners, allow=allow)
 
     @property
     def node(self) -> str:
@@ -82,6 +85,10 @@ class NodeMemory:
         """
         tag = f"step{step}-{self._attempt}"
         self._saver.save(self.directory, tag, intervals, step=step, node=self.node, save_latest=False, **options)
+
+    def copied(self) -> None:
+        """Wait until tensors that are copied behind `save` may change; see `AsyncSaver.copied`."""
+        self._saver.copied()
 
     def check(self) -> None:
         """Raise what an earlier save met."""
@@ -121,7 +128,7 @@ class NodeMemory:
         raw = together(
             self._coordinator,
             what,
-            lambda: (path / MANIFEST_NAME).read_bytes() if self._coordinator.rank == source else b"",
+            lambda: _read_manifest(path) if self._coordinator.rank == source else b"",
         )
         missing = self._first_of_nodes(found.manifest_holders)
         together(self._coordinator, what, lambda: self._place_manifest(path, raw[source], missing))
@@ -139,11 +146,9 @@ class NodeMemory:
     def _open_directory(self) -> list[str]:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(self.directory)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise CheckpointError(
-                f"{self.directory}: expected a directory of this user that nobody else can write, got mode "
-                f"{stat.filemode(status.st_mode)} of user {status.st_uid}; remove it or name another"
-            )
+        _require_own(self.directory, status)
+        for above in self.directory.resolve().parents:
+            _require_unmovable(self.directory, above)
         return [f"{socket.gethostname()}:{status.st_dev}:{status.st_ino}", os.urandom(4).hex()]
 
     def _copy_to_partners(self, path: Path) -> None:
@@ -174,7 +179,7 @@ class NodeMemory:
             candidate.tag: [
                 candidate.manifest.step,
                 {entry.path: entry.nbytes for entry in candidate.manifest.files},
-                [entry.path for entry in candidate.manifest.files if (candidate.path / entry.path).is_file()],
+                _present(candidate.path, candidate.manifest),
             ]
             for candidate in find_candidates(self.directory)
             if candidate.manifest is not None
@@ -188,7 +193,8 @@ class NodeMemory:
     def _place_manifest(self, path: Path, raw: bytes, missing: set[int]) -> None:
         if self._coordinator.rank in missing:
             path.mkdir(mode=0o700, exist_ok=True)
-            replace_durably(path / MANIFEST_NAME, raw)
+            Folder(path, follow=False)  # raises where a link or a file has the name
+            replace_durably(path / MANIFEST_NAME, raw, 0o600)
 
     def _transfers(self, found: Found, wanted: list[list[str]]) -> list[Transfer]:
         """What nodes lack of the files that their ranks will read, from the holder that gives least so far."""
@@ -208,7 +214,45 @@ class NodeMemory:
 
 
 def _decode(path: Path) -> Manifest:
-    return decode_manifest((path / MANIFEST_NAME).read_bytes(), str(path / MANIFEST_NAME))
+    return decode_manifest(_read_manifest(path), str(path / MANIFEST_NAME))
+
+
+def _read_manifest(path: Path) -> bytes:
+    """The manifest of a checkpoint directory; raises DamagedError for a link and for one beyond the bound."""
+    return Folder(path, follow=False).read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
+
+
+def _present(path: Path, manifest: Manifest) -> list[str]:
+    """The files of a checkpoint that are in `path`: regular ones of the size that the manifest gives."""
+    folder = Folder(path, follow=False)
+    found = []
+    for entry in manifest.files:
+        try:
+            if folder.nbytes(entry.path) == entry.nbytes:
+                found.append(entry.path)
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def _require_own(directory: Path, status: os.stat_result) -> None:
+    """Raise CheckpointError unless `directory` is one of this user that nobody else can write."""
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise CheckpointError(
+            f"{directory}: expected a directory of this user that nobody else can write, got mode "
+            f"{stat.filemode(status.st_mode)} of user {status.st_uid}; remove it or name another"
+        )
+
+
+def _require_unmovable(directory: Path, above: Path) -> None:
+    """Raise CheckpointError where somebody else could put another directory in the place of `directory`."""
+    status = os.stat(above)
+    others_write = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+    if status.st_uid not in (0, os.geteuid()) or others_write:
+        raise CheckpointError(
+            f"{directory}: {above} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}, so others "
+            "could put a directory of theirs in this place; name one below a directory of yours, or in /dev/shm"
+        )
 
 
 def partners(nodes: list[str]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import BinaryIO
 import torch
 import torch.distributed as dist
 
+from ..commit import is_data_file
 from ..errors import CheckpointError
-from ..filing import read_at
+from ..opened import Folder
 from .buffers import tensor_buffer
 
 _CHUNK_BYTES = 4 << 20
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AT_ONCE = 8  # transfers that one rank takes part in at a time
 
 
@@ -32,9 +35,13 @@ def exchange(directory: Path, transfers: Sequence[Transfer], group: dist.Process
     """Copy files between the ranks' own directories; collective, with the same transfers in the same order.
 
     A file appears under its name when all its bytes are there. A rank has at most 8 transfers of 4 MiB in memory at a
-    time. What a rank cannot read or write is raised when every rank is through (OSError or DamagedError naming the
-    file), so that nobody waits for it.
+    time. Links are not followed, nor is anything read that is no regular file. What a rank cannot read or write is
+    raised when every rank is through (OSError or DamagedError naming the file), so that nobody waits for it. Raises
+    CheckpointError on every rank, before anything moves, for a name that no rank's file has.
     """
+    for transfer in transfers:
+        if not is_data_file(transfer.name):
+            raise CheckpointError(f"{directory / transfer.name}: no rank writes a file of this name")
     rank = dist.get_rank(group)
     failures: list[Exception] = []
     for batch in batches(transfers):
@@ -72,9 +79,9 @@ def _run(
             if not chunk.numel():
                 continue
             if transfer.source == rank:
-                path = directory / transfer.name
                 try:
-                    read_at(path, begin, tensor_buffer(chunk), str(path))
+                    source = Folder(directory, follow=False)
+                    source.read_at(transfer.name, begin, tensor_buffer(chunk), str(directory / transfer.name))
                 except CheckpointError as error:
                     failures.append(error)
                 works.append(dist.isend(chunk, group_dst=transfer.target, group=group))
@@ -98,7 +105,8 @@ class _Incoming:
         self._failures = failures
         self._file: BinaryIO | None = None
         try:
-            self._file = self._partial.open("wb")
+            self._partial.unlink(missing_ok=True)
+            self._file = open(os.open(self._partial, _NEW_FILE, 0o600), "wb")
         except OSError as error:
             failures.append(error)
 
