@@ -108,6 +108,8 @@ class Engine(Preparation):
         self.offloading = offloading
         self.checkpointing = Checkpointing(config.activation_checkpointing, model_part.place.group)
         self._compiled: list[str] = []
+        partition.readers.add(self._saver.copied)
+        partition.readers.add(self._in_memory.copied)
         partition.user = weakref.ref(self)
         partition.runtime.reduces_now = self._reduces_now
         partition.runtime.allows_plain_backward = self._refuse_plain_backward

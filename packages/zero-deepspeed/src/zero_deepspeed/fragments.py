@@ -121,6 +121,7 @@ class _Place:
 
     def set_master(self, value: torch.Tensor) -> None:
         flat = self._checked(value)
+        self._partition.readers.wait()
         if self._unit.states is not None and "master" in self._unit.states.kinds(self._name):
             self._unit.states.write({self._name: {"master": flat.cpu()}})
         if self._unit.master is not None:
@@ -149,6 +150,7 @@ class _Place:
         return kept if kept is not None else self._state(key)
 
     def set_state(self, key: str, value: torch.Tensor) -> None:
+        self._partition.readers.wait()
         if self._unit.states is not None:
             self._unit.states.write({self._name: {key: self._checked(value).cpu()}})
             return

@@ -168,6 +168,7 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
     """Replace a parameter's weights, masters included, by rank 0's ``value`` (the parameter's shape). Collective."""
     unit, index = _find(partition, parameter)
     flat = _agreed_value(partition, unit, index, "parameter", value)
+    partition.readers.wait()
     with torch.no_grad():
         if unit.master is not None:
             _write(partition, unit, index, unit.master, flat)
@@ -206,6 +207,7 @@ def set_full_state(
     """
     unit, index = _find(partition, parameter)
     flat = _agreed_value(partition, unit, index, f"state '{key}'", value)
+    partition.readers.wait()
     if unit.states is not None:
         name = unit.names[index]
         here = any(f.entry.name == name for f in unit.layout.fragments(partition.rank))

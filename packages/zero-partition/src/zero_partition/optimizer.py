@@ -130,6 +130,7 @@ class ShardedOptimizer:
             )
         taken = self.loss_scale.update(not finite)
         if taken:
+            self._partition.readers.wait()
             self._update.run(touched, self._factor(norm), self._step_inner)
             self._partition.publish()
         runtime.forget_gradients()

@@ -18,6 +18,7 @@ from .initialisation import cut_record, forget_cut
 from .layout import Layout, UnitLayout
 from .leaves import LeafTree
 from .ownership import disown, own, owner_of
+from .readers import Readers
 from .residency import DeviceResidency, Residency
 from .route import Route, Secondary
 from .runtime import Runtime
@@ -41,6 +42,7 @@ class Partition:
         states: the tier that keeps masters, moments and gradients; None where they are on the device.
         optimizer: returns the optimizer that updates this partition, None when there is none.
         user: returns whoever trains with this partition, None when nobody has said so.
+        readers: who reads shards, masters and states beside training.
         rank, world_size: among the ranks that have one copy of the model between them: whose shards these are.
         data_rank, data_world_size: among all ranks, those of other copies too.
     """
@@ -60,6 +62,7 @@ class Partition:
         self.groups = groups
         self.device = device
         self.residency = residency
+        self.readers = Readers()
         self.optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
         self.user: Callable[[], object] = lambda: None
         self.rank = groups.gather.rank
@@ -128,6 +131,7 @@ class Partition:
         """Have the weights of the last step everywhere, also where the tier updates beside the passes or ranks step
         alone. Collective."""
         optimizer = self.optimizer()
+        self.readers.wait()
         finished = self.states is not None and self.states.finish()
         if finished or (optimizer is not None and optimizer.synchronise()):
             self.publish()
@@ -174,6 +178,7 @@ class Partition:
                     unit.issue_gather(self.runtime.step, exact=True)
                     unit.wait_gather()
         self.runtime.close()
+        self.readers.wait()
         if self.states is not None:
             self.states.close()
         self.residency.close()
@@ -193,6 +198,7 @@ class Partition:
             device=self.device,
             releasable=releasable,
             states=self.states,
+            readers=self.readers,
         )
         dtype = update_dtype(plan, self.options.policy)
         source = torch.zeros(layout.numel, dtype=dtype, device=self.device)

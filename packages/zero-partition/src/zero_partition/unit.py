@@ -12,6 +12,7 @@ from zero_comm import Tag, Work
 
 from .layout import UnitLayout
 from .placeholder import Placeholders
+from .readers import Readers
 from .released import mark_present
 from .residency import Residency
 from .route import Route
@@ -48,6 +49,7 @@ class Unit:
             shard. None for frozen units, and where ``states`` keeps them.
         states: the tier that keeps this unit's masters and moments and updates its shard.
         edits: what user code did to the parameters.
+        readers: who reads shard, master and states beside training.
         hidden: between `hide` and `show`.
         keeps_masters: this rank has masters that are more than the weights.
     """
@@ -63,8 +65,10 @@ class Unit:
         device: torch.device,
         releasable: bool,
         states: StateTier | None = None,
+        readers: Readers | None = None,
     ) -> None:
         self.index = index
+        self.readers = Readers() if readers is None else readers
         self.states = states if plan.trainable else None
         self.plan = plan
         self.layout = layout
@@ -211,6 +215,7 @@ class Unit:
 
         Elements of the master that round to the present value stay: they know more digits.
         """
+        self.readers.wait()
         self.route.weights_changed()
         start, end = self.layout.shard_range(self.route.rank)
         shard = self._residency.acquire(self.name)
@@ -256,6 +261,7 @@ class Unit:
         """Have masters on a tier follow weights that were changed since the last step, which it would do itself."""
         if self.states is None or not self._stale_masters:
             return
+        self.readers.wait()
         shard = self._residency.acquire(self.name)
         for fragment in self.layout.fragments(self.route.rank):
             for name, kept in self.states.states([fragment.entry.name]):
@@ -272,6 +278,7 @@ class Unit:
             self._stale_masters = True
 
     def _take_into_shard(self, values: Mapping[int, torch.Tensor]) -> None:
+        self.readers.wait()
         self.route.weights_changed()
         shard = self._residency.acquire(self.name)
         for fragment in self.layout.fragments(self.route.rank):
@@ -289,6 +296,7 @@ class Unit:
 
     def load_shard(self) -> torch.Tensor:
         """This rank's shard, lent to be written; `shard_loaded` gives it back. On every rank at the same point."""
+        self.readers.wait()
         self.edits.forget_sums()
         self.route.weights_changed()
         return self._residency.acquire(self.name)

@@ -14,7 +14,7 @@ from zero_ckpt.torch import Found, NodeMemory
 
 from ..config import Config
 from .fragments import master_pieces
-from .saving import describe, own_group, state_intervals
+from .saving import check_room, describe, own_group, state_intervals
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -56,6 +56,11 @@ class InMemory:
         """Bring what this node's ranks read of ``found`` to it; the root that has it as its tag. Collective."""
         return self._open(engine).fetch(found, lambda manifest: files_to_read(engine, manifest)).parent
 
+    def copied(self) -> None:
+        """Wait until shards, masters and states may be written; see `Saver.copied`."""
+        if self._memory is not None:
+            self._memory.copied()
+
     def wait(self) -> None:
         """Wait until a copy that was started is complete; raises `zero_ckpt.CheckpointError` when it failed."""
         if self._memory is not None:
@@ -76,7 +81,7 @@ class InMemory:
     def _open(self, engine: Engine) -> NodeMemory:
         if self._memory is None:
             self._group = own_group(engine)
-            self._memory = NodeMemory(engine.model_part.folder(self._path), self._group)
+            self._memory = NodeMemory(engine.model_part.folder(self._path), self._group, allow=check_room)
         return self._memory
 
 

@@ -99,6 +99,7 @@ def _fill(engine: Engine, checkpoint: Checkpoint, wanted: Wanted) -> dict[str, t
 def _fill_units(engine: Engine, reading: Reading, wanted: Wanted) -> None:
     """Weights and masters of this rank's shards, and what tiers keep of them."""
     parts, tensors = engine.partition, reading.checkpoint.tensors
+    parts.readers.wait()
     if parts.states is not None:
         parts.states.reset()
     for unit in parts.units:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import weakref
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from zero_ckpt import AsyncSaver, Coordinator, Interval, SoloCoordinator, save_sharded
+from zero_ckpt import AsyncSaver, CheckpointError, Coordinator, Interval, SoloCoordinator, save_sharded
 from zero_ckpt.torch import DistCoordinator, RngState, Stager
+from zero_offload import BudgetError, HostBudget
 from zero_partition import DeviceResidency, OwnedFragment
 
 from ..config import Config
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 class Saver:
     """Writes an engine's checkpoints: before `save` returns, or behind it (``checkpoint.writer.decoupled``).
 
-    Behind it, `save` returns when the state is copied into host memory that is kept for the next time; a save that
-    failed raises `zero_ckpt.CheckpointError` from the next `check`, `save`, `wait` or `close`.
+    Behind it, `save` returns when the parameters that user code can write are copied into host memory that is kept for
+    the next time; the rest is copied during the next forward and backward pass (see `copied`). A save that failed
+    raises `zero_ckpt.CheckpointError` from the next `check`, `save`, `wait` or `close`.
     """
 
     def __init__(self, decoupled: bool, per_node: bool) -> None:
@@ -65,6 +68,11 @@ class Saver:
         else:
             save_sharded(root, tag, intervals, coordinator=group, **options)
 
+    def copied(self) -> None:
+        """Wait until what a save behind still copies is copied: before anything writes shards, masters or states."""
+        if self._behind is not None:
+            self._behind.copied()
+
     def check(self) -> None:
         """Raise what a save behind met; call it once a step."""
         if self._behind is not None:
@@ -92,9 +100,22 @@ class Saver:
             if group.world_size > 1:
                 self._group = own_group(engine)
                 own = DistCoordinator(self._group)
-            self._behind = AsyncSaver(own)
+            self._behind = AsyncSaver(own, allow=check_room)
             weakref.finalize(self, self._behind.close)  # a script may end without `engine.destroy()`
         return self._behind
+
+
+def check_room(nbytes: int) -> None:
+    """Raise `zero_ckpt.CheckpointError` where host memory has no room for a copy of this rank's state."""
+    budget = HostBudget(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    budget.need("the copy of the state that is written behind training", nbytes)
+    try:
+        budget.check()
+    except BudgetError as problem:
+        raise CheckpointError(
+            f"{problem}\nGive the job more memory, or have checkpoints written before training goes on: "
+            '"checkpoint": {"writer": {"decoupled": false}, "in_memory": {"every": 0}}'
+        ) from problem
 
 
 def describe(engine: Engine, client: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +175,8 @@ def _leads(group: Coordinator, node: str) -> bool:
 def state_intervals(
     engine: Engine, root: Path, exclude_frozen: bool, *, whole: bool, replicas: bool
 ) -> Iterator[Interval]:
-    """What this rank contributes; ``whole``: what every rank has whole too. ``replicas``: also what other ranks hold as
+    """What this rank contributes. Parameters that user code can write at any time are to be copied at once, what only
+    the engine writes until it does (`Interval.version`). ``whole``: what every rank has whole too. ``replicas``: also what other ranks hold as
     well, for nodes that cannot read one another's files. Of several copies of the model, the first is written."""
     stager, parts = Stager(), engine.partition
     if parts.data_rank >= parts.world_size and not replicas:
@@ -167,8 +189,9 @@ def state_intervals(
         if isinstance(parts.residency, DeviceResidency):
             shard = parts.residency.acquire(unit.name)
             for fragment, piece in pieces(unit, shard, parts.rank):
+                entry, offset = fragment.entry, fragment.param_offset
                 yield from stager.intervals(
-                    fragment.entry.name, "param", piece, shape=fragment.entry.shape, offset=fragment.param_offset
+                    entry.name, "param", piece, shape=entry.shape, offset=offset, stays=unit.releasable
                 )
         else:
             yield from stored_weights(parts.residency, unit, parts.rank, weights)
@@ -178,7 +201,7 @@ def state_intervals(
             ):
                 entry = fragment.entry
                 yield from stager.intervals(
-                    entry.name, "master", piece, shape=entry.shape, offset=fragment.param_offset
+                    entry.name, "master", piece, shape=entry.shape, offset=fragment.param_offset, stays=True
                 )
         if unit.states is not None:
             yield from tier_intervals(unit.states, unit, parts.rank, sealed, replicas=replicas)
@@ -205,6 +228,8 @@ def _optimizer_intervals(
         if tensor.dim() and tensor.numel() != fragment.length:
             yield from stager.intervals(entry.name, key, tensor.contiguous())
         elif tensor.dim():
-            yield from stager.intervals(entry.name, key, tensor, shape=entry.shape, offset=fragment.param_offset)
+            yield from stager.intervals(
+                entry.name, key, tensor, shape=entry.shape, offset=fragment.param_offset, stays=True
+            )
         elif fragment.param_offset == 0 or replicas:
             yield from stager.intervals(entry.name, f"{key}.scalar", tensor.reshape(()).cpu())

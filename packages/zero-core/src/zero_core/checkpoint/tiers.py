@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from zero_ckpt import Checkpoint, FileExtent, Interval
 from zero_ckpt.torch import dtype_name, tensor_buffer, torch_dtype
-from zero_offload import Sealed
+from zero_offload import HostStore, Sealed
 from zero_partition import Fragment, Residency, StateTier, Unit
 
 from .narrow import Place, moments_in_codes, place_of, read_numbers
@@ -18,8 +19,8 @@ from .reading import Reading
 
 
 def stored_weights(store: Residency, unit: Unit, rank: int, sealed: Sealed | None) -> Iterator[Interval]:
-    """This rank's part of a unit's weights: linked where it is ``sealed``, else read from its store when its turn comes
-    to be written."""
+    """This rank's part of a unit's weights: linked where it is ``sealed``, read from its store when its turn comes to
+    be written where that is on files, else the host memory in which it stays until the next update."""
 
     def read(fragment: Fragment) -> Any:
         shard = store.acquire(unit.name)
@@ -27,9 +28,16 @@ def stored_weights(store: Residency, unit: Unit, rank: int, sealed: Sealed | Non
         store.release(unit.name, dirty=False)
         return tensor_buffer(copied)
 
+    kept = store.borrow(unit.name) if isinstance(store, HostStore) else None
+    if kept is not None:
+        store.give_back(unit.name, dirty=False)
     for fragment in unit.layout.fragments(rank):
         if sealed is not None and unit.name not in sealed.resident:
             yield from _linked_weights(sealed, unit, fragment)
+        elif kept is not None:
+            part = kept[fragment.shard_offset : fragment.shard_offset + fragment.length]
+            interval = _weights(unit, fragment.param_offset, tensor_buffer(part), fragment, fragment.length)
+            yield replace(interval, version=partial(getattr, kept, "_version"))
         else:
             yield _weights(unit, fragment.param_offset, partial(read, fragment), fragment, fragment.length)
 
@@ -81,6 +89,7 @@ def tier_intervals(
                     place.offset,
                     partial(read, entry.name, kind),
                     place.length,
+                    partial(tier.held, entry.name),
                 )
         if (step or dtypes) and (fragment.param_offset == 0 or replicas):
             count = torch.tensor(float(step))
