@@ -132,9 +132,13 @@ def describe(engine: Engine, client: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_group(engine: Engine) -> dist.ProcessGroup:
-    """A gloo group of the engine's ranks for one background thread; collective."""
-    ranks = coordinator_of(engine).all_gather_object(dist.get_rank())
-    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    """A gloo group of the engine's ranks for one background thread. Every rank of the world calls it together.
+
+    torch names groups that are made by their members alone after these: a second one would meet at the addresses that
+    the first has left in the store.
+    """
+    made = {row: dist.new_group(list(row), backend="gloo") for row in map(tuple, engine.model_part.place.data_rows)}
+    group: dist.ProcessGroup = next(group for row, group in made.items() if dist.get_rank() in row)
     return group
 
 
