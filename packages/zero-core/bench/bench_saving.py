@@ -137,9 +137,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as root:
             for case in arguments.cases.split(",") if arguments.cases else CASES:
                 for bf16 in (False, True):
-                    lines = run_ranks(
-                        measure, 1, Path(root), elsewhere, case, bf16, arguments.rounds, arguments.width, arguments.layers
-                    )[0]
+                    sizes = (arguments.rounds, arguments.width, arguments.layers)
+                    lines = run_ranks(measure, 1, Path(root), elsewhere, case, bf16, *sizes)[0]
                     print("\n".join(lines), flush=True)
     finally:
         shutil.rmtree(elsewhere)

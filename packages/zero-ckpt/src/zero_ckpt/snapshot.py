@@ -82,8 +82,8 @@ class Snapshot:
             copy.run()
             if _version(copy.interval) != copy.version:
                 raise CheckpointError(
-                    f"{copy.interval.name!r} ({copy.interval.kind}) was written while it was being copied: wait for the "
-                    "copy of a background save before you change it"
+                    f"{copy.interval.name!r} ({copy.interval.kind}) was written while it was being copied: wait "
+                    "for the copy of a background save before you change it"
                 )
 
 

@@ -52,8 +52,9 @@ class Found:
 class NodeMemory:
     """This rank's part of the checkpoints in the nodes' memory; `directory` is this node's, created with mode 0700.
 
-    `group` moves CPU tensors and is used by nothing else while a save runs. `allow`: see `AsyncSaver`. Collective. Raises CheckpointError on every
-    rank when a directory belongs to somebody else, is a link or can be written by others.
+    `group` moves CPU tensors and is used by nothing else while a save runs. `allow`: see `AsyncSaver`. Collective.
+    Raises CheckpointError on every rank when a directory belongs to somebody else, is a link, can be written by others,
+    or could be replaced by them.
     """
 
     def __init__(
@@ -250,8 +251,8 @@ def _require_unmovable(directory: Path, above: Path) -> None:
     others_write = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
     if status.st_uid not in (0, os.geteuid()) or others_write:
         raise CheckpointError(
-            f"{directory}: {above} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}, so others "
-            "could put a directory of theirs in this place; name one below a directory of yours, or in /dev/shm"
+            f"{directory}: {above} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}, so "
+            "others could put a directory of theirs in this place; name one below a directory of yours, or in /dev/shm"
         )
 
 

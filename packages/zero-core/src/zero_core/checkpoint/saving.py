@@ -179,9 +179,12 @@ def _leads(group: Coordinator, node: str) -> bool:
 def state_intervals(
     engine: Engine, root: Path, exclude_frozen: bool, *, whole: bool, replicas: bool
 ) -> Iterator[Interval]:
-    """What this rank contributes. Parameters that user code can write at any time are to be copied at once, what only
-    the engine writes until it does (`Interval.version`). ``whole``: what every rank has whole too. ``replicas``: also what other ranks hold as
-    well, for nodes that cannot read one another's files. Of several copies of the model, the first is written."""
+    """What this rank contributes; ``whole``: what every rank has whole too. ``replicas``: also what other ranks hold as
+    well, for nodes that cannot read one another's files. Of several copies of the model, the first is written.
+
+    Parameters that user code can write at any time are to be copied at once, what only the engine writes until it does
+    (`Interval.version`).
+    """
     stager, parts = Stager(), engine.partition
     if parts.data_rank >= parts.world_size and not replicas:
         return  # the ranks of the first copy of the model write it
