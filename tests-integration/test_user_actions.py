@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import user_actions
 
 from zero_comm import run_ranks
 
-KEPT: tuple[int, ...] = ()
-"""Seeds whose sequences were wrong once."""
+KEPT = (10, 35, 82, 97, 122, 145)
+"""Seeds whose sequences were wrong once, on two ranks."""
+CHOSEN = {1: range(45, 52), 2: range(7), 3: range(45, 52)}
+"""By world size, seeds that have every stage, tier and optimizer among them."""
 CHUNK = 50
 
 
-def verdicts(seeds: range, world_size: int) -> list[user_actions.Verdict]:
+def verdicts(seeds: Sequence[int], world_size: int) -> list[user_actions.Verdict]:
     """How the sequences of ``seeds`` ended, the same on every rank; stops at the first that is wrong."""
     return run_ranks(user_actions.run_cases, world_size, seeds, timeout=300)[0]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 def test_random_sequences_end_as_in_plain_torch_or_are_refused(world_size: int) -> None:
-    wrong = [v for v in verdicts(range(1000 * world_size, 1000 * world_size + 40), world_size) if v.wrong]
+    cases = [user_actions.Case.of(seed) for seed in CHOSEN[world_size]]
+    assert {case.stage for case in cases} == {0, 1, 2, 3} and {case.tier for case in cases} == {"device", "cpu"}
+    wrong = [v for v in verdicts(CHOSEN[world_size], world_size) if v.wrong]
     assert not wrong, wrong
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", KEPT)
-def test_sequences_that_were_wrong_once(seed: int) -> None:
-    (verdict,) = verdicts(range(seed, seed + 1), 2)
-    assert not verdict.wrong, verdict
+def test_sequences_that_were_wrong_once() -> None:
+    wrong = [v for v in verdicts(KEPT, 2) if v.wrong]
+    assert not wrong, wrong
 
 
 @pytest.mark.soak
@@ -42,7 +44,7 @@ def test_ten_thousand_sequences(world_size: int) -> None:
     done = 0
     wrong = []
     for first in range(0, count, CHUNK):
-        seeds = range(100_000 + first, 100_000 + first + CHUNK)
+        seeds: Sequence[int] = range(100_000 + first, 100_000 + first + CHUNK)
         while seeds:
             ended = verdicts(seeds, world_size)
             done += len(ended)

@@ -1,16 +1,19 @@
-"""What user code does to ``.grad`` while the engine holds the gradients (stages 1 to 3).
+"""What user code does to ``.grad`` while the engine holds the gradients.
 
-[Note: gradients that the engine holds] Between backward and step ``p.grad`` is None although there is a gradient. Code
-that reads it and goes on would do nothing in silence. For that time a parameter has a subclass of its own class, whose
-``__torch_function__`` sees ``p.grad``: torch's clipping functions are refused, and ``p.grad = None`` forgets the
-gradient, as it does in plain torch. Released parameters have such a class already (released.py) and report here too.
+[Note: gradients that the engine holds] Between backward and step ``p.grad`` is None although there is a gradient,
+except at stage 0 after the accumulation's last backward. Code that reads it and goes on would do nothing in silence.
+For that time a parameter has a subclass of its own class, whose ``__torch_function__`` sees ``p.grad``: torch's
+clipping functions are refused, and ``p.grad = None`` forgets the gradient, as it does in plain torch. Released
+parameters have such a class already (released.py) and report here too.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,54 +25,104 @@ from .released import released_like, report_gradient_access
 
 _PLAIN = "_zero_plain_class"
 _CLIPPING = "torch.nn.utils.clip_grad"
+OtherClass = Callable[[type[nn.Parameter]], type[nn.Parameter]]
+_QUIET = ("torch.", "zero_")  # they look at p.grad for reasons of their own
 
 
 class GradientWatch:
-    """Watches the parameters of ``gradients`` from `begin` to `end`; ``discard`` forgets those of some parameters."""
+    """Watches the parameters of ``gradients`` from `begin` to `end`; ``discard`` forgets those of some parameters.
 
-    def __init__(self, gradients: Sequence[UnitGradients], discard: Callable[[Sequence[nn.Parameter]], None]) -> None:
-        self._gradients = [g for g in gradients if not g.is_shown]
+    Forward passes compute with parameters of their own class: `pause` and `resume` stand around them. ``alone``: by
+    name, parameters whose gradients are not averaged, as no optimizer has them, where there are other ranks.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[UnitGradients],
+        discard: Callable[[Sequence[nn.Parameter]], None],
+        alone: Mapping[str, nn.Parameter],
+    ) -> None:
+        self._gradients = list(gradients)
         self._discard = discard
-        self._active = False
+        self._alone = {id(p): (name, p) for name, p in alone.items()}
+        self._has_warned = False
+        self._watched: list[UnitGradients] = []
+        self._begun = self._shown = False
 
-    def begin(self) -> None:
-        """Backward is over, and the engine holds what it gave."""
-        self._active = True
-        for gradients in self._gradients:
-            _exchange(gradients.unit.parameters, _watching_class)
+    def begin(self, *, shown: bool) -> None:
+        """Backward is over, and the engine holds what it gave; ``shown``: where it can, it shows the average."""
+        self._begun, self._shown = True, shown
+        self._watched = [g for g in self._gradients if not (shown and g.is_shown)]
+        self._exchange(_watching_class)
 
     def end(self) -> None:
-        """A pass or a step begins: parameters have their own class again."""
-        if not self._active:
-            return
-        self._active = False
-        for gradients in self._gradients:
-            _exchange(gradients.unit.parameters, _plain_class)
+        """A backward pass or a step begins."""
+        self._begun = False
+        self.pause()
+
+    def pause(self) -> None:
+        """A forward pass begins: parameters have their own class again."""
+        self._exchange(_plain_class)
+        self._watched = []
+
+    def resume(self, *, hidden: bool) -> None:
+        """The forward pass is over; ``hidden``: it has hidden averages that were shown."""
+        if self._begun:
+            self.begin(shown=self._shown and not hidden)
 
     def accessed(self, parameter: nn.Parameter, *, cancels: bool) -> None:
         """``p.grad`` is read, or with ``cancels`` set to None. Raises `PartitionError` when torch clips."""
-        if not self._active or not any(g.is_reduced or g.has_unreduced for g in self._gradients):
+        if id(parameter) in self._alone:
+            if self._begun and not cancels:
+                self._refuse_to_clip_alone(parameter)
+            return
+        if not any(g.is_reduced or g.has_unreduced for g in self._watched):
             return
         if cancels:
             self._discard([parameter])
-        elif _reader() == _CLIPPING:
-            name = next(
-                (
-                    n
-                    for g in self._gradients
-                    for n, p in zip(g.unit.names, g.unit.parameters, strict=True)
-                    if p is parameter
-                ),
-                "?",
-            )
+            return
+        frame = _reader()
+        module = str(frame.f_globals.get("__name__"))
+        if module == _CLIPPING:
             raise PartitionError(
-                f"torch.nn.utils.clip_grad_* found no gradient of parameter '{name}': from stage 1 on the engine holds "
-                "them, averaged and sharded, so nothing would be clipped. Call engine.clip_grad_norm_(max_norm) "
-                'instead, or set "gradient_clipping" in the configuration.'
+                f"torch.nn.utils.clip_grad_* found no gradient of parameter '{self._name(parameter)}': from stage 1 "
+                "on, and inside an accumulation, the engine holds them, so nothing would be clipped. Call "
+                'engine.clip_grad_norm_(max_norm) instead, or set "gradient_clipping" in the configuration.'
+            )
+        if not self._has_warned and not module.startswith(_QUIET):
+            self._has_warned = True
+            warnings.warn_explicit(
+                f"p.grad of parameter '{self._name(parameter)}' is None here: from stage 1 on, and inside an "
+                "accumulation, the engine holds the gradients, averaged and sharded. Code that goes on without them "
+                "changes nothing. Read engine.full_grad(p), write engine.set_full_grad(p, value) or p.grad = value, "
+                "and clip with engine.clip_grad_norm_.",
+                UserWarning,
+                frame.f_code.co_filename,
+                frame.f_lineno,
             )
 
+    def _refuse_to_clip_alone(self, parameter: nn.Parameter) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter.grad is None or _reader().f_globals.get("__name__") != _CLIPPING:
+                return
+        raise PartitionError(
+            f"torch.nn.utils.clip_grad_* was given parameter '{self._alone[id(parameter)][0]}', which requires "
+            "gradients but is in no param group: its gradient is this rank's alone, so ranks would clip differently. "
+            "Call engine.clip_grad_norm_(max_norm), or requires_grad_(False) on it. Nothing was clipped."
+        )
 
-def _exchange(parameters: Sequence[nn.Parameter], other: Callable[[type[nn.Parameter]], type[nn.Parameter]]) -> None:
+    def _exchange(self, other: OtherClass) -> None:
+        for gradients in self._watched:
+            _exchange(gradients.unit.parameters, other)
+        _exchange([parameter for _, parameter in self._alone.values()], other)
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        units = [g.unit for g in self._watched]
+        pairs = (pair for unit in units for pair in zip(unit.names, unit.parameters, strict=True))
+        return next((name for name, p in pairs if p is parameter), "?")
+
+
+def _exchange(parameters: Sequence[nn.Parameter], other: OtherClass) -> None:
     """Give each parameter the class that ``other`` says for its own."""
     kinds = set(map(type, parameters))
     if len(kinds) == 1:
@@ -124,9 +177,9 @@ def _copy_as_plain(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Paramete
         parameter.__class__ = watching
 
 
-def _reader() -> str:
-    """The module of the code that reads the gradient."""
+def _reader() -> FrameType:
+    """The code that reads the gradient."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("zero_partition"):
         frame = frame.f_back
-    return str(frame.f_globals.get("__name__"))
+    return frame

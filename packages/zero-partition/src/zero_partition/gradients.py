@@ -70,6 +70,7 @@ class UnitGradients:
         self._views: list[torch.Tensor] = []
         self._present = [False] * len(unit.parameters)
         self._spare: torch.Tensor | None = None
+        self._travels = False
 
     @property
     def has_unreduced(self) -> bool:
@@ -147,6 +148,7 @@ class UnitGradients:
             return self._keep_own(flat, again)
         payload = flat if flat.dtype == self._wire_dtype else flat.to(self._wire_dtype)
         self._flat, self._views = None, []
+        self._travels = True
         if self._keep_flat and not again:
             self._spare = flat
         return self._reduction.reduce(payload, own, Tag("reduce", self.unit.name, step), accumulate=again)
@@ -165,6 +167,7 @@ class UnitGradients:
 
     def end_reduce(self) -> None:
         """The reduction has arrived."""
+        self._travels = False
         if self.leaves is not None:
             self._add_leaf(self.leaves)
         arriving, self._arriving = self._arriving, None
@@ -299,7 +302,8 @@ class UnitGradients:
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         layout = self.unit.layout
-        if self._spare is not None and self.reduced is None and self._spare.dtype == dtype:
+        free = self.reduced is None and not self._travels  # late gradients come while the spare buffer is sent
+        if self._spare is not None and free and self._spare.dtype == dtype:
             self._flat = self._spare
         else:
             self._flat = torch.empty(layout.numel, dtype=dtype, device=device)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .errors import PartitionError, ReleasedParameterError
+from .gradient_hook import GradientHook
 from .scripted import reports_calls, takes_hooks
 from .unit import Unit, UnitState
 
@@ -27,7 +28,7 @@ class PassListener(Protocol):
     def parameter_returned(self, name: str, parameter: nn.Parameter) -> None: ...
     def keeper_done(self, name: str, units: list[Unit]) -> None: ...
     def before_backward(self, units: list[Unit]) -> None: ...
-    def gradient_ready(self, unit: Unit, index: int) -> None: ...
+    def gradient_ready(self, unit: Unit, index: int, hook: GradientHook) -> None: ...
     def unit_of_storage(self, address: int) -> Unit | None: ...
     def values_loaded(self, units: list[Unit]) -> None: ...
 
@@ -45,7 +46,7 @@ class ModuleHooks:
 
     def __init__(self, model: nn.Module, units: list[Unit], listener: PassListener) -> None:
         self.watches: dict[str, ModuleWatch] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | GradientHook] = []
         self._listener = listener
         self._model = weakref.ref(model)
         self._units = {unit.index: unit for unit in units}
@@ -56,8 +57,8 @@ class ModuleHooks:
         for unit in units:
             if unit.plan.trainable:
                 for index, parameter in enumerate(unit.parameters):
-                    hook = partial(_report_gradient, weakref.ref(self), unit.index, index)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                    report = partial(_report_gradient, weakref.ref(self), unit.index, index)
+                    self._handles.append(GradientHook(parameter, report))
 
     def add_use(self, name: str, module: nn.Module, unit: Unit) -> None:
         """Have the calls of ``module`` use ``unit`` too."""
@@ -108,20 +109,15 @@ class ModuleHooks:
         self._handles.append(module.register_forward_pre_hook(watch.on_enter))
         self._handles.append(module.register_forward_hook(watch.on_leave, always_call=True))
 
-    def gradient_ready(self, unit: int, index: int) -> None:
+    def gradient_ready(self, unit: int, index: int, hook: GradientHook) -> None:
         """Parameter ``index`` of the unit with that plan index has its gradient."""
-        self._listener.gradient_ready(self._units[unit], index)
+        self._listener.gradient_ready(self._units[unit], index, hook)
 
 
-def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, index: int, _parameter: torch.Tensor) -> None:
-    """The hook of one parameter, which must not lead back to it.
-
-    torch keeps post-accumulate-grad hooks where the garbage collector does not look: a strong reference from the hook
-    to the parameter's owners would keep model, shards and optimizer state for the rest of the process.
-    """
+def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, index: int, hook: GradientHook) -> None:
     owner = hooks()
     if owner is not None:
-        owner.gradient_ready(unit, index)
+        owner.gradient_ready(unit, index, hook)
 
 
 class ModuleWatch:

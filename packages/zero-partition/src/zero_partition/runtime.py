@@ -15,6 +15,7 @@ from zero_comm import CommError, EngineGroups
 from .compilation import CompiledRegions
 from .errors import PartitionError, ReleasedParameterError
 from .gatherer import Gatherer
+from .gradient_hook import GradientHook
 from .gradient_watch import GradientWatch
 from .gradients import UnitGradients
 from .hooks import ModuleHooks, SavedViews, wraps_tensors
@@ -75,12 +76,13 @@ class Runtime:
         self.reducer = Reducer(list(gradients), device, bucket_numel=bucket_numel, complete=complete)
         self.reducer.used = lambda: self.gatherer.used
         self.user_gradients = UserGradients(gradients)
-        self.gradient_watch = GradientWatch(gradients, self.discard_gradients)
+        self.gradient_watch = GradientWatch(gradients, self.discard_gradients, self._gradients_alone())
         self._pace = Pace(self.gatherer, self.reducer, lambda need: self.agree("learning", "", need))
         self._recovery = Recovery(groups, self.gatherer, self.reducer, self._pace)
         self._sharded = any(u.releasable for u in self.units)
         self._saved = SavedViews(self)
         self._in_backward = False
+        self._left: list[tuple[Unit, int, GradientHook]] = []
         self._depth: dict[int, int] = {}
         self._members_run: dict[int, set[str]] = {}
         self._keepers: dict[int, set[str]] = {}
@@ -135,6 +137,7 @@ class Runtime:
         """Finish the backward pass: flush reductions, release units."""
         if not self._in_backward:
             return
+        self._take_left()
         self.reducer.start_rest()
         self._pace.end()
         self.gatherer.end()
@@ -142,9 +145,10 @@ class Runtime:
         self.reducer.refuse_late()
         self._pace.stop()
         self._in_backward = False
-        if self.reduces_now():
+        shown = self.reduces_now()
+        if shown:
             self.show_gradients()
-            self.gradient_watch.begin()
+        self.gradient_watch.begin(shown=shown)
 
     def show_gradients(self) -> None:
         """Where every rank keeps whole averaged gradients (stage 0): make them the parameters' ``.grad``."""
@@ -246,6 +250,9 @@ class Runtime:
             self.abort(failure)
             return False
         self._in_backward = False
+        for unit, index, _ in self._left:
+            unit.parameters[index].grad = None
+        self._left.clear()
         if in_backward or call == _STEP:
             self.reducer.torn = f"{type(failure).__name__}: {failure}"
         self._saved.close()
@@ -411,12 +418,36 @@ class Runtime:
                     unit.lent = True
                 self.gatherer.leave_before(unit, self._idle_in_backward)
 
-    def gradient_ready(self, unit: Unit, index: int) -> None:
+    def gradient_ready(self, unit: Unit, index: int, hook: GradientHook) -> None:
         """Autograd has finished a parameter."""
+        if self._left:
+            self._take_left()
+        parameter = unit.parameters[index]
+        if not self._in_backward:
+            gradient, parameter.grad = parameter.grad, None
+            self._begin_plain_backward()
+            parameter.grad = gradient
+        if hook.goes_on:
+            self._left.append((unit, index, hook))
+        else:
+            self._take_gradient(unit, index, hook)
+
+    def _take_left(self) -> None:
+        """Take the gradients that are left where autograd and the user's hooks have put them."""
+        left, self._left = self._left, []
+        for unit, index, hook in left:
+            self._take_gradient(unit, index, hook)
+
+    def _take_gradient(self, unit: Unit, index: int, hook: GradientHook) -> None:
         parameter = unit.parameters[index]
         gradient, parameter.grad = parameter.grad, None
-        if not self._in_backward:
-            self._begin_plain_backward()
+        if hook.changed(gradient) and self.gradients[unit.index].touched[index]:
+            raise PartitionError(
+                f"a post-accumulate-grad hook changed the gradient of parameter '{unit.names[index]}' after the first "
+                "backward pass since the last step. In torch it sees the sum of the passes, here each pass's alone. "
+                "Use parameter.register_hook, which sees each pass's alone in torch too, or one backward pass a step. "
+                "Weights were not changed; call engine.zero_grad() before you go on."
+            )
         if gradient is None:
             return
         if gradient.requires_grad:
@@ -511,7 +542,7 @@ class Runtime:
     def _begin_forward(self, name: str) -> None:
         if self._in_backward:
             return
-        self.gradient_watch.end()
+        self.gradient_watch.pause()
         self.user_gradients.take()
         if self._trains:
             self.hide_gradients()
@@ -533,6 +564,7 @@ class Runtime:
         if self._in_backward:
             return
         self.edits.forward_ends()
+        self.gradient_watch.resume(hidden=self._trains)
         if not self._sharded:
             return
         self._saved.close()
@@ -556,6 +588,13 @@ class Runtime:
         if self._in_backward and self._failure is None:
             cause = "loss.backward() raised on this rank before its gradients were complete"
             self.failed_in(_BACKWARD, PartitionError(cause))
+
+    def _gradients_alone(self) -> dict[str, nn.Parameter]:
+        """Parameters whose gradients differ between ranks: they require some, but no optimizer has them."""
+        if self.groups.control.world_size == 1:
+            return {}
+        untrained = [u for u in self.units if not u.plan.trainable]
+        return {n: p for u in untrained for n, p in zip(u.names, u.parameters, strict=True) if p.requires_grad}
 
     def _idle_in_backward(self, unit: Unit) -> bool:
         """Frozen units have no gradient that says when backward is done with them; those with one member go by the

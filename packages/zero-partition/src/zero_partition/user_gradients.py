@@ -49,6 +49,7 @@ class UserGradients:
         self._parameters = [p for g in gradients for p in g.unit.parameters]
         self._shown: dict[int, list[torch.Tensor | None]] = {}
         self._versions: dict[int, int] = {}
+        self._casts: dict[int, dict[int, int]] = {}
         self._written: dict[int, set[int]] = {}
         self._edited: set[int] = set()
 
@@ -57,12 +58,15 @@ class UserGradients:
     @plainly
     def show(self) -> None:
         """Where this rank keeps full averaged gradients (stage 0), make them the parameters' ``.grad``."""
+        self._casts.clear()
         for index, gradients in self._gradients.items():
             shown: list[torch.Tensor | None] = []
-            for parameter, view, touched in gradients.visible():
+            for number, (parameter, view, touched) in enumerate(gradients.visible()):
                 seen = view if view.dtype is parameter.dtype else view.to(parameter.dtype)  # cast inside forward
                 parameter.grad = seen if touched or bool(view.any()) else None
                 shown.append(parameter.grad)
+                if seen is not view:
+                    self._casts.setdefault(index, {})[number] = seen._version
             if shown:
                 self._shown[index] = shown
                 self._note_version(index)
@@ -97,7 +101,7 @@ class UserGradients:
             new = {
                 number: parameter.grad
                 for number, (parameter, before) in enumerate(zip(gradients.unit.parameters, shown, strict=True))
-                if parameter.grad is not before
+                if parameter.grad is not before or self._was_cast_edited(index, number, before)
             }
             if index in self._shown and self._was_edited(index):
                 self._check_allowed(gradients.unit.names[0])
@@ -199,7 +203,9 @@ class UserGradients:
 
     def _version(self, index: int) -> int | None:
         """The version of what is shown of a unit: its parameters' gradients are views of one tensor, and share it."""
-        return next((t._version for t in self._shown.get(index, ()) if t is not None), None)
+        casts = self._casts.get(index, {})
+        shown = enumerate(self._shown.get(index, ()))
+        return next((t._version for number, t in shown if t is not None and number not in casts), None)
 
     def _note_version(self, index: int) -> None:
         version = self._version(index)
@@ -209,6 +215,11 @@ class UserGradients:
     def _was_edited(self, index: int) -> bool:
         version = self._version(index)
         return version is not None and version != self._versions[index]
+
+    def _was_cast_edited(self, index: int, number: int, shown: torch.Tensor | None) -> bool:
+        """Whether what is shown is a copy in another dtype, and was changed in place: no one sees that in the unit."""
+        known = self._casts.get(index, {}).get(number)
+        return known is not None and shown is not None and shown._version != known
 
     def _check_allowed(self, name: str) -> None:
         refusal = self.refuses()

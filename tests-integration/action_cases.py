@@ -1,0 +1,124 @@
+"""Random small models, their optimizers and batches: what a seed decides before the first action."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+ROWS = 6  # of a batch over all ranks; divisible by every world size tried
+
+
+class Mistake(ValueError):
+    """What the user's own module raises when it is told to."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a seed decides before the first action."""
+
+    seed: int
+    stage: int
+    widths: tuple[int, ...]
+    normed: bool
+    tied: bool
+    unused: bool
+    late: str
+    optimizer: str
+    accumulation: int
+    unit_min_numel: int
+    persistence: int
+    tier: str
+
+    @classmethod
+    def of(cls, seed: int) -> Case:
+        """Draw the case of ``seed``."""
+        rng = random.Random(f"case {seed}")
+        width = rng.choice((3, 4, 5))
+        return cls(
+            seed=seed,
+            stage=rng.randrange(4),
+            widths=tuple([width] * rng.randint(2, 4)),
+            normed=rng.random() < 0.5,
+            tied=rng.random() < 0.3,
+            unused=rng.random() < 0.3,
+            late=rng.choice(("none", "trainable", "frozen")),
+            optimizer=rng.choice(("adamw", "sgd")),
+            accumulation=rng.choice((1, 1, 2)),
+            unit_min_numel=rng.choice((1, 30, 1000)),
+            persistence=rng.choice((0, 0, 10)),
+            tier=rng.choice(("device", "device", "cpu")),
+        )
+
+
+class Block(nn.Module):
+    """A linear layer whose forward can be told to fail."""
+
+    def __init__(self, width_in: int, width_out: int, normed: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width_in) if normed else nn.Identity()
+        self.linear = nn.Linear(width_in, width_out)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise Mistake("the user's forward fails")
+        return torch.tanh(self.linear(self.norm(x)))
+
+
+class Model(nn.Module):
+    """A stack of blocks; the last can share its weight with the first, and ``late`` starts outside the optimizer."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        widths = case.widths
+        self.blocks = nn.ModuleList(Block(a, b, case.normed) for a, b in pairwise(widths))
+        self.late = nn.Linear(widths[-1], widths[-1], bias=False)
+        if case.late == "frozen":
+            self.late.requires_grad_(False)
+        self.head = nn.Linear(widths[-1], widths[0])
+        if case.tied:
+            self.head.weight = self.blocks[0].linear.weight
+        if case.unused:
+            self.unused = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = x
+        for block in self.blocks:
+            h = block(h)
+        return (self.head(h + self.late(h)) - y).square().mean()
+
+
+def build(case: Case) -> Model:
+    """The case's model in float64; the same values at every call."""
+    torch.manual_seed(case.seed)
+    return Model(case).double()
+
+
+def optimizer_over(case: Case, model: Model) -> Optimizer:
+    """The case's optimizer, without the parameter that joins later."""
+    late = case.late != "none"
+    chosen = [p for p in model.parameters() if not (late and p is model.late.weight)]
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(chosen, lr=1e-2, weight_decay=0.1)
+    return torch.optim.SGD(chosen, lr=1e-1, momentum=0.9)
+
+
+def batch(case: Case, number: int, rank: int = 0, world_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank's rows of batch ``number``."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + number)
+    width = case.widths[0]
+    x = torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
+    y = torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
+    rows = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+    return x[rows], y[rows]
+
+
+def parameter_number(model: Model, number: int) -> nn.Parameter:
+    """A parameter by number, counted round the model."""
+    parameters = [p for p in model.parameters() if p.numel() > 1]
+    return parameters[number % len(parameters)]

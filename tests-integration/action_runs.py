@@ -1,0 +1,171 @@
+"""A case with plain torch and with the engine, used as a script would use them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from action_cases import ROWS, Case, Model, batch, build, optimizer_over, parameter_number
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import Optimizer
+
+import zero_core
+
+
+@dataclass
+class Plain:
+    """One process with torch.optim on the batch of all ranks."""
+
+    case: Case
+    model: Model = field(init=False)
+    optimizer: Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model = build(self.case)
+        self.optimizer = optimizer_over(self.case, self.model)
+        self.slots: dict[int, Any] = {}
+
+    def forward(self, number: int) -> torch.Tensor:
+        return self.model(*batch(self.case, number))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self.case.accumulation).backward()
+
+    def step(self, boundary: bool) -> None:
+        if boundary:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def discard(self, _how: str) -> None:
+        self.optimizer.zero_grad()
+
+    def clip(self, how: str, bound: float) -> None:
+        if how == "value":
+            torch.nn.utils.clip_grad_value_(self.model.parameters(), bound)
+        elif how == "norm":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), bound)
+        else:  # the engine's clips what the optimizer updates
+            chosen = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(chosen, bound)
+
+    def write(self, how: str, number: int, value: torch.Tensor) -> None:
+        parameter = parameter_number(self.model, number)
+        with torch.no_grad():
+            if how in ("in place", "gathered in place"):
+                parameter.mul_(0.5)
+            elif how == "vector":
+                vector_to_parameters(parameters_to_vector(self.model.parameters()) * 0.5, self.model.parameters())
+            else:
+                parameter.copy_(value)
+
+    def save(self, slot: int) -> None:
+        self.slots[slot] = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+
+    def load(self, slot: int) -> None:
+        weights, states = self.slots[slot]
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(copy.deepcopy(states))
+        self.optimizer.zero_grad()
+
+    def evaluate(self, number: int, rank: int, world_size: int) -> torch.Tensor:
+        with torch.no_grad():
+            return self.model(*batch(self.case, number, rank, world_size))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+class Sharded:
+    """The engine on this rank, used as a script would use it."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case = case
+        self.folder = folder
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.model = build(case)
+        zero: dict[str, Any] = {
+            "stage": case.stage,
+            "stage3_param_persistence_threshold": case.persistence,
+            "stage3_prefetch_bucket_size": 50,
+            "unit_min_numel": case.unit_min_numel,
+        }
+        if case.tier == "cpu" and case.stage > 0:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        self.engine, self.optimizer, _, _ = zero_core.initialize(
+            model=self.model,
+            optimizer=optimizer_over(case, self.model),
+            config={
+                "train_micro_batch_size_per_gpu": ROWS // self.world_size,
+                "gradient_accumulation_steps": case.accumulation,
+                "gradient_clipping": 0.0,
+                "steps_per_print": 0,
+                "data_types": {"param_dtype": "fp64"},
+                "zero_optimization": zero,
+            },
+        )
+
+    def forward(self, number: int) -> torch.Tensor:
+        return self.engine(*batch(self.case, number, self.rank, self.world_size))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self, boundary: bool) -> None:
+        self.engine.step()
+
+    def discard(self, how: str) -> None:
+        {"engine": self.engine, "optimizer": self.optimizer, "model": self.model}[how].zero_grad()
+
+    def clip(self, how: str, bound: float) -> None:
+        if how == "engine":
+            self.engine.clip_grad_norm_(bound)
+        elif how == "value":
+            torch.nn.utils.clip_grad_value_(self.model.parameters(), bound)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), bound)
+
+    def write(self, how: str, number: int, value: torch.Tensor) -> None:
+        parameter = parameter_number(self.model, number)
+        with torch.no_grad():
+            if how == "in place":
+                parameter.mul_(0.5)
+            elif how == "gathered in place":
+                with self.engine.gathered(parameter, modifier_rank=0):
+                    parameter.mul_(0.5)
+            elif how == "gathered data":
+                with self.engine.gathered(parameter, modifier_rank=0):
+                    parameter.data = value.clone()
+            elif how == "vector":
+                with self.engine.gathered(list(self.model.parameters())):
+                    flat = parameters_to_vector(self.model.parameters()) * 0.5
+                vector_to_parameters(flat, self.model.parameters())
+            elif how == "data":
+                parameter.data = value.clone()
+            elif how == "copy":
+                parameter.data.copy_(value)
+            else:
+                self.engine.set_full_param(parameter, value)
+
+    def save(self, slot: int) -> None:
+        self.engine.save_checkpoint(self.folder, tag=f"slot{slot}")
+
+    def load(self, slot: int) -> None:
+        self.engine.load_checkpoint(self.folder, tag=f"slot{slot}")
+
+    def evaluate(self, number: int) -> torch.Tensor:
+        with torch.no_grad():
+            return self.engine(*batch(self.case, number, self.rank, self.world_size))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        found = self.engine.partition.find
+        return {
+            name: self.engine.full_param(p) if found(p) else p.detach().clone()
+            for name, p in self.model.named_parameters()
+        }
+
+
+Run = Plain | Sharded

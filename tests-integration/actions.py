@@ -1,0 +1,207 @@
+"""What user code does to a model and its optimizer, drawn by a seed."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from action_cases import Case, Mistake, batch, parameter_number
+from action_runs import Run, Sharded
+
+Apply = Callable[[Run], "torch.Tensor | None"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that user code does; ``apply`` does it to either run, ``trains`` when it ends in a step."""
+
+    name: str
+    apply: Apply
+    trains: bool = False
+
+
+def micro_batches(run: Run, first: int, before_step: Apply | None = None) -> None:
+    """One optimizer step; ``before_step`` runs between the last backward and the step."""
+    for micro in range(run.case.accumulation):
+        last = micro == run.case.accumulation - 1
+        run.backward(run.forward(first + micro))
+        if last and before_step is not None:
+            before_step(run)
+        run.step(last)
+
+
+def draw(case: Case) -> Iterator[Action]:
+    """The case's actions, in order; a checkpoint is loaded only after it was saved."""
+    rng = random.Random(f"actions {case.seed}")
+    saved: list[int] = []
+    joined = case.late == "none"
+    kinds = ("train", "train", "skip", "read", "evaluate", "write", "write", "clip", "gradient", "freeze", "rate")
+    kinds += ("save", "load", "deepcopy", "join", "fail")
+    for position in range(rng.randint(3, 10)):
+        kind = rng.choice(kinds)
+        number = 10 * position
+        if kind == "load" and not saved:
+            kind = "save"
+        if kind == "join" and joined:
+            kind = "train"
+        if kind == "skip" and case.accumulation > 1:
+            kind = "train"
+        if kind == "save":
+            saved.append(position)
+            yield Action(f"save slot {position}", lambda run, slot=position: run.save(slot))
+        elif kind == "load":
+            chosen = rng.choice(saved)
+            yield Action(f"load slot {chosen}", lambda run, slot=chosen: run.load(slot))
+        elif kind == "join":
+            joined = True
+            yield Action("add_param_group", join)
+        else:
+            yield MAKERS[kind](rng, number)
+    yield MAKERS["train"](rng, 990)
+    yield MAKERS["read"](rng, 0)
+
+
+def join(run: Run) -> None:
+    """Gradual unfreezing: the late parameter gets a group of its own."""
+    weight = run.model.late.weight
+    weight.requires_grad_(True)
+    run.optimizer.add_param_group({"params": [weight], "lr": 5e-3})
+
+
+def make_train(_rng: random.Random, number: int) -> Action:
+    return Action("train", lambda run: micro_batches(run, number), trains=True)
+
+
+def make_skip(rng: random.Random, number: int) -> Action:
+    how = rng.choice(("engine", "optimizer", "model"))
+
+    def skip(run: Run) -> None:
+        run.backward(run.forward(number))
+        run.discard(how)
+
+    return Action(f"skip a batch by {how}.zero_grad()", skip)
+
+
+def make_read(_rng: random.Random, _number: int) -> Action:
+    return Action("read", lambda run: None)
+
+
+def make_evaluate(_rng: random.Random, number: int) -> Action:
+    def evaluate(run: Run) -> torch.Tensor:
+        if isinstance(run, Sharded):
+            return run.evaluate(number)
+        return run.evaluate(number, dist.get_rank(), dist.get_world_size())
+
+    return Action("evaluate", evaluate)
+
+
+def make_write(rng: random.Random, _number: int) -> Action:
+    how = rng.choice(("in place", "gathered in place", "gathered data", "vector", "data", "copy", "set_full_param"))
+    which, seed = rng.randrange(100), rng.randrange(1000)
+
+    def write(run: Run) -> None:
+        shape = parameter_number(run.model, which).shape
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
+        run.write(how, which, value)
+
+    return Action(f"write parameter {which}: {how}", write)
+
+
+def make_clip(rng: random.Random, number: int) -> Action:
+    how = rng.choice(("engine", "norm", "value"))
+    bound = rng.choice((1e-3, 1e-2, 10.0))
+    return Action(
+        f"clip by {how} to {bound}", lambda run: micro_batches(run, number, lambda r: r.clip(how, bound)), trains=True
+    )
+
+
+def make_gradient(rng: random.Random, number: int) -> Action:
+    which = rng.randrange(100)
+
+    def assign(run: Run) -> None:
+        parameter = parameter_number(run.model, which)
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, 0.25)
+
+    return Action(f"assign .grad of parameter {which}", lambda run: micro_batches(run, number, assign), trains=True)
+
+
+def make_freeze(rng: random.Random, number: int) -> Action:
+    which = rng.randrange(100)
+
+    def freeze(run: Run) -> None:
+        parameter = parameter_number(run.model, which)
+        if not parameter.requires_grad:
+            return
+        parameter.requires_grad_(False)
+        micro_batches(run, number)
+        parameter.requires_grad_(True)
+
+    return Action(f"freeze parameter {which} for a step", freeze, trains=True)
+
+
+def make_rate(rng: random.Random, _number: int) -> Action:
+    rate = rng.choice((1e-3, 5e-2))
+
+    def set_rate(run: Run) -> None:
+        for group in run.optimizer.param_groups:
+            group["lr"] = rate
+
+    return Action(f"lr = {rate}", set_rate)
+
+
+def make_deepcopy(_rng: random.Random, number: int) -> Action:
+    def copied(run: Run) -> torch.Tensor:
+        twin = copy.deepcopy(run.model)
+        with torch.no_grad():
+            return twin(*batch(run.case, number, dist.get_rank(), dist.get_world_size()))
+
+    return Action("deepcopy", copied)
+
+
+def make_fail(rng: random.Random, number: int) -> Action:
+    where = rng.choice(("forward", "backward"))
+    which = rng.randrange(100)
+
+    def fail(run: Run) -> None:
+        block = run.model.blocks[which % len(run.model.blocks)]
+        block.fails = where == "forward"
+        handle = None
+        if where == "backward":
+            handle = block.register_full_backward_hook(raise_mistake)
+        try:
+            run.backward(run.forward(number))
+        except Mistake:
+            run.discard("engine")
+        else:
+            raise LookupError("the user's mistake was not raised")
+        finally:
+            block.fails = False
+            if handle is not None:
+                handle.remove()
+
+    return Action(f"catch a failure in {where} of block {which}", fail)
+
+
+def raise_mistake(*_: Any) -> None:
+    raise Mistake("the user's backward hook fails")
+
+
+MAKERS: dict[str, Callable[[random.Random, int], Action]] = {
+    "train": make_train,
+    "skip": make_skip,
+    "read": make_read,
+    "evaluate": make_evaluate,
+    "write": make_write,
+    "clip": make_clip,
+    "gradient": make_gradient,
+    "freeze": make_freeze,
+    "rate": make_rate,
+    "deepcopy": make_deepcopy,
+    "fail": make_fail,
+}
