@@ -16,7 +16,7 @@ from zero_comm import run_ranks
 from zero_core.config import ConfigError
 from zero_deepspeed.communication import init_distributed
 from zero_deepspeed.construction import GatheredParameters, Init, unwrap_model_for_generation
-from zero_deepspeed.engine import DeepSpeedEngine
+from zero_deepspeed.engine import DeepSpeedEngine, initialize
 from zero_deepspeed.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -32,6 +32,88 @@ from zero_deepspeed.leaf_modules import set_z3_leaf_modules, z3_leaf_module
 from zero_deepspeed.parameters import ZeroParamStatus
 
 pytestmark = pytest.mark.usefixtures("alone")
+
+
+class Pairs:
+    """An mpu: ``parts`` consecutive ranks compute one layer together."""
+
+    def __init__(self, parts: int) -> None:
+        world = torch.arange(dist.get_world_size()).view(-1, parts)
+        self._data, self._model = divmod(dist.get_rank(), parts)
+        models, datas = [[dist.new_group(row) for row in rows.tolist()] for rows in (world, world.t())]
+        self._groups = {"model": models[self._data], "data": datas[self._model]}
+
+    def get_model_parallel_rank(self) -> int:
+        return self._model
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._groups["model"])
+
+    def get_model_parallel_group(self) -> Any:
+        return self._groups["model"]
+
+    def get_data_parallel_rank(self) -> int:
+        return self._data
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._groups["data"])
+
+    def get_data_parallel_group(self) -> Any:
+        return self._groups["data"]
+
+
+def partition_facts(parameter: Any) -> tuple[list[int], int, int, int]:
+    """Who holds the parameter's shards, this rank's number and the number of ranks there, elements of a rank's part."""
+    group = parameter.ds_process_group
+    found = torch.ones(())
+    dist.all_reduce(found, group=group)
+    assert found.item() == parameter.ds_zero_partition_world_size == dist.get_world_size(group)
+    assert dist.get_rank(group) == parameter.ds_zero_partition_rank
+    ranks = dist.get_process_group_ranks(group)
+    return ranks, parameter.ds_zero_partition_rank, len(ranks), parameter.partition_numel()
+
+
+def shard_groups() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, parts, zero in (
+        ("world", 1, {}),
+        ("mics", 1, {"mics_shard_size": 2}),
+        ("mpu", 2, {}),
+        ("alone", 4, {}),
+        ("hpz", 1, {"zero_hpz_partition_size": 2}),
+    ):
+        section = {"stage": 3, "stage3_param_persistence_threshold": 0, "unit_min_numel": 1, **zero}
+        mpu = Pairs(parts) if parts > 1 else None
+        config = {**settings(3), "train_micro_batch_size_per_gpu": 1, "comm": {"ranks_per_node": 2}}
+        with Init(config_dict_or_path={**config, "zero_optimization": section}, mpu=mpu):
+            model = build()
+        weight = model.blocks[0].weight
+        built = partition_facts(weight)
+        engine = initialize(model=model, config={**config, "zero_optimization": section}, mpu=mpu)[0]
+        found[name] = (built, partition_facts(weight), weight.ds_secondary_tensor)
+        engine.backward(engine(batch(0)[:1]))
+        if name == "hpz":
+            parts_of = [None] * 2
+            near = [[0, 1], [2, 3]][dist.get_rank() // 2]
+            dist.all_gather_object(
+                parts_of, weight.ds_secondary_tensor, group=engine.partition.groups.secondary.torch_group()
+            )
+            assert dist.get_process_group_ranks(engine.partition.groups.secondary.torch_group()) == near
+            found["halves"] = [part.numel() for part in parts_of]
+            found["secondary"] = torch.equal(torch.cat(parts_of), safe_get_full_fp32_param(weight).flatten())
+        engine.destroy()
+    return found
+
+
+def test_the_partition_group_is_that_of_the_ranks_that_hold_the_shards() -> None:
+    for rank, found in enumerate(run_ranks(shard_groups, 4)):
+        pair, mate = rank // 2, rank % 2
+        assert found["world"] == (([0, 1, 2, 3], rank, 4, 144),) * 2 + (None,)
+        assert found["mics"] == (([0, 1, 2, 3], rank, 4, 144), ([2 * pair, 2 * pair + 1], mate, 2, 288), None)
+        assert found["mpu"] == (([mate, mate + 2], pair, 2, 288),) * 2 + (None,)
+        assert found["alone"] == (([rank], 0, 1, 576),) * 2 + (None,)
+        assert found["hpz"] == (([0, 1, 2, 3], rank, 4, 144),) * 2 + (None,)
+        assert sum(found["halves"]) == WIDTH * WIDTH and found["secondary"]
 
 
 def named_parameters(_: int) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def test_importing_prints_nothing_and_changes_no_variable() -> None:
     assert fresh("-c", code + "assert b == dict(os.environ)", PATH="/nowhere") == ""
 
 
-def test_importing_costs_at_most_200_ms_beyond_torch() -> None:
-    code = "import time, torch; t = time.perf_counter(); import deepspeed; print(time.perf_counter() - t)"
+def test_importing_costs_at_most_200_ms_of_processor_time_beyond_torch() -> None:
+    code = "import time, torch; t = time.process_time(); import deepspeed; print(time.process_time() - t)"
     fresh("-c", code)
     assert statistics.median(float(fresh("-c", code)) for _ in range(3)) <= 0.2
 

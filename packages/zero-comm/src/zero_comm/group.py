@@ -51,6 +51,7 @@ class Group:
         watched: Watched | None = None,
     ) -> None:
         self._process_group = process_group
+        self._alone: dist.ProcessGroup | None = None
         self._explain = explain
         self._watched = watched
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
@@ -66,6 +67,22 @@ class Group:
         if process_group is not None:
             self._stays = close_at_exit(self)
         self._track = Track("" if process_group is None else process_group.group_name)
+
+    def torch_group(self) -> dist.ProcessGroup:
+        """Return torch's process group of these ranks, for calls of your own.
+
+        Where this rank is alone in a larger world, its group is made at the first call, without the other ranks.
+        Raises ValueError after `close`.
+        """
+        if self._process_group is not None:
+            return self._process_group
+        if self.world_size > 1:
+            raise ValueError("the group is closed: its process group was given back")
+        if dist.get_world_size() == 1 and dist.group.WORLD is not None:
+            return dist.group.WORLD
+        if self._alone is None:
+            self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return self._alone
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
         """Fill ``out`` (N*s elements, contiguous) with the ranks' ``shard`` (s elements) in rank order.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from zero_comm import EngineGroups
+from zero_comm import EngineGroups, Group
 from zero_core.construction import shards_in
 from zero_core.model_parallel import model_parallel
 from zero_core.observing import supervisor
@@ -78,6 +78,7 @@ class Init:
         self._enabled = enabled
         self._dtype = dtype
         self._inner: PartitionInit | None = None
+        self._shards: Group | None = None
         self._handle: Any = None
         self._built: list[weakref.ref[nn.Parameter]] = []
         if module is not None and enabled:
@@ -121,6 +122,7 @@ class Init:
             half = torch.float16 if resolved.fp16.enabled else torch.float32
             self._dtype = torch.bfloat16 if resolved.bf16.enabled else half
         groups = EngineGroups.open(place.data_rows)
+        self._shards = groups.gather
         return PartitionInit(groups.gather, groups.control, new_shard=shards_in(resolved))
 
     def _close(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -142,7 +144,7 @@ class Init:
                     record.convert(self._dtype)
                 else:
                     parameter.data = parameter.data.to(self._dtype)
-            adopt([parameter])
+            adopt([parameter], self._shards)
 
     def _registered(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None:

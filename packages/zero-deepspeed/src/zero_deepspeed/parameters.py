@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_comm import Group
 from zero_partition import (
     Partition,
     Unit,
@@ -23,6 +24,8 @@ from zero_partition import (
     owner_of,
     present_class,
 )
+
+from .communication import get_world_group
 
 _NUMBERS = itertools.count()
 _FACTS = "_ds_facts"
@@ -47,8 +50,9 @@ class ZeroParamStatus(enum.Enum):
 class _Facts:
     """What a `ZeroParameter` keeps besides its data; copies and pickles of the parameter carry none of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group | None) -> None:
         self.number = next(_NUMBERS)
+        self.group = group
         self.gathers = 0
         self.external = False
         self.active: set[Any] = set()
@@ -141,24 +145,35 @@ class ZeroParameter(nn.Parameter):
         return _facts(self).external
 
     @property
-    def ds_process_group(self) -> Any:
-        """The process group whose ranks hold the parts."""
-        return dist.group.WORLD
+    def ds_process_group(self) -> dist.ProcessGroup:
+        """The process group whose ranks hold the shards: a replica's under MiCS, the data-parallel one under an mpu."""
+        group = _shard_group(self)
+        return get_world_group() if group is None else group.torch_group()
 
     @property
     def ds_zero_partition_rank(self) -> int:
-        """This rank."""
-        return dist.get_rank()
+        """This rank's number in `ds_process_group`."""
+        group = _shard_group(self)
+        return dist.get_rank() if group is None else group.rank
 
     @property
     def ds_zero_partition_world_size(self) -> int:
-        """The ranks that hold the parts."""
-        return dist.get_world_size()
+        """The number of ranks in `ds_process_group`."""
+        group = _shard_group(self)
+        return dist.get_world_size() if group is None else group.world_size
 
     @property
-    def ds_secondary_tensor(self) -> None:
-        """None: there is no second partition."""
-        return
+    def ds_secondary_tensor(self) -> torch.Tensor | None:
+        """A copy of this rank's part in the secondary shards of its node (hpZ), 1-D, as the last gather left it; None
+        without them, and before the first gather."""
+        place = _place(self)
+        secondary = None if place is None else place[0].route.secondary
+        if place is None or secondary is None or secondary.part is None:
+            return None
+        unit, index = place
+        entry = unit.layout.entries[index]
+        begin, end = entry.offset - secondary.start, entry.offset + entry.numel - secondary.start
+        return secondary.part[max(begin, 0) : max(end, 0)].clone()
 
     @property
     def nvme_swapper(self) -> None:
@@ -187,11 +202,11 @@ class ZeroParameter(nn.Parameter):
 
     def partition_numel(self) -> int:
         """Elements of a rank's part, the last one's padding included."""
-        return math.ceil(self.ds_numel / dist.get_world_size())
+        return math.ceil(self.ds_numel / self.ds_zero_partition_world_size)
 
     def aligned_size(self) -> int:
         """Elements of all parts together."""
-        return self.partition_numel() * dist.get_world_size()
+        return self.partition_numel() * self.ds_zero_partition_world_size
 
     def padding_size(self) -> int:
         """Elements of padding."""
@@ -224,12 +239,13 @@ class ZeroParameter(nn.Parameter):
         return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def adopt(parameters: Iterable[nn.Parameter]) -> None:
-    """Give plain parameters the names of `ZeroParameter`; others are left as they are."""
+def adopt(parameters: Iterable[nn.Parameter], group: Group | None = None) -> None:
+    """Give plain parameters the names of `ZeroParameter`; others are left as they are. ``group``: the ranks that hold
+    their shards until an engine owns them."""
     for parameter in parameters:
         if present_class(parameter) is nn.Parameter:
             change_class(parameter, ZeroParameter)
-            setattr(parameter, _FACTS, _Facts())
+            setattr(parameter, _FACTS, _Facts(group))
 
 
 def release(parameters: Iterable[nn.Parameter]) -> None:
@@ -263,6 +279,12 @@ def _is_whole(parameter: nn.Parameter) -> bool:
     if place is not None:
         return not place[0].releasable or place[0].state is UnitState.GATHERED
     return record is None or record.whole
+
+
+def _shard_group(parameter: nn.Parameter) -> Group | None:
+    """The ranks that hold the parameter's shards, or would if it were not replicated; None: nobody said."""
+    owner: Partition | None = owner_of(parameter)
+    return _facts(parameter).group if owner is None else owner.groups.gather
 
 
 def _place(parameter: nn.Parameter) -> tuple[Unit, int] | None:

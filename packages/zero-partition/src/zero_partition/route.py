@@ -26,6 +26,11 @@ class Secondary:
         self.part: torch.Tensor | None = None
         self.fresh = False
 
+    @property
+    def start(self) -> int:
+        """Where ``part`` begins in the unit's flat buffer."""
+        return self._group.rank * self._numel
+
     def keep(self, flat: torch.Tensor) -> None:
         """Copy this rank's part of the gathered ``flat``."""
         own = self._own(flat)
@@ -42,7 +47,7 @@ class Secondary:
         return self._group.all_gather(flat, own, tag)
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self._group.rank * self._numel : (self._group.rank + 1) * self._numel]
+        return flat[self.start : self.start + self._numel]
 
 
 class Route:
