@@ -37,6 +37,7 @@ NAMES = [
     "node_name",
     "open_group",
     "run_ranks",
+    "starting_together",
     "sum_slices",
 ]
 

@@ -18,6 +18,7 @@ from .quantized import QuantizedGather, QuantizedReduce
 from .replicated import Reduction, ReplicatedReduce
 from .setup import default_device, init
 from .slices import SliceSum, TreeSum, sum_slices
+from .starting import starting_together
 from .tag import Tag
 from .testing import RankFailure, run_ranks
 from .topology import Topology, node_name
@@ -53,5 +54,6 @@ __all__ = [
     "node_name",
     "open_group",
     "run_ranks",
+    "starting_together",
     "sum_slices",
 ]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_comm import EngineGroups, default_device, init
+from zero_comm import EngineGroups, default_device, init, starting_together
 from zero_partition import GRID, PartitionOptions, ShardedOptimizer, UnitLimits, leaf_marker, partition
 from zero_precision import autocast_dtypes, parse_dtype
 
@@ -96,19 +96,21 @@ def assemble(
 ) -> _EngineType:
     """What `initialize` does, for an engine of class ``kind`` and a configuration that ``load`` resolves for a number
     of ranks. Collective."""
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"initialize(model=…): expected a torch.nn.Module, got {type(model).__name__}")
     init(device)
+    with starting_together("zero_core.initialize"):
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"initialize(model=…): expected a torch.nn.Module, got {type(model).__name__}")
     place = model_parallel(mpu)
-    resolved = load(place.data_parallel_size)
-    on = device if device is not None else default_device()
-    if on.type != "cpu":
-        torch.accelerator.set_device_index(on)
-    check_clients(resolved)
-    record = open_record(resolved, on)
-    ledger = ledger_for(resolved, dist.get_rank())
-    if record is not None:
-        ledger = record.ledger(ledger)
+    with starting_together("zero_core.initialize"):
+        resolved = load(place.data_parallel_size)
+        on = device if device is not None else default_device()
+        if on.type != "cpu":
+            torch.accelerator.set_device_index(on)
+        check_clients(resolved)
+        record = open_record(resolved, on)
+        ledger = ledger_for(resolved, dist.get_rank())
+        if record is not None:
+            ledger = record.ledger(ledger)
     groups = open_groups(resolved, place.data_rows, ledger)
     model_part = place.open()
     with _told_to_all(groups, model_part):

@@ -1,0 +1,73 @@
+"""What every rank does alone before the first collective: when one fails, the others do not wait for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from .errors import PeerError
+
+_KEY = "zero-comm/starting"
+_SPEAK_AFTER_SECONDS = 10.0
+_LONGEST_PAUSE_SECONDS = 0.5
+
+logger = logging.getLogger("zero_comm")
+
+
+@contextmanager
+def starting_together(what: str, timeout: timedelta | None = None) -> Iterator[None]:
+    """Run the block on every rank of the world and leave it when all are through. Collective; no collective is issued.
+
+    What the block raises on a rank is raised there. The others raise PeerError, within a second, with that rank's
+    cause; so they do after ``timeout`` (default: 30 minutes), naming the ranks that have not come. ``what`` names the
+    user's call.
+    """
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if world_size == 1:
+        yield
+        return
+    store = PrefixStore(_KEY, dist.distributed_c10d._get_default_store())
+    number = store.add(f"calls/{rank}", 1)  # in the store: a process may have had several engines
+    meeting = PrefixStore(str(number), store)
+    try:
+        yield
+    except BaseException as failure:
+        meeting.set("failed", json.dumps([rank, f"{type(failure).__name__}: {failure}"]))
+        raise
+    meeting.add("through", 1)
+    try:
+        _wait(meeting, store, number, what, timeout or timedelta(minutes=30))
+    except dist.DistError as error:
+        raise PeerError(f"{what}: the process that keeps the ranks' store is gone: {error}") from error
+
+
+def _wait(meeting: Store, store: Store, number: int, what: str, timeout: timedelta) -> None:
+    """Return when all ranks are through; raises PeerError when one has failed."""
+    world_size, begin, pause, said = dist.get_world_size(), time.monotonic(), 0.001, False
+    while meeting.add("through", 0) < world_size:
+        if meeting.check(["failed"]):
+            rank, reason = json.loads(meeting.get("failed"))
+            raise PeerError(f"{what}: rank {rank} failed: {reason}")
+        waited = time.monotonic() - begin
+        if waited > _SPEAK_AFTER_SECONDS and not said:
+            logger.warning("%s: waiting since %.0f s for %s", what, waited, _absent(store, number))
+            said = True
+        if waited > timeout.total_seconds():
+            raise PeerError(f"{what}: waited {waited:.0f} s for {_absent(store, number)}")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _absent(store: Store, number: int) -> str:
+    """The ranks that have not made the call yet; those that are in it are slow."""
+    absent = [rank for rank in range(dist.get_world_size()) if store.add(f"calls/{rank}", 0) < number]
+    if not absent:
+        return "ranks that are slow in it"
+    return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} to make the same call"
