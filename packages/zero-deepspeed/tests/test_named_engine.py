@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from named_cases import BATCH, batch, build, settings, start, train
+from named_cases import BATCH, WIDTH, batch, build, settings, start, train
 from torch import nn
 
 from zero_core.errors import UsageError
@@ -245,3 +245,9 @@ def test_cpu_optimizers_share_the_groups_of_the_optimizer_that_they_replace(kind
     theirs.param_groups[0]["lr"] = 1e-2
     train(engine, 1, 2)
     assert not torch.equal(model.head.weight, before)
+
+
+def test_deepspeed_io_makes_a_loader_of_this_ranks_samples() -> None:
+    engine = start(1)
+    loader = engine.deepspeed_io([torch.full((WIDTH,), float(n)) for n in range(2 * BATCH)], route="eval")
+    assert [rows[:, 0].tolist() for rows in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -131,7 +131,7 @@ def assemble(
         scheduler = build_scheduler(lr_scheduler, resolved, torch_optimizer)
         engine = kind(model, parts, sharded, scheduler, resolved, ledger, model_part, collate_fn, offloading)
         if training_data is not None:
-            engine.training_dataloader = engine.deepspeed_io(training_data)
+            engine.training_dataloader = engine.data_loader(training_data)
         engine.observer = supervisor().observer(engine)
         if record is not None:
             record.attach(engine)

@@ -52,7 +52,7 @@ class Engine(Preparation):
         device: where the model computes.
         global_steps, micro_steps, skipped_steps, global_samples: counters since the start of training.
         ledger: bytes sent, by phase and unit.
-        training_dataloader: the loader of `initialize`'s ``training_data``; may be assigned (see `deepspeed_io`). Its
+        training_dataloader: the loader of `initialize`'s ``training_data``; may be assigned (see `data_loader`). Its
             position is part of a checkpoint.
         monitor: where numbers are written; ``monitor.write_events([("name", value, samples)])`` adds your own.
         instruments: what is timed, counted and printed.

@@ -17,7 +17,7 @@ class Preparation(Persistence):
     _collate_fn: Callable[[list[Any]], Any] | None
     _compiled: list[str]
 
-    def deepspeed_io(
+    def data_loader(
         self,
         dataset: Any,
         batch_size: int | None = None,
@@ -33,7 +33,7 @@ class Preparation(Persistence):
         prepare batches ahead. Raises `UsageError` for data without samples by number.
         """
         if route not in ("train", "eval", "predict"):
-            raise UsageError(f"engine.deepspeed_io(route=…): expected 'train', 'eval' or 'predict', got {route!r}")
+            raise UsageError(f"engine.data_loader(route=…): expected 'train', 'eval' or 'predict', got {route!r}")
         return rank_loader(
             dataset,
             batch_size if batch_size is not None else self.train_micro_batch_size_per_gpu(),

@@ -192,10 +192,10 @@ def test_the_loader_takes_its_settings_from_the_configuration_and_refuses_stream
         config=config(0, dataloader_drop_last=True),
     )[0]
     assert [len(batch) for batch in engine.training_dataloader] == [BATCH] * 5
-    in_order = engine.deepspeed_io(Noisy(6), batch_size=4, route="eval")
+    in_order = engine.data_loader(Noisy(6), batch_size=4, route="eval")
     assert list(in_order) == [[0, 1, 2, 3]]
-    own = engine.deepspeed_io(Noisy(6), data_sampler=SequentialSampler(range(6)))
+    own = engine.data_loader(Noisy(6), data_sampler=SequentialSampler(range(6)))
     assert own.state_dict() is None and list(own) == [[0, 1, 2, 3]]
-    assert outcome(lambda: engine.deepspeed_io(Noisy(), route="test")).startswith("UsageError")
-    message = outcome(lambda: engine.deepspeed_io(Stream()))
+    assert outcome(lambda: engine.data_loader(Noisy(), route="test")).startswith("UsageError")
+    message = outcome(lambda: engine.data_loader(Stream()))
     assert message.startswith("UsageError: training_data") and "Stream" in message

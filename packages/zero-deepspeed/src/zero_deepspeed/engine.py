@@ -92,6 +92,7 @@ class DeepSpeedEngine(Engine):
         return self.partition.data_world_size
 
     dp_world_size = world_size
+    deepspeed_io = Engine.data_loader
 
     @property
     def local_rank(self) -> int:
