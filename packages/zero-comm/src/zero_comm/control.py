@@ -33,14 +33,15 @@ _FAILED = "failed"
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank says at an agreement point: a kind, a name, the step, plain data (JSON), and how many micro-batches
-    it has counted, which `Control` fills in."""
+    """What a rank says at an agreement point: a kind, a name, the step, plain data (JSON), and, which `Control` fills
+    in, how many micro-batches it has counted and its wish (see `Watched`)."""
 
     kind: str
     name: str
     step: int
     payload: Any = None
     micro_batches: int = 0
+    wish: int = 0
 
     def __str__(self) -> str:
         after = f" after {self.micro_batches} micro-batches" if self.micro_batches else ""
@@ -89,6 +90,7 @@ class Control:
         if failed is not None:
             raise PeerError(f"rank {failed[0]} failed: {failed[1].payload[0]}; here: {message}")
         self.watched.failed = None
+        self.watched.agreed = max(self.watched.agreed, max(m.wish for m in messages))
         if self._noted:
             self._noted = not self._store.delete_key(self._note_key(self.rank))
         return messages
@@ -107,8 +109,9 @@ class Control:
         return [m.payload[1] for m in messages] if together else None
 
     def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
-        message = replace(message, micro_batches=self.watched.micro_batches)
-        body = json.dumps([message.kind, message.name, message.step, message.payload, message.micro_batches]).encode()
+        message = replace(message, micro_batches=self.watched.micro_batches, wish=self.watched.wish)
+        fields = [message.kind, message.name, message.step, message.payload, message.micro_batches]
+        body = json.dumps([*fields, message.wish] if message.wish else fields).encode()
         if self.world_size == 1:
             return [_decode(body)]
         tag = Tag("control", message.kind, message.step)

@@ -11,6 +11,8 @@ class Watched:
             once when it was sent, rather than data; None while it does not wait.
         last: the last call that all ranks took part in.
         micro_batches: how many this rank has counted.
+        wish: what this rank wants all ranks to do, a number that goes with every message; the highest counts.
+        agreed: the highest wish so far of any rank. After the same call it is the same on every rank.
         failed: why a call of this rank failed, and when; None once another began.
     """
 
@@ -18,4 +20,6 @@ class Watched:
         self.waiting: tuple[object, float, bool] | None = None
         self.last: object = "none"
         self.micro_batches = 0
+        self.wish = 0
+        self.agreed = 0
         self.failed: tuple[str, float] | None = None

@@ -21,6 +21,7 @@ from .audit import Auditor, auditor_for
 from .checkpoint import InMemory, Saver
 from .checkpointing import Checkpointing
 from .config import Config
+from .departure import Departure
 from .errors import UsageError
 from .instruments import instruments_for, say
 from .loading import RankLoader
@@ -105,6 +106,7 @@ class Engine(Preparation):
         self.observer: Observer = Unobserved()
         self._saver = Saver.of(config)
         self._in_memory = InMemory.of(config)
+        self._departure = Departure.of()
         self.offloading = offloading
         self.checkpointing = Checkpointing(config.activation_checkpointing, model_part.place.group)
         self._compiled: list[str] = []
@@ -195,6 +197,7 @@ class Engine(Preparation):
         with self._may_fail("step") if self._is_alone() else self.told_to_all():
             self.observer.before_step()
             self.audit.before_step()
+            self._departure.before_step(self)
             with self.instruments.during("step"):
                 self._last = sharded.step()
         self._scaled = False
@@ -214,7 +217,9 @@ class Engine(Preparation):
         self.checkpointing.after_step(reports=self.reports)
         self.observer.after_step(self._last)
         self._saver.check()
-        self._in_memory.after_step(self)
+        if self._in_memory.after_step(self):
+            self._departure.after_checkpoint(self, self._in_memory.wait)
+        self._departure.after_step(self, self.save_checkpoint)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch ends an accumulation."""

@@ -11,6 +11,7 @@ from zero_ckpt import LoadReport
 
 from . import checkpoint
 from .audit import Auditor
+from .departure import Departure
 from .errors import UsageError
 from .parking import ParkedStates, kinds_of
 from .virtual_ranks import MicroBatches
@@ -28,6 +29,7 @@ class Persistence(WholeValues):
     load_report: LoadReport | None = None
     _saver: checkpoint.Saver
     _in_memory: checkpoint.InMemory
+    _departure: Departure
     offloading: Offloading
     instruments: Instruments
     micro_batches: MicroBatches
@@ -63,6 +65,8 @@ class Persistence(WholeValues):
                 self._engine(), root, name, dict(client_state or {}), save_latest, exclude_frozen_parameters
             )
         self.instruments.saved(root / name)
+        self._departure.root = self._departure.root or str(save_dir)
+        self._departure.after_checkpoint(self._engine(), self._saver.wait)
         return True
 
     def files_beside(self, client_state: dict[str, Any]) -> dict[str, bytes]:
@@ -110,6 +114,7 @@ class Persistence(WholeValues):
         """
         self._check_open("resume")
         self._saver.wait()
+        self._departure.root = str(load_dir)
         root = self.model_part.folder(Path(load_dir))
         return checkpoint.resume(self._engine(), self._in_memory, root, self._load_all)
 

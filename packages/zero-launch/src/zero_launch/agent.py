@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from zero_launch.desync import Record, Watcher, abandoned, explain
+from zero_launch.orders import ORDERS_VARIABLE, Orders
 from zero_launch.presence import HostPresence, Presence
 from zero_launch.processes import end_job, exit_status, wait_for_helpers
 from zero_launch.report import LaunchError, RankFailure, describe_exit, read_error_file, signal_name, tail
@@ -53,6 +54,8 @@ class RankFiles(LogsSpecs):
         """Local rank to the folder of its files, for the attempt that runs."""
         self.rings: dict[int, Path] = {}
         """Rank to its ring, for the attempt that runs."""
+        self.orders = Orders(rings / "orders")
+        """What is asked of the ranks of the attempt that runs."""
 
     @property
     def root_log_dir(self) -> str:
@@ -62,8 +65,9 @@ class RankFiles(LogsSpecs):
         """Make the folders, and put our variables into the environments, which the agent hands over for this."""
         stdouts, stderrs, errors = {}, {}, {}
         self.rings = {}
+        attempt = max(int(env["TORCHELASTIC_RESTART_COUNT"]) for env in envs.values())
+        self.orders = Orders(self._rings / f"orders{attempt}")
         for local_rank, env in envs.items():
-            attempt = int(env["TORCHELASTIC_RESTART_COUNT"])
             folder = self._folder / (f"rank{env['RANK']}" + (f".restart{attempt}" if attempt else ""))
             folder.mkdir(parents=True)
             self.ranks[local_rank] = folder
@@ -74,7 +78,7 @@ class RankFiles(LogsSpecs):
             env["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
             ring = self._rings / folder.name
             self.rings[int(env["RANK"])] = ring
-            env.update({"ZERO_COMM_RING": str(ring), **self._env})
+            env.update({"ZERO_COMM_RING": str(ring), ORDERS_VARIABLE: str(self.orders.folder), **self._env})
             if self._own_env:
                 env.update(self._own_env[local_rank])
         return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=errors)
@@ -118,6 +122,7 @@ class Agent(LocalElasticAgent):
         stopped_seconds: float = SILENCE_SECONDS,
         quiet: bool = False,
         started: Callable[[Mapping[int, int]], None] = lambda pids: None,
+        ranks_now: Callable[[], int] | None = None,
     ) -> None:
         super().__init__(spec, logs_specs=files, shutdown_timeout=1)
         self._files = files
@@ -127,6 +132,7 @@ class Agent(LocalElasticAgent):
         self._colours = _terminal_colours() if colours is None else colours
         self._host = socket.gethostname() if host is None else host
         self._started = started
+        self._ranks_now = ranks_now
         self._stopped_seconds = stopped_seconds
         self._quiet = quiet
         self._ignored = [s for s in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(s) is signal.SIG_IGN]
@@ -138,10 +144,17 @@ class Agent(LocalElasticAgent):
         self._world_size = 0
         self._here = HostPresence({}, 0, stopped_seconds)
         self._presence = Presence(0, "")
+        self.left_for: str | None = None
+        """The order that the ranks have left for, when that is how the job ended."""
         self.divergence: str | None = None
         """Why the ranks of this host cannot go on together, when that is why the job was ended."""
         self.notes: list[str] = []
         """What ranks left behind and did not end when it was asked to."""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        if self._ranks_now is not None:
+            worker_group.spec.local_world_size = self._ranks_now()
+        super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._streamer = Streamer()
@@ -173,7 +186,8 @@ class Agent(LocalElasticAgent):
             raise self._streamer.broken
         for record in self._records:
             record.look()
-        if any(record.status for record in self._records) or self._stuck_after_exception():
+        left = {record.rank: self._files.orders.answer(record.rank) for record in self._records if record.status}
+        if not all(left.values()) or self._stuck_after_exception():
             self._watcher.read()
             ended = [record.rank for record in self._records if record.status == 0]
             records = self._watcher.records
@@ -194,8 +208,15 @@ class Agent(LocalElasticAgent):
                 # Not asking the engine before all is over keeps it from ending a job by itself: it would wait 30 s for
                 # the other ranks whatever its settings say, and it reaps, which would take the statuses from us.
                 return RunResult(state=WorkerState.HEALTHY)
+        elif left:
+            return self._have_left(next(filter(None, left.values())))
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _have_left(self, order: str) -> RunResult:
+        """Every rank has ended, some because they were asked to leave."""
+        self.left_for = order
+        return RunResult(state=WorkerState.SUCCEEDED, return_values={record.rank: None for record in self._records})
 
     def _notice(self, ended: Sequence[int]) -> None:
         """Say what keeps the job from going on without ending it: ranks that are stopped, late or gone."""
@@ -274,6 +295,8 @@ class Agent(LocalElasticAgent):
         """
         found: list[tuple[float, RankFailure]] = []
         for record in self._records:
+            if record.status and self._files.orders.answer(record.rank):
+                continue
             error = read_error_file(record.folder / "error.json") if record.status != 0 else None
             if error is not None:
                 when = float(error["extraInfo"]["uncaught_at"])
@@ -300,6 +323,8 @@ class Agent(LocalElasticAgent):
                 fates.append(f"rank {record.rank} had already ended with exit status 0")
             elif record.status is None:
                 fates.append(f"rank {record.rank} still runs after SIGKILL (pid {record.pid})")
+            elif order := self._files.orders.answer(record.rank):
+                fates.append(f"rank {record.rank} had left, as it was asked to ({order})")
             else:
                 how = signal_name(-record.status) if record.status < 0 else f"exit status {record.status}"
                 fates.append(f"rank {record.rank} was stopped by zero-launch ({how})")

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zero_launch.cluster import launch_cluster
+from zero_launch.devices import devices, ranks_within
 from zero_launch.environment import Forwarded, env_files, forwarded, read_env_file
 from zero_launch.handshake import shared_token
 from zero_launch.hostfile import Hostfile
@@ -87,7 +88,7 @@ def _run(options: argparse.Namespace) -> None:
             variables = _variables(options).variables
             _become(mpirun_command(job, hosts, options.master_addr, variables, _arguments(options)))
         elif hosts is None:
-            launch(_job(options, _ranks(options)))
+            launch(_job(options, _ranks_here(options)))
         elif len(hosts.hosts) == 1 and _is_here(next(iter(hosts.hosts))) and not options.force_multi:
             slots = next(iter(hosts.hosts.values()))
             env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if options.include or options.exclude else {}
@@ -206,7 +207,25 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
         max_restarts=options.max_restarts,
         bind_cores=options.bind_cores_to_rank or bool(options.bind_core_list),
         core_list=options.bind_core_list,
+        elastic=_elastic(options),
     )
+
+
+def _ranks_here(options: argparse.Namespace) -> int:
+    elastic = _elastic(options)
+    if elastic is None or options.nproc not in (None, "auto"):
+        return _ranks(options)
+    return ranks_within(elastic, devices())
+
+
+def _elastic(options: argparse.Namespace) -> tuple[int, int] | None:
+    """The least and the most ranks that `--elastic` asks for."""
+    if options.elastic is None:
+        return None
+    least, colon, most = options.elastic.partition(":")
+    if not colon or not least.isdigit() or not most.isdigit() or not 1 <= int(least) <= int(most):
+        raise ValueError(f"--elastic: expected MIN:MAX ranks with 1 <= MIN <= MAX, got {options.elastic!r}")
+    return int(least), int(most)
 
 
 def _ranks(options: argparse.Namespace) -> int:

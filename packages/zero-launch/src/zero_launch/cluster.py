@@ -36,7 +36,12 @@ def launch_cluster(spec: ClusterSpec) -> None:
     every host that can be reached has been ended, and a host that cannot be reached ends its own within seconds.
     Signals to this process end the job. Call it from the main thread.
     """
-    Cluster(spec).run()
+    if spec.job.elastic is None:
+        Cluster(spec).run()
+        return
+    from zero_launch.elastic_cluster import ElasticCluster
+
+    ElasticCluster(spec).run()
 
 
 class Cluster:
@@ -48,7 +53,7 @@ class Cluster:
         self._job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         self._peers = {name: Peer(name, slots) for name, slots in spec.hosts.hosts.items()}
         self._callers = [Peer(str(number), ()) for number in range(1, spec.nodes)]
-        self._peers.update({peer.name: peer for peer in self._callers})
+        self._peers.update({peer.key: peer for peer in self._callers})
         self._addresses = Addresses(spec)
         self._listener: Listener | None = None
         self._store_host: Peer | None = None
@@ -145,7 +150,7 @@ class Cluster:
             if time.monotonic() > end:
                 for peer in self._peers.values():
                     if peer.state == "called":
-                        self._drop(peer, f"{_title(peer)} did not answer in time")
+                        self._drop(peer, f"{title(peer)} did not answer in time")
             self._next_message()
         if self._stopping is not None:
             return
@@ -186,7 +191,12 @@ class Cluster:
             colours=colour,
             host=peer.name,
             address=self._addresses.of(peer),
+            elastic=self._terms(peer),
         )
+
+    def _terms(self, peer: Peer) -> dict[str, Any] | None:
+        """On what terms a host takes part in rounds, where hosts come and go."""
+        return None
 
     def _lead(self) -> None:
         while self._stopping is None and self._there():
@@ -239,8 +249,8 @@ class Cluster:
 
     def hear(self, name: str, message: Message) -> None:
         """Take in what the host ``name`` says."""
-        peer = self._peers[name]
-        if peer.there:
+        peer = self._peers.get(name)
+        if peer is not None and peer.there:
             self._handlers[message["kind"]](peer, message)
 
     def _on_hello(self, peer: Peer, message: Message) -> None:
@@ -249,7 +259,7 @@ class Cluster:
         for package in sorted(here.keys() | message["versions"].keys()):
             mine, theirs = here.get(package, "not installed"), message["versions"].get(package, "not installed")
             if mine != theirs:
-                self._drop(peer, f"{_title(peer)}: {package} is {theirs} there and {mine} here; install the same")
+                self._drop(peer, f"{title(peer)}: {package} is {theirs} there and {mine} here; install the same")
                 return
         peer.state = "greeted"
 
@@ -257,7 +267,7 @@ class Cluster:
         kept: dict[str, str] = message["kept"]
         if kept and not self._spec.job.quiet:
             listing = ", ".join(f"{name}={value}" for name, value in sorted(kept.items()))
-            self._say(f"{_title(peer)} keeps its own {listing}")
+            self._say(f"{title(peer)} keeps its own {listing}")
 
     def _on_ready(self, peer: Peer, message: Message) -> None:
         peer.state = "ready"
@@ -363,21 +373,21 @@ class Cluster:
         self._divergence = self._divergence or message.get("divergence")
         peer.state = "ended"
         if message["failed"] and self._stopping is None:
-            self._stop(f"{_title(peer)} failed")
+            self._stop(f"{title(peer)} failed")
 
     def _on_refused(self, peer: Peer, message: Message) -> None:
-        self._drop(peer, f"{_title(peer)}: {message['why']}")
-        self._stop(f"{_title(peer)} cannot run the job")
+        self._drop(peer, f"{title(peer)}: {message['why']}")
+        self._stop(f"{title(peer)} cannot run the job")
 
     def _on_eof(self, peer: Peer, message: Message) -> None:
         status = self._exit_status(peer)
         if peer.state == "called":
             why = message["why"] if status is None else self._spec.transport.explain(status)
-            self._drop(peer, "\n".join([f"{_title(peer)}: {why}", *(f"  | {line}" for line in peer.errors)]))
+            self._drop(peer, "\n".join([f"{title(peer)}: {why}", *(f"  | {line}" for line in peer.errors)]))
             return
         ended = None if status is None else f"status {status}" if status >= 0 else signal_name(-status)
         how = "" if ended is None else f" ({self._spec.transport.launcher} ended with {ended})"
-        self._lose(peer, f"{_title(peer)} was lost: {message['why']}{how}")
+        self._lose(peer, f"{title(peer)} was lost: {message['why']}{how}")
 
     def _exit_status(self, peer: Peer) -> int | None:
         if peer.process is None:
@@ -394,7 +404,7 @@ class Cluster:
             # A host that imports torch may not get a word out until that is done.
             limit = _START_SECONDS if peer.state in ("called", "greeted") else self._spec.job.silence_seconds
             if peer.channel is not None and peer.channel.silence > limit:
-                self._lose(peer, f"{_title(peer)} was lost: no sign of life for {peer.channel.silence:.1f} s")
+                self._lose(peer, f"{title(peer)} was lost: no sign of life for {peer.channel.silence:.1f} s")
 
     def _drop(self, peer: Peer, why: str) -> None:
         """A host that never began."""
@@ -441,5 +451,6 @@ class Cluster:
         print(f"zero-launch: {text}", file=sys.stderr, flush=True)
 
 
-def _title(peer: Peer) -> str:
+def title(peer: Peer) -> str:
+    """What a host is called in what is said of it."""
     return f"host {peer.name}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 
 from zero_launch.agent import Agent, RankFiles
 from zero_launch.channel import Channel
@@ -17,15 +18,19 @@ from zero_launch.desync import Record
 from zero_launch.guard import Guard
 from zero_launch.host import ChannelSink, failure_message
 from zero_launch.job import core_variables, job_environment, worker_group_spec
+from zero_launch.meeting import Meeting
 from zero_launch.messages import Message
+from zero_launch.orders import REGROUP
 from zero_launch.rendezvous import LedRendezvous
 from zero_launch.spec import LaunchSpec
+
+_NO_LIMIT = 1 << 30
 
 
 class ClusterAgent(Agent):
     """The agent of one host. ``rendezvous`` is where the launcher's orders about rounds go."""
 
-    rendezvous: LedRendezvous
+    rendezvous: LedRendezvous | Meeting
     channel: Channel
 
     @classmethod
@@ -43,7 +48,13 @@ class ClusterAgent(Agent):
         cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []
         env = job_environment(spec, cores, job_id)
         files = RankFiles(folder, None, env, own_env=core_variables(cores), rings=rings)
-        rendezvous = LedRendezvous(channel, order["job_id"])
+        terms = order["elastic"]
+        rendezvous: LedRendezvous | Meeting
+        if terms is None:
+            rendezvous = LedRendezvous(channel, order["job_id"])
+        else:
+            rendezvous = Meeting.of(channel, order["job_id"], terms)
+            spec = dataclasses.replace(spec, max_restarts=_NO_LIMIT)  # the launcher counts
 
         def started(pids: Mapping[int, int]) -> None:
             guard.watch(list(pids.values()))
@@ -95,6 +106,17 @@ class ClusterAgent(Agent):
         self.channel.send("failed", attempt=self.rendezvous.attempt, divergence=self.divergence)
         self._end(signal.SIGTERM)
         self.rendezvous.failures = self.account()["failures"]
+
+    def ask_to_regroup(self, attempt: int) -> None:
+        """Have the ranks of that attempt leave at their next checkpoint."""
+        if attempt == self.rendezvous.attempt:
+            self._files.orders.give(REGROUP)
+
+    def _have_left(self, order: str) -> RunResult:
+        if order == REGROUP and isinstance(self.rendezvous, Meeting):
+            self.rendezvous.regroup()
+            return RunResult(state=WorkerState.HEALTHY)
+        return super()._have_left(order)
 
     def _notice(self, ended: Sequence[int]) -> None:
         """The launcher knows the ranks of all hosts, and says what is to be said."""

@@ -29,7 +29,6 @@ from zero_launch.spec import SILENCE_SECONDS, LaunchSpec
 
 if TYPE_CHECKING:
     from zero_launch.cluster_agent import ClusterAgent
-    from zero_launch.rendezvous import LedRendezvous
 
 _FORCE_SECONDS = 2.0
 _PART_CHARACTERS = 1 << 20
@@ -109,7 +108,8 @@ class Hand:
         job_id = f"{order['job_id']}@{order['host']}"
         if own_spec is None:
             given = order["spec"]
-            own_spec = LaunchSpec(**{**given, "args": tuple(given["args"])})
+            elastic = given["elastic"] and tuple(given["elastic"])
+            own_spec = LaunchSpec(**{**given, "args": tuple(given["args"]), "elastic": elastic})
         address = order["address"] or greeting()["address"]
         env = {**order["spec"]["env"], **interface_variables(address), **own_spec.env}
         spec = dataclasses.replace(own_spec, env=env)
@@ -117,7 +117,7 @@ class Hand:
         folder, keep = run_folder(spec.log_dir, order["job_id"])
         with ring_folder() as rings, guarded(job_id, rings) as guard:
             agent = ClusterAgent.for_host(self._channel, spec, job_id, folder, rings, guard, order)
-            self._follow(agent, agent.rendezvous, job_id, spec)
+            self._follow(agent, job_id, spec)
             failed, stopped = True, False
             try:
                 failed, stopped = _run(agent)
@@ -131,7 +131,7 @@ class Hand:
         self._channel.send("ended", failed=failed, folder=str(folder) if kept else "", **account)
         return int(failed)
 
-    def _follow(self, agent: ClusterAgent, rendezvous: LedRendezvous, job_id: str, spec: LaunchSpec) -> None:
+    def _follow(self, agent: ClusterAgent, job_id: str, spec: LaunchSpec) -> None:
         """From now on a thread does what the launcher says."""
 
         def follow() -> None:
@@ -141,12 +141,12 @@ class Hand:
                 except queue.Empty:
                     message = {"kind": ""}
                 kind = message["kind"]
-                if kind in ("serve", "round"):
-                    rendezvous.orders.put(message)
-                elif kind == "restart":
-                    rendezvous.restart_asked = True
-                elif kind == "finish":
+                if agent.rendezvous.take(message):
+                    continue
+                if kind == "finish":
                     agent.finish.set()
+                elif kind == "grow":
+                    agent.ask_to_regroup(message["attempt"])
                 elif kind in ("stop", "eof") or self._channel.silence > spec.silence_seconds:
                     break
             else:

@@ -83,6 +83,7 @@ def _run_agent(
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from zero_launch.agent import Agent, RankFiles
+    from zero_launch.devices import counter
     from zero_launch.local_rendezvous import LocalRendezvous
 
     interrupted: int | None = None
@@ -98,6 +99,7 @@ def _run_agent(
             stopped_seconds=spec.silence_seconds,
             quiet=spec.quiet,
             started=lambda pids: guard.watch(list(pids.values())),
+            ranks_now=None if spec.elastic is None else counter(spec.elastic, spec.nproc),
         )
         try:
             with quiet_engine():

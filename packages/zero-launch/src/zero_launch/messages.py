@@ -36,6 +36,11 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and -_MOST_NUMBER < value < _MOST_NUMBER
 
 
+def _time(value: Any) -> bool:
+    """Whether it is seconds since the epoch, of a year that calendars know."""
+    return _number(value) and 0 <= value < 1 << 37
+
+
 def _whole(value: Any) -> bool:
     return type(value) is int and _number(value)
 
@@ -120,6 +125,19 @@ _facts = _fields(
     io_engine=_text,
 )
 
+_node = _row(_text, _natural, _natural)
+_meeting = _fields(
+    round=_natural,
+    complete=_flag,
+    closed=_flag,
+    deadline=_or_none(_time),
+    participants=_list(_row(_node, _natural)),
+    waiting=_list(_node),
+    redundant=_list(_node),
+    heartbeats=_list(_row(_node, _time)),
+)
+_terms = _fields(place=_text, address=_text, least=_within(1, 1 << 30), most=_within(1, 1 << 30))
+
 FROM_HOST: Mapping[str, Mapping[str, Check]] = {
     "beat": {},
     "hello": {"hostname": _text, "versions": _variables, "address": _text},
@@ -127,6 +145,8 @@ FROM_HOST: Mapping[str, Mapping[str, Check]] = {
     "environment": {"kept": _variables},
     "ready": {"failures": _failures},
     "store": {"port": _within(1, 65535)},
+    "state": {"number": _natural, "state": _or_none(_meeting), "version": _or_none(_natural)},
+    "served": {"round": _natural, "port": _within(1, 65535)},
     "started": {"pids": _map(_natural, _rank_key)},
     "lines": {"stream": lambda value: value in ("stdout", "stderr"), "text": _text},
     "failed": {"attempt": _natural, "divergence": _or_none(_text)},
@@ -149,6 +169,7 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Check]] = {
         "colours": _row(_flag, _flag),
         "host": _text,
         "address": _text,
+        "elastic": _or_none(_terms),
     },
     "serve": {"address": _text, "port": _port},
     "round": {
@@ -159,6 +180,10 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Check]] = {
         "port": _within(1, 65535),
     },
     "restart": {},
+    "state": {"number": _natural, "state": _or_none(_meeting), "version": _natural, "replaced": _flag},
+    "meet": {"round": _natural, "attempt": _natural, "address": _text, "port": _within(1, 65535)},
+    "again": {"attempt": _natural},
+    "grow": {"attempt": _natural},
     "finish": {},
     "stop": {},
 }

@@ -66,10 +66,16 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max_restarts",
         "--max-restarts",
+        "--restarts",
         type=int,
         default=0,
         metavar="N",
         help="start all ranks again, at most N times, when one fails",
+    )
+    group.add_argument(
+        "--elastic",
+        metavar="MIN:MAX",
+        help="go on with MIN to MAX ranks when hosts or devices are lost, and grow at a checkpoint when they come back",
     )
     group.add_argument(
         "--grace", type=float, default=2.0, metavar="S", help="seconds to end by oneself before SIGKILL (default 2)"

@@ -51,6 +51,13 @@ class Peer:
     divergence: str | None = None
     stalled: bool = False
     folder: str = ""
+    generation: int = 0
+    """How often a host of this name was lost before this one came."""
+
+    @property
+    def key(self) -> str:
+        """What tells it from those of the same name before it."""
+        return self.name if not self.generation else f"{self.name} #{self.generation}"
 
     @property
     def there(self) -> bool:
@@ -65,6 +72,11 @@ class Peer:
     def last_words(self) -> str:
         """What its program wrote to standard error, for a report."""
         return "\n".join(self.errors)
+
+    def let_go(self) -> None:
+        """End the program that carried a lost host's channel, without waiting for it."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
 
     def close(self) -> None:
         """Let go of it: the channel, and the program that carried it."""
@@ -96,7 +108,7 @@ def call(peer: Peer, transport: Transport, inbox: Inbox, listener: Listener | No
     threads = [threading.Thread(target=_keep_errors, args=(peer, peer.process.stderr), daemon=True)]
     if peer.process.stdin is not None and peer.process.stdout is not None:
         reader, writer = _binary(peer.process.stdout), _binary(peer.process.stdin)
-        peer.channel = Channel(peer.name, reader, writer, inbox, kinds=FROM_HOST)
+        peer.channel = Channel(peer.key, reader, writer, inbox, kinds=FROM_HOST)
     else:
         threads.append(threading.Thread(target=_keep_errors, args=(peer, peer.process.stdout), daemon=True))
         threads.append(threading.Thread(target=_report_end, args=(peer, inbox), daemon=True))
@@ -117,7 +129,7 @@ def _report_end(peer: Peer, inbox: Inbox) -> None:
     """For a host with a connection of its own: the end of the program that called it is an end too."""
     if peer.process is not None:
         peer.process.wait()
-        inbox.put((peer.name, {"kind": "eof", "why": "the program that called it has ended"}))
+        inbox.put((peer.key, {"kind": "eof", "why": "the program that called it has ended"}))
 
 
 class Listener:
@@ -188,14 +200,14 @@ class Listener:
             return
         except (OSError, ValueError) as error:
             if admitted:  # it was one of ours, and broke off before it began
-                self._inbox.put((admitted[0].name, {"kind": "eof", "why": f"the connection broke: {error}"}))
+                self._inbox.put((admitted[0].key, {"kind": "eof", "why": f"the connection broke: {error}"}))
             connection.close()  # else not one of ours
             return
         finally:
             self._strangers.release()
         connection.settimeout(None)
         peer = admitted[0]
-        peer.channel = Channel(peer.name, reader, writer, self._inbox, kinds=FROM_HOST, seal=seal)
+        peer.channel = Channel(peer.key, reader, writer, self._inbox, kinds=FROM_HOST, seal=seal)
 
     def _say_refused(self, address: str, why: str) -> None:
         with self._lock:

@@ -38,6 +38,16 @@ class LedRendezvous(RendezvousHandler):
         self.restart_asked = False
         self._server: TCPStore | None = None
 
+    def take(self, message: Message) -> bool:
+        """Take in what the launcher says about rounds; whether it was that."""
+        if message["kind"] == "restart":
+            self.restart_asked = True
+        elif message["kind"] in ("serve", "round"):
+            self.orders.put(message)
+        else:
+            return False
+        return True
+
     @property
     def use_agent_store(self) -> bool:
         return True

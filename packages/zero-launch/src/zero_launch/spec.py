@@ -32,6 +32,7 @@ class LaunchSpec:
     ``program``: ``target`` is a program to run as it is, not a Python script.
     ``max_restarts``: how often all ranks are started again after a failure.
     ``silence_seconds``: a host that is not heard for so long is lost, and a rank that is stopped for so long is named.
+    ``elastic``: the least and the most ranks with which the job goes on when hosts or devices come and go.
     ``bind_cores``: give each rank cores of its own, near each other; ``core_list`` restricts them, as in `0,2-5`.
 
     Raises ValueError for values out of range.
@@ -51,6 +52,7 @@ class LaunchSpec:
     bind_cores: bool = False
     core_list: str = ""
     silence_seconds: float = SILENCE_SECONDS
+    elastic: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not self.target:
@@ -66,6 +68,8 @@ class LaunchSpec:
             )
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts must not be negative, got {self.max_restarts}")
+        if self.elastic is not None and not 1 <= self.elastic[0] <= self.elastic[1]:
+            raise ValueError(f"elastic: expected 1 <= MIN <= MAX, got {self.elastic[0]}:{self.elastic[1]}")
         if self.module and self.program:
             raise ValueError(f"{self.target!r} is either a module or a program: give one of --module and --no_python")
         if self.direct_rank is not None and not 0 <= self.direct_rank < self.nproc:

@@ -36,17 +36,18 @@ class InMemory:
         section = config.checkpoint.in_memory
         return cls(section.every, Path(section.path or "."))
 
-    def after_step(self, engine: Engine) -> None:
-        """Start a copy when one is due, and raise what an earlier one met. Collective when one is due."""
+    def after_step(self, engine: Engine) -> bool:
+        """Start a copy when one is due, and raise what an earlier one met; whether one was due. Collective then."""
         if self._memory is not None:
             self._memory.check()
         if not self._every or engine.global_steps % self._every:
-            return
+            return False
         memory, parts = self._open(engine), engine.partition
         parts.runtime.agree("copy into node memory", str(self._path), None)
         parts.settle()
         intervals = state_intervals(engine, memory.directory, False, whole=memory.leads, replicas=True)
         memory.save(intervals, **describe(engine, {}))
+        return True
 
     def find(self, engine: Engine) -> Found | None:
         """The newest state that the nodes' memory holds; None where nothing is kept. Collective."""

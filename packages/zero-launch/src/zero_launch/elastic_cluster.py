@@ -1,0 +1,248 @@
+"""A job whose hosts come and go: lost hosts are called again, and the ranks meet anew with those that are there."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from zero_launch.cluster import Cluster, title
+from zero_launch.meeting_state import StateKeeper
+from zero_launch.messages import Message
+from zero_launch.peers import Peer, call
+from zero_launch.presence import Presence
+from zero_launch.report import LaunchError, RankFailure
+from zero_launch.sockets import LOOPBACK
+from zero_launch.spec import ClusterSpec
+
+CALL_AGAIN_SECONDS = 5.0
+JOIN_SECONDS = 600
+"""How long a job waits for hosts: torch's own limit for a round, see meeting.py."""
+
+
+def host_bounds(slots: list[int], least: int, most: int) -> tuple[int, int]:
+    """How many hosts with so many ranks each hold from ``least`` to ``most`` ranks, whichever hosts they are.
+
+    The fewest is a lower bound: fewer hosts never have ``least`` ranks. Raises ValueError where no number will do.
+    """
+    down = sorted(slots, reverse=True)
+    fewest = next((n for n in range(1, len(down) + 1) if sum(down[:n]) >= least), None)
+    if fewest is None:
+        raise ValueError(f"--elastic {least}:{most}: the hosts have {sum(slots)} ranks together, {least} are needed")
+    fitting = max((n for n in range(len(down) + 1) if sum(down[:n]) <= most), default=0)
+    if fitting < fewest or sum(down[len(down) - fitting :]) < least:
+        raise ValueError(
+            f"--elastic {least}:{most}: with {', '.join(map(str, slots))} ranks per host no number of hosts always has "
+            f"from {least} to {most} ranks; choose wider bounds, or as many slots on every host"
+        )
+    return fewest, fitting
+
+
+class ElasticCluster(Cluster):
+    """The launcher's side. torch's rendezvous decides who takes part in a round; its state is kept here."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        super().__init__(spec)
+        if spec.job.elastic is None:
+            raise ValueError("elastic: expected the least and the most ranks, got None")
+        self._least_ranks, most = spec.job.elastic
+        slots = [len(peer.slots) or spec.job.nproc for peer in self._peers.values()]
+        self._least, self._most = host_bounds(slots, self._least_ranks, most)
+        self._keeper = StateKeeper()
+        self._places = {peer.name: f"{number:05d}" for number, peer in enumerate(self._peers.values())}
+        self._leading = False
+        self._over = False
+        self._rounds = 0
+        self._ranks = 0
+        self._restarts = 0
+        self._calls: dict[str, float] = {}
+        self._there_at = time.monotonic()
+        self._handlers |= {"started": self._on_started, "state": self._on_state, "served": self._on_served}
+
+    # -- calling hosts, also again
+
+    @property
+    def _minimum(self) -> int:
+        return self._least
+
+    def _terms(self, peer: Peer) -> dict[str, Any] | None:
+        address = self._addresses.of(peer) or peer.hello["address"] or LOOPBACK
+        return {"place": self._places[peer.name], "address": address, "least": self._least, "most": self._most}
+
+    def _drop(self, peer: Peer, why: str) -> None:
+        if not self._leading:
+            self._troubles.append(why)
+        peer.state = "lost"
+        self._call_later(peer)
+
+    def _call_later(self, peer: Peer) -> None:
+        """Have a lost host called again; a node that comes by itself may take its place again."""
+        if self._stopping is not None:
+            return
+        if peer not in self._callers:
+            self._calls[peer.name] = time.monotonic() + CALL_AGAIN_SECONDS
+            return
+        new = self._renewed(peer)
+        self._callers[self._callers.index(peer)] = new
+        if self._listener is not None:
+            self._listener.await_peer(new)
+
+    def _renewed(self, peer: Peer) -> Peer:
+        new = Peer(peer.name, peer.slots, generation=peer.generation + 1)
+        self._peers = {key: other for key, other in self._peers.items() if other is not peer} | {new.key: new}
+        peer.let_go()
+        return new
+
+    def _call_again(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, at in self._calls.items() if now >= at]:
+            del self._calls[name]
+            lost = next(peer for peer in self._peers.values() if peer.name == name)
+            new = self._renewed(lost)
+            piped = self._spec.transport.carries_input
+            call(new, self._spec.transport, self._inbox, None if piped else self._listener)
+
+    def _on_hello(self, peer: Peer, message: Message) -> None:
+        super()._on_hello(peer, message)
+        if self._leading and peer.state == "greeted":
+            self._remark(f"{title(peer)} is back")
+            self._send_job(peer)
+
+    # -- rounds
+
+    def _lead(self) -> None:
+        self._leading = True
+        while self._stopping is None and not self._over:
+            self._next_message()
+            self._find_the_silent()
+            self._call_again()
+            for text in self._presence.remarks():
+                self._remark(text)
+            if self._there():
+                self._there_at = time.monotonic()
+            elif time.monotonic() - self._there_at > JOIN_SECONDS:
+                self._stop(f"no host has come back in {JOIN_SECONDS} s")
+
+    def _end_all(self) -> None:
+        for peer in self._there():
+            if peer.state == "called":
+                peer.state = "lost"
+                peer.let_go()
+        super()._end_all()
+
+    def _on_state(self, peer: Peer, message: Message) -> None:
+        answer = self._keeper.answer(message["state"], message["version"])
+        if answer["replaced"]:
+            self._review()
+            answer |= self._keeper.answer(None, None) | {"replaced": True}
+        peer.send("state", number=message["number"], **answer)
+
+    def _review(self) -> None:
+        here = [peer for peer in self._there() if peer.state in ("greeted", "ready", "running")]
+        slots = {self._places[peer.name]: len(peer.slots) for peer in self._peers.values()}
+        self._keeper.review([self._places[peer.name] for peer in here][: self._most], slots, self._least_ranks)
+
+    def _on_ready(self, peer: Peer, message: Message) -> None:
+        peer.state = "ready"
+        peer.failures += message["failures"]
+        self._review()
+        if not self._restarting:
+            self._ask_to_grow()
+
+    def _on_started(self, peer: Peer, message: Message) -> None:
+        super()._on_started(peer, message)
+        self._ask_to_grow()  # what was said before its ranks began is lost
+
+    def _ask_to_grow(self) -> None:
+        """Have the ranks leave at their next checkpoint when a host waits that the job has room for."""
+        running = [peer for peer in self._there() if peer.state == "running"]
+        waits = any(peer.state == "ready" for peer in self._there())
+        if waits and running and len(running) < self._most:
+            for peer in running:
+                peer.send("grow", attempt=self._attempt)
+
+    def _on_served(self, peer: Peer, message: Message) -> None:
+        """A round is agreed, and its first host has opened the store."""
+        members = [p for p in self._there() if self._places[p.name] in self._keeper.participants]
+        if peer not in members:
+            return
+        self._tell_of_restart()
+        if self._rounds and not self._restarting:
+            self._attempt += 1
+        self._rounds += 1
+        self._restarting = False
+        self._began_at = time.time()
+        self._ranks = sum(len(member.slots) for member in members)
+        address = (self._terms(peer) or {})["address"]
+        self._presence = Presence(self._ranks, f"{address}:{message['port']}")
+        self._remark(
+            f"round {self._attempt}: {self._ranks} ranks on {', '.join(m.name for m in self._ordered(members))}"
+        )
+        for other in self._peers.values():
+            other.failures, other.records, other.stalled, other.divergence = [], {}, False, None
+        for member in members:
+            member.state = "running"
+            member.send("meet", round=message["round"], attempt=self._attempt, address=address, port=message["port"])
+        self._ask_to_grow()
+
+    def _ordered(self, peers: list[Peer]) -> list[Peer]:
+        return sorted(peers, key=lambda peer: self._places[peer.name])
+
+    def _tell_of_restart(self) -> None:
+        if self._restarting:
+            error = LaunchError(self._failures(), self._world_size, divergence=self._divergence)
+            self._say(f"{error}\nzero-launch: restart {self._restarts} of {self._spec.job.max_restarts}")
+            self._divergence = None
+            self._lost.clear()
+
+    # -- ends
+
+    def _on_failed(self, peer: Peer, message: Message) -> None:
+        if message["attempt"] == self._attempt and not self._restarting:
+            super()._on_failed(peer, message)
+            if not self._restarting:
+                peer.send("stop")  # it would come to the next round otherwise
+
+    def _restart(self) -> bool:
+        done = any(peer.state == "done" for peer in self._there())
+        if self._restarts >= self._spec.job.max_restarts or done:
+            return False
+        self._restarts += 1
+        self._restarting = True
+        for peer in self._there():
+            if peer.state == "running":
+                peer.send("again", attempt=self._attempt)
+        self._attempt += 1
+        return True
+
+    def _lose(self, peer: Peer, why: str) -> None:
+        before, peer.state = peer.state, "lost"
+        self._keeper.lost(self._places[peer.name])
+        if before in ("running", "done"):
+            heard_at = time.time() - (0.0 if peer.channel is None else peer.channel.silence)
+            for rank, pid in sorted(peer.ranks.items()):
+                failure = RankFailure(rank, peer.name, pid, None, why, "", heard_at - self._began_at)
+                self._lost.append((heard_at, failure))
+            self._remark(why)
+            if not self._restarting and not self._restart():
+                self._stop(why)
+        self._call_later(peer)
+        self._review()
+
+    def _on_done(self, peer: Peer, message: Message) -> None:
+        peer.state = "done"
+        if any(other.state == "running" for other in self._there()):
+            return
+        for other in self._there():
+            other.send("finish" if other.state == "done" else "stop")
+            if other.state != "done":
+                other.state = "ended"  # it waited for a round that does not come
+
+    def _on_ended(self, peer: Peer, message: Message) -> None:
+        if peer.state == "ready":
+            peer.failures = []  # it has said them before
+        super()._on_ended(peer, message)
+        self._over = not any(other.state in ("running", "done", "ready", "greeted") for other in self._there())
+
+    @property
+    def _world_size(self) -> int:
+        return self._ranks

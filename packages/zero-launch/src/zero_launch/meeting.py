@@ -1,0 +1,180 @@
+"""torch's own rendezvous for a job whose hosts come and go, with its state on the launcher's channels."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+)
+
+from zero_launch.channel import Channel
+from zero_launch.meeting_state import to_pickle, to_plain
+from zero_launch.messages import Message
+from zero_launch.sockets import STORE_SECONDS, open_store
+
+JOIN_SECONDS = 600
+_ANSWER_SECONDS = 30.0
+_LOOK_SECONDS = 1.0
+_BEAT_SECONDS = 5
+_BEATS = 120  # the launcher knows of lost hosts; clocks that differ by minutes harm nobody
+
+
+class _Again(Exception):
+    """The round cannot begin: the host that was to open the store is gone."""
+
+
+class ChannelBackend(RendezvousBackend):
+    """The state of the rendezvous, which the launcher holds (see `meeting_state.StateKeeper`)."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._number = 0
+        self.answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        """What the launcher answers, put here by whoever reads the channel."""
+
+    @property
+    def name(self) -> str:
+        return "zero-launch"
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        answer = self._ask(None, None)
+        return None if answer["state"] is None else (to_pickle(answer["state"]), answer["version"])
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        answer = self._ask(to_plain(state), token)
+        return to_pickle(answer["state"]), answer["version"], answer["replaced"]
+
+    def _ask(self, state: dict[str, Any] | None, version: int | None) -> Message:
+        with self._lock:
+            self._number += 1
+            self._channel.send("state", number=self._number, state=state, version=version)
+            end = time.monotonic() + _ANSWER_SECONDS
+            while True:
+                try:
+                    answer = self.answers.get(timeout=max(0.0, end - time.monotonic()))
+                except queue.Empty:
+                    raise RendezvousConnectionError("the launcher does not answer") from None
+                if answer["number"] == self._number:
+                    return answer
+
+
+class Meeting(DynamicRendezvousHandler):
+    """The rendezvous of one host's agent; torch's algorithm says who takes part in a round, in the host list's order.
+
+    The first host of a round opens a store on its own address and tells the launcher, which tells the others. A round
+    ends when the launcher says `again` (a rank or a host was lost) or when this host's ranks have left to regroup; a
+    new host waits until then.
+    """
+
+    backend: ChannelBackend
+    attempt: int
+    """The number of the round that runs, as the launcher counts: 0, then one more each time."""
+    failures: list[Message]
+    """What the attempt that just ended died of; goes out with `ready`."""
+
+    @classmethod
+    def of(cls, channel: Channel, job_id: str, terms: Message) -> Meeting:
+        """The rendezvous that ``terms`` of the launcher describe (see `messages.FROM_LAUNCHER`)."""
+        backend = ChannelBackend(channel)
+        join = timedelta(seconds=JOIN_SECONDS)
+        made: Meeting = cls.from_backend(
+            job_id,
+            HashStore(),
+            backend,
+            terms["least"],
+            terms["most"],
+            local_addr=terms["place"],
+            timeout=RendezvousTimeout(join=join, last_call=join),
+            keep_alive_interval=_BEAT_SECONDS,
+            keep_alive_max_attempt=_BEATS,
+        )
+        made.backend, made.attempt, made.failures = backend, 0, []
+        made._channel, made._address = channel, terms["address"]
+        made._meets, made._server = queue.SimpleQueue(), None
+        made._restart_of, made._regroups = None, False
+        return made
+
+    _channel: Channel
+    _address: str
+    _meets: queue.SimpleQueue[Message]
+    _server: TCPStore | None
+    _restart_of: int | None
+    _regroups: bool
+
+    def take(self, message: Message) -> bool:
+        """Take in what the launcher says about rounds; whether it was that."""
+        kind = message["kind"]
+        if kind == "state":
+            self.backend.answers.put(message)
+        elif kind == "meet":
+            self._meets.put(message)
+        elif kind == "again":
+            self._restart_of = message["attempt"]
+        else:
+            return False
+        return True
+
+    def regroup(self) -> None:
+        """This host's ranks have left: meet again."""
+        self._regroups = True
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def num_nodes_waiting(self) -> int:
+        """The agent restarts its ranks when this is positive; hosts that wait alone are no reason."""
+        return int(self._regroups or self._restart_of == self.attempt)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other hosts; see `DynamicRendezvousHandler`."""
+        self._server, self._regroups = None, False
+        self._channel.send("ready", failures=self.failures)
+        self.failures = []
+        while True:
+            try:
+                return super().next_rendezvous()
+            except _Again:
+                continue
+
+    def _get_store(self) -> PrefixStore:
+        """The store of the round that has just been agreed: a fresh one each time."""
+        number, (rank, _) = self._state_holder.state.round, self._get_world()
+        if rank == 0:
+            self._server = open_store(self._address, 0)
+            self._channel.send("served", round=number, port=self._server.port)
+        order = self._wait_for_store(number)
+        self.attempt = order["attempt"]
+        address, port = order["address"], order["port"]
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+        self._bootstrap_store_info = RendezvousStoreInfo(address, port)
+        self._shared_tcp_store_server = store  # torch would open one on every interface otherwise
+        return PrefixStore("zero-launch", store)
+
+    def _wait_for_store(self, number: int) -> Message:
+        """What the launcher says of the round's store, unless the host that opens it is lost first."""
+        while True:
+            try:
+                order = self._meets.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                self._state_holder.sync()
+                state = self._state_holder.state
+                if state.round != number or not state.complete or 0 not in state.participants.values():
+                    raise _Again from None
+                continue
+            if order["round"] == number:
+                return order

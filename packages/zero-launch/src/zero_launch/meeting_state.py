@@ -1,0 +1,101 @@
+"""The state of torch's rendezvous as plain data, and its one copy, which the launcher holds.
+
+torch's `DynamicRendezvousHandler` decides who takes part in a round. It hands its state to a back end as a pickle. Here
+that pickle never leaves the process that made it: what travels is checked plain data (see messages.py), over the
+launcher's own channels.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Collection, Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+State = dict[str, Any]
+"""`round`, `complete`, `closed`, `deadline` (seconds since the epoch, or None), `participants` and `heartbeats` (lists
+of [node, number]), `waiting` and `redundant` (lists of nodes). A node is [place, pid, number]."""
+
+
+def to_plain(pickled: bytes) -> State:
+    """The state that this process has just pickled, as plain data."""
+    state = pickle.loads(pickled)
+    return {
+        "round": state.round,
+        "complete": state.complete,
+        "closed": state.closed,
+        "deadline": None if state.deadline is None else state.deadline.timestamp(),
+        "participants": [[_plain(node), rank] for node, rank in state.participants.items()],
+        "waiting": sorted(map(_plain, state.wait_list)),
+        "redundant": sorted(map(_plain, state.redundancy_list)),
+        "heartbeats": [[_plain(node), at.timestamp()] for node, at in state.last_heartbeats.items()],
+    }
+
+
+def to_pickle(plain: Mapping[str, Any]) -> bytes:
+    """Plain data as the pickle that torch's handler in this process reads."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+    def node(entry: list[Any]) -> _NodeDesc:
+        return _NodeDesc(*entry)
+
+    state = _RendezvousState()
+    state.round, state.complete, state.closed = plain["round"], plain["complete"], plain["closed"]
+    state.deadline = None if plain["deadline"] is None else _when(plain["deadline"])
+    state.participants = {node(entry): rank for entry, rank in plain["participants"]}
+    state.wait_list = set(map(node, plain["waiting"]))
+    state.redundancy_list = set(map(node, plain["redundant"]))
+    state.last_heartbeats = {node(entry): _when(at) for entry, at in plain["heartbeats"]}
+    return pickle.dumps(state)
+
+
+def _plain(node: Any) -> list[Any]:
+    return [node.addr, node.pid, node.local_id]
+
+
+def _when(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, timezone.utc)
+
+
+class StateKeeper:
+    """The launcher's copy, changed only by whoever has seen its newest version.
+
+    torch's handlers know of a lost node by its missing heartbeats, and wait some time for late ones. The launcher knows
+    sooner: `lost` lets the heartbeats of a place expire, and `review` ends the wait when nobody else can come.
+    """
+
+    def __init__(self) -> None:
+        self._state: State | None = None
+        self._version = 0
+
+    def answer(self, state: State | None, version: int | None) -> dict[str, Any]:
+        """What to answer a host that asks for the state (``state`` None) or wants to replace version ``version``."""
+        replaced = state is not None and version == (None if self._state is None else self._version)
+        if replaced:
+            self._state = copy.deepcopy(state)
+            self._version += 1
+        return {"state": self._state, "version": self._version, "replaced": replaced}
+
+    @property
+    def participants(self) -> set[str]:
+        """The places that take part in the present round."""
+        return set() if self._state is None else {entry[0] for entry, _ in self._state["participants"]}
+
+    def lost(self, place: str) -> None:
+        """Nobody is at ``place`` any more."""
+        if self._state is not None:
+            beats = self._state["heartbeats"]
+            self._state["heartbeats"] = [[node, 0.0 if node[0] == place else at] for node, at in beats]
+            self._version += 1
+
+    def review(self, expected: Collection[str], slots: Mapping[str, int], least: int) -> None:
+        """Let the round begin when every place of ``expected`` has come and they have ``least`` ranks together."""
+        state = self._state
+        if state is None or state["complete"] or not state["deadline"]:
+            return
+        living = {node[0] for node, at in state["heartbeats"] if at}
+        here = self.participants & living
+        if here >= set(expected) and sum(slots[place] for place in here) >= least:
+            state["deadline"] = 0.0
+            self._version += 1

@@ -1,0 +1,40 @@
+"""What a launcher asks of ranks that run, and how they answer: files in a folder that the ranks of one host share.
+
+[Note: orders] The launcher writes a word into the file `order`. Ranks that train with zero-core look at it once a step
+and agree, so that all leave after the same step: at the next checkpoint (`regroup`), or after saving one at once
+(`end`). A rank that leaves writes the word into `left.RANK` and ends with `LEFT_STATUS`. Ranks that know nothing of
+this are not disturbed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ORDERS_VARIABLE = "ZERO_LAUNCH_ORDERS"
+REGROUP, END = "regroup", "end"
+LEFT_STATUS = 75
+"""EX_TEMPFAIL of sysexits.h: try again later."""
+
+
+class Orders:
+    """The folder of one attempt on one host."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def give(self, order: str) -> None:
+        """Ask the ranks to leave; `END` is not taken back by a later `REGROUP`."""
+        path, part = self.folder / "order", self.folder / "order.part"
+        if order == REGROUP and path.exists():
+            return
+        part.write_text(order, encoding="ascii")
+        os.replace(part, path)
+
+    def answer(self, rank: int) -> str | None:
+        """The order that a rank has left for; None when it has not left for one."""
+        try:
+            return (self.folder / f"left.{rank}").read_text(encoding="ascii")
+        except FileNotFoundError:
+            return None

@@ -1,0 +1,88 @@
+"""What ranks of the elastic tests run: a training of a user's, and accidents.
+
+Arguments: number of steps, folder for checkpoints, JSON of configuration keys, and accidents as `KIND:ROUND:RANK:STEP`,
+where KIND is `rank` (the rank is killed) or `host` (its host's agent is). Rank 0 appends a line for each step to a file
+beside the folder: step, ranks, samples, loss, time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zero_core
+
+EVERY = 3
+PACE = float(os.environ.get("ELASTIC_PACE", "0"))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(7)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(24, 24), nn.Tanh())]
+    return nn.Sequential(nn.Linear(12, 24), *layers, nn.Linear(24, 1))
+
+
+def data() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return list(torch.randn(60, 12, generator=generator))
+
+
+def config(changes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "unit_min_numel": 1},
+        **changes,
+    }
+
+
+def train(steps: int, folder: Path, changes: dict[str, Any], accidents: list[str]) -> None:
+    engine, _, loader, _ = zero_core.initialize(model=model(), training_data=data(), config=config(changes))
+    engine.resume(folder)
+    batches = iter(zero_core.RepeatingLoader(loader))
+    while engine.global_steps < steps:
+        before = engine.global_steps
+        while engine.global_steps == before:
+            batch = next(batches)
+            loss = (engine(batch) - batch.sum(1, keepdim=True)).pow(2).mean()
+            engine.backward(loss)
+            have_accidents(accidents, before)
+            time.sleep(PACE)
+            engine.step()
+        tell(folder, engine, loss.item())
+        if engine.global_steps % EVERY == 0:
+            engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def have_accidents(accidents: list[str], step: int) -> None:
+    here = os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ.get("RANK"), str(step)
+    for kind, *where in (accident.split(":") for accident in accidents):
+        if here == tuple(where):
+            os.kill(os.getppid() if kind == "host" else os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
+
+def tell(folder: Path, engine: Any, loss: float) -> None:
+    if torch.distributed.get_rank() == 0:
+        world = torch.distributed.get_world_size()
+        with open(folder.parent / f"{folder.name}.losses", "a") as file:
+            file.write(f"{engine.global_steps} {world} {engine.global_samples} {loss!r} {time.time()}\n")
+
+
+def main() -> None:
+    steps, folder, changes, *accidents = sys.argv[1:]
+    train(int(steps), Path(folder), json.loads(changes), accidents)
+
+
+if __name__ == "__main__":
+    main()

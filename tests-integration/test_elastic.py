@@ -1,0 +1,83 @@
+"""Jobs that go on when ranks and hosts are lost, and grow when they come back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import _elastic_training
+
+from zero_comm import run_ranks
+
+TRAINING = Path(__file__).with_name("_elastic_training.py")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step as rank 0 told it."""
+
+    step: int
+    world: int
+    samples: int
+    loss: str
+    at: float
+
+
+def told(folder: Path) -> list[Line]:
+    rows = [line.split() for line in (folder.parent / f"{folder.name}.losses").read_text().splitlines()]
+    return [Line(int(step), int(world), int(samples), loss, float(at)) for step, world, samples, loss, at in rows]
+
+
+def that_count(lines: list[Line]) -> dict[int, Line]:
+    """Of steps that were repeated, the last."""
+    return {line.step: line for line in lines}
+
+
+def launch(tmp_path: Path, *words: object, seconds: float = 100) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zero_launch", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=seconds)
+
+
+def undisturbed(folder: Path, worlds: dict[int, Line], changes: dict[str, Any]) -> dict[int, str]:
+    """The losses of runs that end by themselves where the number of ranks changes."""
+    steps = sorted(worlds)
+    ends = [step for step in steps if step == steps[-1] or worlds[step + 1].world != worlds[step].world]
+    for end in ends:
+        run_ranks(part, worlds[end].world, end, folder, changes)
+    return {line.step: line.loss for line in told(folder)}
+
+
+def part(end: int, folder: Path, changes: dict[str, Any]) -> None:
+    _elastic_training.train(end, folder, changes, [])
+
+
+def pauses(lines: list[Line]) -> list[float]:
+    """Seconds between two lines where a step was repeated or the number of ranks changed."""
+    return [b.at - a.at for a, b in itertools.pairwise(lines) if b.step <= a.step or b.world != a.world]
+
+
+def test_a_killed_rank_starts_again_and_the_job_has_the_losses_of_an_undisturbed_one(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    done = launch(tmp_path, "--elastic", "1:2", "--restarts", 1, TRAINING, 9, folder, "{}", "rank:0:1:4")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 of 2 failed first: died of SIGKILL" in done.stderr and "restart 1 of 1" in done.stderr
+    found = that_count(told(folder))
+    assert {step: line.world for step, line in found.items()} == dict.fromkeys(range(1, 10), 2)
+    assert [found[step].samples for step in sorted(found)] == [4 * step for step in range(1, 10)]
+    expected = undisturbed(tmp_path / "reference", found, {})
+    assert {step: line.loss for step, line in found.items()} == expected
+    print(f"from the last step before to the first after: {pauses(told(folder))} s")
+
+
+def test_a_lost_host_shrinks_the_world_and_its_return_grows_it_at_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    folder = tmp_path / "checkpoints"
+    words = ["--hostfile", "hosts", "--launcher", "local", "--elastic", "1:2", "--restarts", 3]
+    done = launch(tmp_path, *words, TRAINING, 6000, folder, json.dumps({"deterministic": True}), "host:0:1:4")
+    print(done.stderr)
+    assert done.returncode == 0, done.stderr
