@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from zero_launch.cluster import Cluster
 from zero_launch.desync import Record, difference, explain
+from zero_launch.elastic_cluster import ElasticCluster
 from zero_launch.facts import versions
 from zero_launch.handshake import Refused, Seal, present, welcome
 from zero_launch.hostfile import Hostfile
+from zero_launch.meeting_state import places_in, to_pickle, to_plain
 from zero_launch.messages import FROM_HOST, FROM_LAUNCHER, decode
 from zero_launch.spec import ClusterSpec, LaunchSpec
 from zero_launch.transport import Transport
@@ -59,6 +61,20 @@ failure = st.fixed_dictionaries(
         "at": st.floats(-9, 9),
     }
 )
+node = st.tuples(st.sampled_from(["00000", "00001", "x"]), small, small).map(list)
+numbered = st.tuples(node, small).map(list)
+meeting = st.fixed_dictionaries(
+    {
+        "round": small,
+        "complete": st.booleans(),
+        "closed": st.booleans(),
+        "deadline": st.none() | st.floats(0, 1e12),
+        "participants": st.lists(numbered, max_size=3),
+        "waiting": st.lists(node, max_size=2),
+        "redundant": st.lists(node, max_size=2),
+        "heartbeats": st.lists(st.tuples(node, st.floats(0, 1e12)).map(list), max_size=3),
+    }
+)
 FIELDS = {
     "hostname": text,
     "versions": st.dictionaries(text, text, max_size=2),
@@ -79,6 +95,10 @@ FIELDS = {
     "fates": st.lists(text, max_size=2),
     "notes": st.lists(text, max_size=2),
     "why": text,
+    "number": small,
+    "version": st.none() | small,
+    "round": small,
+    "state": st.none() | meeting,
 }
 
 
@@ -130,10 +150,10 @@ def test_a_line_is_a_message_or_a_value_error(line):
 
 
 @relaxed
-@given(st.lists(st.tuples(st.sampled_from("ab"), messages(FROM_HOST)), max_size=12))
-def test_whatever_hosts_say_the_launcher_goes_on_or_ends_the_job(conversation):
-    job = LaunchSpec("true", program=True, quiet=True, max_restarts=1)
-    cluster = Cluster(ClusterSpec(job, Hostfile({"a": (0,), "b": (0,)}), Transport("local")))
+@given(st.sampled_from([Cluster, ElasticCluster]), st.lists(st.tuples(st.sampled_from("ab"), messages(FROM_HOST))))
+def test_whatever_hosts_say_the_launcher_goes_on_or_ends_the_job(kind, conversation):
+    job = LaunchSpec("true", program=True, quiet=True, max_restarts=1, elastic=(1, 2))
+    cluster = kind(ClusterSpec(job, Hostfile({"a": (0,), "b": (0,)}), Transport("local")))
     greetings = [(name, {"kind": "hello", "at": 1.0, "hostname": "", "versions": HERE, "address": ""}) for name in "ab"]
     for name, message in [*greetings, *conversation]:
         try:
@@ -142,6 +162,20 @@ def test_whatever_hosts_say_the_launcher_goes_on_or_ends_the_job(conversation):
             heard = {"kind": "eof", "why": "nonsense"}
         if heard["kind"] != "beat":
             cluster.hear(name, heard)
+
+
+@relaxed
+@given(meeting)
+def test_a_state_of_the_rendezvous_is_refused_or_comes_back_as_it_was(state):
+    try:
+        decode(json.dumps({"kind": "state", "at": 1.0, "number": 1, "version": 1, "state": state}).encode(), FROM_HOST)
+    except ValueError:
+        return
+    again = to_plain(to_pickle(state))
+    assert again.keys() == state.keys()
+    assert places_in(again) == places_in(state)
+    for name in ("round", "complete", "closed"):
+        assert again[name] == state[name]
 
 
 @relaxed

@@ -250,8 +250,13 @@ class Cluster:
     def hear(self, name: str, message: Message) -> None:
         """Take in what the host ``name`` says."""
         peer = self._peers.get(name)
-        if peer is not None and peer.there:
-            self._handlers[message["kind"]](peer, message)
+        if peer is None or not peer.there:
+            return
+        handler = self._handlers.get(message["kind"])
+        if handler is None:
+            self._lose(peer, f"{title(peer)} was lost: it said {message['kind']!r}, which no host of this job says")
+        else:
+            handler(peer, message)
 
     def _on_hello(self, peer: Peer, message: Message) -> None:
         peer.hello = message

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from zero_launch.cluster import Cluster, title
-from zero_launch.meeting_state import StateKeeper
+from zero_launch.meeting_state import StateKeeper, places_in
 from zero_launch.messages import Message
 from zero_launch.peers import Peer, call
 from zero_launch.presence import Presence
@@ -56,6 +56,7 @@ class ElasticCluster(Cluster):
         self._restarts = 0
         self._calls: dict[str, float] = {}
         self._there_at = time.monotonic()
+        del self._handlers["store"]
         self._handlers |= {"started": self._on_started, "state": self._on_state, "served": self._on_served}
 
     # -- calling hosts, also again
@@ -130,6 +131,10 @@ class ElasticCluster(Cluster):
         super()._end_all()
 
     def _on_state(self, peer: Peer, message: Message) -> None:
+        strange = places_in(message["state"]) - set(self._places.values())
+        if strange:
+            self._lose(peer, f"{title(peer)} was lost: it knows of places that this job has not: {sorted(strange)[:4]}")
+            return
         answer = self._keeper.answer(message["state"], message["version"])
         if answer["replaced"]:
             self._review()

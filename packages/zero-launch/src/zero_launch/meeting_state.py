@@ -33,6 +33,14 @@ def to_plain(pickled: bytes) -> State:
     }
 
 
+def places_in(plain: Mapping[str, Any] | None) -> set[str]:
+    """Every place that a state names."""
+    if plain is None:
+        return set()
+    numbered = [node for node, _ in [*plain["participants"], *plain["heartbeats"]]]
+    return {node[0] for node in [*numbered, *plain["waiting"], *plain["redundant"]]}
+
+
 def to_pickle(plain: Mapping[str, Any]) -> bytes:
     """Plain data as the pickle that torch's handler in this process reads."""
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
