@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import _elastic_training
+import pytest
 
 from zero_comm import run_ranks
 
+VIRTUAL = {"deterministic": {"across_world_sizes": 2}}
+EVERY = _elastic_training.EVERY
+GROWN = 0
+"""As the number of steps: until ranks have come back and taken a few."""
 TRAINING = Path(__file__).with_name("_elastic_training.py")
 
 
@@ -44,11 +49,11 @@ def launch(tmp_path: Path, *words: object, seconds: float = 100) -> subprocess.C
 
 
 def undisturbed(folder: Path, worlds: dict[int, Line], changes: dict[str, Any]) -> dict[int, str]:
-    """The losses of runs that end by themselves where the number of ranks changes."""
+    """The losses of runs that end by themselves where the ranks become more or fewer; under virtual ranks, of one rank."""
     steps = sorted(worlds)
     ends = [step for step in steps if step == steps[-1] or worlds[step + 1].world != worlds[step].world]
-    for end in ends:
-        run_ranks(part, worlds[end].world, end, folder, changes)
+    for end in ends[-1:] if changes else ends:
+        run_ranks(part, 1 if changes else worlds[end].world, end, folder, changes)
     return {line.step: line.loss for line in told(folder)}
 
 
@@ -61,6 +66,7 @@ def pauses(lines: list[Line]) -> list[float]:
     return [b.at - a.at for a, b in itertools.pairwise(lines) if b.step <= a.step or b.world != a.world]
 
 
+@pytest.mark.soak
 def test_a_killed_rank_starts_again_and_the_job_has_the_losses_of_an_undisturbed_one(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     done = launch(tmp_path, "--elastic", "1:2", "--restarts", 1, TRAINING, 9, folder, "{}", "rank:0:1:4")
@@ -74,10 +80,24 @@ def test_a_killed_rank_starts_again_and_the_job_has_the_losses_of_an_undisturbed
     print(f"from the last step before to the first after: {pauses(told(folder))} s")
 
 
-def test_a_lost_host_shrinks_the_world_and_its_return_grows_it_at_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [VIRTUAL, pytest.param({}, marks=pytest.mark.soak)], ids=["virtual ranks", "plain"])
+def test_a_lost_host_shrinks_the_world_and_its_return_grows_it_at_a_checkpoint(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     folder = tmp_path / "checkpoints"
-    words = ["--hostfile", "hosts", "--launcher", "local", "--elastic", "1:2", "--restarts", 3]
-    done = launch(tmp_path, *words, TRAINING, 6000, folder, json.dumps({"deterministic": True}), "host:0:1:4")
-    print(done.stderr)
+    words = ["--hostfile", "hosts", "--launcher", "local", "--elastic", "1:2", "--restarts", 1]
+    done = launch(tmp_path, *words, TRAINING, GROWN, folder, json.dumps(changes), "host:0:1:4")
     assert done.returncode == 0, done.stderr
+    assert "rank 1 of 2 failed first: host b was lost" in done.stderr and "restart 1 of 1" in done.stderr
+    assert "host b is back" in done.stderr
+    found = that_count(told(folder))
+    worlds = [line.world for _, line in sorted(found.items())]
+    shrunk, grown = worlds.index(1), len(worlds) - worlds[::-1].index(1)
+    assert shrunk == EVERY and grown % EVERY == 0  # it went on from the last checkpoint, and grew at one
+    assert set(worlds[:shrunk]) == set(worlds[grown:]) == {2} and set(worlds[shrunk:grown]) == {1}
+    repeated = [line.step for before, line in itertools.pairwise(told(folder)) if line.step <= before.step]
+    assert repeated == [EVERY + 1]  # nothing was thrown away to grow
+    expected = undisturbed(tmp_path / "reference", found, changes)
+    assert {step: line.loss for step, line in found.items()} == expected
+    print(f"from the last step before to the first after: {pauses(told(folder))} s")
