@@ -21,6 +21,7 @@ from torch import nn
 import zero_core
 
 EVERY = 3
+PACE = float(os.environ.get("ELASTIC_PACE", "0"))  # seconds a step
 
 
 def model() -> nn.Module:
@@ -58,7 +59,7 @@ def train(steps: int, folder: Path, changes: dict[str, Any], accidents: list[str
             losses.append(loss.item())
             have_accidents(accidents, before)
             engine.step()
-        time.sleep(0.1 if last == sys.maxsize else 0.0)
+        time.sleep(0.1 if last == sys.maxsize else PACE)
         tell(folder, engine, losses[0])
         if engine.global_steps % EVERY == 0:
             engine.save_checkpoint(folder)

@@ -49,7 +49,7 @@ def launch(tmp_path: Path, *words: object, seconds: float = 100) -> subprocess.C
 
 
 def undisturbed(folder: Path, worlds: dict[int, Line], changes: dict[str, Any]) -> dict[int, str]:
-    """The losses of runs that end by themselves where the ranks become more or fewer; under virtual ranks, of one rank."""
+    """The losses of runs that end where the number of ranks changes; under virtual ranks, of one rank all the time."""
     steps = sorted(worlds)
     ends = [step for step in steps if step == steps[-1] or worlds[step + 1].world != worlds[step].world]
     for end in ends[-1:] if changes else ends:

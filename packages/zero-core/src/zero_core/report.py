@@ -22,6 +22,7 @@ def startup_report(config: Config, partition: Partition) -> str:
         f"{layout.numel - layout.used_numel:,} elements of padding",
         f"batch {config.train_batch_size} = {config.train_micro_batch_size_per_gpu} "
         f"x {config.gradient_accumulation_steps} accumulation x {partition.data_world_size} rank(s)",
+        *_rule(config),
         str(options.policy),
         *codec_lines(config, partition.device),
     ]
@@ -31,6 +32,13 @@ def startup_report(config: Config, partition: Partition) -> str:
         for row in config.report(defaults=False)
     ]
     return "\n".join(lines)
+
+
+def _rule(config: Config) -> list[str]:
+    if config.elastic.batch_size is None:
+        return []
+    kept = "the samples of a step" if config.elastic.batch_size == "keep_global_batch" else "the samples of a rank"
+    return [f"elastic.batch_size = {config.elastic.batch_size}: at another number of ranks {kept} stay the same"]
 
 
 def _copies(partition: Partition) -> str:

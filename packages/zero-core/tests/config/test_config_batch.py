@@ -74,3 +74,52 @@ def test_any_sufficient_part_of_a_consistent_triangle_gives_it_back(micro, steps
 def test_the_world_size_is_checked_too(world_size):
     with pytest.raises(ConfigError, match="world_size"):
         Config.load({"train_batch_size": 1}, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("rule", "given_sizes", "by_world_size"),
+    [
+        ("keep_global_batch", (12, 1, None), {1: (12, 1, 12), 2: (12, 1, 6), 3: (12, 1, 4)}),
+        ("keep_global_batch", (12, 2, 3), {1: (12, 2, 6), 2: (12, 2, 3), 3: (12, 2, 2)}),
+        ("scale", (12, 2, 3), {1: (6, 2, 3), 2: (12, 2, 3), 3: (18, 2, 3)}),
+        ("scale", (None, 2, None), {1: (2, 2, 1), 3: (6, 2, 1)}),
+    ],
+)
+def test_an_elastic_batch_keeps_what_its_rule_names_at_any_number_of_ranks(rule, given_sizes, by_world_size):
+    raw = {**written(*given_sizes), "elastic": {"batch_size": rule}}
+    for world_size, resolved in by_world_size.items():
+        config = Config.load(raw, world_size=world_size)
+        assert sizes(config) == resolved
+        for name, size in zip(NAMES, given_sizes, strict=True):
+            assert config.provenance(name) == ("user" if getattr(config, name) == size else "derived")
+
+
+@pytest.mark.parametrize(
+    ("rule", "given_sizes", "said"),
+    [
+        (
+            "keep_global_batch",
+            (8, 2, None),
+            "train_batch_size: expected a multiple of train_micro_batch_size_per_gpu x",
+        ),
+        (
+            "keep_global_batch",
+            (8, None, None),
+            "train_micro_batch_size_per_gpu: expected a number with elastic.batch_size",
+        ),
+        (
+            "keep_global_batch",
+            (None, 2, 1),
+            'train_batch_size: expected a number with elastic.batch_size = "keep_global',
+        ),
+        (
+            "scale",
+            (8, None, None),
+            'train_micro_batch_size_per_gpu: expected a number with elastic.batch_size = "scale"',
+        ),
+    ],
+)
+def test_an_elastic_batch_that_its_rule_cannot_keep_is_refused_by_name(rule, given_sizes, said):
+    with pytest.raises(ConfigError) as caught:
+        Config.load({**written(*given_sizes), "elastic": {"batch_size": rule}}, world_size=3)
+    assert said in str(caught.value)

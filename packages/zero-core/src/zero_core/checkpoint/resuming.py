@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from .saving import coordinator_of
 
 if TYPE_CHECKING:
     from ..engine import Engine
+
+logger = logging.getLogger("zero_core")
 
 Load = Callable[[Path, "str | None"], "tuple[str, dict[str, Any]]"]
 """Loads (root, tag, or the newest whole one) into the engine; returns the checkpoint's path and the client state."""
@@ -34,6 +37,19 @@ def resume(engine: Engine, memory: InMemory, root: Path, load: Load) -> Resumed 
 
     Raises `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded.
     """
+    resumed = _resume(engine, memory, root, load)
+    if resumed is not None and engine.reports:
+        batch = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()
+        logger.warning(
+            "goes on after step %d from %s (%s) with %d ranks: %d samples a step, %d in each of %d micro-batches of a "
+            "rank; %d samples were seen",
+            *(resumed.step, resumed.source, resumed.path, engine.partition.data_world_size, *batch),
+            *(engine.gradient_accumulation_steps(), engine.global_samples),
+        )
+    return resumed
+
+
+def _resume(engine: Engine, memory: InMemory, root: Path, load: Load) -> Resumed | None:
     everybody = engine.model_part.coordinator or coordinator_of(engine)
     found = memory.find(engine)
     try:

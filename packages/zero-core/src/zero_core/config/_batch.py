@@ -9,6 +9,9 @@ from zero_core.config.errors import ConfigError, Problem
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
+RULE, KEEP, SCALE = "elastic.batch_size", "keep_global_batch", "scale"
+
+
 class BatchSizes(NamedTuple):
     """Samples per optimizer step over all ranks, samples per forward and rank, and forwards per optimizer step."""
 
@@ -45,6 +48,22 @@ def resolve(train: int | None, micro: int | None, steps: int | None, world_size:
         expected = f"expected {MICRO} x {STEPS} x world size = {micro} x {steps} x {world_size} = {product}"
         raise ConfigError(Problem(TRAIN, expected, str(train), action="remove one of the three, or correct it"))
     return BatchSizes(train, micro, steps)
+
+
+def resolve_by_rule(rule: str, train: int | None, micro: int | None, steps: int | None, world_size: int) -> BatchSizes:
+    """Return the sizes at ``world_size`` ranks by `elastic.batch_size`; raise `ConfigError` where the rule cannot hold.
+
+    `keep_global_batch`: train and micro hold at any number of ranks, and the accumulation follows, whatever was
+    written. `scale`: micro and the accumulation (default 1) hold, and train follows.
+    """
+    needed = {MICRO: micro} if rule == SCALE else {TRAIN: train, MICRO: micro}
+    missing = [name for name, size in needed.items() if size is None]
+    if missing or micro is None:
+        expected = f'expected a number with {RULE} = "{rule}", which keeps it at any number of ranks'
+        raise ConfigError(*(Problem(name, expected, "nothing") for name in missing))
+    if rule == SCALE:
+        return resolve(None, micro, steps, world_size, any_auto=False)
+    return resolve(train, micro, None, world_size, any_auto=False)
 
 
 def _not_divisible(train: int, other: dict[str, int], world_size: int) -> Problem:

@@ -16,7 +16,7 @@ REMOVED_KEYS = {
     "compression_training": "compress the exported weights with torchao after training",
     "curriculum_learning": 'use "data_efficiency.data_sampling.curriculum_learning"',
     "eigenvalue": "it only served quantize_training, which is gone too; remove it",
-    "elasticity": 'set the batch sizes directly; checkpoints load at any world size, and "zero-launch" restarts ranks',
+    "elasticity": 'use "elastic.batch_size" with "zero-launch --elastic MIN:MAX"; checkpoints load at any world size',
     "graph_harvesting": "use torch.cuda.make_graphed_callables in the model",
     "nebula": 'set "checkpoint.writer.decoupled": true to write checkpoints while training goes on',
     "progressive_layer_drop": "drop layers in the model's own forward",

@@ -70,6 +70,15 @@ class Checkpoint(Section):
     in_memory: InMemory = InMemory()
 
 
+class Elastic(Section):
+    """What becomes of the batch at another number of ranks, as after `zero-launch --elastic` has lost a host."""
+
+    batch_size: Literal["keep_global_batch", "scale"] | None = Field(
+        default=None,
+        description="keep_global_batch: train_batch_size holds, the accumulation follows; scale: the other way round.",
+    )
+
+
 class CommsLogger(Section):
     """What was sent, as a table every `steps_per_print` steps."""
 

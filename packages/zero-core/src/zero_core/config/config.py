@@ -138,14 +138,17 @@ def _ancestry(path: str) -> list[str]:
 
 
 def _batch_sizes(file: ConfigFile, prepared: Prepared, world_size: int) -> dict[str, int]:
-    """Return the batch sizes that were not given."""
+    """Return the batch sizes that were not given, or that follow from others by `elastic.batch_size`."""
     given: dict[str, int | None] = {name: getattr(file, name) for name in (_batch.TRAIN, _batch.MICRO, _batch.STEPS)}
     any_auto = bool({_batch.TRAIN, _batch.MICRO} & prepared.auto)
     train, micro, steps = given.values()
     if steps is None and virtual_ranks(file):
         steps = virtual_ranks(file) // world_size
-    sizes = _batch.resolve(train, micro, steps, world_size, any_auto=any_auto)
-    return {name: size for (name, value), size in zip(given.items(), sizes, strict=True) if value is None}
+    if (rule := file.elastic.batch_size) is not None:
+        sizes = _batch.resolve_by_rule(rule, train, micro, steps, world_size)
+    else:
+        sizes = _batch.resolve(train, micro, steps, world_size, any_auto=any_auto)
+    return {name: size for (name, value), size in zip(given.items(), sizes, strict=True) if value != size}
 
 
 def _provenance(config: Config, prepared: Prepared, derived: dict[str, Any]) -> dict[str, str]:

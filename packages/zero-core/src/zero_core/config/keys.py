@@ -26,6 +26,7 @@ from zero_core.config._tool_keys import (
     Comet,
     CommsLogger,
     CsvMonitor,
+    Elastic,
     FlopsProfiler,
     RunRecord,
     Tensorboard,
@@ -36,8 +37,8 @@ from zero_core.config._zero_keys import Aio, Comm, Offload, ZeroOptimization
 
 
 class ConfigFile(Section):
-    """The keys of a DeepSpeed configuration, and our own: `audit_every`, `comm`, `deterministic`, `offload`,
-    `reduce_each_micro_batch`, `run_record`, `unit_*`."""
+    """The keys of a DeepSpeed configuration, and our own: `audit_every`, `comm`, `deterministic`, `elastic`,
+    `offload`, `reduce_each_micro_batch`, `run_record`, `unit_*`."""
 
     aliases: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
     auto_keys: ClassVar[frozenset[str]] = frozenset(
@@ -101,6 +102,7 @@ class ConfigFile(Section):
     offload: Offload = Offload()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     checkpoint: Checkpoint = Checkpoint()
+    elastic: Elastic = Elastic()
     comms_logger: CommsLogger = CommsLogger()
     flops_profiler: FlopsProfiler = FlopsProfiler()
     tensorboard: Tensorboard = Tensorboard()

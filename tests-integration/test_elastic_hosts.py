@@ -1,0 +1,111 @@
+"""The elastic job of many accidents: four ranks on three hosts (network namespaces), some of which die all the time."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import launch_hosts
+import psutil
+import pytest
+from launch_hosts import NAMES, Hosts, kill
+from test_elastic import TRAINING, Line, that_count, told, undisturbed
+
+pytestmark = pytest.mark.soak
+STEPS = int(os.environ.get("ZERO_ELASTIC_STEPS", "400"))
+ACCIDENTS = int(os.environ.get("ZERO_ELASTIC_ACCIDENTS", "20"))
+RECOVERY_SECONDS = 15
+STEPS_BETWEEN = 6
+KINDS = ("rank", "rank", "agent", "link")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    reason = launch_hosts.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with Hosts(tmp_path) as hosts:
+        yield hosts
+
+
+def lines(folder: Path) -> list[Line]:
+    return told(folder) if (folder.parent / f"{folder.name}.losses").exists() else []
+
+
+def victims(hosts: Hosts, name: str, module: str) -> list[psutil.Process]:
+    return [p for p in hosts.processes(name) if f"zero_launch.{module}" in p.cmdline() and p.cmdline()[0] != "/bin/sh"]
+
+
+class Accidents:
+    """Takes ranks, agents and links away, one after another, and brings links back."""
+
+    def __init__(self, hosts: Hosts, folder: Path, chance: random.Random) -> None:
+        self._hosts, self._folder, self._chance = hosts, folder, chance
+        self._unplugged: dict[str, float] = {}
+        self.recoveries: list[tuple[str, float]] = []
+
+    def run(self, job: subprocess.Popen[str], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        count = 0
+        while job.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+            self._plug(time.monotonic())
+            if len(self.recoveries) < ACCIDENTS and len(lines(self._folder)) >= count + STEPS_BETWEEN:
+                self._one(job)
+                count = len(lines(self._folder))
+
+    def _plug(self, now: float) -> None:
+        for name in [name for name, at in self._unplugged.items() if now >= at]:
+            del self._unplugged[name]
+            self._hosts.plug(name)
+
+    def _one(self, job: subprocess.Popen[str]) -> None:
+        kind = self._chance.choice(KINDS)
+        name = self._chance.choice([name for name in NAMES if name not in self._unplugged and self._ranks(name)])
+        before = len(lines(self._folder))
+        began = time.time()
+        if kind == "link":
+            self._hosts.unplug(name)
+            self._unplugged[name] = time.monotonic() + 10
+        else:
+            found = self._ranks(name) if kind == "rank" else victims(self._hosts, name, "host")
+            kill(self._chance.choice(found))
+        while job.poll() is None:
+            new = lines(self._folder)[before:]
+            after = [line for line in new if line.at > began + 0.5]
+            if after:
+                break
+            self._plug(time.monotonic())
+            time.sleep(0.05)
+        else:
+            return
+        self.recoveries.append((f"{kind} on {name}", after[0].at - began))
+
+    def _ranks(self, name: str) -> list[psutil.Process]:
+        return victims(self._hosts, name, "rank")
+
+
+def test_a_job_of_many_accidents_ends_by_itself_with_the_losses_of_an_undisturbed_one(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("alpha slots=2\nbeta slots=1\ngamma slots=1\n")
+    words = ["--elastic", "1:4", "--restarts", 3 * ACCIDENTS, "--hostfile", hostfile]
+    job = hosts.launch(*words, TRAINING, STEPS, folder, "{}", ELASTIC_PACE="0.05")
+    accidents = Accidents(hosts, folder, random.Random(5))
+    accidents.run(job, 60 + 30 * ACCIDENTS)
+    _, err = job.communicate(timeout=60)
+    for what, seconds in accidents.recoveries:
+        print(f"{what}: {seconds:.1f} s from the accident to the next step")
+    assert job.returncode == 0, err[-6000:]
+    assert len(accidents.recoveries) == ACCIDENTS, err[-6000:]
+    found = that_count(lines(folder))
+    assert sorted(found) == list(range(1, STEPS + 1))
+    print("steps by number of ranks:", {w: sum(line.world == w for line in found.values()) for w in range(1, 5)})
+    assert {step: line.loss for step, line in found.items()} == undisturbed(tmp_path / "reference", found, {})
+    assert max(seconds for _, seconds in accidents.recoveries) <= RECOVERY_SECONDS
