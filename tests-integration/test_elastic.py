@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any
 
 import _elastic_training
 import pytest
+from launch_hosts import wait_until
 
 from zero_comm import run_ranks
 
@@ -43,9 +46,10 @@ def that_count(lines: list[Line]) -> dict[int, Line]:
     return {line.step: line for line in lines}
 
 
-def launch(tmp_path: Path, *words: object, seconds: float = 100) -> subprocess.CompletedProcess[str]:
+def launch(tmp_path: Path, *words: object, seconds: float = 100, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zero_launch", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=seconds)
+    env = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=seconds, env=env)
 
 
 def undisturbed(folder: Path, worlds: dict[int, Line], changes: dict[str, Any]) -> dict[int, str]:
@@ -101,3 +105,50 @@ def test_a_lost_host_shrinks_the_world_and_its_return_grows_it_at_a_checkpoint(
     expected = undisturbed(tmp_path / "reference", found, changes)
     assert {step: line.loss for step, line in found.items()} == expected
     print(f"from the last step before to the first after: {pauses(told(folder))} s")
+
+
+SCONTROL = """#!/bin/sh
+echo "$@" >> "$SCONTROL_CALLS"
+exit "${SCONTROL_STATUS:-0}"
+"""
+LOCAL = ["--hostfile", "hosts", "--launcher", "local"]
+
+
+@pytest.mark.parametrize(
+    ("words", "signum", "refused"),
+    [
+        (["--nproc", 1], signal.SIGUSR1, False),
+        pytest.param(["--nproc", 2], signal.SIGUSR1, False, marks=pytest.mark.soak),
+        pytest.param(["--nproc", 2], signal.SIGTERM, True, marks=pytest.mark.soak),
+        pytest.param(LOCAL, signal.SIGUSR1, False, marks=pytest.mark.soak),
+        pytest.param([*LOCAL, "--elastic", "1:2"], signal.SIGTERM, False, marks=pytest.mark.soak),
+    ],
+)
+def test_a_job_that_is_asked_to_end_saves_goes_back_into_the_queue_and_goes_on_with_the_next_step(
+    tmp_path: Path, words: list[Any], signum: int, refused: bool
+) -> None:
+    folder, calls, scontrol = tmp_path / "checkpoints", tmp_path / "calls", tmp_path / "bin" / "scontrol"
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    scontrol.parent.mkdir()
+    scontrol.write_text(SCONTROL)
+    scontrol.chmod(0o755)
+    env = {**os.environ, "PATH": f"{scontrol.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+    env |= {"SCONTROL_CALLS": str(calls), "SCONTROL_STATUS": str(int(refused)), "ELASTIC_PACE": "0.1"}
+    command = [sys.executable, "-m", "zero_launch", "--requeue", *words, TRAINING, 10_000, folder, "{}"]
+    job = subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        assert wait_until(lambda: (tmp_path / "checkpoints.losses").exists() and len(told(folder)) > EVERY, 60)
+        job.send_signal(signum)
+        _, err = job.communicate(timeout=30)
+    finally:
+        job.kill()
+    assert job.returncode == (1 if refused else 75), err
+    assert calls.read_text() == "requeue 4711\n"
+    assert "a checkpoint is saved" in err and "Traceback" not in err
+    last = told(folder)[-1].step
+    assert (folder / "latest").read_text().strip() == f"global_step{last + 1}"  # it left inside the step that followed
+    if words[-1] == 1:
+        return  # what follows takes its time
+    done = launch(tmp_path, "--nproc", 2, TRAINING, last + 3, folder, "{}")
+    assert done.returncode == 0, done.stderr
+    assert [line.step for line in told(folder)] == [*range(1, last + 1), last + 2, last + 3]

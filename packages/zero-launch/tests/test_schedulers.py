@@ -52,7 +52,7 @@ def test_the_command_lines_of_srun_and_mpirun():
 def test_the_batch_file_is_a_shell_script_that_bash_accepts(tmp_path):
     (tmp_path / "my train.py").write_text("")
     command = [sys.executable, "-m", "zero_launch", "slurm-script", "--nodes", "2", "--nproc", "8", "--gpus"]
-    command += ["--time", "01:00:00", "--options=--max_restarts 1", "my train.py", "--name", "a b"]
+    command += ["--time", "01:00:00", "--requeue", "90", "--options=--max_restarts 1", "my train.py", "--name", "a b"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for line in (
@@ -60,7 +60,9 @@ def test_the_batch_file_is_a_shell_script_that_bash_accepts(tmp_path):
         "#SBATCH --ntasks-per-node=1",
         "#SBATCH --gpus-per-node=8",
         "#SBATCH --time=01:00:00",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=USR1@90",
     ):
         assert line in done.stdout.splitlines()
-    assert "--nproc 8 --max_restarts 1" in done.stdout and "'my train.py' --name 'a b'" in done.stdout
+    assert "--nproc 8 --requeue --max_restarts 1" in done.stdout and "'my train.py' --name 'a b'" in done.stdout
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0

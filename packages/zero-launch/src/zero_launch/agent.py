@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from zero_launch.desync import Record, Watcher, abandoned, explain
-from zero_launch.orders import ORDERS_VARIABLE, Orders
+from zero_launch.orders import END, ORDERS_VARIABLE, Orders
 from zero_launch.presence import HostPresence, Presence
 from zero_launch.processes import end_job, exit_status, wait_for_helpers
 from zero_launch.report import LaunchError, RankFailure, describe_exit, read_error_file, signal_name, tail
@@ -123,6 +123,7 @@ class Agent(LocalElasticAgent):
         quiet: bool = False,
         started: Callable[[Mapping[int, int]], None] = lambda pids: None,
         ranks_now: Callable[[], int] | None = None,
+        own_signals: Sequence[signal.Signals] = (),
     ) -> None:
         super().__init__(spec, logs_specs=files, shutdown_timeout=1)
         self._files = files
@@ -133,6 +134,7 @@ class Agent(LocalElasticAgent):
         self._host = socket.gethostname() if host is None else host
         self._started = started
         self._ranks_now = ranks_now
+        self._own_signals = own_signals
         self._stopped_seconds = stopped_seconds
         self._quiet = quiet
         self._ignored = [s for s in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(s) is signal.SIG_IGN]
@@ -144,6 +146,7 @@ class Agent(LocalElasticAgent):
         self._world_size = 0
         self._here = HostPresence({}, 0, stopped_seconds)
         self._presence = Presence(0, "")
+        self._asked_to_end = False
         self.left_for: str | None = None
         """The order that the ranks have left for, when that is how the job ended."""
         self.divergence: str | None = None
@@ -161,7 +164,12 @@ class Agent(LocalElasticAgent):
         self._started_at = time.time()
         self._stopping = False
         self.divergence = None
+        handlers = {sig: signal.getsignal(sig) for sig in self._own_signals}
         ids: dict[int, Any] = super()._start_workers(worker_group)
+        for sig, handler in handlers.items():  # as below
+            signal.signal(sig, handler)
+        if self._asked_to_end:
+            self._files.orders.give(END)
         for sig in self._ignored:  # `nohup` and `&` ignore these; the engine's start put a handler in their place
             signal.signal(sig, signal.SIG_IGN)
         folders = {worker.global_rank: self._files.ranks[worker.local_rank] for worker in worker_group.workers}
@@ -212,6 +220,11 @@ class Agent(LocalElasticAgent):
             return self._have_left(next(filter(None, left.values())))
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def ask_to_end(self) -> None:
+        """Have the ranks save and leave after the step that they are in; those of a later attempt too."""
+        self._asked_to_end = True
+        self._files.orders.give(END)
 
     def _have_left(self, order: str) -> RunResult:
         """Every rank has ended, some because they were asked to leave."""

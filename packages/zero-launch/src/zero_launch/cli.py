@@ -24,6 +24,7 @@ from zero_launch.nodes import Node, discover_node
 from zero_launch.options import parser
 from zero_launch.record import record_failure, record_variables
 from zero_launch.report import LaunchError
+from zero_launch.requeue import LeftEarly, requeue
 from zero_launch.schedulers import mpirun_command, srun_command
 from zero_launch.spec import ClusterSpec, LaunchSpec
 from zero_launch.stand_ins import search_paths
@@ -50,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         print(f"zero-launch: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except LeftEarly:
+        status, text = requeue(os.environ)
+        _say(text)
+        return status
     except BrokenPipeError:
         # Whoever read our output is gone, and the job was ended for it. What is buffered has no reader either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -208,6 +213,7 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
         bind_cores=options.bind_cores_to_rank or bool(options.bind_core_list),
         core_list=options.bind_core_list,
         elastic=_elastic(options),
+        requeue=options.requeue,
     )
 
 

@@ -22,6 +22,7 @@ from zero_launch.outcome import failures_in_order, notes
 from zero_launch.peers import Inbox, Listener, Peer, call
 from zero_launch.presence import WAIT_SECONDS, Presence
 from zero_launch.report import LaunchError, RankFailure, signal_name
+from zero_launch.requeue import LeftEarly
 from zero_launch.spec import ClusterSpec
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -63,6 +64,8 @@ class Cluster:
         self._restarting = False
         self._stopping: str | None = None
         self._interrupted: int | None = None
+        self._asked_to_end = False
+        self._left = False
         self._divergence: str | None = None
         self._lost: list[tuple[float, RankFailure]] = []
         self._troubles: list[str] = []
@@ -115,7 +118,8 @@ class Cluster:
     def _take_signals(self) -> dict[signal.Signals, Any]:
         if threading.current_thread() is not threading.main_thread():
             return {}
-        saved = {s: signal.getsignal(s) for s in _SIGNALS if signal.getsignal(s) is not signal.SIG_IGN}
+        heard = (*_SIGNALS, signal.SIGUSR1) if self._spec.job.requeue else _SIGNALS
+        saved = {s: signal.getsignal(s) for s in heard if signal.getsignal(s) is not signal.SIG_IGN}
 
         def hear(signum: int, frame: FrameType | None) -> None:
             self._inbox.put(("", {"kind": "signal", "signal": signum}))
@@ -193,6 +197,8 @@ class Cluster:
             address=self._addresses.of(peer),
             elastic=self._terms(peer),
         )
+        if self._asked_to_end:
+            peer.send("end")
 
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
         """On what terms a host takes part in rounds, where hosts come and go."""
@@ -225,6 +231,8 @@ class Cluster:
         if self._stopping is None and not failures:
             for note in notes(peers):
                 self._say(note)
+            if self._left:
+                raise LeftEarly
             return
         records = {rank: record for peer in peers for rank, record in peer.records.items()}
         divergence = self._divergence or (difference(records) if len(records) > 1 else None)
@@ -241,11 +249,25 @@ class Cluster:
             name, message = self._inbox.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             return
-        if message["kind"] == "signal":
+        if message["kind"] == "signal" and self._ends_well(message["signal"]):
+            self._ask_to_end(message["signal"])
+        elif message["kind"] == "signal":
             self._interrupted = message["signal"]
             self._stop(f"interrupted by {signal_name(message['signal'])}")
         else:
             self.hear(name, message)
+
+    def _ends_well(self, signum: int) -> bool:
+        """Whether a signal asks for a checkpoint and an end: SIGUSR1, and the first SIGTERM."""
+        asks = self._spec.job.requeue and signum in (signal.SIGUSR1, signal.SIGTERM)
+        return asks and not (self._asked_to_end and signum == signal.SIGTERM)
+
+    def _ask_to_end(self, signum: int) -> None:
+        if not self._asked_to_end:
+            self._asked_to_end = True
+            self._say(f"{signal_name(signum)}: the ranks save a checkpoint after this step, and end")
+            for peer in self._there():
+                peer.send("end")
 
     def hear(self, name: str, message: Message) -> None:
         """Take in what the host ``name`` says."""
@@ -376,6 +398,7 @@ class Cluster:
         peer.fates, peer.notes, peer.folder = message["fates"], message["notes"], message.get("folder", "")
         peer.records = {int(rank): Record.from_json(data) for rank, data in message["records"].items()}
         self._divergence = self._divergence or message.get("divergence")
+        self._left = self._left or message.get("left") is not None
         peer.state = "ended"
         if message["failed"] and self._stopping is None:
             self._stop(f"{title(peer)} failed")

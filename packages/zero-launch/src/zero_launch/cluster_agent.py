@@ -94,6 +94,7 @@ class ClusterAgent(Agent):
             "fates": self.fates() if self._records else [],
             "notes": self.notes,
             "divergence": self.divergence,
+            "left": self.left_for,
             "records": {str(rank): record.to_json() for rank, record in self._watcher.records.items()},
         }
 

@@ -114,6 +114,8 @@ class Hand:
         env = {**order["spec"]["env"], **interface_variables(address), **own_spec.env}
         spec = dataclasses.replace(own_spec, env=env)
         spec.check_target()
+        if spec.requeue:  # Slurm sends it to every node; the launcher acts on it
+            signal.signal(signal.SIGUSR1, lambda signum, frame: None)
         folder, keep = run_folder(spec.log_dir, order["job_id"])
         with ring_folder() as rings, guarded(job_id, rings) as guard:
             agent = ClusterAgent.for_host(self._channel, spec, job_id, folder, rings, guard, order)
@@ -145,6 +147,8 @@ class Hand:
                     continue
                 if kind == "finish":
                     agent.finish.set()
+                elif kind == "end":
+                    agent.ask_to_end()
                 elif kind == "grow":
                     agent.ask_to_regroup(message["attempt"])
                 elif kind in ("stop", "eof") or self._channel.silence > spec.silence_seconds:

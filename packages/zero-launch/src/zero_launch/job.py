@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from zero_launch.cores import bindings, threads_per_rank, usable_cores
 from zero_launch.guard import Guard
 from zero_launch.processes import CORES_VARIABLE, JOB_VARIABLE, LAUNCHER_PID_VARIABLE, end_job
 from zero_launch.report import LaunchError, signal_name
+from zero_launch.requeue import LeftEarly
 from zero_launch.sockets import LOOPBACK, interface_variables
 from zero_launch.spec import LaunchSpec
 
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
     from zero_launch.agent import Agent
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_REQUEUE_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 _MONITOR_SECONDS = 0.1
 
 
@@ -67,6 +70,8 @@ def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "c
         _say(note)
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
+    if agent.left_for is not None:
+        raise LeftEarly
 
 
 def _run_agent(
@@ -99,8 +104,11 @@ def _run_agent(
             stopped_seconds=spec.silence_seconds,
             quiet=spec.quiet,
             started=lambda pids: guard.watch(list(pids.values())),
+            own_signals=_REQUEUE_SIGNALS if spec.requeue else (),
             ranks_now=None if spec.elastic is None else counter(spec.elastic, spec.nproc),
         )
+        if spec.requeue:
+            heed_requeue_signals(agent)
         try:
             with quiet_engine():
                 failed = agent.run().is_failed()
@@ -109,6 +117,25 @@ def _run_agent(
         finally:
             sweep(agent, job_id)
     return agent, interrupted, failed
+
+
+def heed_requeue_signals(agent: Agent) -> None:
+    """On the first SIGUSR1 or SIGTERM the ranks save and leave; after it SIGTERM means what it meant."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    asked = False
+
+    def heed(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked and signum == signal.SIGTERM:
+            raise SignalException("asked to end twice", signal.SIGTERM)
+        if not asked:
+            asked = True
+            _say(f"{signal_name(signum)}: the ranks save a checkpoint after this step, and end")
+            agent.ask_to_end()
+
+    for sig in _REQUEUE_SIGNALS:
+        signal.signal(sig, heed)
 
 
 def worker_group_spec(

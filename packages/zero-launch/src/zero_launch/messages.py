@@ -184,11 +184,12 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Check]] = {
     "meet": {"round": _natural, "attempt": _natural, "address": _text, "port": _within(1, 65535)},
     "again": {"attempt": _natural},
     "grow": {"attempt": _natural},
+    "end": {},
     "finish": {},
     "stop": {},
 }
 """What the launcher says."""
-_OPTIONAL: Mapping[str, Check] = {"divergence": _or_none(_text), "folder": _text}
+_OPTIONAL: Mapping[str, Check] = {"divergence": _or_none(_text), "folder": _text, "left": _or_none(_text)}
 
 
 def encode(message: Mapping[str, Any]) -> bytes:

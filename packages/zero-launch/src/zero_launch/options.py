@@ -78,6 +78,11 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
         help="go on with MIN to MAX ranks when hosts or devices are lost, and grow at a checkpoint when they come back",
     )
     group.add_argument(
+        "--requeue",
+        action="store_true",
+        help="on SIGUSR1 or SIGTERM have the ranks save and end; then `scontrol requeue` under Slurm, and status 75",
+    )
+    group.add_argument(
         "--grace", type=float, default=2.0, metavar="S", help="seconds to end by oneself before SIGKILL (default 2)"
     )
     group.add_argument(

@@ -56,10 +56,12 @@ def sbatch_script(
     account: str | None,
     gpus: bool,
     options: Sequence[str],
+    requeue: int | None = None,
 ) -> str:
     """The batch file for a job of ``nodes`` nodes with ``spec.nproc`` ranks each, one launcher per node.
 
     The working directory and interpreter are those of this process; Slurm carries the environment over by itself.
+    ``requeue``: so many seconds before its time limit the job saves, ends and goes back into the queue.
     """
     directives = [
         f"--job-name={name}",
@@ -71,7 +73,9 @@ def sbatch_script(
         *([f"--account={account}"] if account else []),
         f"--chdir={os.getcwd()}",
         "--output=%x-%j.out",
+        *(["--requeue", "--open-mode=append", f"--signal=USR1@{requeue}"] if requeue else []),
     ]
+    options = [*(["--requeue"] if requeue else []), *options]
     command = shlex.join([sys.executable, "-m", "zero_launch", "--nproc", str(spec.nproc), *options])
     target = shlex.join(target_arguments(spec))
     lines = [

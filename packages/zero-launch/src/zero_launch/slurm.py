@@ -27,6 +27,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--partition", metavar="NAME")
     parser.add_argument("--account", metavar="NAME")
     parser.add_argument("--name", metavar="NAME", help="job name (default: the target's)")
+    parser.add_argument(
+        "--requeue",
+        type=int,
+        metavar="S",
+        help="S seconds before the time limit save, end and go back into the queue",
+    )
     parser.add_argument("--options", default="", metavar="ARGS", help="more options of zero-launch, as one argument")
     parser.add_argument("--output", metavar="FILE", help="write there instead of to standard output")
     parser.add_argument("-m", "--module", action="store_true", help="TARGET is a module, as in python -m")
@@ -46,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
         account=options.account,
         gpus=options.gpus,
         options=shlex.split(options.options),
+        requeue=options.requeue,
     )
     if options.output:
         Path(options.output).write_text(text, encoding="utf-8")

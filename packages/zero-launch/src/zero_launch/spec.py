@@ -33,6 +33,7 @@ class LaunchSpec:
     ``max_restarts``: how often all ranks are started again after a failure.
     ``silence_seconds``: a host that is not heard for so long is lost, and a rank that is stopped for so long is named.
     ``elastic``: the least and the most ranks with which the job goes on when hosts or devices come and go.
+    ``requeue``: the first SIGUSR1 or SIGTERM has the ranks save and end, which `launch` reports as `LeftEarly`.
     ``bind_cores``: give each rank cores of its own, near each other; ``core_list`` restricts them, as in `0,2-5`.
 
     Raises ValueError for values out of range.
@@ -53,6 +54,7 @@ class LaunchSpec:
     core_list: str = ""
     silence_seconds: float = SILENCE_SECONDS
     elastic: tuple[int, int] | None = None
+    requeue: bool = False
 
     def __post_init__(self) -> None:
         if not self.target:
