@@ -39,12 +39,11 @@ def resume(engine: Engine, memory: InMemory, root: Path, load: Load) -> Resumed 
     """
     resumed = _resume(engine, memory, root, load)
     if resumed is not None and engine.reports:
-        batch = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()
+        sizes = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         logger.warning(
-            "goes on after step %d from %s (%s) with %d ranks: %d samples a step, %d in each of %d micro-batches of a "
-            "rank; %d samples were seen",
-            *(resumed.step, resumed.source, resumed.path, engine.partition.data_world_size, *batch),
-            *(engine.gradient_accumulation_steps(), engine.global_samples),
+            "resumed from %s after step %d and %d samples: %s; batch %d = %d x %d accumulation x %d rank(s)",
+            *(resumed.source, resumed.step, engine.global_samples, resumed.path, engine.train_batch_size(), *sizes),
+            engine.partition.data_world_size,
         )
     return resumed
 
