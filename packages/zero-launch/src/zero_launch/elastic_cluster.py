@@ -15,8 +15,8 @@ from zero_launch.sockets import LOOPBACK
 from zero_launch.spec import ClusterSpec
 
 CALL_AGAIN_SECONDS = 5.0
-JOIN_SECONDS = 600
-"""How long a job waits for hosts: torch's own limit for a round, see meeting.py."""
+MEET_SECONDS = 600
+"""How long a job waits for hosts while none of its ranks run."""
 
 
 def host_bounds(slots: list[int], least: int, most: int) -> tuple[int, int]:
@@ -55,7 +55,7 @@ class ElasticCluster(Cluster):
         self._ranks = 0
         self._restarts = 0
         self._calls: dict[str, float] = {}
-        self._there_at = time.monotonic()
+        self._ran_at = time.monotonic()
         del self._handlers["store"]
         self._handlers |= {"started": self._on_started, "state": self._on_state, "served": self._on_served}
 
@@ -70,10 +70,11 @@ class ElasticCluster(Cluster):
         return {"place": self._places[peer.name], "address": address, "least": self._least, "most": self._most}
 
     def _drop(self, peer: Peer, why: str) -> None:
-        if not self._leading:
-            self._troubles.append(why)
         peer.state = "lost"
-        self._call_later(peer)
+        if self._leading:
+            self._call_later(peer)
+        else:
+            self._troubles.append(why)
 
     def _call_later(self, peer: Peer) -> None:
         """Have a lost host called again; a node that comes by itself may take its place again."""
@@ -112,16 +113,19 @@ class ElasticCluster(Cluster):
 
     def _lead(self) -> None:
         self._leading = True
+        for peer in [peer for peer in self._peers.values() if peer.state == "lost"]:
+            self._call_later(peer)
         while self._stopping is None and not self._over:
             self._next_message()
             self._find_the_silent()
             self._call_again()
             for text in self._presence.remarks():
                 self._remark(text)
-            if self._there():
-                self._there_at = time.monotonic()
-            elif time.monotonic() - self._there_at > JOIN_SECONDS:
-                self._stop(f"no host has come back in {JOIN_SECONDS} s")
+            if any(peer.state in ("running", "done") for peer in self._there()):
+                self._ran_at = time.monotonic()
+            elif time.monotonic() - self._ran_at > MEET_SECONDS:
+                there = sum(len(peer.slots) for peer in self._there())
+                self._stop(f"no round in {MEET_SECONDS} s: {there} ranks can take part, {self._least_ranks} are needed")
 
     def _end_all(self) -> None:
         for peer in self._there():
@@ -232,6 +236,12 @@ class ElasticCluster(Cluster):
                 self._stop(why)
         self._call_later(peer)
         self._review()
+
+    def _on_refused(self, peer: Peer, message: Message) -> None:
+        if self._rounds:
+            self._lose(peer, f"{title(peer)} was lost: {message['why']}")
+        else:
+            super()._on_refused(peer, message)
 
     def _on_done(self, peer: Peer, message: Message) -> None:
         peer.state = "done"

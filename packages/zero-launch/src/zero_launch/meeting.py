@@ -25,7 +25,7 @@ from zero_launch.meeting_state import to_pickle, to_plain
 from zero_launch.messages import Message
 from zero_launch.sockets import STORE_SECONDS, open_store
 
-JOIN_SECONDS = 600
+_JOIN_DAYS = 30  # a host waits for the next checkpoint; the launcher knows when a job waits in vain
 _ANSWER_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
 _BEAT_SECONDS = 5
@@ -90,7 +90,7 @@ class Meeting(DynamicRendezvousHandler):
     def of(cls, channel: Channel, job_id: str, terms: Message) -> Meeting:
         """The rendezvous that ``terms`` of the launcher describe (see `messages.FROM_LAUNCHER`)."""
         backend = ChannelBackend(channel)
-        join = timedelta(seconds=JOIN_SECONDS)
+        join = timedelta(days=_JOIN_DAYS)
         made: Meeting = cls.from_backend(
             job_id,
             HashStore(),
