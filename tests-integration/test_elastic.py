@@ -46,7 +46,7 @@ def that_count(lines: list[Line]) -> dict[int, Line]:
     return {line.step: line for line in lines}
 
 
-def launch(tmp_path: Path, *words: object, seconds: float = 100, **variables: str) -> subprocess.CompletedProcess[str]:
+def launch(tmp_path: Path, *words: object, seconds: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zero_launch", *map(str, words)]
     env = {**os.environ, **variables}
     return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=seconds, env=env)
