@@ -108,23 +108,17 @@ def test_a_wrong_call_ends_with_status_2_and_the_usage(words: list[str], capsys:
     assert caught.value.code == 2 and "usage: zero-core" in capsys.readouterr().err
 
 
-def test_estimate_is_a_command(capsys: Any) -> None:
-    assert main(["estimate", "--params", "2.78B", "--largest-layer", "65.8M"]) == 0
-    assert "ZeRO stage 3" in capsys.readouterr().out
-
-
 def test_the_command_is_installed_under_its_name() -> None:
     (script,) = entry_points(group="console_scripts", name="zero-core")
     assert script.load() is main
 
 
-@pytest.mark.parametrize("words", [["--version"], ["estimate", "--params", "7B", "--world-sizes", "1,8"]])
-def test_starting_the_command_and_planning_do_not_import_torch(words: list[str]) -> None:
-    script = f"""
+def test_starting_the_command_does_not_import_torch() -> None:
+    script = """
 import sys
 from zero_core.cli import main
 try:
-    main({words!r})
+    main(['--version'])
 except SystemExit:
     pass
 print("torch" in sys.modules, file=sys.stderr)

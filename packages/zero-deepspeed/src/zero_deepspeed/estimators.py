@@ -1,10 +1,10 @@
-"""DeepSpeed's memory estimators, which print a table, over `zero_core.estimate`."""
+"""DeepSpeed's memory estimators, which print a table, over `zero_plan`."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from zero_core.estimate import estimate_zero2, estimate_zero2_live, estimate_zero3, estimate_zero3_live
+from zero_plan import estimate_zero2, estimate_zero2_live, estimate_zero3, estimate_zero3_live
 
 
 def zero2_live(

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from zero_core import __version__
 from zero_core.errors import UsageError
-from zero_core.estimate import add_estimate_command
 
 from .config_command import add_config_command
 from .verify_command import add_verify_command
@@ -42,11 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="zero-core", description="Check a configuration; plan the memory of a model; verify training."
+        prog="zero-core", description="Check a configuration; verify training."
     )
     parser.add_argument("--version", action="version", version=f"zero-core {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_config_command(commands)
-    add_estimate_command(commands)
     add_verify_command(commands)
     return parser

@@ -1,4 +1,4 @@
-"""`zero-core estimate`: the tables on a terminal, for a model that need not exist."""
+"""`zero-plan table`: the published tables, for a model that need not exist."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from decimal import Decimal, InvalidOperation
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zero_core.errors import UsageError
-from zero_core.estimate.live import ParameterCount, count_parameters
-from zero_core.estimate.model_states import model_states_per_rank
-from zero_core.estimate.offload import Estimate, estimate_zero1, estimate_zero2, estimate_zero3
+from ..errors import PlanError
+from ..estimators import Estimate, estimate_zero1, estimate_zero2, estimate_zero3
+from ..live import ParameterCount, count_parameters
+from ..quantities import parse_count
+from ..states import published_table
+from .printing import print_table
 
 if TYPE_CHECKING:
     from torch import nn
 
-_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _STAGES = (1, 2, 3)
 
 _DESCRIPTION = """\
-Estimate the memory of parameters, gradients and optimizer states, by tier, for ZeRO stages 1 to 3.
-Activations come on top. Counts may be written as 2783959040, 2.78B, 7.5e9 or 65M.
+Print the memory of parameters, gradients and optimizer states: DeepSpeed's estimators for stages 1 to 3 with and
+without offload, or with --world-sizes table 1 of the ZeRO paper. Activations come on top, see `zero-plan estimate`.
+Counts may be written as 2783959040, 2.78B, 7.5e9 or 65M.
 
-  zero-core estimate --params 2.78B --largest-layer 65.8M --gpus-per-node 8
-  zero-core estimate --model my_package.models:build --stage 2 --nodes 4
-  zero-core estimate --params 7.5B --world-sizes 1,4,16,64,256,1024
+  zero-plan table --params 2.78B --largest-layer 65.8M --gpus-per-node 8
+  zero-plan table --model my_package.models:build --stage 2 --nodes 4
+  zero-plan table --params 7.5B --world-sizes 1,4,16,64,256,1024
 """
 
 
-def add_estimate_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add `estimate` to the commands of a parser; the parsed namespace's `run(namespace)` returns the exit status.
+def add_table_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Add `table` to the commands of a parser; the parsed namespace's `run(namespace)` returns the exit status.
 
     `run` prints to standard output. Wrong arguments end the program with status 2, as argparse does.
     """
     parser = subparsers.add_parser(
-        "estimate",
-        help="memory needed by a model's states, per CPU and per GPU",
+        "table",
+        help="memory of a model's states, as the published tables have it",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -84,7 +85,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             _print_model_states(total, arguments.world_sizes, as_json=arguments.json)
         else:
             _print_estimates(_estimates(total, largest, arguments), as_json=arguments.json)
-    except UsageError as error:
+    except PlanError as error:
         parser.error(str(error))
     return 0
 
@@ -93,7 +94,7 @@ def _counts(arguments: argparse.Namespace) -> tuple[int, int | None]:
     if arguments.model is None:
         return arguments.params, arguments.largest_layer
     if arguments.largest_layer is not None:
-        raise UsageError("--largest-layer goes with --params; with --model it is counted")
+        raise PlanError("--largest-layer goes with --params; with --model it is counted")
     counted: ParameterCount = count_parameters(_model(arguments.model))
     return counted
 
@@ -110,7 +111,7 @@ def _estimates(total: int, largest: int | None, arguments: argparse.Namespace) -
         if stage < 3:
             made.append((estimate_zero1 if stage == 1 else estimate_zero2)(total, **setup))
         elif largest is None:
-            raise UsageError("stage 3 keeps one layer whole at a time: give --largest-layer, or --model to count it")
+            raise PlanError("stage 3 keeps one layer whole at a time: give --largest-layer, or --model to count it")
         else:
             made.append(estimate_zero3(total, largest, **setup))
     return made
@@ -124,31 +125,28 @@ def _print_estimates(estimates: Sequence[Estimate], *, as_json: bool) -> None:
 
 
 def _print_model_states(total: int, world_sizes: Sequence[int], *, as_json: bool) -> None:
+    sizes = {(stage, ranks): nbytes for stage, ranks, nbytes in published_table(total, world_sizes)}
     if as_json:
-        rows = [
-            {"stage": stage, "world_size": n, "bytes": model_states_per_rank(total, stage=stage, world_size=n)}
-            for stage in (0, *_STAGES)
-            for n in world_sizes
-        ]
+        rows = [{"stage": stage, "world_size": ranks, "bytes": size} for (stage, ranks), size in sizes.items()]
         print(json.dumps({"total_params": total, "model_states_per_rank": rows}))
         return
-    from rich.console import Console
-    from rich.table import Table
+    cells = [
+        (str(stage), *(_gigabytes(sizes[stage, ranks]) for ranks in world_sizes))
+        for stage in sorted({stage for stage, _ in sizes})
+    ]
+    columns = ("stage", *(f"{ranks} rank{'s' if ranks > 1 else ''}" for ranks in world_sizes))
+    print_table(f"GB (1e9 bytes) of model states per rank, {total:,} parameters, Adam, 16-bit weights", columns, cells)
 
-    table = Table("stage", title=f"GB (1e9 bytes) of model states per rank, {total:,} parameters, Adam, 16-bit weights")
-    for n in world_sizes:
-        table.add_column(f"{n} rank{'s' if n > 1 else ''}", justify="right")
-    for stage in (0, *_STAGES):
-        sizes = [model_states_per_rank(total, stage=stage, world_size=n) / 1e9 for n in world_sizes]
-        table.add_row(str(stage), *(f"{size:.3g}" if size < 100 else f"{size:,.0f}" for size in sizes))
-    Console().print(table)
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3g}" if nbytes < 100e9 else f"{nbytes / 1e9:,.0f}"
 
 
 def _model(path: str) -> nn.Module:
     """Build the model that `module:name` names, without memory for its parameters."""
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
-        raise UsageError(f"--model: expected MODULE:NAME, got {path!r}")
+        raise PlanError(f"--model: expected MODULE:NAME, got {path!r}")
     import torch
 
     if os.getcwd() not in sys.path:
@@ -159,26 +157,20 @@ def _model(path: str) -> nn.Module:
             for part in name.split("."):
                 found = getattr(found, part)
         except (ImportError, AttributeError) as error:
-            raise UsageError(f"--model {path}: {error}") from error
+            raise PlanError(f"--model {path}: {error}") from error
         model = found if isinstance(found, torch.nn.Module) else found() if callable(found) else found
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(
+        raise PlanError(
             f"--model {path}: expected a torch.nn.Module or a function that builds one, got {type(model).__name__}"
         )
     return model
 
 
 def _count(text: str) -> int:
-    digits, factor = text.strip().replace("_", "").replace(",", ""), 1
-    if digits and digits[-1].upper() in _SUFFIXES:
-        digits, factor = digits[:-1], _SUFFIXES[digits[-1].upper()]
     try:
-        value = Decimal(digits) * factor
-    except InvalidOperation:
-        value = Decimal("NaN")
-    if not value.is_finite() or value != int(value) or value < 1:
-        raise argparse.ArgumentTypeError(f"expected a count such as 2783959040, 2.78B or 65M, got {text!r}")
-    return int(value)
+        return parse_count(text)
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive(text: str) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
-from zero_core.errors import UsageError
-from zero_core.estimate.offload import Estimate, estimate_zero1, estimate_zero2, estimate_zero3
+from .errors import PlanError
+from .estimators import Estimate, estimate_zero1, estimate_zero2, estimate_zero3
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,19 +22,19 @@ class ParameterCount(NamedTuple):
 def count_parameters(model: nn.Module) -> ParameterCount:
     """Count parameter elements: memory that several parameters share once, meta tensors by identity.
 
-    Raises `UsageError` when the model has no parameter elements, or a lazy module that has not seen data.
+    Raises `PlanError` when the model has no parameter elements, or a lazy module that has not seen data.
     """
     from torch.nn.parameter import is_lazy
 
     unique: dict[Hashable, int] = {}
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
-            raise UsageError(f"model: {name} has no shape yet; run the model once on an example before counting")
+            raise PlanError(f"model: {name} has no shape yet; run the model once on an example before counting")
         key = _memory(parameter)
         unique[key] = max(unique.get(key, 0), parameter.numel())
     total = sum(unique.values())
     if not total:
-        raise UsageError(f"model: {type(model).__name__} has no parameters, so there is nothing to estimate")
+        raise PlanError(f"model: {type(model).__name__} has no parameters, so there is nothing to estimate")
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
     return ParameterCount(total, largest)
 

@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from zero_core import estimate
-from zero_core.errors import UsageError
-from zero_core.estimate import estimate_zero1, estimate_zero2, estimate_zero3, model_states_per_rank
+from zero_plan import PlanError, estimate_zero1, estimate_zero2, estimate_zero3, model_states_per_rank
 
 T0_3B = (2_783_959_040, 65_798_144)
 
@@ -124,27 +120,11 @@ def test_init_lowers_the_host_need_where_it_is_bound_by_building_the_model() -> 
         (lambda: estimate_zero1(10, nodes=0), "nodes: expected an integer >= 1, got 0"),
         (lambda: estimate_zero1(10, gpus_per_node=-1), "gpus_per_node: expected an integer >= 1, got -1"),
         (lambda: estimate_zero2(10, additional_buffer_factor=0), "additional_buffer_factor: expected a number > 0"),
-        (lambda: model_states_per_rank(10, stage=4, world_size=1), "stage: expected 0, 1, 2 or 3, got 4"),
+        (lambda: model_states_per_rank(10, stage=4, world_size=1), "stage: expected 0, 1, 2, 3, got 4"),
         (lambda: model_states_per_rank(10, stage=1, world_size=0), "world_size: expected an integer >= 1, got 0"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused_by_name(call: Any, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(PlanError) as caught:
         call()
     assert message in str(caught.value)
-
-
-def test_the_cold_forms_import_neither_torch_nor_rich() -> None:
-    program = (
-        "import sys; from zero_core.estimate import estimate_zero2, estimate_zero3, model_states_per_rank; "
-        "str(estimate_zero3(100, 10)); str(estimate_zero2(100)); model_states_per_rank(100, stage=1, world_size=4); "
-        "sys.exit(', '.join({'torch', 'rich', 'pydantic'} & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_public_names_are_exact() -> None:
-    assert estimate.__all__ == sorted(estimate.__all__)
-    modules = {"annotations", "command", "live", "model_states", "offload"}
-    assert {name for name in vars(estimate) if not name.startswith("_")} - modules == set(estimate.__all__)

@@ -8,9 +8,8 @@ import random
 from typing import Any
 
 import pytest
-from torch import nn
 
-from zero_core.estimate import count_parameters, estimate_zero2, estimate_zero3
+from zero_plan import count_parameters, estimate_zero2, estimate_zero3
 
 pytestmark = pytest.mark.peer
 
@@ -79,6 +78,8 @@ def test_the_printed_tables_differ_in_the_name_of_the_device_only(
 
 
 def test_a_live_model_is_counted_alike(peers: Any) -> None:
+    from torch import nn
+
     model = nn.Transformer(32, 4, 2, 2, 64, batch_first=True)
     model.register_module("tied", nn.Linear(32, 64))
     model.tied.weight = nn.Parameter(model.encoder.layers[0].linear1.weight.data)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from zero_core.errors import UsageError
-from zero_core.estimate._checks import at_least_one
+from ._checks import at_least_one
+from .errors import PlanError
 
 Tier = Literal["cpu", "none"]
 
@@ -68,7 +68,7 @@ def estimate_zero1(
     """Return the needs of stage 1: as `estimate_zero2`, with the 16-bit gradients whole on every device.
 
     For P parameters on G devices of N nodes, f the buffer factor: offloaded 4P on the device and P * max(4G, 16) * f on
-    the host; otherwise 4P + 16P/G, and P * 4 * (G/N) * f to build the model. Raises `UsageError` for counts below 1.
+    the host; otherwise 4P + 16P/G, and P * 4 * (G/N) * f to build the model. Raises `PlanError` for counts below 1.
     """
     return _below_stage_3(1, total_params, gpus_per_node, nodes, additional_buffer_factor)
 
@@ -79,7 +79,7 @@ def estimate_zero2(
     """Return the needs of stage 2, with the optimizer on the CPU or not, as DeepSpeed's estimator gives them.
 
     For P parameters on G devices of N nodes, f the buffer factor: offloaded 2P on the device and P * max(4G, 16) * f on
-    the host; otherwise 2P + 18P/G, and P * 4 * (G/N) * f to build the model. Raises `UsageError` for counts below 1.
+    the host; otherwise 2P + 18P/G, and P * 4 * (G/N) * f to build the model. Raises `PlanError` for counts below 1.
     """
     return _below_stage_3(2, total_params, gpus_per_node, nodes, additional_buffer_factor)
 
@@ -117,7 +117,7 @@ def estimate_zero3(
     For P parameters, l of them in the largest layer, on G devices of N nodes, f the buffer factor: with everything
     offloaded 4l on the device and 18P/N * f on the host; with the optimizer offloaded 4l + 2P/G and 16P/N * f; without
     offload 4l + 18P/G and l * 4 * (G/N) * f. Without `Init` every process of a node holds the whole float32 model for a
-    moment, so its host needs at least P * 4 * (G/N) * f. Raises `UsageError` for counts below 1, or a largest layer
+    moment, so its host needs at least P * 4 * (G/N) * f. Raises `PlanError` for counts below 1, or a largest layer
     larger than the model.
     """
     at_least_one(
@@ -125,7 +125,7 @@ def estimate_zero3(
     )
     _positive(additional_buffer_factor)
     if largest_layer_params > total_params:
-        raise UsageError(
+        raise PlanError(
             f"largest_layer_params: expected at most total_params ({total_params}), got {largest_layer_params}; "
             "are the two exchanged?"
         )
@@ -152,4 +152,4 @@ def _zero3_rows(total: int, largest: int, gpus_per_node: int, nodes: int, factor
 
 def _positive(factor: float) -> None:
     if not factor > 0:
-        raise UsageError(f"additional_buffer_factor: expected a number > 0, got {factor!r}")
+        raise PlanError(f"additional_buffer_factor: expected a number > 0, got {factor!r}")

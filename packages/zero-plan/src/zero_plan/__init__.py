@@ -1,0 +1,70 @@
+"""Say what a training run needs, before it runs: memory by tier, bytes by link, operations, and what binds.
+
+Nothing here imports torch, except `count_parameters` when it is given a model. Read `states.py` first.
+"""
+
+from __future__ import annotations
+
+from . import infinity
+from .activations import activation_bytes, block_activation_bytes, loss_bytes, working_bytes
+from .errors import PlanError
+from .estimate import Fit, StepEstimate, estimate_step
+from .estimators import Estimate, EstimateRow, estimate_zero1, estimate_zero2, estimate_zero3
+from .limits import Bound, StepTime, Wear, bounds, step_time, wear
+from .live import ParameterCount, count_parameters, estimate_zero1_live, estimate_zero2_live, estimate_zero3_live
+from .machine import Machine, Value, load_machine, parse_machine, presets
+from .setup import Setup, StateBytes
+from .states import StateRow, by_tier, largest_model, model_states, model_states_per_rank
+from .traffic import Collective, LinkBytes, TierBytes, collectives, link_bytes, tier_bytes
+from .transformer import CHECKPOINTING, Transformer, forward_flops, step_flops
+
+__version__ = "0.1.0"
+__all__ = [
+    "Bound",
+    "CHECKPOINTING",
+    "Collective",
+    "Estimate",
+    "EstimateRow",
+    "Fit",
+    "LinkBytes",
+    "Machine",
+    "ParameterCount",
+    "PlanError",
+    "Setup",
+    "StateBytes",
+    "StateRow",
+    "StepEstimate",
+    "StepTime",
+    "TierBytes",
+    "Transformer",
+    "Value",
+    "Wear",
+    "activation_bytes",
+    "block_activation_bytes",
+    "bounds",
+    "by_tier",
+    "collectives",
+    "count_parameters",
+    "estimate_step",
+    "estimate_zero1",
+    "estimate_zero1_live",
+    "estimate_zero2",
+    "estimate_zero2_live",
+    "estimate_zero3",
+    "estimate_zero3_live",
+    "forward_flops",
+    "infinity",
+    "largest_model",
+    "link_bytes",
+    "load_machine",
+    "loss_bytes",
+    "model_states",
+    "model_states_per_rank",
+    "parse_machine",
+    "presets",
+    "step_flops",
+    "step_time",
+    "tier_bytes",
+    "wear",
+    "working_bytes",
+]

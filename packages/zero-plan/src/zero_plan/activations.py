@@ -1,0 +1,76 @@
+"""Bytes of residual states: activations that wait for backward, and working memory that comes and goes."""
+
+from __future__ import annotations
+
+from ._checks import at_least_one, one_of
+from .setup import Setup, unit_sizes
+from .transformer import CHECKPOINTING, Transformer, matrix_products
+
+MASK = 1
+LOG_SUM = 4
+LOGIT_COPIES = 4 + 4 + 4
+
+
+def block_activation_bytes(
+    shape: Transformer, micro_batch: int, *, checkpointing: str = "none", itemsize: int = 2
+) -> int:
+    """Return the bytes that one block keeps from forward to backward, for ``micro_batch`` sequences.
+
+    ``itemsize``: bytes of an activation element. The terms are those of Korthikanti et al. 2022 (Reducing Activation
+    Recomputation, arXiv 2205.05198, section 4.1, equations 1 and 2), written for any widths: with dropout, stored
+    scores and a plain GPT they add up to s·b·h (34 + 5·a·s/h) bytes, with ``checkpointing="attention"`` to 34·s·b·h,
+    with "full" to 2·s·b·h. "operators" keeps the block's input, the attention's output and the output of every second
+    matrix product, as torchtitan's selective mode does. Raises `PlanError` for an unknown ``checkpointing``.
+    """
+    at_least_one(micro_batch=micro_batch, itemsize=itemsize)
+    one_of("checkpointing", checkpointing, CHECKPOINTING)
+    tokens = micro_batch * shape.sequence
+    hidden, mask = shape.hidden, MASK if shape.dropout else 0
+    statistics = LOG_SUM * shape.heads * tokens if shape.fused_attention else 0
+    if checkpointing == "full":
+        return itemsize * tokens * hidden
+    if checkpointing == "operators":
+        kept = hidden + hidden + sum(outputs for _, outputs in matrix_products(shape)[::2])
+        return itemsize * tokens * kept + statistics
+    norms = 2 * itemsize * hidden
+    attention = itemsize * (hidden + hidden + 2 * shape.kv + hidden) + mask * hidden
+    mlp = itemsize * (hidden + (4 if shape.gated else 2) * shape.width) + mask * hidden
+    stored = 0
+    if checkpointing == "none" and not shape.fused_attention:
+        scores = tokens * shape.sequence * shape.heads
+        stored = scores * (2 * itemsize + MASK if shape.dropout else itemsize)
+    return tokens * (norms + attention + mlp) + statistics + stored
+
+
+def activation_bytes(shape: Transformer, micro_batch: int, *, checkpointing: str = "none", itemsize: int = 2) -> int:
+    """Return the bytes of activations that the whole model keeps for backward, at the end of forward.
+
+    All blocks (`block_activation_bytes`), and the inputs of the last norm and of the head (ibid., section 4.3).
+    """
+    block = block_activation_bytes(shape, micro_batch, checkpointing=checkpointing, itemsize=itemsize)
+    return shape.layers * block + 2 * itemsize * micro_batch * shape.sequence * shape.hidden
+
+
+def loss_bytes(shape: Transformer, micro_batch: int, *, itemsize: int = 2) -> int:
+    """Return the bytes of the logits while the loss is computed.
+
+    The head's output, its float32 copy, the log-probabilities that backward reads and the gradient, as eager
+    `torch.nn.functional.cross_entropy` on float32 logits makes them; ibid., section 4.3 counts only the float32 copy.
+    A fused or chunked loss needs less.
+    """
+    at_least_one(micro_batch=micro_batch)
+    return micro_batch * shape.sequence * shape.vocabulary * (itemsize + LOGIT_COPIES)
+
+
+def working_bytes(units: int | tuple[int, ...] | list[int], setup: Setup, *, ahead: int = 1) -> int:
+    """Return the bytes of units that are gathered at a moment, and of the full gradients of one unit.
+
+    At stage 3 the largest unit and ``ahead`` of its size are gathered while the largest unit's gradients are full; at
+    stage 2 only gradients come and go; below, nothing. The smallest model that fits is bound by this, not by its size
+    (Rajbhandari et al. 2021, ZeRO-Infinity, arXiv 2104.07857, section 3, model state working memory).
+    """
+    largest = max(unit_sizes(units))
+    if setup.stage < 2:
+        return 0
+    gathered = (1 + ahead) * largest * setup.bytes.parameter if setup.stage >= 3 else 0
+    return gathered + largest * setup.bytes.gradient

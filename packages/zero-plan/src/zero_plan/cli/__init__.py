@@ -1,0 +1,7 @@
+"""The command `zero-plan`; read `entry.py` first."""
+
+from __future__ import annotations
+
+from .entry import main
+
+__all__ = ["main"]

@@ -1,0 +1,41 @@
+"""The commands and how they are called."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import PlanError
+from .estimate_command import add_estimate_command
+from .machine_command import add_machine_command, add_probe_command
+from .table_command import add_table_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0 done, 1 it does not fit, 2 a wrong call.
+
+    ``arguments``: the words after the program's name; by default those of the process.
+    """
+    parser = argparse.ArgumentParser(
+        prog="zero-plan", description="Say what a training run needs, before it runs.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"zero-plan {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    add_estimate_command(commands)
+    add_table_command(commands)
+    add_machine_command(commands)
+    add_probe_command(commands)
+    options = parser.parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except PlanError as error:
+        print(f"zero-plan {options.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing is left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status

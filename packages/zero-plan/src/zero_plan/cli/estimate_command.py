@@ -1,0 +1,147 @@
+"""`zero-plan estimate`: memory, traffic, operations and time bounds of one step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ..errors import PlanError
+from ..estimate import Fit, StepEstimate, estimate_step
+from ..machine import load_machine
+from ..quantities import parse_count, show
+from ..setup import ITEMSIZE, STAGES, TIERS, Setup, StateBytes
+from ..shapes import load_shape
+from ..transformer import CHECKPOINTING, Transformer
+from .machine_command import add_set, overrides
+from .printing import print_table, seconds
+
+_ESTIMATE = """\
+Estimate one training step of a transformer: memory of a rank by tier, bytes over each link, operations, the least time
+that each resource takes, which one binds, wear of the drives. Exit status 1: it does not fit.
+
+  zero-plan estimate --shape llama-3-8b --machine h100-sxm-80gb-x8 --world-size 64 --stage 3
+  zero-plan estimate --layers 48 --hidden 1600 --heads 25 --vocabulary 50257 --sequence 1024 \\
+      --machine my.toml --stage 3 --offload-optimizer nvme --set 'disk.endurance=7 PB'
+"""
+
+
+def add_estimate_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `estimate` to the commands of a parser."""
+    parser = subparsers.add_parser(
+        "estimate",
+        help="one step: memory, traffic, operations, time bounds",
+        description=_ESTIMATE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--shape", metavar="NAME", help="llama-3-8b, gpt2-xl, …, or a config.json of Transformers")
+    for name in ("layers", "hidden", "heads", "kv-heads", "ffn", "vocabulary", "sequence"):
+        model.add_argument(f"--{name}", type=_count, metavar="N")
+    model.add_argument("--micro-batch", type=_count, default=1, metavar="N", help="sequences per rank (default: 1)")
+    model.add_argument("--checkpointing", choices=CHECKPOINTING, default="none", help="what backward recomputes")
+    run = parser.add_argument_group("run")
+    run.add_argument("--machine", required=True, metavar="NAME", help="a preset or a .toml file: zero-plan machine")
+    run.add_argument("--world-size", type=_count, metavar="N", help="ranks (default: one node of the machine)")
+    run.add_argument("--stage", type=int, choices=STAGES, default=3)
+    run.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro-batches per step")
+    run.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="of parameters and compute")
+    run.add_argument("--gradient-dtype", choices=tuple(ITEMSIZE), help="in which gradients are kept and sent")
+    run.add_argument("--offload-optimizer", choices=TIERS, default="device")
+    run.add_argument("--offload-parameters", choices=TIERS, default="device")
+    run.add_argument("--offload-activations", action="store_true")
+    for name in ("hpz", "qwz", "qgz"):
+        run.add_argument(f"--{name}", action="store_true", help="ZeRO++")
+    add_set(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object: bytes, operations, seconds")
+    parser.set_defaults(run=_estimate)
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    machine = load_machine(options.machine).with_values(overrides(options.set), "--set")
+    per_node = int(machine.need("node.devices"))
+    ranks = options.world_size or per_node
+    setup = Setup(
+        stage=options.stage,
+        world_size=ranks,
+        ranks_per_node=min(per_node, ranks),
+        accumulation=options.accumulation,
+        bytes=StateBytes.of(options.dtype, gradient=options.gradient_dtype),
+        offload_optimizer=options.offload_optimizer,
+        offload_parameters=options.offload_parameters,
+        hpz=options.hpz,
+        qwz=options.qwz,
+        qgz=options.qgz,
+    )
+    found = estimate_step(
+        _shape(options),
+        setup,
+        machine,
+        micro_batch=options.micro_batch,
+        dtype=options.dtype,
+        checkpointing=options.checkpointing,
+        offload_activations=options.offload_activations,
+    )
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        _print(found, machine.name)
+    return 1 if any(row.fits is False for row in found.fits) else 0
+
+
+def _shape(options: argparse.Namespace) -> Transformer:
+    given: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "sequence")
+        if getattr(options, name) is not None
+    }
+    if options.shape is not None:
+        return load_shape(options.shape, given)
+    missing = [f"--{name}" for name in ("layers", "hidden", "heads", "vocabulary", "sequence") if name not in given]
+    if missing:
+        raise PlanError(f"expected --shape, or {', '.join(missing)} as well")
+    return Transformer(**given)
+
+
+def _print(found: StepEstimate, machine: str) -> None:
+    setup = found.setup
+    print(f"{found.params:,} parameters, stage {setup.stage}, {setup.world_size} ranks on {setup.nodes} × ({machine})")
+    memory = [(row.kind, row.tier, show(row.nbytes, "B")) for row in (*found.states, *found.residual) if row.nbytes]
+    print_table("memory of one rank", ("what", "tier", "bytes"), memory)
+    print_table("does it fit", ("tier", "needed", "there is", "verdict"), [_verdict(row) for row in found.fits])
+    traffic = [(row.name, show(row.volume, "B"), f"{row.calls:,}") for row in found.collectives]
+    if traffic:
+        print_table("collectives of a step", ("what", "volume", "calls"), traffic)
+    rows = [
+        (
+            row.resource,
+            show(row.amount, "FLOP" if row.resource == "matrix products" else "B"),
+            f"{row.key} is not given" if row.seconds is None else seconds(row.seconds),
+        )
+        for row in found.bounds
+    ]
+    print_table("least time of each resource", ("resource", "amount", "time"), rows)
+    print(
+        f"A step takes at least {seconds(found.time.least)}, bound by {found.time.binding}. Overlap can hide at most "
+        f"{seconds(found.time.hidden)} of {seconds(found.time.most)}."
+    )
+    if found.wear is not None:
+        unknown = found.wear.steps is None
+        steps = "disk.endurance is not given" if unknown else f"worn after {found.wear.steps:,.0f} steps"
+        print(f"{found.wear.terabytes_per_1000_steps:,.3g} TB are written per 1,000 steps and node; {steps}.")
+
+
+def _verdict(row: Fit) -> tuple[str, str, str, str]:
+    where = row.tier if row.tier == "device" else f"{row.tier} (of a node)"
+    if row.capacity is None:
+        return where, show(row.needed, "B"), "?", "its capacity is not given"
+    free = row.capacity - row.needed
+    verdict = f"fits, {show(free, 'B')} free" if free >= 0 else f"does NOT fit, {show(-free, 'B')} too many"
+    return where, show(row.needed, "B"), show(row.capacity, "B"), verdict
+
+
+def _count(text: str) -> int:
+    try:
+        return parse_count(text)
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,33 @@
+"""Tables on a terminal, and whole lines in a file or a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; columns of numbers are aligned right, but for the first."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [tuple(row) for row in rows]
+    table = Table(title=Text(title), title_justify="left")
+    for index, column in enumerate(columns):
+        numeric = all(row[index][:1].isdigit() or not row[index] for row in rows)
+        table.add_column(column, justify="right" if numeric and index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console = Console()
+    if not console.is_terminal:
+        console.width = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
+    console.print(table)
+
+
+def seconds(value: float) -> str:
+    """Return a time with three digits: "12.3 ms"."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if value * factor >= 1 or unit == "µs":
+            return f"{value * factor:,.3g} {unit}" if value * factor < 1000 else f"{value * factor:,.0f} {unit}"
+    raise AssertionError("the last unit takes every value")

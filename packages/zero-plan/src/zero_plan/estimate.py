@@ -1,0 +1,130 @@
+"""One answer from all formulas: memory by tier, bytes by link, operations, and what bounds the step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .activations import activation_bytes, block_activation_bytes, loss_bytes, working_bytes
+from .errors import PlanError
+from .limits import Bound, StepTime, Wear, bounds, step_time, wear
+from .machine import Machine
+from .setup import TIERS, Setup, Tier
+from .states import StateRow, by_tier, model_states
+from .traffic import Collective, LinkBytes, TierBytes, collectives, link_bytes, tier_bytes
+from .transformer import Transformer, step_flops
+
+CAPACITY = {"device": "device.memory", "host": "node.host_memory", "nvme": "disk.capacity"}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``needed``: bytes on a tier: of one device, or of all ranks of a node; ``capacity``: None where not known."""
+
+    tier: Tier
+    needed: int
+    capacity: float | None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits, None where the capacity is not known."""
+        return None if self.capacity is None else self.needed <= self.capacity
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """What a step of one rank needs; bytes, floating-point operations, seconds."""
+
+    params: int
+    setup: Setup
+    states: tuple[StateRow, ...]
+    residual: tuple[StateRow, ...]
+    fits: tuple[Fit, ...]
+    collectives: tuple[Collective, ...]
+    links: LinkBytes
+    tiers: TierBytes
+    flops: int
+    bounds: tuple[Bound, ...]
+    time: StepTime
+    wear: Wear | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "params": self.params,
+            "setup": asdict(self.setup),
+            "memory": [row._asdict() for row in (*self.states, *self.residual)],
+            "fits": [{**asdict(row), "fits": row.fits} for row in self.fits],
+            "collectives": [asdict(row) for row in self.collectives],
+            "links": self.links._asdict(),
+            "tiers": self.tiers._asdict(),
+            "flops": self.flops,
+            "bounds": [{**row._asdict(), "seconds": row.seconds} for row in self.bounds],
+            "time": {**self.time._asdict(), "hidden": self.time.hidden},
+            "wear": None if self.wear is None else self.wear._asdict(),
+        }
+
+
+def estimate_step(
+    shape: Transformer,
+    setup: Setup,
+    machine: Machine,
+    *,
+    micro_batch: int = 1,
+    dtype: str = "bf16",
+    checkpointing: str = "none",
+    offload_activations: bool = False,
+) -> StepEstimate:
+    """Return memory, traffic, operations and time bounds of one step of a transformer.
+
+    ``micro_batch``: sequences per rank. ``dtype``: of the matrix products, a rate of the machine. ``checkpointing``:
+    see `zero_plan.CHECKPOINTING`. ``offload_activations``: block inputs wait on the host, with full checkpointing.
+    Raises `PlanError` for what does not go together.
+    """
+    if offload_activations and checkpointing != "full":
+        raise PlanError(f"offload_activations: expected checkpointing 'full', got {checkpointing!r}")
+    itemsize = setup.bytes.parameter
+    states = model_states(shape.units, setup)
+    kept = activation_bytes(shape, micro_batch, checkpointing=checkpointing, itemsize=itemsize)
+    moved = kept if offload_activations else 0
+    again = 0
+    if checkpointing != "none":
+        again = block_activation_bytes(shape, micro_batch, itemsize=itemsize)
+    residual = (
+        StateRow("activations", "host" if offload_activations else "device", kept),
+        StateRow("a block, recomputed", "device", again),
+        StateRow("logits and loss", "device", loss_bytes(shape, micro_batch, itemsize=itemsize)),
+        StateRow("gathered units", "device", working_bytes(shape.units, setup)),
+    )
+    rows = collectives(shape.units, setup)
+    links = link_bytes(rows, setup)
+    tiers = tier_bytes(shape.units, setup, checkpoints=moved, checkpoints_on_host=offload_activations)
+    flops = step_flops(shape, micro_batch, accumulation=setup.accumulation, checkpointing=checkpointing)
+    shard = sum(setup.shard(size) for size in shape.units) if setup.stage else shape.params
+    limits = bounds(machine, setup, flops=flops, dtype=dtype, links=links, tiers=tiers, shard=shard)
+    return StepEstimate(
+        params=shape.params,
+        setup=setup,
+        states=states,
+        residual=tuple(row for row in residual if row.nbytes),
+        fits=_fits((*states, *residual), setup, machine),
+        collectives=rows,
+        links=links,
+        tiers=tiers,
+        flops=flops,
+        bounds=limits,
+        time=step_time(limits),
+        wear=wear(machine, setup, tiers),
+    )
+
+
+def _fits(rows: tuple[StateRow, ...], setup: Setup, machine: Machine) -> tuple[Fit, ...]:
+    """Per tier: a device holds one rank's rows, a node's memory and drives those of its ranks.
+
+    The recomputed block and the loss are not alive at one time with each other; the larger counts.
+    """
+    transient = [row.nbytes for row in rows if row.kind in {"a block, recomputed", "logits and loss"}]
+    found = by_tier(row for row in rows if row.kind not in {"a block, recomputed", "logits and loss"})
+    found["device"] = found.get("device", 0) + max(transient, default=0)
+    needs = {tier: found.get(tier, 0) * (1 if tier == "device" else setup.per_node) for tier in TIERS}
+    return tuple(Fit(tier, need, machine.get(CAPACITY[tier])) for tier, need in needs.items() if need)

@@ -1,0 +1,99 @@
+"""Bounds on the time of a step: each resource alone, the one that binds, and the wear of drives."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .errors import PlanError
+from .machine import Machine
+from .setup import Setup
+from .traffic import LinkBytes, TierBytes
+
+ADAM_BYTES = 28
+"""Bytes of memory traffic per parameter of an Adam step in float32: weight and two moments read and written, gradient
+read."""
+
+
+class Bound(NamedTuple):
+    """The least seconds per step that one resource takes: ``amount`` / ``rate``; None where the rate is not known.
+
+    ``amount``: bytes or floating-point operations of what shares the resource. ``key``: the machine's key of ``rate``.
+    """
+
+    resource: str
+    amount: float
+    rate: float | None
+    key: str
+
+    @property
+    def seconds(self) -> float | None:
+        """The bound, or None where the machine does not say the rate."""
+        return None if self.rate is None else self.amount / self.rate
+
+
+def bounds(
+    machine: Machine, setup: Setup, *, flops: float, dtype: str, links: LinkBytes, tiers: TierBytes, shard: int
+) -> tuple[Bound, ...]:
+    """Return the bound of every resource that the step uses; no rate is lowered by an assumed efficiency.
+
+    ``flops``: of one rank per step, in ``dtype``. ``links``, ``tiers``: what `link_bytes` and `tier_bytes` count.
+    ``shard``: elements that one rank updates. Links count one direction, both directions at once; drives likewise. The
+    ranks of a node share its network, main memory and drives.
+    """
+    ranks = setup.per_node
+    update = ADAM_BYTES * shard
+    on_host = setup.offload_optimizer != "device"
+    table = [
+        ("matrix products", flops, f"device.{dtype}"),
+        ("links inside a node", links.per_rank, "node.link"),
+        ("network between nodes", links.across_per_node, "network.per_node"),
+        ("device to host", tiers.device_to_host, "node.device_to_host"),
+        ("host to device", tiers.host_to_device, "node.host_to_device"),
+        ("device memory, update", 0 if on_host else update, "device.memory_bandwidth"),
+        ("host memory, update", ranks * update if on_host else 0, "node.host_memory_bandwidth"),
+        ("disk read", ranks * tiers.disk_read, "disk.read"),
+        ("disk write", ranks * tiers.disk_write, "disk.write"),
+    ]
+    return tuple(Bound(name, amount, machine.get(key), key) for name, amount, key in table if amount)
+
+
+class StepTime(NamedTuple):
+    """``least``: seconds of the resource that binds, when all others overlap with it; ``most``: of all one after
+    another, still at full rate; ``binding``: the resource; ``unknown``: keys that the machine lacks."""
+
+    least: float
+    most: float
+    binding: str
+    unknown: tuple[str, ...]
+
+    @property
+    def hidden(self) -> float:
+        """Seconds that overlap can hide at most."""
+        return self.most - self.least
+
+
+def step_time(rows: tuple[Bound, ...]) -> StepTime:
+    """Return the bound of the step from those of its resources. Raises `PlanError` where no rate is known."""
+    known = [(row.seconds, row.resource) for row in rows if row.seconds is not None]
+    unknown = tuple(row.key for row in rows if row.seconds is None)
+    if not known:
+        raise PlanError(f"nothing bounds the step: the machine has none of {', '.join(unknown) or 'the rates'}")
+    least, binding = max(known)
+    return StepTime(least, sum(seconds for seconds, _ in known), binding, unknown)
+
+
+class Wear(NamedTuple):
+    """``terabytes_per_1000_steps``: written to the drives of one node (1e12 bytes); ``steps``: until their rated
+    endurance is used up, None where it is not known."""
+
+    terabytes_per_1000_steps: float
+    steps: float | None
+
+
+def wear(machine: Machine, setup: Setup, tiers: TierBytes) -> Wear | None:
+    """Return how fast the step wears the drives of a node, or None where it writes nothing."""
+    written = setup.per_node * tiers.disk_write
+    if not written:
+        return None
+    endurance = machine.get("disk.endurance")
+    return Wear(written * 1000 / 1e12, None if endurance is None else endurance / written)

@@ -1,0 +1,182 @@
+"""The machine as a file: TOML in which every value says where it comes from, presets, overrides."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ._checks import nearest
+from .errors import PlanError
+from .quantities import EXAMPLES, parse_quantity, show
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+KEYS: dict[str, tuple[str, str]] = {
+    "device.memory": ("bytes", "memory of one accelerator"),
+    "device.memory_bandwidth": ("bytes/s", "between an accelerator and its memory"),
+    "device.fp32": ("FLOP/s", "dense matrix products of one accelerator"),
+    "device.tf32": ("FLOP/s", "the same, float32 values rounded to tf32"),
+    "device.fp16": ("FLOP/s", "the same"),
+    "device.bf16": ("FLOP/s", "the same"),
+    "device.fp8": ("FLOP/s", "the same"),
+    "node.devices": ("count", "accelerators, and ranks, of a node"),
+    "node.link": ("bytes/s", "what one accelerator sends to the others of its node"),
+    "node.host_memory": ("bytes", "main memory of a node"),
+    "node.host_memory_bandwidth": ("bytes/s", "of a node"),
+    "node.device_to_host": ("bytes/s", "of one accelerator"),
+    "node.host_to_device": ("bytes/s", "of one accelerator"),
+    "network.per_node": ("bytes/s", "what one node sends to the others"),
+    "disk.capacity": ("bytes", "of a node's drives together"),
+    "disk.read": ("bytes/s", "of a node's drives together"),
+    "disk.write": ("bytes/s", "of a node's drives together"),
+    "disk.endurance": ("bytes", "rated writes to a node's drives together (TBW)"),
+}
+"""Every key of a machine file: its unit and what it is."""
+REQUIRED = ("device.memory", "node.devices")
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of a machine in bytes, bytes/s, FLOP/s or a count; ``text`` as written, ``source`` where it is from."""
+
+    number: float
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Accelerators, nodes, network and drives. ``values``: by the keys of `KEYS`; what is unknown is absent."""
+
+    name: str
+    values: Mapping[str, Value]
+
+    def get(self, key: str) -> float | None:
+        """Return a value in the unit of `KEYS`, or None where the machine does not say."""
+        found = self.values.get(key)
+        return None if found is None else found.number
+
+    def need(self, key: str) -> float:
+        """Return a value. Raises `PlanError` that says how to give it where the machine does not."""
+        found = self.get(key)
+        if found is None:
+            unit, what = KEYS[key]
+            raise PlanError(
+                f"{self.name}: {key} is missing ({what}); give it in the file or with --set '{key}={EXAMPLES[unit]}'"
+            )
+        return found
+
+    def with_values(self, overrides: Mapping[str, object], source: str = "given") -> Machine:
+        """Return this machine with some values replaced. Raises `PlanError` for unknown keys and bad units."""
+        changed = {key: _value(key, value, source, self.name) for key, value in overrides.items()}
+        return Machine(self.name, {**self.values, **changed})
+
+    def rows(self) -> Iterator[tuple[str, Value]]:
+        """Yield (key, value) in the order of `KEYS`."""
+        for key in KEYS:
+            if key in self.values:
+                yield key, self.values[key]
+
+    def as_toml(self) -> str:
+        """Return the file that `load_machine` reads."""
+        lines = [f"name = {_quoted(self.name)}"]
+        section = ""
+        for key, value in self.rows():
+            head, _, tail = key.partition(".")
+            if head != section:
+                lines += ["", f"[{head}]"]
+                section = head
+            lines.append(f"{tail} = {{ value = {_quoted(value.text)}, source = {_quoted(value.source)} }}")
+        return "\n".join(lines) + "\n"
+
+
+def presets() -> tuple[str, ...]:
+    """Return the names of the machines that come with this package."""
+    folder = resources.files("zero_plan") / "presets"
+    names = [item.name for item in folder.iterdir()]
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+def load_machine(name: str) -> Machine:
+    """Return a preset by name, or the machine of a TOML file.
+
+    Raises `PlanError` for an unknown preset with the nearest name, an unreadable file, an unknown key, a bad unit, and
+    a missing value of `REQUIRED`.
+    """
+    path = Path(name)
+    if path.suffix == ".toml" or path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"{name}: cannot be read: {error}") from error
+        return parse_machine(text, name)
+    if name not in presets():
+        raise PlanError(
+            f"no machine {name!r}: expected a .toml file or one of {', '.join(presets())}{nearest(name, presets())}"
+        )
+    found = resources.files("zero_plan") / "presets" / f"{name}.toml"
+    return parse_machine(found.read_text(encoding="utf-8"), name)
+
+
+def parse_machine(text: str, origin: str) -> Machine:
+    """Return the machine that TOML describes; ``origin`` names it in errors and is the source of values without one.
+
+    A value is `memory = "80 GB"`, or `memory = { value = "80 GB", source = "…" }`, in the sections device, node,
+    network and disk. Raises `PlanError` as `load_machine` does.
+    """
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"{origin}: no TOML: {error}") from error
+    name = document.pop("name", origin)
+    if not isinstance(name, str):
+        raise PlanError(f"{origin}: name: expected text, got {name!r}")
+    values = {key: _value(key, value, origin, origin) for key, value in _flat(document, origin)}
+    machine = Machine(name, values)
+    for key in REQUIRED:
+        machine.need(key)
+    return machine
+
+
+def _flat(document: Mapping[str, Any], origin: str) -> Iterator[tuple[str, object]]:
+    sections = sorted({key.partition(".")[0] for key in KEYS})
+    for section, content in document.items():
+        if section not in sections or not isinstance(content, dict):
+            known = ", ".join(sections)
+            raise PlanError(
+                f"{origin}: expected sections {known} and a name, got {section!r}{nearest(section, sections)}"
+            )
+        for key, value in content.items():
+            yield f"{section}.{key}", value
+
+
+def _value(key: str, value: object, source: str, origin: str) -> Value:
+    if key not in KEYS:
+        raise PlanError(f"{origin}: no key {key!r}{nearest(key, KEYS)}; keys: {', '.join(KEYS)}")
+    if isinstance(value, dict):
+        extra = set(value) - {"value", "source"}
+        if extra or "value" not in value:
+            got = ", ".join(map(str, value)) or "nothing"
+            raise PlanError(f"{origin}: {key}: expected {{ value, source }}, got {got}")
+        source = str(value.get("source", source))
+        value = value["value"]
+    number = parse_quantity(value, KEYS[key][0], f"{origin}: {key}")
+    return Value(number, str(value), source)
+
+
+def measured(number: float, key: str, source: str) -> dict[str, object]:
+    """Return a value of a machine file for a measured number, with three digits."""
+    unit = KEYS[key][0]
+    text = {"count": f"{number:.0f}", "bytes": show(number, "B"), "bytes/s": show(number, "B/s")}
+    return {"value": text.get(unit) or show(number, "FLOP/s"), "source": source}
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'

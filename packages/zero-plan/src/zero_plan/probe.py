@@ -1,0 +1,158 @@
+"""Measure this machine into a machine file. Imports torch, psutil and zero-nvme-aio, and only here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import PlanError
+from .machine import KEYS, Machine, Value, measured
+from .quantities import parse_quantity
+
+if TYPE_CHECKING:
+    import torch
+
+REPETITIONS = 5
+SIDE = {"cpu": 2048, "other": 8192}
+COPIED = 256 << 20
+BLOCK = 64 << 20
+SOURCE = "zero-plan probe, best of 5"
+
+
+def probe(*, disk: str | None = None, disk_size: str = "1 GiB") -> Machine:
+    """Return this machine as measured: best of five repetitions each.
+
+    Matrix products per dtype, memory and copy bandwidth of the first accelerator, or of the CPU where there is none;
+    its memory, and the host's; the drives below the folder ``disk`` with a file of ``disk_size``, past the page cache
+    where the file system allows. Raises `PlanError` where a package is missing or the folder
+    cannot be used.
+    """
+    size = parse_quantity(disk_size, "bytes", "--disk-size")
+    try:
+        import psutil
+        import torch
+    except ImportError as error:
+        raise PlanError(f"probing needs {error.name}: pip install 'zero-plan[probe]'") from error
+    found: dict[str, float] = {"node.host_memory": psutil.virtual_memory().total}
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        device = torch.device("cpu")
+        found["node.devices"] = 1
+        found["device.memory"] = found["node.host_memory"]
+    else:
+        found["node.devices"] = torch.accelerator.device_count()
+        found["device.memory"] = torch.get_device_module(device).get_device_properties(0).total_memory
+        found |= _copies(device)
+    found |= _matrix_products(device)
+    found["device.memory_bandwidth"] = _memory_bandwidth(device)
+    found["node.host_memory_bandwidth"] = _memory_bandwidth(torch.device("cpu"))
+    if disk is not None:
+        found |= _disk(Path(disk), int(size))
+    values = {}
+    for key in KEYS:
+        if key in found:
+            text = str(measured(found[key], key, SOURCE)["value"])
+            values[key] = Value(parse_quantity(text, KEYS[key][0], key), text, SOURCE)
+    return Machine(f"{os.uname().nodename}, {found['node.devices']:.0f} × {_name(device)}", values)
+
+
+def _matrix_products(device: torch.device) -> dict[str, float]:
+    import torch
+
+    side = SIDE["cpu" if device.type == "cpu" else "other"]
+    found = {}
+    for key, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        left = torch.ones(side, side, dtype=dtype, device=device)
+        out = torch.empty_like(left)
+        seconds = _best(lambda left=left, out=out: torch.mm(left, left, out=out), device)  # type: ignore[misc]
+        found[f"device.{key}"] = 2 * side**3 / seconds
+    return found
+
+
+def _memory_bandwidth(device: torch.device) -> float:
+    """Bytes/s of scaling a tensor in place, read and written: an optimizer's ceiling."""
+    import torch
+
+    values = torch.ones(COPIED // 4, device=device)
+    return 2 * COPIED / _best(lambda: values.mul_(1.0), device)
+
+
+def _copies(device: torch.device) -> dict[str, float]:
+    import torch
+
+    host = torch.ones(COPIED, dtype=torch.uint8).pin_memory()
+    there = torch.empty_like(host, device=device)
+    return {
+        "node.host_to_device": COPIED / _best(lambda: there.copy_(host, non_blocking=True), device),
+        "node.device_to_host": COPIED / _best(lambda: host.copy_(there, non_blocking=True), device),
+    }
+
+
+def _best(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of the fastest of `REPETITIONS`, after one that is not counted."""
+    import torch
+
+    def synchronize() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    work()
+    times = []
+    for _ in range(REPETITIONS):
+        synchronize()
+        begin = time.perf_counter()
+        work()
+        synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _disk(folder: Path, size: int) -> dict[str, float]:
+    try:
+        import zero_nvme_aio
+    except ImportError as error:
+        raise PlanError(f"--disk needs {error.name}: pip install 'zero-plan[probe]'") from error
+    blocks = max(1, size // BLOCK)
+    data = bytearray(os.urandom(1 << 20)) * (BLOCK >> 20)
+    with _scratch(folder) as path, zero_nvme_aio.Engine() as engine:
+        writes, reads = [], []
+        with engine.open(path, "rw") as file:
+            for _ in range(REPETITIONS):
+                writes.append(_timed(lambda: [engine.write(file, data, n * BLOCK) for n in range(blocks)]))
+                reads.append(_timed(lambda: [engine.read(file, data, n * BLOCK) for n in range(blocks)]))
+    total = blocks * BLOCK
+    return {
+        "disk.capacity": shutil.disk_usage(folder).total,
+        "disk.read": total / min(reads),
+        "disk.write": total / min(writes),
+    }
+
+
+def _timed(start: Callable[[], list[Any]]) -> float:
+    begin = time.perf_counter()
+    for request in start():
+        request.wait()
+    return time.perf_counter() - begin
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix="zero-plan-probe-") as inside:
+            yield Path(inside) / "data"
+    except OSError as error:
+        raise PlanError(f"--disk {folder}: cannot be used: {error}") from error
+
+
+def _name(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cpu":
+        return f"CPU with {os.cpu_count()} threads"
+    return str(torch.get_device_module(device).get_device_name(0))

@@ -1,0 +1,133 @@
+"""What a run is: stage, ranks, dtypes and tiers. Every formula of the engine's states and traffic takes one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ._checks import at_least_one, one_of
+from .errors import PlanError
+
+Tier = Literal["device", "host", "nvme"]
+TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+STAGES = (0, 1, 2, 3)
+ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
+"""Bytes per element of each dtype."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter element of each kind of model state.
+
+    ``moments``: of all moments together. ``master``: 0 where forward reads the master itself. The default is Adam in
+    mixed precision: 16 bytes per parameter (Rajbhandari et al. 2020, arXiv 1910.02054v3, section 3.1).
+    """
+
+    parameter: int = 2
+    gradient: int = 2
+    master: int = 4
+    moments: int = 8
+
+    def __post_init__(self) -> None:
+        at_least_one(parameter=self.parameter, gradient=self.gradient)
+        if min(self.master, self.moments) < 0:
+            raise PlanError(f"expected bytes >= 0, got master={self.master}, moments={self.moments}")
+
+    @classmethod
+    def of(cls, dtype: str, *, gradient: str | None = None, master: str = "fp32", moments: int = 2) -> StateBytes:
+        """Return the bytes for parameters of ``dtype`` and ``moments`` moments in the master's dtype.
+
+        ``gradient``: the dtype in which gradients are kept; default: that of the parameters. A master is kept where
+        its dtype is not the parameters'. Raises `PlanError` for an unknown dtype.
+        """
+        for name, value in (("dtype", dtype), ("gradient", gradient or dtype), ("master", master)):
+            one_of(name, value, ITEMSIZE)
+        kept = 0 if dtype == master else ITEMSIZE[master]
+        return cls(ITEMSIZE[dtype], ITEMSIZE[gradient or dtype], kept, moments * ITEMSIZE[master])
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of the master and the moments: K of the ZeRO paper."""
+        return self.master + self.moments
+
+    @property
+    def total(self) -> int:
+        """Bytes of all model state."""
+        return self.parameter + self.gradient + self.optimizer
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained.
+
+    ``stage``: 0 to 3. ``ranks_per_node``: default all ranks on one node. ``accumulation``: micro-batches per step.
+    ``offload_optimizer``, ``offload_parameters``: the tier where the shards of these states live. ``hpz``: a secondary
+    shard of the parameters per node, read by the backward gather. ``qwz``: gathers carry 8 bits per element. ``qgz``:
+    gradients travel as 4 bits per element, first inside the node, then between nodes. ``codec_block``: elements per
+    float32 scale of these two. ``alignment``: shards are multiples of so many elements. Raises `PlanError` for what
+    does not go together.
+    """
+
+    stage: int = 0
+    world_size: int = 1
+    ranks_per_node: int | None = None
+    accumulation: int = 1
+    bytes: StateBytes = StateBytes()
+    offload_optimizer: Tier = "device"
+    offload_parameters: Tier = "device"
+    hpz: bool = False
+    qwz: bool = False
+    qgz: bool = False
+    codec_block: int = 2048
+    alignment: int = 1
+
+    def __post_init__(self) -> None:
+        one_of("stage", self.stage, STAGES)
+        at_least_one(
+            world_size=self.world_size,
+            ranks_per_node=self.per_node,
+            accumulation=self.accumulation,
+            codec_block=self.codec_block,
+            alignment=self.alignment,
+        )
+        one_of("offload_optimizer", self.offload_optimizer, TIERS)
+        one_of("offload_parameters", self.offload_parameters, TIERS)
+        if self.world_size % self.per_node:
+            raise PlanError(
+                f"ranks_per_node: expected a divisor of world_size ({self.world_size}), got {self.per_node}"
+            )
+        if self.offload_optimizer != "device" and self.stage < 1:
+            raise PlanError("offload_optimizer: expected stage 1 or higher, got stage 0; nothing is sharded there")
+        for name, wanted in (
+            ("offload_parameters", self.offload_parameters != "device"),
+            ("hpz", self.hpz),
+            ("qwz", self.qwz),
+            ("qgz", self.qgz),
+        ):
+            if wanted and self.stage < 3:
+                raise PlanError(f"{name}: expected stage 3, got stage {self.stage}, where parameters are not sharded")
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of one node."""
+        return self.world_size if self.ranks_per_node is None else self.ranks_per_node
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.world_size // self.per_node
+
+    def shard(self, elements: int, ranks: int | None = None) -> int:
+        """Return the elements of one rank's shard of a unit, padding included; ``ranks``: default all."""
+        block = (self.world_size if ranks is None else ranks) * self.alignment
+        return -(-elements // block) * self.alignment
+
+
+def unit_sizes(units: int | tuple[int, ...] | list[int]) -> tuple[int, ...]:
+    """Return the elements of each unit; a single number is a model of one unit. Raises `PlanError` below 1."""
+    sizes = (units,) if isinstance(units, int) else tuple(units)
+    if not sizes:
+        raise PlanError("units: expected the elements of at least one unit, got none")
+    for number, size in enumerate(sizes):
+        at_least_one(**{"params" if isinstance(units, int) else f"units[{number}]": size})
+    return sizes

@@ -1,0 +1,140 @@
+"""Bytes per step over each link: between ranks, between device and host, to and from NVMe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from .setup import Setup, unit_sizes
+
+Group = Literal["all", "node", "across"]
+SCALE = 4
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective of a step, all its calls together.
+
+    ``volume``: bytes of the full tensors in the form in which they travel, all calls added up: the M of the papers.
+    ``group``: all ranks; the ranks of one node; or the ranks of equal number on all nodes, which have one node's share.
+    """
+
+    name: str
+    volume: int
+    group: Group
+    calls: int
+
+
+def collectives(units: int | tuple[int, ...] | list[int], setup: Setup) -> tuple[Collective, ...]:
+    """Return the collectives of one step.
+
+    Volumes with Ψ parameters and A micro-batches (Rajbhandari et al. 2020, arXiv 1910.02054v3, section 7, for A = 1):
+    stages 0 and 1 reduce at the boundary and gather once, 2Ψ; stage 2 reduces every micro-batch, (A + 1)Ψ; stage 3
+    gathers in forward and backward and reduces, 3AΨ. ``hpz`` moves the backward gather inside the node, ``qwz`` makes
+    an element 8 bits, ``qgz`` makes a gradient 4 bits and reduces in two hops (Wang et al. 2023, ZeRO++, arXiv
+    2306.10209, section 3), plus one float32 scale per block. Padding of units to equal shards travels too.
+    """
+    sizes = unit_sizes(units)
+    if setup.world_size == 1:
+        return ()
+    padded = [setup.shard(size) * setup.world_size for size in sizes]
+    count, elements = len(sizes), sum(padded)
+    gradient = elements * setup.bytes.gradient
+    parameter = elements * setup.bytes.parameter
+    passes = setup.accumulation
+    if setup.stage < 3:
+        reductions = passes if setup.stage == 2 else 1
+        second = "all-gather gradients" if setup.stage == 0 else "all-gather updated parameters"
+        return (
+            Collective("reduce-scatter gradients", reductions * gradient, "all", reductions * count),
+            Collective(second, gradient if setup.stage == 0 else parameter, "all", count),
+        )
+    forward = sum(_coded(size, 8, setup) for size in padded) if setup.qwz else parameter
+    backward = parameter if setup.hpz else forward
+    rows = [
+        Collective("all-gather in forward", passes * forward, "all", passes * count),
+        Collective("all-gather in backward", passes * backward, "node" if setup.hpz else "all", passes * count),
+    ]
+    if setup.qgz:
+        coded = passes * sum(_coded(size, 4, setup) for size in padded)
+        rows.append(Collective("all-to-all of gradients, inside the node", coded, "node", passes * count))
+        rows.append(Collective("all-to-all of gradients, between nodes", coded, "across", passes * count))
+    else:
+        rows.append(Collective("reduce-scatter gradients", passes * gradient, "all", passes * count))
+    return tuple(row for row in rows if _ranks(row.group, setup) > 1)
+
+
+class LinkBytes(NamedTuple):
+    """Bytes that one rank sends in a step, and the least that must leave one node in it."""
+
+    per_rank: int
+    across_per_node: int
+
+
+def link_bytes(rows: Iterable[Collective], setup: Setup) -> LinkBytes:
+    """Return what collectives put on the links.
+
+    A rank sends volume · (n-1)/n in a group of n ranks, as a ring and direct messages do. What must leave a node is a
+    lower bound for any algorithm: with k nodes, (k-1)/k of the volume, since each node has to receive what it lacks.
+    """
+    rank = node = 0
+    for row in rows:
+        members = _ranks(row.group, setup)
+        share = row.volume // setup.per_node if row.group == "across" else row.volume
+        rank += share * (members - 1) // members
+        if row.group != "node":
+            node += row.volume * (setup.nodes - 1) // setup.nodes
+    return LinkBytes(rank, node)
+
+
+class TierBytes(NamedTuple):
+    """Bytes that one rank moves in a step."""
+
+    device_to_host: int
+    host_to_device: int
+    disk_read: int
+    disk_write: int
+
+
+def tier_bytes(
+    units: int | tuple[int, ...] | list[int], setup: Setup, *, checkpoints: int = 0, checkpoints_on_host: bool = False
+) -> TierBytes:
+    """Return what offload moves in one step, by one rank.
+
+    Offloaded optimizer: gradients go down as often as they are reduced, updated parameters come up once (Ren et al.
+    2021, ZeRO-Offload, arXiv 2101.06840, section 4.1: 2M + 2M bytes); where parameters are offloaded too, they stay.
+    Offloaded parameters: the shard comes up for forward and for backward of every micro-batch. On NVMe, master and
+    moments are read and written once per step, parameters read twice per micro-batch and written once (Rajbhandari et
+    al. 2021, ZeRO-Infinity, arXiv 2104.07857, section 4.1; its third load, for recomputation, is that of backward).
+    ``checkpoints``: bytes of activation checkpoints per micro-batch, which go down and up with ``checkpoints_on_host``.
+    """
+    kept, passes = setup.bytes, setup.accumulation
+    shard = sum(setup.shard(size) for size in unit_sizes(units))
+    down = up = read = write = 0
+    if setup.offload_optimizer != "device":
+        reductions = passes if setup.stage >= 2 else 1
+        down += reductions * shard * kept.gradient
+        up += shard * kept.parameter if setup.offload_parameters == "device" else 0
+    if setup.offload_optimizer == "nvme":
+        read += shard * kept.optimizer
+        write += shard * kept.optimizer
+    if setup.offload_parameters != "device":
+        up += 2 * passes * shard * kept.parameter
+        down += shard * kept.parameter if setup.offload_optimizer == "device" else 0
+    if setup.offload_parameters == "nvme":
+        read += 2 * passes * shard * kept.parameter
+        write += shard * kept.parameter
+    if checkpoints_on_host:
+        down += passes * checkpoints
+        up += passes * checkpoints
+    return TierBytes(down, up, read, write)
+
+
+def _coded(elements: int, bits: int, setup: Setup) -> int:
+    """Bytes of a unit as codes of ``bits`` bits with one float32 scale per block."""
+    return -(-elements * bits // 8) + SCALE * -(-elements // setup.codec_block)
+
+
+def _ranks(group: Group, setup: Setup) -> int:
+    return {"all": setup.world_size, "node": setup.per_node, "across": setup.nodes}[group]
