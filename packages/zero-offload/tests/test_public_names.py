@@ -27,6 +27,7 @@ NAMES = [
     "Trace",
     "offload_activations",
     "park",
+    "remove_stores",
     "unpark",
 ]
 

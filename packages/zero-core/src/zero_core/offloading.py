@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -29,7 +30,7 @@ from zero_offload import (
 
 from .errors import UsageError
 from .instruments import say
-from .swap_folders import check_swap_folders
+from .swap_folders import check_swap_folders, remove_abandoned
 
 if TYPE_CHECKING:
     from zero_partition import MakeStates, Residency, ShardNeeds, StateTier
@@ -58,6 +59,7 @@ class Offloading:
         self, config: Config, model: nn.Module, rank: int, device: torch.device, sink: Sink | None = None
     ) -> None:
         check_swap_folders(config)
+        remove_abandoned(config, dist.get_world_size())
         section = config.offload
         keep = section.report or section.trace is not None
         self.trace: Trace | None = Trace(rank=rank, sink=sink, keep=keep) if keep or sink is not None else None

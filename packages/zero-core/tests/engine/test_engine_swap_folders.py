@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,44 @@ def test_a_missing_swap_folder_is_refused_with_the_nearest_that_exists(tmp_path:
         assert f"there is no folder '{path}'" in run_ranks(built, 1, str(path))[0]
         assert not path.parent.exists()
     assert run_ranks(every, world_size, str(path), True) == [["opened"] * 4] * world_size
+
+
+def dies(path: str) -> None:
+    """Train and seal, and leave the files that a killed process would."""
+    place = {"device": "nvme", "nvme_path": path}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_optimizer": place, "offload_param": place},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    engine = zero_core.initialize(model=torch.nn.Linear(64, 64), config=config, device="cpu")[0]
+    for number in range(2):
+        engine.backward(engine(torch.ones(1, 64)).sum())
+        engine.step()
+        if number == 0:
+            engine.save_checkpoint(f"{path}/ckpt")
+    own = f".rank{torch.distributed.get_rank()}.g"
+    for name in [name for name in os.listdir(path) if own in name]:
+        os.link(f"{path}/{name}", f"{path}/left-{name}")
+    torch.distributed.barrier()
+    engine.destroy()
+
+
+def starts_smaller(path: str) -> list[str]:
+    for name in os.listdir(path):
+        if name.startswith("left-"):
+            os.rename(f"{path}/{name}", f"{path}/{name.removeprefix('left-')}")
+    before = sorted(name for name in os.listdir(path) if ".rank1." in name and ".g" in name)
+    assert before and opened("offload_optimizer", 1, path, False) == "opened"
+    return sorted(name for name in os.listdir(path) if ".g" in name)
+
+
+def test_a_smaller_restart_removes_the_swap_files_of_ranks_that_are_gone(tmp_path: Path) -> None:
+    pytest.importorskip("zero_nvme_aio")
+    run_ranks(dies, 2, str(tmp_path))
+    other = tmp_path / "notes.rank7.g1.index"
+    other.write_text("somebody else's")
+    left = run_ranks(starts_smaller, 1, str(tmp_path))[0]
+    assert not [name for name in left if ".rank1." in name], left
+    assert other.read_text() == "somebody else's"
+    assert (tmp_path / "ckpt" / "latest").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .abandoned import remove_stores
 from .activations import offload_activations
 from .budget import HostBudget
 from .errors import BudgetError, MissingExtraError, OffloadError, ShardCorruptError, ShardError, StoreFullError
@@ -33,5 +34,6 @@ __all__ = [
     "Trace",
     "offload_activations",
     "park",
+    "remove_stores",
     "unpark",
 ]

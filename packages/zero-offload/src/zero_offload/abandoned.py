@@ -1,0 +1,35 @@
+"""Stores that nobody will open again: those of ranks that a job had before and has no more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from ._extents import NvmePath, folders, open_extents
+from .errors import OffloadError
+
+__all__ = ["remove_stores"]
+
+
+def remove_stores(path: NvmePath, gone: Callable[[str], bool]) -> list[str]:
+    """Remove every store in the folders of ``path`` of whose prefix ``gone`` is true; return the prefixes.
+
+    A store that a process has open stays. The links that checkpoints have to its files stay valid. Raises OffloadError
+    for folders that cannot be read or written.
+    """
+    paths = folders(path)
+    try:
+        names = {entry.name for folder in paths for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)}
+    except OSError as error:
+        raise OffloadError(f"cannot look for swap files in {', '.join(paths)}: {error}") from error
+    removed = []
+    for prefix in sorted({name.removesuffix(".lock") for name in names if name.endswith(".lock")}):
+        if not gone(prefix) or not any(name.startswith(f"{prefix}.g") for name in names):
+            continue
+        try:
+            store = open_extents(paths, prefix=prefix, checksums=False, verify=False)
+        except OffloadError:  # in use
+            continue
+        store.close(remove=True)
+        removed.append(prefix)
+    return removed
