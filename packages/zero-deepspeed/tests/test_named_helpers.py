@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_core.config import ConfigError
 from zero_core.errors import UsageError
 from zero_deepspeed.accelerator import compute_device, get_accelerator
 from zero_deepspeed.communication import get_all_ranks_from_group, get_global_rank, init_distributed
@@ -124,3 +127,18 @@ def test_the_estimators_print_a_table(capsys: pytest.CaptureFixture[str]) -> Non
     zero3_live(nn.Linear(1000, 1000), num_gpus_per_node=8)
     printed = capsys.readouterr().out
     assert printed.count("per CPU  |  per GPU") == 2 and "1M largest layer params" in printed
+
+
+def test_activation_checkpointing_is_configured_by_deepspeeds_call() -> None:
+    from zero_core import checkpointing
+    from zero_deepspeed.checkpointing import configure
+
+    def configured(*arguments: Any, **options: Any) -> bool:
+        configure(*arguments, **options)
+        return checkpointing.is_configured()
+
+    section = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    assert contextvars.copy_context().run(configured, None, deepspeed_config=section)
+    assert contextvars.copy_context().run(configured, None, None, False)
+    with pytest.raises(ConfigError, match="cpu_checkpointing"):
+        configured(None, {"activation_checkpointing": {"cpu_checkpointing": "yes"}})

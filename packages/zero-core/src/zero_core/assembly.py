@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,7 +37,6 @@ _EngineType = TypeVar("_EngineType", bound=Engine)
 
 
 def initialize(
-    args: argparse.Namespace | None = None,
     model: nn.Module | None = None,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
     model_parameters: Parameters | None = None,
@@ -48,12 +46,11 @@ def initialize(
     mpu: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Any = None,
-    config_params: Any = None,
     device: torch.device | str | None = None,
 ) -> tuple[Engine, Optimizer | None, Any, Scheduler | None]:
     """Cut ``model`` over all ranks and return ``(engine, optimizer, dataloader, scheduler)``. Collective.
 
-    ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, the path of a JSON file, or a `Config`.
+    ``config``: a dict, the path of a JSON file, or a `Config`.
     ``optimizer``: a torch optimizer over the model's parameters, or a function of parameters that makes one; without
     it the configuration's. ``model_parameters``: what to train. ``lr_scheduler``: an object or a function of the
     optimizer. ``training_data``: samples by number, of which each rank gets its own in micro-batches, shuffled, made by
@@ -65,11 +62,12 @@ def initialize(
     is wrong.
     """
     where = torch.device(device) if device is not None else None
-    source = _source(args, config, config_params)
+    if config is None:
+        raise UsageError("initialize(config=…): expected a dict, the path of a JSON file or a Config; none was given")
     engine = assemble(
         Engine,
         model,
-        lambda world_size: Config.load(supervisor().config(source, world_size), world_size=world_size),
+        lambda world_size: Config.load(supervisor().config(config, world_size), world_size=world_size),
         optimizer=optimizer,
         model_parameters=model_parameters,
         training_data=training_data,
@@ -147,15 +145,6 @@ def _told_to_all(groups: EngineGroups, model_part: ModelPart) -> Iterator[None]:
         groups.abort(failure)
         model_part.abort(failure)
         raise
-
-
-def _source(args: argparse.Namespace | None, config: Any, config_params: Any) -> Any:
-    given = [s for s in (config, config_params, getattr(args, "deepspeed_config", None)) if s is not None]
-    if not given:
-        raise UsageError("initialize(config=…): expected a dict, the path of a JSON file or a Config; none was given")
-    if len(given) > 1:
-        raise UsageError("initialize: give the configuration once, as config, config_params or args.deepspeed_config")
-    return given[0]
 
 
 def _options(config: Config, model: nn.Module) -> PartitionOptions:

@@ -1,4 +1,4 @@
-"""The functions that DeepSpeed's users and their frameworks call."""
+"""Functions for code that has no `Checkpointing` at hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = Checkpointing()
 
 def configure(
     mpu_: Any = None,
-    deepspeed_config: Any = None,
+    config: Any = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None,
@@ -29,10 +29,10 @@ def configure(
     """Decide how `checkpoint` keeps inputs, from now on in this context (see the package's docstring).
 
     ``mpu_``: an object with ``get_model_parallel_group()`` (or ``get_tensor_model_parallel_group()``), for
-    ``partition_activations``. ``deepspeed_config``: a dict or a JSON file whose section `activation_checkpointing` is
+    ``partition_activations``. ``config``: a dict or a JSON file whose section `activation_checkpointing` is
     taken; the other arguments replace its keys. Raises `ConfigError` or `UsageError`.
     """
-    section = dict(read(deepspeed_config).get("activation_checkpointing", {})) if deepspeed_config is not None else {}
+    section = dict(read(config).get("activation_checkpointing", {})) if config is not None else {}
     given = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
