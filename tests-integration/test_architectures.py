@@ -1,12 +1,15 @@
 """Architectures of Transformers and adapters of PEFT follow the one-process run at every stage.
 
-docs/numerics.md has the table that `python tests-integration/test_architectures.py` prints.
+`python tests-integration/test_architectures.py [--write] [NAME ...]` prints their table, of all or of those named; with
+``--write`` docs/numerics.md shows it.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import architectures
@@ -20,6 +23,9 @@ from zero_comm import run_ranks
 STEPS, STAGES, WORLD_SIZES = 4, (0, 1, 2, 3), (2, 3)
 OFTEN = ("Mixtral", "AdaLoRA")
 NAMES = [*architectures.ARCHITECTURES, *architectures.ADAPTERS]
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "numerics.md"
+HEADER = "| model | parameters | 2 ranks | 3 ranks | stages 0 to 3 |\n|---|---|---|---|---|"
+BLOCK = re.compile(r"(?P<begin><!-- generated: architectures -->\n)(?P<table>.*?\n)(?P<end><!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -112,15 +118,42 @@ def test_every_model_follows_the_one_process_run_at_every_stage(name: str) -> No
     check(row(name))
 
 
-def main() -> None:
-    """Print the table."""
-    print("| model | parameters | 2 ranks | 3 ranks | stages 0 to 3 |\n|---|---|---|---|---|")
+def line(found: Row) -> str:
+    """A row as the page shows it."""
+    off = " | ".join(f"{found.deviations[ranks]:.1e}" for ranks in WORLD_SIZES)
+    equal = "same bits" if found.stages_equal else "DIFFER"
+    return f"| {found.name} | {found.parameters:,} | {off} | {equal} |"
 
-    for name in sys.argv[1:] or NAMES:
-        found = row(name)
-        off = " | ".join(f"{found.deviations[ranks]:.1e}" for ranks in WORLD_SIZES)
-        equal = "same bits" if found.stages_equal else "DIFFER"
-        print(f"| {name} | {found.parameters:,} | {off} | {equal} |", flush=True)
+
+def shown() -> dict[str, str]:
+    """The lines of the page's table by model."""
+    block = BLOCK.search(PAGE.read_text())
+    assert block is not None, f"{PAGE} has no table of architectures"
+    lines = block["table"].splitlines()[2:]
+    return {text.split("|")[1].strip(): text for text in lines}
+
+
+def write(lines: dict[str, str]) -> None:
+    """Have the page show ``lines`` in the order of `NAMES`."""
+    table = "\n".join([HEADER, *(lines[name] for name in NAMES if name in lines)])
+    PAGE.write_text(BLOCK.sub(lambda block: f"{block['begin']}{table}\n{block['end']}", PAGE.read_text()))
+
+
+def test_the_page_shows_every_model() -> None:
+    lines = shown()
+    assert list(lines) == NAMES
+    assert all(text.endswith("| same bits |") for text in lines.values())
+
+
+def main() -> None:
+    """Print the table, row by row, and write each into the page as it is found."""
+    print(HEADER)
+    writes = "--write" in sys.argv
+    for name in [word for word in sys.argv[1:] if word != "--write"] or NAMES:
+        text = line(row(name))
+        print(text, flush=True)
+        if writes:
+            write({**shown(), name: text})
 
 
 if __name__ == "__main__":

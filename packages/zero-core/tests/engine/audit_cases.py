@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,6 +101,37 @@ def in_moment(engine: zero_core.Engine) -> None:
     flip(sharded.state[owned.tensor]["exp_avg_sq"])
 
 
+def on_tier(engine: zero_core.Engine) -> None:
+    """A moment that the host or a file keeps."""
+    update: Any = engine.partition.states
+    update.flush()
+    extents = update._parts.tier.extents()
+    if extents:
+        extent = extents[f"{BLOCKED}/exp_avg_sq"][0]
+        with open(extent.path, "r+b") as file:
+            file.seek(extent.file_offset_bytes)
+            byte = file.read(1)[0]
+            file.seek(extent.file_offset_bytes)
+            file.write(bytes([byte ^ 1]))
+        return
+    places = zip(update._parts.slices, update._parts.tier._tensors, strict=True)
+    pairs = (pair for slice_, tensors in places for pair in zip(slice_, tensors, strict=True))
+    flip(next(tensors["exp_avg_sq"] for span, tensors in pairs if span.fragment.name == BLOCKED))
+
+
+def on_wire(engine: zero_core.Engine) -> None:
+    """What has just been received and averaged."""
+    for gradients in engine.partition.runtime.gradients.values():
+        end = gradients.end_reduce
+
+        def broken(end: Any = end, of: Any = gradients) -> None:
+            arrived = of._leaf if of._leaf is not None else of._arriving
+            flip(arrived if arrived is not None else of._slice(of.reduced) if of._whole else of.reduced)
+            end()
+
+        gradients.end_reduce = broken
+
+
 def in_layout(engine: zero_core.Engine) -> None:
     engine.partition.layout = Layout(tuple(reversed(engine.partition.layout.units)))
 
@@ -133,14 +165,31 @@ FAULTS: dict[str, Callable[[zero_core.Engine], None]] = {
     "layout": in_layout,
     "rate": in_rate,
     "gradient": in_gradient,
+    "tier": on_tier,
+    "wire": on_wire,
 }
 
 
-def planted(cases: list[tuple[str, int, str]]) -> dict[str, str]:
+def tier_settings(stage: int, tier: str, folder: str) -> dict[str, Any]:
+    """Masters and moments, and at stage 3 weights, on a tier; so few buffers that files are read."""
+    place = {"device": "cpu"} if tier == "host" else {"device": "nvme", "nvme_path": folder, "buffer_count": 3}
+    sections = {"offload_optimizer": place, **({"offload_param": place} if stage == 3 else {})}
+    return {"stage": stage, "unit_min_numel": 1, "stage3_param_persistence_threshold": 40, "sub_group_size": 512} | (
+        sections if tier != "device" else {}
+    )
+
+
+Case = tuple[str, int, str, str]
+"""A fault, the stage, the dtype, and the tier of masters and moments."""
+
+
+def planted(cases: list[Case], folder: str) -> dict[str, str]:
     """What the step after a fault on rank 1 raises here, and what had become of the weights."""
     found = {}
-    for fault, stage, dtype in cases:
-        engine = start(stage, dtype)
+    for number, (fault, stage, dtype, tier) in enumerate(cases):
+        place = Path(folder) / str(number)  # an engine that fails keeps its files until it is gone
+        place.mkdir(exist_ok=True)
+        engine = start(stage, dtype, zero_optimization=tier_settings(stage, tier, str(place)))
         step(engine)
         step(engine)
         if dist.get_rank() == 1:
@@ -150,7 +199,7 @@ def planted(cases: list[tuple[str, int, str]]) -> dict[str, str]:
             said = "none"
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-        found[f"{fault} {stage} {dtype}"] = f"{said}\nsteps {engine.global_steps}"
+        found[f"{fault} {stage} {dtype} {tier}"] = f"{said}\nsteps {engine.global_steps}"
     return found
 
 

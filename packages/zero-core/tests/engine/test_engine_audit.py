@@ -2,49 +2,95 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from audit_cases import BLOCKED, FAULTS, clean, planted
+from audit_cases import BLOCKED, FAULTS, Case, clean, planted, tier_settings
 
 from zero_comm import run_ranks
 
 DTYPES = ("fp32", "bf16")
 CASES = [
-    ("weight", 1, "bf16"),
-    ("weight", 2, "fp32"),
-    ("own weight", 2, "bf16"),
-    ("buffer", 3, "fp32"),
-    ("master", 1, "bf16"),
-    ("master", 3, "fp32"),
-    ("moment", 0, "fp32"),
-    ("moment", 3, "bf16"),
-    ("layout", 2, "fp32"),
-    ("rate", 1, "fp32"),
-    ("gradient", 0, "bf16"),
-    ("gradient", 3, "fp32"),
+    ("weight", 1, "bf16", "device"),
+    ("weight", 2, "fp32", "device"),
+    ("own weight", 2, "bf16", "device"),
+    ("buffer", 3, "fp32", "device"),
+    ("master", 1, "bf16", "device"),
+    ("master", 3, "fp32", "device"),
+    ("moment", 0, "fp32", "device"),
+    ("moment", 3, "bf16", "device"),
+    ("layout", 2, "fp32", "device"),
+    ("rate", 1, "fp32", "device"),
+    ("gradient", 0, "bf16", "device"),
+    ("gradient", 3, "fp32", "device"),
+    ("tier", 1, "bf16", "host"),
+    ("tier", 3, "fp32", "nvme"),
+    ("wire", 0, "fp32", "device"),
+    ("wire", 2, "bf16", "host"),
+    ("wire", 3, "fp32", "device"),
 ]
 NAMED = {"weight": BLOCKED, "own weight": BLOCKED, "buffer": "shift", "master": BLOCKED, "moment": BLOCKED}
-WORDS = {"layout": "the layout of", "rate": "param_groups[0]", "gradient": "is another when it is computed again"}
+NAMED["tier"] = f"'{BLOCKED}' changed on its tier"
+WORDS = {
+    "layout": "the layout of",
+    "rate": "param_groups[0]",
+    "gradient": "is another when it is computed again",
+    "wire": "is another when it is reduced again",
+}
 
 
-def check(cases: list[tuple[str, int, str]]) -> None:
-    for seen in run_ranks(planted, 2, cases, timeout=300.0):
-        for (fault, stage, dtype), said in zip(cases, seen.values(), strict=True):
+def check(cases: list[Case], folder: Path, world_size: int = 2) -> None:
+    for seen in run_ranks(planted, world_size, cases, str(folder), timeout=300.0):
+        for (fault, stage, dtype, tier), said in zip(cases, seen.values(), strict=True):
             expected = ["AuditError: the audit of step 2", "rank 1", "steps 2", NAMED.get(fault) or WORDS[fault]]
-            assert all(text in said for text in expected), (fault, stage, dtype, said)
+            assert all(text in said for text in expected), (fault, stage, dtype, tier, said)
 
 
-def test_a_fault_of_each_kind_is_found_and_named_on_every_rank_before_weights_change() -> None:
-    check(CASES)
+def test_a_fault_of_each_kind_is_found_and_named_on_every_rank_before_weights_change(tmp_path: Path) -> None:
+    check(CASES, tmp_path)
+
+
+def applies(fault: str, stage: int, tier: str) -> bool:
+    """Whether there is what the fault is planted in."""
+    if fault in ("weight", "own weight"):
+        return stage < 3
+    if fault in ("master", "moment"):
+        return tier == "device"
+    return fault != "tier" or tier != "device"
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("tier", ("device", "host", "nvme"))
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_every_fault_is_found_at_every_stage_and_dtype(stage: int) -> None:
-    gathered = {"weight", "own weight"} if stage == 3 else set()
-    check([(fault, stage, dtype) for fault in FAULTS if fault not in gathered for dtype in DTYPES])
+def test_every_fault_is_found_at_every_stage_dtype_and_tier(
+    stage: int, tier: str, world_size: int, tmp_path: Path
+) -> None:
+    if tier == "device" or stage:
+        faults = [fault for fault in FAULTS if applies(fault, stage, tier)]
+        check([(fault, stage, dtype, tier) for fault in faults for dtype in DTYPES], tmp_path, world_size)
 
 
-def test_clean_runs_are_not_disturbed_whatever_the_user_writes_between_steps() -> None:
+def test_clean_runs_are_not_disturbed_whatever_the_user_writes_between_steps(tmp_path: Path) -> None:
     virtual = {"deterministic": {"across_world_sizes": 4}}
+    on_tiers = [{"zero_optimization": tier_settings(3, tier, str(tmp_path))} for tier in ("host", "nvme")]
     cases = [(0, "bf16", {}), (1, "fp32", {}), (2, "bf16", {}), (3, "fp32", {}), (3, "bf16", virtual)]
+    cases += [(1, "bf16", virtual), (3, "bf16", on_tiers[0]), (3, "fp32", on_tiers[1])]
     assert all(all(seen) for seen in run_ranks(clean, 2, cases, timeout=300.0))
+
+
+def test_without_the_key_nothing_that_audits_is_imported() -> None:
+    code = """
+import sys, torch, zero_core
+engine = zero_core.initialize(
+    model=torch.nn.Linear(2, 2),
+    config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}},
+)[0]
+engine.backward(engine(torch.ones(1, 2)).sum())
+engine.step()
+print(*sorted(name for name in sys.modules if name.startswith("zero_core.audit")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.split() == ["zero_core.audit", "zero_core.audit.auditor"]

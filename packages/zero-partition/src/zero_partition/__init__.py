@@ -18,6 +18,7 @@ from .access import (
 from .cut import PartitionOptions
 from .errors import EditRefusedError, NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
+from .gradients import UnitGradients
 from .initialisation import CutParameter, Init, NewShard, cut_record
 from .layout import Entry, Fragment, Layout, UnitLayout
 from .leaves import LeafTree
@@ -65,6 +66,7 @@ __all__ = [
     "TensorParallelModel",
     "TiledLinear",
     "Unit",
+    "UnitGradients",
     "UnitLayout",
     "UnitLimits",
     "UnitPlan",

@@ -34,7 +34,7 @@ class UnitGradients:
         reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``whole`` the full flat buffer;
             None before the first reduction since `clear`, and always where ``states`` keeps it.
         touched: for each parameter, whether this rank has had a gradient since `clear`.
-        watch: is shown the flat buffer before each reduction; None for nobody.
+        watches: are shown the flat buffer before each reduction.
         stays_here: whether this rank keeps its own gradient instead of the average (stage 0), the same on every rank.
     """
 
@@ -53,7 +53,7 @@ class UnitGradients:
         self.unit = unit
         self.norm: Callable[[torch.Tensor], Any] = norm_squared
         self.leaves = leaves
-        self.watch: Watch | None = None
+        self.watches: list[Watch] = []
         self._leaf: torch.Tensor | None = None
         self._states = states
         self._arriving: torch.Tensor | None = None
@@ -140,8 +140,8 @@ class UnitGradients:
         for view, present in zip(self._views, self._present, strict=True):
             if not present:
                 view.zero_()
-        if self.watch is not None:
-            self.watch(flat, tuple(self._present))
+        for watch in self.watches:
+            watch(flat, tuple(self._present))
         self._present = [False] * len(self._present)
         own, again = self._own_reduced(flat)
         if self.stays_here():
@@ -196,6 +196,19 @@ class UnitGradients:
             self._arriving.copy_(mean)
         else:
             self._arriving = mean
+
+    def reduce_again(self, flat: torch.Tensor, before: torch.Tensor | None, step: int) -> torch.Tensor:
+        """Reduce ``flat``, a copy of what a watch was shown, once more; return the average, added to a copy of what
+        `averaged` was ``before``, in the form that `averaged` has now. Collective, outside of passes."""
+        numel = self.unit.layout.shard_numel if self._whole is None else self.unit.layout.numel
+        found = flat.new_empty(numel, dtype=self._accumulate_dtype) if before is None else before.to(flat.device)
+        own = found if self._whole is None else self._slice(found)
+        tag = Tag("audit", self.unit.name, step)
+        payload = flat if flat.dtype == self._wire_dtype else flat.to(self._wire_dtype)
+        self._reduction.reduce(payload, own, tag, accumulate=before is not None).wait()
+        if self._whole is not None:
+            self._whole.all_gather(found, own, tag).wait()
+        return found
 
     def gather_whole(self, step: int) -> Work | None:
         """Give every rank the whole averaged gradient (stage 0); call once, after the last reduction before the

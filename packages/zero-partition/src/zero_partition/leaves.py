@@ -46,6 +46,10 @@ class LeafTree:
         self._nodes.clear()
         return node.div_(self._divisor)
 
+    def empty(self) -> LeafTree:
+        """A tree of the same shape without anything in it."""
+        return LeafTree(self.count, self._divisor)
+
     def tensors(self) -> list[torch.Tensor]:
         """The sums held now."""
         return [node for _, node in self._nodes]

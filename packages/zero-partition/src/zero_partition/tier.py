@@ -20,7 +20,13 @@ class StateTier(Protocol):
     Shards go by their unit's name, fragments by their parameter's name (below stage 0 a rank has one of each). A step:
     `borrow_gradient` and `give_back_gradient` (or `add_gradient`) once per reduction, `gradient` to look at them,
     `step` unless it is skipped, `clear_gradients`. The weights are lent by `Residency`.
+
+    Attributes:
+        writes: how often something else than a step has written masters or moments.
     """
+
+    @property
+    def writes(self) -> int: ...
 
     def borrow_gradient(self, shard: str, /) -> tuple[torch.Tensor, bool]:
         """Host memory to reduce into (1-D, the shard's elements), and whether it holds the sum so far."""

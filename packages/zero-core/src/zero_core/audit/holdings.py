@@ -1,4 +1,4 @@
-"""What a rank holds: alike on every rank, or for itself."""
+"""What ranks hold alike."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zero_partition import DeviceResidency, Unit
+from zero_partition import Unit
 
-from ..checkpoint.fragments import has_own_master, master_pieces, pieces
-from .digests import digest, digest_of, same_bits
+from ..checkpoint.fragments import has_own_master, master_pieces
+from .digests import digest, digest_of
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -64,7 +64,7 @@ def held_alike(engine: Engine, buffers: Buffers) -> Iterator[Held]:
     for unit in parts.units:
         yield from _replicated_weights(engine, unit)
     if parts.options.stage == 0:
-        for name, kind, tensor in _kept(engine):
+        for name, kind, tensor in kept_on_device(engine):
             yield Held(kind, name, digest(tensor))
 
 
@@ -86,7 +86,7 @@ def _replicated_weights(engine: Engine, unit: Unit) -> Iterator[Held]:
             yield Held("weight", fragment.entry.name, digest(value), rank, checked)
 
 
-def _kept(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
+def kept_on_device(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield (parameter, kind, tensor) of masters and optimizer states on the device."""
     parts = engine.partition
     for unit in parts.units:
@@ -100,68 +100,3 @@ def _kept(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
             for kind, value in engine.sharded_optimizer.state.get(owned.tensor, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{owned.fragment.entry.name}[{owned.fragment.param_offset}:]", kind, value
-
-
-@dataclass(frozen=True)
-class AtRest:
-    """A tensor that nothing may change before the next step, with its digest and version counter."""
-
-    name: str
-    kind: str
-    tensor: torch.Tensor
-    digest: str
-    version: int
-
-    @property
-    def changed(self) -> bool:
-        """Whether its bytes changed though no operation of torch wrote them."""
-        return self.tensor._version == self.version and digest(self.tensor) != self.digest
-
-
-def at_rest(engine: Engine) -> list[AtRest]:
-    """Masters, released weights and states of this rank's shards on the device: what users reach through the engine
-    alone, whose operations version counters see."""
-    found = [AtRest(name, kind, tensor, digest(tensor), tensor._version) for name, kind, tensor in _kept(engine)]
-    parts = engine.partition
-    for unit in parts.units:
-        if unit.releasable and unit.plan.trainable and isinstance(parts.residency, DeviceResidency):
-            shard = parts.residency.acquire(unit.name)
-            for fragment, piece in pieces(unit, shard, parts.rank):
-                name = f"{fragment.entry.name}[{fragment.param_offset}:]"
-                found.append(AtRest(name, "weight", piece, digest(piece), piece._version))
-    return found
-
-
-def unpublished(engine: Engine, number: int) -> Iterator[str]:
-    """Yield the parameters whose weights are not what their masters round to; where a tier keeps masters, those of
-    trained unit ``number`` alone."""
-    parts = engine.partition
-    trained = [unit for unit in parts.units if unit.plan.trainable]
-    for position, unit in enumerate(trained):
-        if unit.states is not None and position != number % len(trained):
-            continue
-        shard = parts.residency.acquire(unit.name)
-        masters = dict(_masters(unit, parts.rank))
-        for fragment, weights in pieces(unit, shard, parts.rank):
-            master = masters.get(fragment.entry.name)
-            if master is not None and not same_bits(master.to(weights.device, weights.dtype), weights):
-                yield fragment.entry.name
-        if not unit.releasable:
-            start, end = unit.layout.shard_range(parts.rank)
-            if unit.flat[start:end].data_ptr() != shard.data_ptr():
-                for fragment, weights in pieces(unit, shard, parts.rank):
-                    place = start + fragment.shard_offset
-                    if not same_bits(unit.flat[place : place + fragment.length], weights):
-                        yield fragment.entry.name
-        parts.residency.release(unit.name, dirty=False)
-
-
-def _masters(unit: Unit, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    if unit.states is not None:
-        names = [f.entry.name for f in unit.layout.fragments(rank) if "master" in unit.states.kinds(f.entry.name)]
-        for name, kept in unit.states.states(names):
-            if "master" in kept:
-                yield name, kept["master"]
-    elif has_own_master(unit):
-        for fragment, piece in master_pieces(unit, range(rank, rank + 1)):
-            yield fragment.entry.name, piece

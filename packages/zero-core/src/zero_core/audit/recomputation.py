@@ -89,11 +89,11 @@ class Recomputation:
     def backward(self) -> Iterator[None]:
         """Keep what the unit's gradients are before they travel."""
         gradients = self._engine.partition.runtime.gradients[self.unit.index]
-        gradients.watch = self._take
+        gradients.watches.append(self._take)
         try:
             yield
         finally:
-            gradients.watch = None
+            gradients.watches.remove(self._take)
             if self._taken is None:
                 gradients.show(self._take)
 

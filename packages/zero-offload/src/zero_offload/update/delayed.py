@@ -81,6 +81,11 @@ class DelayedUpdate:
         self._told: set[str] = set()
         self._finalizer = weakref.finalize(self, _let_go, self._thread, self._inner)
 
+    @property
+    def writes(self) -> int:
+        """See `OffloadedUpdate`."""
+        return self._inner.writes
+
     # Gradients
 
     def borrow_gradient(self, shard: str) -> tuple[torch.Tensor, bool]:

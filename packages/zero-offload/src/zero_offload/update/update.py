@@ -45,6 +45,9 @@ class OffloadedUpdate:
 
     A step that fails in the middle (ShardError and its kinds name tensor, file and offset) leaves weights of both
     sides of it; further steps are refused until `reset`. Not for several threads at once.
+
+    Attributes:
+        writes: how often `write` or `reset` has changed masters or states.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class OffloadedUpdate:
         self._started = time.monotonic()
         self._closed = False
         self._failed = False
+        self.writes = 0
         self._by_shard = {shard.name: self._make_fragments(shard, placement) for shard in shards}
         self._fragments = {f.name: f for fragments in self._by_shard.values() for f in fragments}
         self._first_of_group = {f.plan.group: f for f in reversed(self._fragments.values())}
@@ -243,6 +247,7 @@ class OffloadedUpdate:
         found = {self._known(name): state for name, state in states.items()}
         for fragment, state in found.items():
             check_state(fragment, state)
+        self.writes += 1
         failed, self._failed = self._failed, True
         write_states(self._rule, self._groups(), self._parts.slices, self._parts.tier, found)
         self._failed = failed
@@ -250,6 +255,7 @@ class OffloadedUpdate:
     def reset(self) -> None:
         """Begin anew, as if there had been no step; also after one that failed."""
         self._usable()
+        self.writes += 1
         self._parts.tier.reset()
         forget(list(self._fragments.values()))
         self._failed = False

@@ -1,0 +1,151 @@
+"""What a rank holds for itself: nothing changes it between two steps, and weights are what masters round to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from zero_partition import DeviceResidency, Fragment, Unit
+
+from ..checkpoint.fragments import has_own_master, master_pieces, pieces
+from .digests import digest, same_bits
+from .holdings import kept_on_device
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A tensor that nothing may change before the next step, with its digest and version counter."""
+
+    name: str
+    kind: str
+    tensor: torch.Tensor
+    digest: str
+    version: int
+
+    @property
+    def changed(self) -> bool:
+        """Whether its bytes changed though no operation of torch wrote them."""
+        return self.tensor._version == self.version and digest(self.tensor) != self.digest
+
+
+@dataclass(frozen=True)
+class OnTier:
+    """Digests by parameter and kind of all that a tier keeps for this rank, and how often it had been written then."""
+
+    digests: dict[tuple[str, str], str]
+    writes: int
+
+
+class AtRest:
+    """Masters, released weights and optimizer states of this rank's shards, as a step has left them.
+
+    On the device they are tensors that users reach through the engine alone, whose operations version counters see.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._on_device = list(_on_device(engine))
+        states = engine.partition.states
+        self._on_tier = None if states is None else OnTier(tier_digests(engine), states.writes)
+
+    def changed(self, engine: Engine, now: dict[tuple[str, str], str]) -> Iterator[str]:
+        """Say what is not what it was; ``now``: `tier_digests`."""
+        for one in self._on_device:
+            if one.changed:
+                yield f"{one.kind} '{one.name}' changed since the last step"
+        states, then = engine.partition.states, self._on_tier
+        if states is None or then is None or states.writes != then.writes:
+            return
+        for (name, kind), before in then.digests.items():
+            if now.get((name, kind), before) != before:  # masters that will follow written weights are not kept
+                yield f"{kind} '{name}' changed on its tier since the last step"
+
+
+def tier_digests(engine: Engine, unpublished: list[str] | None = None) -> dict[tuple[str, str], str]:
+    """Digests of all that a tier keeps for this rank, in one pass over it; empty without a tier.
+
+    To ``unpublished`` are added the parameters whose weights are not what their masters there round to.
+    """
+    states, found = engine.partition.states, {}
+    if states is None:
+        return {}
+    weights = _Weights(engine)
+    for name, kept in states.states():
+        for kind, value in kept.items():
+            found[name, kind] = digest(value)
+        if unpublished is not None and "master" in kept and not weights.are(name, kept["master"]):
+            unpublished.append(name)
+    weights.give_back()
+    return found
+
+
+def unpublished(engine: Engine) -> Iterator[str]:
+    """Yield the parameters whose weights are not what their masters on the device round to, or not what is gathered."""
+    parts = engine.partition
+    for unit in parts.units:
+        if not unit.plan.trainable:
+            continue
+        masters = {} if unit.states is not None or not has_own_master(unit) else _masters(unit, parts.rank)
+        start, end = unit.layout.shard_range(parts.rank)
+        shard = parts.residency.acquire(unit.name) if masters or not unit.releasable else None
+        if shard is None:
+            continue
+        gathered = None if unit.releasable else unit.flat[start:end]
+        for fragment, weights in pieces(unit, shard, parts.rank):
+            name = fragment.entry.name
+            if name in masters and not same_bits(masters[name].to(weights.device, weights.dtype), weights):
+                yield name
+            elif gathered is not None and gathered.data_ptr() != shard.data_ptr():
+                if not same_bits(gathered[fragment.shard_offset : fragment.shard_offset + fragment.length], weights):
+                    yield name
+        parts.residency.release(unit.name, dirty=False)
+
+
+class _Weights:
+    """This rank's weights by parameter, unit by unit."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._residency, rank = engine.partition.residency, engine.partition.rank
+        self._places: dict[str, tuple[Unit, Fragment]] = {
+            fragment.entry.name: (unit, fragment)
+            for unit in engine.partition.units
+            if unit.plan.trainable
+            for fragment in unit.layout.fragments(rank)
+        }
+        self._lent: tuple[Unit, torch.Tensor] | None = None
+
+    def are(self, name: str, master: torch.Tensor) -> bool:
+        """Whether the weights are what ``master`` rounds to."""
+        unit, fragment = self._places[name]
+        if self._lent is None or self._lent[0] is not unit:
+            self.give_back()
+            self._lent = (unit, self._residency.acquire(unit.name))
+        weights = self._lent[1][fragment.shard_offset : fragment.shard_offset + fragment.length]
+        return same_bits(master.to(weights.device, weights.dtype), weights)
+
+    def give_back(self) -> None:
+        """Give back what was lent last."""
+        if self._lent is not None:
+            self._residency.release(self._lent[0].name, dirty=False)
+            self._lent = None
+
+
+def _on_device(engine: Engine) -> Iterator[OnDevice]:
+    for name, kind, tensor in kept_on_device(engine):
+        yield OnDevice(name, kind, tensor, digest(tensor), tensor._version)
+    parts = engine.partition
+    for unit in parts.units:
+        if unit.releasable and unit.plan.trainable and isinstance(parts.residency, DeviceResidency):
+            shard = parts.residency.acquire(unit.name)
+            for fragment, piece in pieces(unit, shard, parts.rank):
+                name = f"{fragment.entry.name}[{fragment.param_offset}:]"
+                yield OnDevice(name, "weight", piece, digest(piece), piece._version)
+
+
+def _masters(unit: Unit, rank: int) -> dict[str, torch.Tensor]:
+    return {fragment.entry.name: piece for fragment, piece in master_pieces(unit, range(rank, rank + 1))}
