@@ -107,6 +107,7 @@ def on_tier(engine: zero_core.Engine) -> None:
     update.flush()
     extents = update._parts.tier.extents()
     if extents:
+        update._parts.tier._ring.forget()  # what is still in a buffer would be written over the fault
         extent = extents[f"{BLOCKED}/exp_avg_sq"][0]
         with open(extent.path, "r+b") as file:
             file.seek(extent.file_offset_bytes)
