@@ -203,7 +203,7 @@ class UnitGradients:
         numel = self.unit.layout.shard_numel if self._whole is None else self.unit.layout.numel
         found = flat.new_empty(numel, dtype=self._accumulate_dtype) if before is None else before.to(flat.device)
         own = found if self._whole is None else self._slice(found)
-        tag = Tag("audit", self.unit.name, step)
+        tag = Tag("reduce", self.unit.name, step)
         payload = flat if flat.dtype == self._wire_dtype else flat.to(self._wire_dtype)
         self._reduction.reduce(payload, own, tag, accumulate=before is not None).wait()
         if self._whole is not None:
