@@ -64,8 +64,9 @@ class Setup:
     ``offload_optimizer``, ``offload_parameters``: the tier where the shards of these states live. ``hpz``: a secondary
     shard of the parameters per node, read by the backward gather. ``qwz``: gathers carry 8 bits per element. ``qgz``:
     gradients travel as 4 bits per element, first inside the node, then between nodes. ``codec_block``: elements per
-    float32 scale of these two. ``alignment``: shards are multiples of so many elements. Raises `PlanError` for what
-    does not go together.
+    float32 scale of these two. ``alignment``: shards are multiples of so many elements. ``averaged_bytes``: bytes per
+    element of the averaged gradients that stage 0 gathers, default those of gradients. Raises `PlanError` for what does
+    not go together.
     """
 
     stage: int = 0
@@ -80,6 +81,7 @@ class Setup:
     qgz: bool = False
     codec_block: int = 2048
     alignment: int = 1
+    averaged_bytes: int | None = None
 
     def __post_init__(self) -> None:
         one_of("stage", self.stage, STAGES)
@@ -121,6 +123,11 @@ class Setup:
         """Return the elements of one rank's shard of a unit, padding included; ``ranks``: default all."""
         block = (self.world_size if ranks is None else ranks) * self.alignment
         return -(-elements // block) * self.alignment
+
+    def owned(self, elements: int, rank: int) -> int:
+        """Return the elements of a unit that lie in ``rank``'s shard, without padding."""
+        shard = self.shard(elements)
+        return min(max(elements - rank * shard, 0), shard)
 
 
 def unit_sizes(units: int | tuple[int, ...] | list[int]) -> tuple[int, ...]:

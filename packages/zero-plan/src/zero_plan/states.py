@@ -54,27 +54,28 @@ def largest_model(memory: float, *, stage: int, world_size: int) -> float:
     return memory * 2**40 / model_states_per_rank(2**40, stage=stage, world_size=world_size)
 
 
-def model_states(units: int | tuple[int, ...] | list[int], setup: Setup) -> tuple[StateRow, ...]:
+def model_states(units: int | tuple[int, ...] | list[int], setup: Setup, rank: int = 0) -> tuple[StateRow, ...]:
     """Return the bytes of every kind of model state that one rank holds, by tier; kinds in the order of `KINDS`.
 
     ``units``: elements of each unit, since every unit is padded to equal shards; or the parameters of the model, as one
-    unit. What is sharded at which stage: ibid., section 5. Offload: the optimizer's states and, from stage 2, the
-    gradients that wait for them leave the device (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840, section 4.1);
-    gradients wait on the host also when the states are on NVMe. A secondary shard holds the parameters once per node
-    (Wang et al. 2023, ZeRO++, arXiv 2306.10209, section 3.2). Units that are gathered at a moment come on top:
-    `zero_plan.working_bytes`.
+    unit. ``rank``: padding ends a unit and has no moments, so no rank holds more than rank 0. What is sharded at which
+    stage: ibid., section 5. Offload: the optimizer's states and, from stage 2, the gradients that wait for them leave
+    the device (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840, section 4.1); gradients wait on the host also when the
+    states are on NVMe. A secondary shard holds the parameters once per node (Wang et al. 2023, ZeRO++, arXiv
+    2306.10209, section 3.2). Units that are gathered at a moment come on top: `zero_plan.working_bytes`.
     """
     sizes = unit_sizes(units)
     kept = setup.bytes
     shard = sum(setup.shard(size) for size in sizes)
-    full = setup.world_size * shard if setup.stage else sum(sizes)
+    full = setup.world_size * shard
+    owned = sum(setup.owned(size, rank) for size in sizes) if setup.stage >= 1 else sum(sizes)
     optimizer = shard if setup.stage >= 1 else full
     waiting: Tier = "device" if setup.stage < 2 or setup.offload_optimizer == "device" else "host"
     rows = [
         StateRow("parameters", setup.offload_parameters, kept.parameter * (shard if setup.stage >= 3 else full)),
         StateRow("gradients", waiting, kept.gradient * (shard if setup.stage >= 2 else full)),
         StateRow("masters", setup.offload_optimizer, kept.master * optimizer),
-        StateRow("moments", setup.offload_optimizer, kept.moments * optimizer),
+        StateRow("moments", setup.offload_optimizer, kept.moments * owned),
     ]
     if setup.hpz:
         secondary = sum(setup.shard(size, setup.per_node) for size in sizes)

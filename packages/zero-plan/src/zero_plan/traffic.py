@@ -45,10 +45,11 @@ def collectives(units: int | tuple[int, ...] | list[int], setup: Setup) -> tuple
     passes = setup.accumulation
     if setup.stage < 3:
         reductions = passes if setup.stage == 2 else 1
+        averaged = gradient if setup.averaged_bytes is None else elements * setup.averaged_bytes
         second = "all-gather gradients" if setup.stage == 0 else "all-gather updated parameters"
         return (
             Collective("reduce-scatter gradients", reductions * gradient, "all", reductions * count),
-            Collective(second, gradient if setup.stage == 0 else parameter, "all", count),
+            Collective(second, averaged if setup.stage == 0 else parameter, "all", count),
         )
     forward = sum(_coded(size, 8, setup) for size in padded) if setup.qwz else parameter
     backward = parameter if setup.hpz else forward
