@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from zero_plan import PlanError, load_machine, parse_machine, presets
+from zero_plan import PlanError, Setup, estimate_step, load_machine, parse_machine, presets
 from zero_plan.cli import main
 from zero_plan.machine import KEYS
 from zero_plan.quantities import parse_count, parse_quantity, show
+from zero_plan.shapes import load_shape
 
 
 @pytest.mark.parametrize("name", presets())
@@ -175,3 +176,19 @@ def test_probe_measures_this_machine(capsys: Any, tmp_path: Path, monkeypatch: p
         assert machine.need(key) > 0 and "probe" in machine.values[key].source
     assert list(tmp_path.iterdir()) == [target]
     assert "--disk" in refused(capsys, "probe", "--disk", str(tmp_path / "absent"))
+
+
+def test_a_rank_of_several_nodes_may_send_over_the_network_as_well() -> None:
+    shape, machine = load_shape("gpt2-xl"), load_machine("dgx-2")
+    (row,) = [
+        row
+        for row in estimate_step(shape, Setup(3, 64, 16), machine, dtype="fp16").bounds
+        if row.resource == "links of a rank"
+    ]
+    assert row.rate == 150e9 + 100e9 / 16
+    (row,) = [
+        row
+        for row in estimate_step(shape, Setup(3, 16, 16), machine, dtype="fp16").bounds
+        if row.resource == "links of a rank"
+    ]
+    assert row.rate == 150e9

@@ -45,7 +45,7 @@ def bounds(
     on_host = setup.offload_optimizer != "device"
     table = [
         ("matrix products", flops, f"device.{dtype}"),
-        ("links inside a node", links.per_rank, "node.link"),
+        ("links of a rank", links.per_rank, "node.link"),
         ("network between nodes", links.across_per_node, "network.per_node"),
         ("device to host", tiers.device_to_host, "node.device_to_host"),
         ("host to device", tiers.host_to_device, "node.host_to_device"),
@@ -54,7 +54,18 @@ def bounds(
         ("disk read", ranks * tiers.disk_read, "disk.read"),
         ("disk write", ranks * tiers.disk_write, "disk.write"),
     ]
-    return tuple(Bound(name, amount, machine.get(key), key) for name, amount, key in table if amount)
+    rows = [Bound(name, amount, machine.get(key), key) for name, amount, key in table if amount]
+    return tuple(_with_network(row, machine, setup) if row.key == "node.link" else row for row in rows)
+
+
+def _with_network(row: Bound, machine: Machine, setup: Setup) -> Bound:
+    """Where there are several nodes, a rank also sends over its share of the network."""
+    if setup.nodes == 1 or row.rate is None:
+        return row
+    network = machine.get("network.per_node")
+    if network is None:
+        return row._replace(rate=None, key="network.per_node")
+    return row._replace(rate=row.rate + network / setup.per_node)
 
 
 class StepTime(NamedTuple):
