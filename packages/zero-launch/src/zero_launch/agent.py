@@ -94,6 +94,8 @@ class RankRecord:
     seen_alive: float
     status: int | None = None
     status_before_stop: int | None = None
+    left_for: str | None = None
+    """The order that it has left for; kept here, as the folder of orders goes before the job is accounted for."""
 
     def look(self) -> None:
         if self.status is None:
@@ -194,7 +196,10 @@ class Agent(LocalElasticAgent):
             raise self._streamer.broken
         for record in self._records:
             record.look()
-        left = {record.rank: self._files.orders.answer(record.rank) for record in self._records if record.status}
+        for record in self._records:
+            if record.status:
+                record.left_for = self._files.orders.answer(record.rank)
+        left = {record.rank: record.left_for for record in self._records if record.status}
         if not all(left.values()) or self._stuck_after_exception():
             self._watcher.read()
             ended = [record.rank for record in self._records if record.status == 0]
@@ -308,7 +313,7 @@ class Agent(LocalElasticAgent):
         """
         found: list[tuple[float, RankFailure]] = []
         for record in self._records:
-            if record.status and self._files.orders.answer(record.rank):
+            if record.left_for is not None:
                 continue
             error = read_error_file(record.folder / "error.json") if record.status != 0 else None
             if error is not None:
@@ -336,8 +341,8 @@ class Agent(LocalElasticAgent):
                 fates.append(f"rank {record.rank} had already ended with exit status 0")
             elif record.status is None:
                 fates.append(f"rank {record.rank} still runs after SIGKILL (pid {record.pid})")
-            elif order := self._files.orders.answer(record.rank):
-                fates.append(f"rank {record.rank} had left, as it was asked to ({order})")
+            elif record.left_for is not None:
+                fates.append(f"rank {record.rank} had left, as it was asked to ({record.left_for})")
             else:
                 how = signal_name(-record.status) if record.status < 0 else f"exit status {record.status}"
                 fates.append(f"rank {record.rank} was stopped by zero-launch ({how})")
