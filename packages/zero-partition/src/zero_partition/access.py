@@ -37,6 +37,7 @@ def gathered(
     compared. Raises `PartitionError` inside a forward or backward pass.
     """
     runtime = partition.runtime
+    runtime.check_alive()
     if runtime.gatherer.active:
         raise PartitionError(
             "gathered(...) was opened inside a forward or backward pass; open it before or after the pass"

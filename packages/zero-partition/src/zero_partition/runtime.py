@@ -281,9 +281,14 @@ class Runtime:
     def check_alive(self) -> None:
         """Raise when an earlier failure has ended this runtime."""
         if self._failure is not None:
+            here = (
+                "What this rank has of the weights is its shards, which cannot be gathered any more."
+                if self._sharded
+                else "The model's parameters are whole on this rank: torch.save(model.state_dict()) writes them."
+            )
             raise CommError(
-                f"this engine has failed earlier and cannot go on: {self._failure}. Make a new engine on every rank "
-                "and load a checkpoint."
+                f"this engine has failed earlier and cannot go on: {self._failure}. {here} Make a new engine on every "
+                "rank and load a checkpoint."
             )
 
     @property
