@@ -137,6 +137,7 @@ class Runtime:
         """Finish the backward pass: flush reductions, release units."""
         if not self._in_backward:
             return
+        self.check_alive()  # a pass that ended the engine leaves reductions that nobody answers
         self._take_left()
         self.reducer.start_rest()
         self._pace.end()
