@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import itertools
 import multiprocessing
 import pickle
@@ -106,6 +107,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 def _serve(connection: Connection, port: int) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    gc.freeze()  # what torch's import has made stays; looking through it would make every collection slow
     while True:
         try:
             call = connection.recv_bytes()
@@ -115,6 +117,7 @@ def _serve(connection: Connection, port: int) -> None:
             connection.send((True, _run(call, store)))
         except BaseException:  # every failure goes back to the caller with its traceback, unpicklable results too
             connection.send((False, traceback.format_exc()))
+        gc.collect()  # reference cycles of the call hold process groups, whose threads wake 100 times a second
 
 
 def _run(call: bytes, store: Store) -> Any:
