@@ -202,15 +202,21 @@ _ADVICE = (
 
 
 def _run(reference: weakref.ref[Watch], ended: threading.Event) -> None:
-    while not ended.wait(_TICK):
-        watch = reference()
-        if watch is None:
-            return
-        try:
-            watch.look()
-        except RuntimeError as error:  # the store went with the rank that kept it, and connections tell the rest
-            logger.debug("the watch ends: %s", error)
-            return
+    while not ended.wait(_TICK) and _look(reference):
+        pass
+
+
+def _look(reference: weakref.ref[Watch]) -> bool:
+    """Have the watch look, if it is still there; whether to go on. Nothing holds the watch between two looks."""
+    watch = reference()
+    if watch is None:
+        return False
+    try:
+        watch.look()
+    except RuntimeError as error:  # the store went with the rank that kept it, and connections tell the rest
+        logger.debug("the watch ends: %s", error)
+        return False
+    return True
 
 
 def _ending(reference: weakref.ref[Watch]) -> Callable[[], None]:

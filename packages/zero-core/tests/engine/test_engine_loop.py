@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +203,18 @@ def test_the_engine_prints_nothing_unless_asked(alone: None, capsys: Any) -> Non
     train(start(1), 0, 2)
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
+
+
+def _watching_after_an_engine_was_dropped() -> int:
+    engine = start(1)
+    train(engine, 0, 1)
+    del engine
+    gc.collect()
+    watches = [thread for thread in threading.enumerate() if thread.name == "zero-watch"]
+    for watch in watches:
+        watch.join(5)
+    return sum(watch.is_alive() for watch in watches)
+
+
+def test_an_engine_that_is_dropped_leaves_no_thread_behind() -> None:
+    assert run_ranks(_watching_after_an_engine_was_dropped, RANKS) == [0] * RANKS
