@@ -2,8 +2,8 @@
 
 [Note: asynchronous saves]
 `save` copies the intervals into host memory that is kept and reused, and returns; a thread then runs `save_sharded`.
-Intervals with a `version` are copied behind it, on a thread of their own: whoever is about to change their memory calls
-`copied` first. Extents of sealed files are not copied: the thread links them, and holds their `owner` until it is done.
+Intervals with a `version` are copied behind it, on a thread of their own: code that is about to change their memory
+calls `copied` first. Extents of sealed files are not copied: the thread links them, and holds their `owner` meanwhile.
 Its collectives run beside those of training, so it needs a coordinator of its own (for torch, a `DistCoordinator` over
 a group made for it). Ranks start their saves in the same order, so the threads agree without further ado.
 """

@@ -225,7 +225,7 @@ def has_manifest(path: Path) -> bool:
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a rank's data file can have this name."""
+    """Return True for a name that a rank's data file can have."""
     return _DATA_FILE.fullmatch(name) is not None
 
 

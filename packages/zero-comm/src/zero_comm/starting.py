@@ -1,4 +1,4 @@
-"""What every rank does alone before the first collective: when one fails, the others do not wait for it."""
+"""Run what every rank does alone before the first collective, so that a failure of one is raised on all."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _WISHES = {"regroup": 1, "end": 2}
 
 
 class Departure:
-    """What one engine does about the launcher's orders. ``folder``: where they come; None where no launcher gives any.
+    """Carries out the launcher's orders for one engine. ``folder``: where they come; None where no launcher gives any.
 
     ``root``: where a checkpoint goes that the launcher asks for; set by `resume` and `save_checkpoint`.
     """

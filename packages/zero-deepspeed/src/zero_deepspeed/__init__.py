@@ -33,7 +33,7 @@ def commands() -> Path:
 
 
 def search_paths() -> dict[str, Path]:
-    """What `zero-launch --as-deepspeed` asks for by the entry point `zero_launch.as`: variable -> folder."""
+    """Return the variables, name -> folder, for the entry point `zero_launch.as` of `zero-launch --as-deepspeed`."""
     return {"PYTHONPATH": path(), "PATH": commands()}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 class Unavailable(str):
-    """What to use instead of a name, or of a whole module, that is not answered."""
+    """Return what to use instead of a name, or of a whole module, that is not answered."""
 
     __slots__ = ()
 

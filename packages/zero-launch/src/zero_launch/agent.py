@@ -55,7 +55,7 @@ class RankFiles(LogsSpecs):
         self.rings: dict[int, Path] = {}
         """Rank to its ring, for the attempt that runs."""
         self.orders = Orders(rings / "orders")
-        """What is asked of the ranks of the attempt that runs."""
+        """The order that the ranks of the running attempt have."""
 
     @property
     def root_log_dir(self) -> str:

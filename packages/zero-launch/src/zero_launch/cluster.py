@@ -201,7 +201,7 @@ class Cluster:
             peer.send("end")
 
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
-        """On what terms a host takes part in rounds, where hosts come and go."""
+        """Return the terms of a host's part in rounds where hosts come and go; None in jobs of fixed hosts."""
         return None
 
     def _lead(self) -> None:
@@ -212,7 +212,7 @@ class Cluster:
                 self._remark(text)
 
     def _end_all(self) -> None:
-        """Have every host end what it runs; whoever does not say so in time is let go of."""
+        """Have every host end what it runs; a host that does not confirm it in time is given up."""
         for peer in self._there():
             peer.send("stop")
         end = time.monotonic() + self._spec.job.grace_seconds + 2 * self._spec.job.silence_seconds
@@ -258,7 +258,7 @@ class Cluster:
             self.hear(name, message)
 
     def _ends_well(self, signum: int) -> bool:
-        """Whether a signal asks for a checkpoint and an end: SIGUSR1, and the first SIGTERM."""
+        """Return True for a signal that asks for a checkpoint and an end: SIGUSR1, and the first SIGTERM."""
         asks = self._spec.job.requeue and signum in (signal.SIGUSR1, signal.SIGTERM)
         return asks and not (self._asked_to_end and signum == signal.SIGTERM)
 
@@ -480,5 +480,5 @@ class Cluster:
 
 
 def title(peer: Peer) -> str:
-    """What a host is called in what is said of it."""
+    """Return the host's name as messages use it."""
     return f"host {peer.name}"

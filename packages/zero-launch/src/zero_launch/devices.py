@@ -1,4 +1,4 @@
-"""How many ranks this machine can run, within the bounds of an elastic job."""
+"""Count the ranks that this machine can run, within the bounds of an elastic job."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ChannelBackend(RendezvousBackend):
         self._lock = threading.Lock()
         self._number = 0
         self.answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        """What the launcher answers, put here by whoever reads the channel."""
+        """The launcher's answers; the reader of the channel puts them here."""
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class Meeting(DynamicRendezvousHandler):
     attempt: int
     """The number of the round that runs, as the launcher counts: 0, then one more each time."""
     failures: list[Message]
-    """What the attempt that just ended died of; goes out with `ready`."""
+    """Failures of the attempt that just ended; sent with `ready`."""
 
     @classmethod
     def of(cls, channel: Channel, job_id: str, terms: Message) -> Meeting:
@@ -166,7 +166,7 @@ class Meeting(DynamicRendezvousHandler):
         return PrefixStore("zero-launch", store)
 
     def _wait_for_store(self, number: int) -> Message:
-        """What the launcher says of the round's store, unless the host that opens it is lost first."""
+        """Return the launcher's message about the round's store, unless the host that opens it is lost first."""
         while True:
             try:
                 order = self._meets.get(timeout=_LOOK_SECONDS)

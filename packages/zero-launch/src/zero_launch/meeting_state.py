@@ -67,7 +67,7 @@ def _when(seconds: float) -> datetime:
 
 
 class StateKeeper:
-    """The launcher's copy, changed only by whoever has seen its newest version.
+    """The launcher's copy, changed only by a host that has seen its newest version.
 
     torch's handlers know of a lost node by its missing heartbeats, and wait some time for late ones. The launcher knows
     sooner: `lost` lets the heartbeats of a place expire, and `review` ends the wait when nobody else can come.
@@ -78,7 +78,7 @@ class StateKeeper:
         self._version = 0
 
     def answer(self, state: State | None, version: int | None) -> dict[str, Any]:
-        """What to answer a host that asks for the state (``state`` None) or wants to replace version ``version``."""
+        """Return the answer to a host that asks for the state (``state`` None) or to replace version ``version``."""
         replaced = state is not None and version == (None if self._state is None else self._version)
         if replaced:
             self._state = copy.deepcopy(state)

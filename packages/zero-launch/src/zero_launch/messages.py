@@ -37,7 +37,7 @@ def _number(value: Any) -> bool:
 
 
 def _time(value: Any) -> bool:
-    """Whether it is seconds since the epoch, of a year that calendars know."""
+    """Return True for seconds since the epoch, of a year that calendars know."""
     return _number(value) and 0 <= value < 1 << 37
 
 

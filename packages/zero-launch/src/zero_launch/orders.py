@@ -1,4 +1,4 @@
-"""What a launcher asks of ranks that run, and how they answer: files in a folder that the ranks of one host share.
+"""The launcher's orders to running ranks, and their answers: files in a folder that the ranks of one host share.
 
 [Note: orders] The launcher writes a word into the file `order`. Ranks that train with zero-core look at it once a step
 and agree, so that all leave after the same step: at the next checkpoint (`regroup`), or after saving one at once

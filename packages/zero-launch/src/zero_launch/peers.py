@@ -52,11 +52,11 @@ class Peer:
     stalled: bool = False
     folder: str = ""
     generation: int = 0
-    """How often a host of this name was lost before this one came."""
+    """Number of hosts of this name that were lost before."""
 
     @property
     def key(self) -> str:
-        """What tells it from those of the same name before it."""
+        """A name of its own, different from those of lost hosts of the same name."""
         return self.name if not self.generation else f"{self.name} #{self.generation}"
 
     @property

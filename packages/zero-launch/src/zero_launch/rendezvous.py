@@ -30,7 +30,7 @@ class LedRendezvous(RendezvousHandler):
         self._channel = channel
         self._job_id = job_id
         self.orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        """What the launcher says about rounds, put here by whoever reads the channel."""
+        """The launcher's messages about rounds; the reader of the channel puts them here."""
         self.attempt = 0
         """The number of the attempt that runs: 0, then one more with each restart."""
         self.failures: list[Message] = []

@@ -225,7 +225,7 @@ class Engine:
         return Request(request, self._native, "write" if write else "read", file.path, _buffers.lent(items))
 
     def _of_devices(self) -> DeviceTransfers:
-        """What moves accelerator tensors, made when one first comes."""
+        """Return the object that moves accelerator tensors; it is made for the first one."""
         from ._device import DeviceTransfers
 
         with self._device_lock:

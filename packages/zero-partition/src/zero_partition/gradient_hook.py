@@ -47,7 +47,7 @@ class GradientHook:
         self._report(self)
 
     def changed(self, gradient: torch.Tensor | None) -> bool:
-        """Whether the user's hooks have made ``gradient`` of the one that autograd gave; forgets that one."""
+        """Return True when the user's hooks made ``gradient`` of autograd's; forget autograd's."""
         seen, self._seen = self._seen, None
         return seen is not None and (gradient is not seen or gradient._version != self._version)
 

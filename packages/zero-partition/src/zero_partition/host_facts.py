@@ -17,12 +17,12 @@ _VERSION = operator.attrgetter("_version")
 
 
 def any_gradient(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of the tensors has a ``.grad``."""
+    """Return True when one of the tensors has a ``.grad``."""
     return any(map(operator.is_not, map(_GRAD, tensors), repeat(None)))
 
 
 def are_set_to(tensors: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Whether each tensor has the memory, the shape and the strides of the expected one."""
+    """Return True when each tensor has the memory, the shape and the strides of the expected one."""
     return all(map(torch.Tensor.is_set_to, tensors, expected))
 
 

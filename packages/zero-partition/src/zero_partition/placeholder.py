@@ -46,7 +46,7 @@ class Placeholders:
                 mark_released(parameter)
 
     def installed(self) -> bool:
-        """Whether every parameter is its placeholder."""
+        """Return True when every parameter is its placeholder."""
         with torch._C.DisableTorchFunctionSubclass():
             return are_set_to(self._parameters, self._views) and dtypes(self._parameters) == self._dtypes
 

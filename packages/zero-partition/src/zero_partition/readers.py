@@ -1,4 +1,4 @@
-"""What reads shards, masters and states beside training, such as a checkpoint that is copied behind it."""
+"""Readers of shards, masters and states beside training, such as a checkpoint that is copied behind it."""
 
 from __future__ import annotations
 

@@ -310,8 +310,8 @@ class Runtime:
 
     @contextmanager
     def synced(self) -> Iterator[None]:
-        """Ranks may call forward a different number of times inside (without backward): whoever is done takes part in
-        the others' gathers until all are. Collective."""
+        """Ranks may call forward a different number of times inside (without backward): a rank that is done takes part
+        in the others' gathers until all are. Collective."""
         if self._synced:
             raise PartitionError("synced() is open already")
         self._synced = True

@@ -27,13 +27,13 @@ class Fit:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits, None where the capacity is not known."""
+        """True when it fits; None where the capacity is not known."""
         return None if self.capacity is None else self.needed <= self.capacity
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """What a step of one rank needs; bytes, floating-point operations, seconds."""
+    """The needs of one rank's step: bytes, floating-point operations, seconds."""
 
     params: int
     setup: Setup

@@ -59,7 +59,7 @@ def bounds(
 
 
 def _with_network(row: Bound, machine: Machine, setup: Setup) -> Bound:
-    """Where there are several nodes, a rank also sends over its share of the network."""
+    """With several nodes, a rank also sends over its share of the network."""
     if setup.nodes == 1 or row.rate is None:
         return row
     network = machine.get("network.per_node")

@@ -1,4 +1,4 @@
-"""What a run is: stage, ranks, dtypes and tiers. Every formula of the engine's states and traffic takes one."""
+"""A run's setup: stage, ranks, dtypes and tiers. Every formula of the engine's states and traffic takes one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained.
+    """The way a model is trained.
 
     ``stage``: 0 to 3. ``ranks_per_node``: default all ranks on one node. ``accumulation``: micro-batches per step.
     ``offload_optimizer``, ``offload_parameters``: the tier where the shards of these states live. ``hpz``: a secondary

@@ -1,4 +1,4 @@
-"""What an engine tells its auditor, and the auditor that never looks."""
+"""The interface between an engine and its auditor, and the auditor of runs that audit nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks hold alike."""
+"""Digests of everything that is replicated: weights, buffers, the layout, param groups."""
 
 from __future__ import annotations
 

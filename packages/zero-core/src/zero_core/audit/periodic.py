@@ -101,11 +101,11 @@ class PeriodicAuditor:
         self._at_rest = AtRest(self._engine) if self._is_due() else None
 
     def forget(self) -> None:
-        """What was at rest was written."""
+        """Take note that resting masters and states were written on purpose."""
         self._at_rest = None
 
     def _odd(self, held: dict[str, Held], unpublished: list[list[str]]) -> list[str]:
-        """Who differs in what; ``unpublished``: by rank, weights that it has found wrong itself. Collective."""
+        """Return which rank differs in what; ``unpublished``: by rank, weights it found wrong itself. Collective."""
         digests = {key: one.digest for key, one in held.items()}
         tables = self._engine.partition.runtime.agree("audit", "all digests", digests)
         found = []
@@ -123,11 +123,11 @@ class PeriodicAuditor:
         return found
 
     def _is_due(self) -> bool:
-        """Whether the present step is an audited one."""
+        """Return True in a step that is audited."""
         return (self._engine.global_steps + 1) % self._every == 0
 
     def _repeated(self) -> RepeatedReductions:
-        """What repeats the reductions of this step's unit."""
+        """Return the object that repeats the reductions of this step's unit."""
         if self._reductions is None:
             parts = self._engine.partition
             units = list(parts.runtime.gradients)

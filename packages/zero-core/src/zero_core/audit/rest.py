@@ -1,4 +1,4 @@
-"""What a rank holds for itself: nothing changes it between two steps, and weights are what masters round to."""
+"""Checks of what one rank alone holds: it rests between two steps, and weights are what masters round to."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OnDevice:
 
     @property
     def changed(self) -> bool:
-        """Whether its bytes changed though no operation of torch wrote them."""
+        """Return True when its bytes changed though no operation of torch wrote them."""
         return self.tensor._version == self.version and digest(self.tensor) != self.digest
 
 
@@ -120,7 +120,7 @@ class _Weights:
         self._lent: tuple[Unit, torch.Tensor] | None = None
 
     def are(self, name: str, master: torch.Tensor) -> bool:
-        """Whether the weights are what ``master`` rounds to."""
+        """Return True when the weights are what ``master`` rounds to."""
         unit, fragment = self._places[name]
         if self._lent is None or self._lent[0] is not unit:
             self.give_back()

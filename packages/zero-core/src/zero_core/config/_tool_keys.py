@@ -71,7 +71,7 @@ class Checkpoint(Section):
 
 
 class Elastic(Section):
-    """What becomes of the batch at another number of ranks, as after `zero-launch --elastic` has lost a host."""
+    """The rule for batch sizes at another number of ranks, as after `zero-launch --elastic` has lost a host."""
 
     batch_size: Literal["keep_global_batch", "scale"] | None = Field(
         default=None,
