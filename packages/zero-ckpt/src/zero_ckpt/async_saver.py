@@ -102,6 +102,11 @@ class AsyncSaver:
             wait([self._copying])
             self._copying = None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._arenas.qsize() < self._pending
+
     def check(self) -> None:
         """Raise what an earlier save met, if one failed; call it once a step."""
         if not self._failures.empty():

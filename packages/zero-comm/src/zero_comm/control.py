@@ -34,7 +34,7 @@ _FAILED = "failed"
 @dataclass(frozen=True)
 class Message:
     """What a rank says at an agreement point: a kind, a name, the step, plain data (JSON), and, which `Control` fills
-    in, how many micro-batches it has counted and its wish (see `Watched`)."""
+    in, how many micro-batches it has counted, its wish and what it announces (see `Watched`)."""
 
     kind: str
     name: str
@@ -42,6 +42,7 @@ class Message:
     payload: Any = None
     micro_batches: int = 0
     wish: int = 0
+    announced: int = 0
 
     def __str__(self) -> str:
         after = f" after {self.micro_batches} micro-batches" if self.micro_batches else ""
@@ -91,6 +92,7 @@ class Control:
             raise PeerError(f"rank {failed[0]} failed: {failed[1].payload[0]}; here: {message}")
         self.watched.failed = None
         self.watched.agreed = max(self.watched.agreed, max(m.wish for m in messages))
+        self.watched.heard = messages[0].announced
         if self._noted:
             self._noted = not self._store.delete_key(self._note_key(self.rank))
         return messages
@@ -109,9 +111,11 @@ class Control:
         return [m.payload[1] for m in messages] if together else None
 
     def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
-        message = replace(message, micro_batches=self.watched.micro_batches, wish=self.watched.wish)
+        own = self.watched
+        message = replace(message, micro_batches=own.micro_batches, wish=own.wish, announced=own.announced)
         fields = [message.kind, message.name, message.step, message.payload, message.micro_batches]
-        body = json.dumps([*fields, message.wish] if message.wish else fields).encode()
+        rare = [message.wish, message.announced]
+        body = json.dumps([*fields, *rare] if any(rare) else fields).encode()
         if self.world_size == 1:
             return [_decode(body)]
         tag = Tag("control", message.kind, message.step)

@@ -18,7 +18,7 @@ from zero_partition import EditRefusedError, NonFiniteGradientError, Partition, 
 from zero_precision import LossScaleError, cast_floating, parse_dtype
 
 from .audit import Auditor, auditor_for
-from .checkpoint import InMemory, Saver
+from .checkpoint import InMemory, Saver, periodic_of
 from .checkpointing import Checkpointing
 from .config import Config
 from .departure import Departure
@@ -107,6 +107,7 @@ class Engine(Preparation):
         self._saver = Saver.of(config)
         self._in_memory = InMemory.of(config)
         self._departure = Departure.of()
+        self._periodic = periodic_of(config, is_whole=model_part.place.size == 1)
         self.offloading = offloading
         self.checkpointing = Checkpointing(config.activation_checkpointing, model_part.place.group)
         self._compiled: list[str] = []
@@ -173,8 +174,8 @@ class Engine(Preparation):
         return scaled
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At the accumulation boundary: agree, clip, update, publish, step the scheduler (with ``lr_kwargs``).
-        Otherwise only count the micro-batch.
+        """At the accumulation boundary: agree, clip, update, publish, step the scheduler (with ``lr_kwargs``), and save
+        where ``checkpoint.interval`` says so. Otherwise only count the micro-batch.
 
         Raises `NonFiniteGradientError` on every rank when a gradient is not finite and no loss scale is in use; the
         weights are unchanged.
@@ -185,6 +186,7 @@ class Engine(Preparation):
         """`step`; ``schedule`` is called with the scheduler, if there is one, when the weights were updated."""
         sharded = self._check_trainable("step")
         self._partition.runtime.refuse_torn("step")
+        self._periodic.check(self._departure.root)
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_batches.before_step(self._accumulated, boundary=boundary)
         self._accumulated = 0 if boundary else self._accumulated + 1
@@ -198,6 +200,7 @@ class Engine(Preparation):
             self.observer.before_step()
             self.audit.before_step()
             self._departure.before_step(self)
+            self._periodic.before_step(self)
             with self.instruments.during("step"):
                 self._last = sharded.step()
         self._scaled = False
@@ -219,6 +222,7 @@ class Engine(Preparation):
         self._saver.check()
         if self._in_memory.after_step(self):
             self._departure.after_checkpoint(self, self._in_memory.wait)
+        self._periodic.after_step(self, self._saver, self._departure.root)
         self._departure.after_step(self, self.save_checkpoint)
 
     def is_gradient_accumulation_boundary(self) -> bool:

@@ -98,7 +98,8 @@ HAS_EFFECT = """
 audit_every activation_checkpointing.contiguous_memory_optimization activation_checkpointing.cpu_checkpointing
 activation_checkpointing.number_checkpoints activation_checkpointing.partition_activations
 activation_checkpointing.profile activation_checkpointing.synchronize_checkpoint_boundary
-checkpoint.in_memory.every checkpoint.in_memory.path checkpoint.use_node_local_storage checkpoint.writer.decoupled
+checkpoint.in_memory.every checkpoint.in_memory.path checkpoint.interval checkpoint.keep_last
+checkpoint.mean_time_between_failures checkpoint.overhead checkpoint.path checkpoint.use_node_local_storage checkpoint.writer.decoupled
 bf16.check_grad_overflow bf16.enabled bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
 comet.api_key comet.enabled comet.experiment_key comet.experiment_name comet.mode comet.online comet.project
 comet.samples_log_interval comet.workspace comms_logger.enabled comms_logger.prof_all comms_logger.prof_ops

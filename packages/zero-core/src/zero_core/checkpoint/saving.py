@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,15 +38,27 @@ class Saver:
     raises `zero_ckpt.CheckpointError` from the next `check`, `save`, `wait` or `close`.
     """
 
-    def __init__(self, decoupled: bool, per_node: bool) -> None:
-        self._decoupled, self._per_node = decoupled, per_node
+    def __init__(self, decoupled: bool, per_node: bool, keep_last: int | None) -> None:
+        self._decoupled, self._per_node, self._keep_last = decoupled, per_node, keep_last
+        self._waited = 0.0
         self._behind: AsyncSaver | None = None
         self._group: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, config: Config) -> Saver:
         """As a configuration's ``checkpoint`` section says."""
-        return cls(config.checkpoint.writer.decoupled, config.checkpoint.use_node_local_storage)
+        section = config.checkpoint
+        return cls(section.writer.decoupled, section.use_node_local_storage, section.keep_last)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is under way behind training."""
+        return self._behind is not None and self._behind.is_busy
+
+    def take_waited(self) -> float:
+        """Seconds that training waited in `copied` since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def save(
         self, engine: Engine, root: Path, tag: str, client: dict[str, Any], save_latest: bool, exclude_frozen: bool
@@ -61,7 +74,7 @@ class Saver:
         node = socket.gethostname() if self._per_node else None
         leads = parts.data_rank == 0 if node is None else _leads(group, node)
         options = describe(engine, client) | {"beside": engine.files_beside(client), "save_latest": save_latest}
-        options["node"] = node
+        options |= {"node": node, "keep_last": self._keep_last}
         intervals = state_intervals(engine, root, exclude_frozen, whole=leads, replicas=node is not None)
         if self._decoupled:
             self._open_behind(engine, group).save(root, tag, intervals, **options)
@@ -71,7 +84,9 @@ class Saver:
     def copied(self) -> None:
         """Wait until what a save behind still copies is copied: before anything writes shards, masters or states."""
         if self._behind is not None:
+            began = time.perf_counter()
             self._behind.copied()
+            self._waited += time.perf_counter() - began
 
     def check(self) -> None:
         """Raise what a save behind met; call it once a step."""

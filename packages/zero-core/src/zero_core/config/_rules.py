@@ -24,6 +24,7 @@ def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
         *_loss_scale(config),
         *_recomputation(config),
         *_in_memory(config),
+        *_interval(config),
         *_audit(config),
     ]
 
@@ -136,6 +137,20 @@ def _in_memory(config: ConfigFile) -> list[Problem]:
         return []
     expected = "expected a folder in each node's memory with checkpoint.in_memory.every, such as /dev/shm/my-run"
     return [Problem("checkpoint.in_memory.path", expected, "null")]
+
+
+def _interval(config: ConfigFile) -> list[Problem]:
+    section = config.checkpoint
+    problems = []
+    if section.mean_time_between_failures is not None and section.interval != "auto":
+        expected = 'expected checkpoint.interval "auto" with it'
+        got = "null" if section.interval is None else str(section.interval)
+        problems.append(Problem("checkpoint.mean_time_between_failures", expected, got, action="nothing else uses it"))
+    if section.path == "" or (section.path is not None and section.interval is None):
+        expected = "expected a folder, and checkpoint.interval with it"
+        action = "without an interval the script says where to save: engine.save_checkpoint(folder)"
+        problems.append(Problem("checkpoint.path", expected, f'"{section.path}"', action=action))
+    return problems
 
 
 def _loss_scale(config: ConfigFile) -> list[Problem]:

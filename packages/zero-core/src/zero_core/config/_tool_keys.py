@@ -6,7 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from zero_core.config._base import ALL_KEYS, Flag, Int, NaturalFloat, NaturalInt, PositiveInt, Section, Text
+from zero_core.config._base import (
+    ALL_KEYS,
+    Flag,
+    Int,
+    NaturalFloat,
+    NaturalInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+    _finite,
+)
 
 
 def _capitalised(value: Any) -> Any:
@@ -66,6 +77,22 @@ class Checkpoint(Section):
     )
     parallel_write: ParallelWrite = ParallelWrite()
     checkpoint_serialization: Flag = True
+    interval: Literal["auto"] | PositiveInt | None = Field(
+        default=None,
+        description='Optimizer steps between two checkpoints that `engine.step` writes; "auto": by their cost.',
+    )
+    path: Text | None = Field(
+        default=None, description="Folder of checkpoints written by interval; by default that of `engine.resume`."
+    )
+    overhead: Annotated[float, Field(gt=0, lt=1), BeforeValidator(_finite)] = Field(
+        default=0.035, description='Fraction of the time that saving may take with interval "auto".'
+    )
+    mean_time_between_failures: PositiveFloat | None = Field(
+        default=None, description='Hours, of the whole job: interval "auto" is then at least what Young and Daly give.'
+    )
+    keep_last: PositiveInt | None = Field(
+        default=None, description="Checkpoints that stay in a folder; each save removes the older ones."
+    )
     writer: CheckpointWriter = CheckpointWriter()
     in_memory: InMemory = InMemory()
 

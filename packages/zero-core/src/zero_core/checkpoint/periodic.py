@@ -1,0 +1,145 @@
+"""Checkpoints that `engine.step` writes by itself, every so many steps or as often as they are worth it.
+
+[Note: automatic interval] With ``checkpoint.interval: "auto"`` rank 0 measures steps and saves and decides. What it
+decides goes with the messages of the step that the ranks exchange anyway (`Watched.announced` in zero-comm), so that
+all ranks save after the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from ..config import Config
+from ..errors import UsageError
+from .interval import Chooser, Interval
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from .saving import Saver
+
+logger = logging.getLogger("zero_core")
+
+
+class Periodic(Protocol):
+    """When an engine saves by itself."""
+
+    def check(self, root: str | None) -> None:
+        """Raise `UsageError` where no folder is known; ``root``: that of `resume` or of the first save."""
+        ...
+
+    def before_step(self, engine: Engine) -> None:
+        """An optimizer step begins."""
+        ...
+
+    def after_step(self, engine: Engine, saver: Saver, root: str | None) -> None:
+        """It has ended: save where that is due. Collective then."""
+        ...
+
+
+class Never:
+    """The user's script alone saves."""
+
+    def check(self, root: str | None) -> None:
+        """Nothing to check."""
+
+    def before_step(self, engine: Engine) -> None:
+        """Nothing to do."""
+
+    def after_step(self, engine: Engine, saver: Saver, root: str | None) -> None:
+        """Nothing to save."""
+
+
+class Fixed:
+    """A save after every ``steps`` optimizer steps, below ``path``, by default in the folder of `resume`."""
+
+    def __init__(self, steps: int, path: str | None) -> None:
+        self._steps, self._path = steps, path
+
+    def check(self, root: str | None) -> None:
+        """See `Periodic`."""
+        if self._path is None and root is None:
+            raise UsageError(
+                f"checkpoint.interval is {self._steps}, but no folder is known: set checkpoint.path, or call "
+                "engine.resume(folder) before the first step"
+            )
+
+    def before_step(self, engine: Engine) -> None:
+        """Nothing to do."""
+
+    def after_step(self, engine: Engine, saver: Saver, root: str | None) -> None:
+        """See `Periodic`."""
+        if engine.global_steps % self._steps == 0:
+            engine.save_checkpoint(self._path or str(root))
+
+
+class Automatic:
+    """A save whenever rank 0 finds it due; see [Note: automatic interval]. ``clock``: seconds."""
+
+    def __init__(self, chooser: Chooser, path: str | None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._chooser, self._path, self._clock = chooser, path, clock
+
+    def check(self, root: str | None) -> None:
+        """See `Periodic`."""
+        if self._path is None and root is None:
+            raise UsageError(
+                'checkpoint.interval is "auto", but no folder is known: set checkpoint.path, or call '
+                "engine.resume(folder) before the first step"
+            )
+
+    def before_step(self, engine: Engine) -> None:
+        """Announce to all ranks, from rank 0, whether a save follows this step."""
+        engine.partition.groups.control.watched.announced = int(self._chooser.is_due())
+
+    def after_step(self, engine: Engine, saver: Saver, root: str | None) -> None:
+        """See `Periodic`."""
+        watched, chooser = engine.partition.groups.control.watched, self._chooser
+        due = bool(watched.heard)
+        watched.announced = 0
+        chooser.step_ended(self._clock(), saver.take_waited())
+        if chooser.saving and not saver.is_writing:
+            self._completed(engine)
+        if not due:
+            return
+        chooser.save_began(self._clock())
+        try:
+            engine.save_checkpoint(self._path or str(root))
+        except Exception:
+            chooser.save_failed()
+            raise
+        chooser.save_returned(self._clock())
+        if not saver.is_writing:
+            self._completed(engine)
+
+    def _completed(self, engine: Engine) -> None:
+        chosen = self._chooser.save_completed(self._clock())
+        if chosen is not None and engine.reports:
+            logger.warning("%s", told(chosen, self._chooser))
+
+
+def told(chosen: Interval, chooser: Chooser) -> str:
+    """The sentence that says which interval was chosen, and why."""
+    step, held = chooser.step_seconds, chooser.held_seconds
+    return (
+        f"a checkpoint every {chosen.steps} steps ({chosen.steps * step:.3g} s): a save holds training up {held:.3g} s"
+        f", a step takes {step:.3g} s; {chosen.reason}"
+    )
+
+
+def periodic_of(config: Config, *, is_whole: bool) -> Periodic:
+    """As a configuration's ``checkpoint`` section says. ``is_whole``: every rank has a replica or a shard of the same
+    model, so that rank 0 speaks to all. Raises `UsageError` for "auto" where that is not so."""
+    section = config.checkpoint
+    if section.interval is None:
+        return Never()
+    if section.interval != "auto":
+        return Fixed(section.interval, section.path)
+    if not is_whole:
+        raise UsageError(
+            'checkpoint.interval is "auto", which rank 0 decides for all ranks that train the same parameters; under '
+            "an mpu the others would not hear of it. Write a number of steps"
+        )
+    hours = section.mean_time_between_failures
+    return Automatic(Chooser(section.overhead, None if hours is None else hours * 3600), section.path)
