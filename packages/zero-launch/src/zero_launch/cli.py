@@ -46,13 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return slurm.main(words[1:])
         options = parser().parse_args(words)
+        if options.manifest:
+            from zero_launch.manifest import print_manifest
+
+            print_manifest(options)
+            return 0
         with _pid_file() if options.save_pid else contextlib.nullcontext(), _recording_failures(options.record):
             _run(options)
     except LaunchError as error:
         print(f"zero-launch: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    except LeftEarly:
-        status, text = requeue(os.environ)
+    except LeftEarly as left:
+        status, text = requeue(os.environ if left.leads else {})
         _say(text)
         return status
     except BrokenPipeError:

@@ -80,6 +80,7 @@ class Cluster:
             "stalled": self._on_stalled,
             "notice": self._on_notice,
             "presence": self._on_presence,
+            "asked": self._on_asked,
             "done": self._on_done,
             "ended": self._on_ended,
             "refused": self._on_refused,
@@ -250,7 +251,7 @@ class Cluster:
         except queue.Empty:
             return
         if message["kind"] == "signal" and self._ends_well(message["signal"]):
-            self._ask_to_end(message["signal"])
+            self._ask_to_end(signal_name(message["signal"]))
         elif message["kind"] == "signal":
             self._interrupted = message["signal"]
             self._stop(f"interrupted by {signal_name(message['signal'])}")
@@ -262,10 +263,10 @@ class Cluster:
         asks = self._spec.job.requeue and signum in (signal.SIGUSR1, signal.SIGTERM)
         return asks and not (self._asked_to_end and signum == signal.SIGTERM)
 
-    def _ask_to_end(self, signum: int) -> None:
+    def _ask_to_end(self, why: str) -> None:
         if not self._asked_to_end:
             self._asked_to_end = True
-            self._say(f"{signal_name(signum)}: the ranks save a checkpoint after this step, and end")
+            self._say(f"{why}: the ranks save a checkpoint after this step, and end")
             for peer in self._there():
                 peer.send("end")
 
@@ -289,6 +290,9 @@ class Cluster:
                 self._drop(peer, f"{title(peer)}: {package} is {theirs} there and {mine} here; install the same")
                 return
         peer.state = "greeted"
+
+    def _on_asked(self, peer: Peer, message: Message) -> None:
+        self._ask_to_end(f"{title(peer)} is asked to end")
 
     def _on_environment(self, peer: Peer, message: Message) -> None:
         kept: dict[str, str] = message["kept"]

@@ -43,8 +43,12 @@ class ClusterAgent(Agent):
         rings: Path,
         guard: Guard,
         order: Message,
+        own_signals: Sequence[signal.Signals] = (),
     ) -> ClusterAgent:
-        """The agent for ``order``, the message that brought the job; ``job_id`` is that of the job on this host."""
+        """The agent for ``order``, the message that brought the job; ``job_id`` is that of the job on this host.
+
+        ``own_signals`` keep the handlers that they have when the ranks start.
+        """
         cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []
         env = job_environment(spec, cores, job_id)
         files = RankFiles(folder, None, env, own_env=core_variables(cores), rings=rings)
@@ -70,6 +74,7 @@ class ClusterAgent(Agent):
             host=order["host"],
             stopped_seconds=spec.silence_seconds,
             started=started,
+            own_signals=own_signals,
         )
         agent.rendezvous, agent.channel = rendezvous, channel
         agent.finish = threading.Event()

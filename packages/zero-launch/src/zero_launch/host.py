@@ -22,6 +22,7 @@ from zero_launch.connection import connect
 from zero_launch.environment import applied
 from zero_launch.facts import examination, greeting
 from zero_launch.messages import FROM_LAUNCHER, Message
+from zero_launch.orders import END
 from zero_launch.processes import end_job
 from zero_launch.report import RankFailure
 from zero_launch.sockets import interface_variables
@@ -62,6 +63,9 @@ class Hand:
         self._inbox = inbox
         self._why: str | None = None
         self._over = threading.Event()
+        self._stops = False
+        self.left = False
+        """Whether the job has ended because it was asked to, after saving."""
 
     def run(self, own_spec: LaunchSpec | None = None) -> int:
         """Serve the launcher until the job is over, and return the exit status for this process.
@@ -105,6 +109,7 @@ class Hand:
         new, retained = applied(order["variables"], os.environ)
         os.environ.update(new)
         self._channel.send("environment", kept=retained)
+        by_itself = own_spec is not None
         job_id = f"{order['job_id']}@{order['host']}"
         if own_spec is None:
             given = order["spec"]
@@ -116,9 +121,15 @@ class Hand:
         spec.check_target()
         if spec.requeue:  # Slurm sends it to every node; the launcher acts on it
             signal.signal(signal.SIGUSR1, lambda signum, frame: None)
+        asks = spec.requeue and by_itself
         folder, keep = run_folder(spec.log_dir, order["job_id"])
         with ring_folder() as rings, guarded(job_id, rings) as guard:
-            agent = ClusterAgent.for_host(self._channel, spec, job_id, folder, rings, guard, order)
+            agent = ClusterAgent.for_host(
+                *(self._channel, spec, job_id, folder, rings, guard, order),
+                own_signals=(signal.SIGTERM,) if asks else (),
+            )
+            if asks:
+                signal.signal(signal.SIGTERM, self._ask_launcher)
             self._follow(agent, job_id, spec)
             failed, stopped = True, False
             try:
@@ -127,6 +138,7 @@ class Hand:
                 sweep(agent, job_id)
         self._over.set()
         account = agent.account()
+        self.left = account["left"] == END
         kept = keep or (failed and not (stopped and not account["failures"]))
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
@@ -145,7 +157,9 @@ class Hand:
                 kind = message["kind"]
                 if agent.rendezvous.take(message):
                     continue
-                if kind == "finish":
+                if kind == "asked":
+                    self._channel.send("asked")
+                elif kind == "finish":
                     agent.finish.set()
                 elif kind == "end":
                     agent.ask_to_end()
@@ -155,6 +169,7 @@ class Hand:
                     break
             else:
                 return
+            self._stops = True
             os.kill(os.getpid(), signal.SIGTERM)
             if not self._over.wait(spec.grace_seconds + _FORCE_SECONDS):
                 # The main thread hangs in a call of torch's that signals do not interrupt.
@@ -162,6 +177,15 @@ class Hand:
                 os._exit(1)
 
         threading.Thread(target=follow, name="zero-launch-follow", daemon=True).start()
+
+    def _ask_launcher(self, signum: int, frame: FrameType | None) -> None:
+        """On the first SIGTERM to a node with its own command line: have the whole job save and end."""
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        if self._stops:
+            raise SignalException("asked to end", signal.SIGTERM)
+        self._stops = True
+        self._inbox.put(("", {"kind": "asked"}))
 
 
 def _run(agent: ClusterAgent) -> tuple[bool, bool]:

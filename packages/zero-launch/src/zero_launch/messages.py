@@ -153,6 +153,7 @@ FROM_HOST: Mapping[str, Mapping[str, Check]] = {
     "stalled": {"stalled": _flag, "records": _records},
     "notice": {"text": _text},
     "presence": {"attempt": _natural, "arrived": _list(_natural), "ended": _list(_natural)},
+    "asked": {},
     "done": {},
     "ended": {"failed": _flag, "failures": _failures, "fates": _texts, "notes": _texts, "records": _records},
     "refused": {"why": _text},

@@ -14,6 +14,7 @@ _EPILOG = """examples:
   zero-launch --nproc 4 --log-dir runs -m project.train
   zero-launch --hostfile hosts --exclude node7 train.py
   zero-launch --no_ssh --nnodes 2 --node_rank 0 --master_addr node0 --master_port 29500 --nproc 8 train.py
+  zero-launch --manifest jobset --image registry/train:1 --nnodes 4 --nproc 8 --volume data:/data train.py > job.yaml
 
 also: zero-launch doctor, zero-launch slurm-script (each has --help)
 """
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     add_placement_options(parser)
     add_host_options(parser)
     add_output_options(parser)
+    add_manifest_options(parser)
     parser.add_argument("target", metavar="TARGET", help="script (or module, or program) to run in every rank")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the target")
     return parser
@@ -162,3 +164,45 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--save_pid", action="store_true", help="write the pid to <pid>.ds in the temporary folder")
     group.add_argument("-q", "--quiet", action="store_true", help="print only what the ranks print, and failures")
+
+
+def add_manifest_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Kubernetes: print a manifest of the job instead of running it")
+    group.add_argument(
+        "--manifest",
+        choices=("jobset", "pytorchjob"),
+        help="a JobSet, or a PyTorchJob of Kubeflow's training operator, with --nnodes pods of --nproc ranks each",
+    )
+    group.add_argument("--image", metavar="IMAGE", help="container image with the script and zero-launch")
+    group.add_argument("--name", metavar="NAME", help="of the job (default: the target's)")
+    group.add_argument("--namespace", metavar="NAME", help="default: that of kubectl")
+    group.add_argument(
+        "--volume",
+        action="append",
+        default=[],
+        metavar="CLAIM:PATH",
+        help="mount a persistent volume claim, for checkpoints or data, in every pod",
+    )
+    group.add_argument(
+        "--nvme",
+        action="append",
+        default=[],
+        metavar="SIZE:PATH",
+        help="scratch space on the node's own disk, for nvme_path",
+    )
+    group.add_argument("--shm", default="16Gi", metavar="SIZE", help="size of /dev/shm (default 16Gi)")
+    group.add_argument(
+        "--gpus", default="nvidia.com/gpu", metavar="RESOURCE", help="one per rank (default nvidia.com/gpu); none"
+    )
+    group.add_argument("--cpus", metavar="N", help="processors that a pod asks for")
+    group.add_argument("--memory", metavar="SIZE", help="memory that a pod asks for")
+    group.add_argument(
+        "--save-seconds",
+        type=int,
+        default=120,
+        metavar="S",
+        help="how long a pod that is to end may save (default 120)",
+    )
+    group.add_argument(
+        "--token-secret", default="", metavar="NAME", help="Secret with the job's token (default: NAME-token)"
+    )

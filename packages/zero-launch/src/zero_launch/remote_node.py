@@ -11,6 +11,7 @@ from zero_launch.host import Hand
 from zero_launch.messages import FROM_LAUNCHER, Message
 from zero_launch.nodes import Node
 from zero_launch.report import LaunchError
+from zero_launch.requeue import LeftEarly
 from zero_launch.spec import LaunchSpec
 
 _CONNECT_SECONDS = 120.0
@@ -19,8 +20,8 @@ _CONNECT_SECONDS = 120.0
 def join(node: Node, spec: LaunchSpec, token: str) -> None:
     """Run ``spec`` on this node, led by node 0, which knows ``token`` too.
 
-    Raises ConnectionError when node 0 does not answer or does not let this node take part, and LaunchError when the
-    job failed; what happened is reported by node 0.
+    Raises ConnectionError when node 0 does not answer or does not let this node take part, LaunchError when the job
+    failed, and LeftEarly when its ranks have saved and left; what happened is reported by node 0.
     """
     inbox: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
     about = {"node_rank": node.rank, "nproc": spec.nproc}
@@ -29,5 +30,8 @@ def join(node: Node, spec: LaunchSpec, token: str) -> None:
         "launcher", connection.reader, connection.writer, inbox, kinds=FROM_LAUNCHER, seal=connection.seal
     )
     channel.send("hello", **{**greeting(), "address": connection.own_address})
-    if Hand(channel, inbox).run(spec) != 0:
+    hand = Hand(channel, inbox)
+    if hand.run(spec) != 0:
         raise LaunchError([], spec.nproc, [f"node 0 ({node.address}) reports why"])
+    if hand.left and node.source != "Slurm":  # srun would end node 0, which puts the job back into the queue
+        raise LeftEarly(leads=False)

@@ -11,7 +11,11 @@ _SECONDS = 60.0
 
 
 class LeftEarly(Exception):
-    """The job was asked to end, and its ranks have left after saving a checkpoint."""
+    """The job was asked to end, and its ranks have left after saving a checkpoint. ``leads``: this process led it."""
+
+    def __init__(self, *, leads: bool = True) -> None:
+        super().__init__()
+        self.leads = leads
 
 
 def requeue(environ: Mapping[str, str]) -> tuple[int, str]:
