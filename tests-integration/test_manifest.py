@@ -110,7 +110,7 @@ def test_a_pod_that_is_to_end_has_the_job_saved_and_all_pods_started_again(kind:
         endless.pods[1].send_signal(signal.SIGTERM)  # the pod that does not lead, as a kubelet would
         statuses, texts = endless.ended()
         assert statuses == [75, 75], texts
-        assert "node 1" in texts[0] and "is asked to end: the ranks save a checkpoint" in texts[0]
+        assert "host 1 is asked to end: the ranks save a checkpoint" in texts[0]
     finally:
         endless.kill()
     step = int((folder / "latest").read_text().strip().removeprefix("global_step"))

@@ -107,6 +107,11 @@ class AsyncSaver:
         """Whether a save is under way."""
         return self._arenas.qsize() < self._pending
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save failed whose error `check` would raise."""
+        return not self._failures.empty()
+
     def check(self) -> None:
         """Raise what an earlier save met, if one failed; call it once a step."""
         if not self._failures.empty():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -92,7 +94,7 @@ class Control:
             raise PeerError(f"rank {failed[0]} failed: {failed[1].payload[0]}; here: {message}")
         self.watched.failed = None
         self.watched.agreed = max(self.watched.agreed, max(m.wish for m in messages))
-        self.watched.heard = messages[0].announced
+        self.watched.heard = functools.reduce(operator.or_, (m.announced for m in messages))
         if self._noted:
             self._noted = not self._store.delete_key(self._note_key(self.rank))
         return messages

@@ -13,8 +13,8 @@ class Watched:
         micro_batches: how many this rank has counted.
         wish: what this rank wants all ranks to do, a number that goes with every message; the highest counts.
         agreed: the highest wish so far of any rank. After the same call it is the same on every rank.
-        announced: a number that goes with every message; that of rank 0 counts.
-        heard: what rank 0 announced with the last call. After the same call it is the same on every rank.
+        announced: bits that go with every message.
+        heard: the bits that any rank announced with the last call. After the same call they are the same on every rank.
         failed: why a call of this rank failed, and when; None once another began.
     """
 

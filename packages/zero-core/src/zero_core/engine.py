@@ -18,7 +18,7 @@ from zero_partition import EditRefusedError, NonFiniteGradientError, Partition, 
 from zero_precision import LossScaleError, cast_floating, parse_dtype
 
 from .audit import Auditor, auditor_for
-from .checkpoint import InMemory, Saver, periodic_of
+from .checkpoint import InMemory, Notices, Saver, periodic_of
 from .checkpointing import Checkpointing
 from .config import Config
 from .departure import Departure
@@ -108,6 +108,7 @@ class Engine(Preparation):
         self._in_memory = InMemory.of(config)
         self._departure = Departure.of()
         self._periodic = periodic_of(config, is_whole=model_part.place.size == 1)
+        self._notices = Notices(partition.groups.control, self._saver, self._in_memory, self._periodic)
         self.offloading = offloading
         self.checkpointing = Checkpointing(config.activation_checkpointing, model_part.place.group)
         self._compiled: list[str] = []
@@ -200,9 +201,10 @@ class Engine(Preparation):
             self.observer.before_step()
             self.audit.before_step()
             self._departure.before_step(self)
-            self._periodic.before_step(self)
+            self._notices.before_step(leads=self.reports)
             with self.instruments.during("step"):
                 self._last = sharded.step()
+            self._notices.after_step()
         self._scaled = False
         if self._last.taken:
             if self.lr_scheduler is not None:
@@ -219,10 +221,10 @@ class Engine(Preparation):
             self.audit.after_step()
         self.checkpointing.after_step(reports=self.reports)
         self.observer.after_step(self._last)
-        self._saver.check()
+        self._notices.check()
         if self._in_memory.after_step(self):
             self._departure.after_checkpoint(self, self._in_memory.wait)
-        self._periodic.after_step(self, self._saver, self._departure.root)
+        self._periodic.after_step(self, self._saver, self._departure.root, due=self._notices.due)
         self._departure.after_step(self, self.save_checkpoint)
 
     def is_gradient_accumulation_boundary(self) -> bool:

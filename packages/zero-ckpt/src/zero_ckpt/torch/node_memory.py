@@ -91,9 +91,10 @@ class NodeMemory:
         """Wait until tensors that are copied behind `save` may change; see `AsyncSaver.copied`."""
         self._saver.copied()
 
-    def check(self) -> None:
-        """Raise what an earlier save met."""
-        self._saver.check()
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save failed whose error was not raised yet."""
+        return self._saver.has_failed
 
     def wait(self) -> None:
         """Wait until what was started is saved and copied; raises as `check` does."""

@@ -37,9 +37,7 @@ class InMemory:
         return cls(section.every, Path(section.path or "."))
 
     def after_step(self, engine: Engine) -> bool:
-        """Start a copy when one is due, and raise what an earlier one met; whether one was due. Collective then."""
-        if self._memory is not None:
-            self._memory.check()
+        """Start a copy when one is due; whether one was due. Collective then."""
         if not self._every or engine.global_steps % self._every:
             return False
         memory, parts = self._open(engine), engine.partition
@@ -56,6 +54,11 @@ class InMemory:
     def fetch(self, engine: Engine, found: Found) -> Path:
         """Bring what this node's ranks read of ``found`` to it; the root that has it as its tag. Collective."""
         return self._open(engine).fetch(found, lambda manifest: files_to_read(engine, manifest)).parent
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a copy met something that was not raised yet."""
+        return self._memory is not None and self._memory.has_failed
 
     def copied(self) -> None:
         """Wait until shards, masters and states may be written; see `Saver.copied`."""

@@ -1,8 +1,8 @@
 """Checkpoints that `engine.step` writes by itself, every so many steps or as often as they are worth it.
 
 [Note: automatic interval] With ``checkpoint.interval: "auto"`` rank 0 measures steps and saves and decides. What it
-decides goes with the messages of the step that the ranks exchange anyway (`Watched.announced` in zero-comm), so that
-all ranks save after the same step.
+decides goes with the messages of the step that the ranks exchange anyway (see notices.py), so that all ranks save after
+the same step.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Periodic(Protocol):
         """Raise `UsageError` where no folder is known; ``root``: that of `resume` or of the first save."""
         ...
 
-    def before_step(self, engine: Engine) -> None:
-        """An optimizer step begins."""
+    def is_due(self) -> bool:
+        """Whether the leading rank is to tell all that a save follows the step that begins."""
         ...
 
-    def after_step(self, engine: Engine, saver: Saver, root: str | None) -> None:
-        """It has ended: save where that is due. Collective then."""
+    def after_step(self, engine: Engine, saver: Saver, root: str | None, *, due: bool) -> None:
+        """It has ended: save where that is due, by what the leading rank has told (``due``). Collective then."""
         ...
 
 
@@ -45,10 +45,11 @@ class Never:
     def check(self, root: str | None) -> None:
         """Nothing to check."""
 
-    def before_step(self, engine: Engine) -> None:
-        """Nothing to do."""
+    def is_due(self) -> bool:
+        """Never."""
+        return False
 
-    def after_step(self, engine: Engine, saver: Saver, root: str | None) -> None:
+    def after_step(self, engine: Engine, saver: Saver, root: str | None, *, due: bool) -> None:
         """Nothing to save."""
 
 
@@ -66,10 +67,11 @@ class Fixed:
                 "engine.resume(folder) before the first step"
             )
 
-    def before_step(self, engine: Engine) -> None:
-        """Nothing to do."""
+    def is_due(self) -> bool:
+        """All ranks count, and need not be told."""
+        return False
 
-    def after_step(self, engine: Engine, saver: Saver, root: str | None) -> None:
+    def after_step(self, engine: Engine, saver: Saver, root: str | None, *, due: bool) -> None:
         """See `Periodic`."""
         if engine.global_steps % self._steps == 0:
             engine.save_checkpoint(self._path or str(root))
@@ -89,15 +91,13 @@ class Automatic:
                 "engine.resume(folder) before the first step"
             )
 
-    def before_step(self, engine: Engine) -> None:
-        """Announce to all ranks, from rank 0, whether a save follows this step."""
-        engine.partition.groups.control.watched.announced = int(self._chooser.is_due())
-
-    def after_step(self, engine: Engine, saver: Saver, root: str | None) -> None:
+    def is_due(self) -> bool:
         """See `Periodic`."""
-        watched, chooser = engine.partition.groups.control.watched, self._chooser
-        due = bool(watched.heard)
-        watched.announced = 0
+        return self._chooser.is_due()
+
+    def after_step(self, engine: Engine, saver: Saver, root: str | None, *, due: bool) -> None:
+        """See `Periodic`."""
+        chooser = self._chooser
         chooser.step_ended(self._clock(), saver.take_waited())
         if chooser.saving and not saver.is_writing:
             self._completed(engine)

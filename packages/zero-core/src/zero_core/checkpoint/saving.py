@@ -35,7 +35,7 @@ class Saver:
 
     Behind it, `save` returns when the parameters that user code can write are copied into host memory that is kept for
     the next time; the rest is copied during the next forward and backward pass (see `copied`). A save that failed
-    raises `zero_ckpt.CheckpointError` from the next `check`, `save`, `wait` or `close`.
+    raises `zero_ckpt.CheckpointError` from the next `save`, `wait` or `close`.
     """
 
     def __init__(self, decoupled: bool, per_node: bool, keep_last: int | None) -> None:
@@ -88,18 +88,18 @@ class Saver:
             self._behind.copied()
             self._waited += time.perf_counter() - began
 
-    def check(self) -> None:
-        """Raise what a save behind met; call it once a step."""
-        if self._behind is not None:
-            self._behind.check()
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save behind met something that was not raised yet."""
+        return self._behind is not None and self._behind.has_failed
 
     def wait(self) -> None:
-        """Wait until what was started is on disk; raises as `check` does."""
+        """Wait until what was started is on disk; raises `zero_ckpt.CheckpointError` where it could not be."""
         if self._behind is not None:
             self._behind.wait()
 
     def close(self) -> None:
-        """Finish what was started; raises as `check` does."""
+        """Finish what was started; raises as `wait` does."""
         if self._behind is not None:
             try:
                 self._behind.close()
