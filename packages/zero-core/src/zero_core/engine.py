@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -114,7 +113,7 @@ class Engine(Preparation):
         self._compiled: list[str] = []
         partition.readers.add(self._saver.copied)
         partition.readers.add(self._in_memory.copied)
-        partition.user = weakref.ref(self)
+        partition.used_by(self)
         partition.runtime.reduces_now = self._reduces_now
         partition.runtime.allows_plain_backward = self._refuse_plain_backward
         partition.runtime.user_gradients.refuses = self._refuse_written_gradients

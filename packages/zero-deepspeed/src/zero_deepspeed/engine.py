@@ -319,7 +319,7 @@ def _take_back(model: nn.Module) -> None:
     """Destroy the engines that hold parts of ``model``: a new one takes their place."""
     for parameter in model.parameters():
         owner = owner_of(parameter)
-        held = None if owner is None else owner.user()
+        held = None if owner is None else owner.user
         if isinstance(held, DeepSpeedEngine):
             logger.info("initialize: the model's former engine is destroyed")
             held.destroy()

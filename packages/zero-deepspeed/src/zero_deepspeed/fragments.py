@@ -219,7 +219,7 @@ def _owner(param: nn.Parameter) -> Partition:
 
 
 def _optimizer(owner: Partition) -> ShardedOptimizer:
-    optimizer = owner.optimizer()
-    if optimizer is None:
+    optimizer = owner.optimizer
+    if not isinstance(optimizer, ShardedOptimizer):
         raise UsageError("the engine of this parameter has no optimizer, hence no optimizer state")
     return optimizer

@@ -26,8 +26,7 @@ from .model_parts import ModelParts, TensorParallelModel, WholeModel
 from .needs import AveragingOptimizer, NormOptimizer
 from .norm import GRID, NormSquared, norm_squared
 from .optimizer import ShardedOptimizer, StepResult
-from .ownership import owner_of
-from .partition import Partition, partition
+from .partition import Partition, owner_of, partition
 from .released import change_class, present_class
 from .residency import DeviceResidency, Residency
 from .tier import MakeStates, ShardNeeds, StateTier

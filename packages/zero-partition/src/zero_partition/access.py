@@ -13,8 +13,7 @@ from zero_comm import Tag
 from .errors import EditRefusedError, PartitionError
 from .initialisation import cut_record
 from .optimizer import ShardedOptimizer
-from .ownership import owner_of
-from .partition import Partition
+from .partition import Partition, owner_of
 from .tier import StateTier
 from .unit import Unit, UnitState
 from .updates import OwnedFragment

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from .ownership import owner_of
+from .ownership import find_owner
 
 _EXTERNAL = "_zero_external_parameters"
 _LEAF = "_zero_leaf"
@@ -21,7 +21,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     registered: list[nn.Parameter] = module.__dict__.setdefault(_EXTERNAL, [])
     if not any(known is parameter for known in registered):
         registered.append(parameter)
-    owner = owner_of(parameter)
+    owner = find_owner(parameter)
     if owner is not None:
         owner.add_use(module, parameter)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +90,7 @@ class ShardedOptimizer:
         optimizer.register_step_pre_hook(self._refuse_direct_step)
         partition.runtime.watch_optimizer(optimizer)
         partition.runtime.on_close(AddParamGroup(optimizer, partition).remove)
-        partition.optimizer = weakref.ref(self)
+        partition.updated_by(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

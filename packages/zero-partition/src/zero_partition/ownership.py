@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from torch import nn
-
-if TYPE_CHECKING:
-    from .partition import Partition
 
 _OWNER = "_zero_partition"  # the one attribute that a parameter of an engine carries
 
 
-class _Owner:
+class Owner(Protocol):
+    """What the parameters of a `Partition` ask of it."""
+
+    def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """Gather ``parameter`` whenever ``module`` runs."""
+
+    def gradient_accessed(self, parameter: nn.Parameter, *, cancels: bool) -> None:
+        """Take note that ``parameter.grad`` is read, or with ``cancels`` set to None."""
+
+    def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
+        """Gather a released parameter that ``call`` reads or writes, or raise by name."""
+
+    def gathers_for_copies(self, parameter: nn.Parameter) -> bool:
+        """Return True when a copy of ``parameter`` made now has to be preceded by `unsharded`, on every rank."""
+
+    def unsharded(self, parameter: nn.Parameter) -> AbstractContextManager[None]:
+        """A context in which ``parameter`` is gathered. Collective."""
+
+
+class _Reference:
     """Says which partition a parameter belongs to; copies and pickles of the parameter belong to none."""
 
-    def __init__(self, partition: Partition) -> None:
-        self.partition = weakref.ref(partition)
+    def __init__(self, owner: Owner) -> None:
+        self.owner = weakref.ref(owner)
 
     def __deepcopy__(self, _memo: dict[int, object]) -> None:
         return None
@@ -26,15 +43,15 @@ class _Owner:
         return type(None), ()
 
 
-def owner_of(parameter: object) -> Partition | None:
-    """The partition that a parameter belongs to, if any."""
-    owner = getattr(parameter, _OWNER, None) if isinstance(parameter, nn.Parameter) else None
-    return None if owner is None else owner.partition()
+def find_owner(parameter: object) -> Owner | None:
+    """The owner of a parameter, if it has one."""
+    reference = getattr(parameter, _OWNER, None) if isinstance(parameter, nn.Parameter) else None
+    return None if reference is None else reference.owner()
 
 
-def own(parameter: nn.Parameter, partition: Partition) -> None:
-    """Note that ``parameter`` belongs to ``partition`` now."""
-    setattr(parameter, _OWNER, _Owner(partition))
+def own(parameter: nn.Parameter, owner: Owner) -> None:
+    """Note that ``parameter`` belongs to ``owner`` now."""
+    setattr(parameter, _OWNER, _Reference(owner))
 
 
 def disown(parameter: nn.Parameter) -> None:

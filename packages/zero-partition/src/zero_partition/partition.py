@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ from .gradients import UnitGradients
 from .initialisation import cut_record, forget_cut
 from .layout import Layout, UnitLayout
 from .leaves import LeafTree
-from .ownership import disown, own, owner_of
+from .ownership import disown, find_owner, own
 from .readers import Readers
 from .residency import DeviceResidency, Residency
 from .route import Route, Secondary
@@ -27,8 +29,12 @@ from .tier import MakeStates, ShardNeeds
 from .unit import Unit
 from .units import UnitPlan, check_trainable_uncut, uncut_parameters
 
-if TYPE_CHECKING:
-    from .optimizer import ShardedOptimizer
+
+class UpdatesWeights(Protocol):
+    """What a `Partition` asks of the optimizer that updates it."""
+
+    def synchronise(self) -> bool:
+        """Bring the weights together where ranks took steps alone; return True when they changed. Collective."""
 
 
 class Partition:
@@ -40,8 +46,6 @@ class Partition:
         runtime: the passes.
         uncut: parameter name -> why every rank keeps it whole.
         states: the tier that keeps masters, moments and gradients; None where they are on the device.
-        optimizer: returns the optimizer that updates this partition, None when there is none.
-        user: returns whoever trains with this partition, None when nobody has said so.
         readers: who reads shards, masters and states beside training.
         rank, world_size: among the ranks that have one copy of the model between them: whose shards these are.
         data_rank, data_world_size: among all ranks, those of other copies too.
@@ -63,8 +67,8 @@ class Partition:
         self.device = device
         self.residency = residency
         self.readers = Readers()
-        self.optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
-        self.user: Callable[[], object] = lambda: None
+        self._optimizer: weakref.ref[UpdatesWeights] | None = None
+        self._user: weakref.ref[object] | None = None
         self.rank = groups.gather.rank
         self.world_size = groups.gather.world_size
         self.data_rank = groups.control.rank
@@ -108,6 +112,24 @@ class Partition:
         """The unit that holds ``parameter`` and its number there; None when no unit does."""
         return self._by_parameter.get(id(parameter))
 
+    @property
+    def optimizer(self) -> UpdatesWeights | None:
+        """The optimizer that updates this partition, None when there is none."""
+        return None if self._optimizer is None else self._optimizer()
+
+    @property
+    def user(self) -> object:
+        """The object that trains with this partition, None when nobody has said so."""
+        return None if self._user is None else self._user()
+
+    def updated_by(self, optimizer: UpdatesWeights) -> None:
+        """Take note that ``optimizer`` updates this partition."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def used_by(self, user: object) -> None:
+        """Take note that ``user`` trains with this partition."""
+        self._user = weakref.ref(user)
+
     def owned_ranks(self) -> range:
         """The ranks whose shards this rank's optimizer updates: all at stage 0, else its own."""
         return range(self.world_size) if self.options.stage == 0 else range(self.rank, self.rank + 1)
@@ -118,6 +140,32 @@ class Partition:
         name = self._names.get(id(module))
         if found is not None and name is not None:
             self.runtime.add_use(name, module, found[0])
+
+    def gradient_accessed(self, parameter: nn.Parameter, *, cancels: bool) -> None:
+        """Take note that ``parameter.grad`` is read, or with ``cancels`` set to None."""
+        self.runtime.gradient_watch.accessed(parameter, cancels=cancels)
+
+    def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
+        """Gather a released parameter that ``call`` reads or writes, or raise by name."""
+        self.runtime.released_use.used(parameter, call, writes=writes)
+
+    def gathers_for_copies(self, parameter: nn.Parameter) -> bool:
+        """Return True when a copy of ``parameter`` made now has to be preceded by `unsharded`, on every rank."""
+        found, gatherer = self.find(parameter), self.runtime.gatherer
+        return found is not None and not gatherer.active and not gatherer.pinned(found[0])
+
+    @contextmanager
+    def unsharded(self, parameter: nn.Parameter) -> Iterator[None]:
+        """Have ``parameter`` gathered inside the block, to be read. Outside passes. Collective."""
+        unit, _ = self._by_parameter[id(parameter)]
+        self.runtime.agree("gathered", str(unit.index), None)
+        self.settle()
+        unit.issue_gather(self.runtime.step, exact=True)
+        unit.wait_gather()
+        try:
+            yield
+        finally:
+            unit.release()
 
     def publish(self) -> None:
         """Write the updated weights back to where forward reads them."""
@@ -130,10 +178,9 @@ class Partition:
     def settle(self) -> None:
         """Have the weights of the last step everywhere, also where the tier updates beside the passes or ranks step
         alone. Collective."""
-        optimizer = self.optimizer()
         self.readers.wait()
         finished = self.states is not None and self.states.finish()
-        if finished or (optimizer is not None and optimizer.synchronise()):
+        if finished or (self.optimizer is not None and self.optimizer.synchronise()):
             self.publish()
 
     def memory(self) -> Mapping[str, int]:
@@ -281,6 +328,12 @@ class Partition:
         if policy.buffer_dtype is not None:
             return policy.buffer_dtype
         return policy.param_dtype if policy.param_dtype.itemsize < 4 else buffer.dtype
+
+
+def owner_of(parameter: object) -> Partition | None:
+    """The partition that a parameter belongs to, if any."""
+    owner = find_owner(parameter)
+    return owner if isinstance(owner, Partition) else None
 
 
 def partition(

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map
 
 from .errors import ReleasedParameterError
-from .ownership import owner_of
+from .ownership import find_owner
 
 _PRESENT = "_zero_present_class"
 _VIEWS = frozenset(["H", "T", "imag", "mH", "mT", "real"])  # attributes that need the values
@@ -138,9 +138,9 @@ def report_gradient_access(func: Any, args: Sequence[Any]) -> None:
     """Tell the engine of a parameter that its ``grad`` is read or set to None; anything else is not reported."""
     if getattr(func, "__self__", None) is not torch.Tensor.grad or not isinstance(args[0], nn.Parameter):
         return
-    owner, access = owner_of(args[0]), _name(func)
+    owner, access = find_owner(args[0]), _name(func)
     if owner is not None and (access == "__get__" or (access == "__set__" and args[1] is None)):
-        owner.runtime.gradient_watch.accessed(args[0], cancels=access == "__set__")
+        owner.gradient_accessed(args[0], cancels=access == "__set__")
 
 
 def _parameter_of(value: object) -> nn.Parameter | None:
@@ -191,19 +191,13 @@ def _by_gradient_edge(arguments: Any) -> list[Any]:
 def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     """A deep copy of a released parameter, with its values. Collective outside passes."""
     if id(parameter) not in memo:
-        owner = owner_of(parameter)
-        found = owner.find(parameter) if owner is not None else None
-        if owner is None or found is None or owner.runtime.gatherer.active or owner.runtime.gatherer.pinned(found[0]):
+        owner = find_owner(parameter)
+        if owner is None or not owner.gathers_for_copies(parameter):
             values = _ask(parameter, "deepcopy", writes=False)
             memo[id(parameter)] = present_class(parameter)(values.detach().clone(), parameter.requires_grad)
         else:
-            unit = found[0]
-            owner.runtime.agree("gathered", str(unit.index), None)
-            owner.settle()
-            unit.issue_gather(owner.runtime.step, exact=True)
-            unit.wait_gather()
-            memo[id(parameter)] = copy.deepcopy(parameter, memo)
-            unit.release()
+            with owner.unsharded(parameter):
+                memo[id(parameter)] = copy.deepcopy(parameter, memo)
     copied: nn.Parameter = memo[id(parameter)]
     return copied
 
@@ -223,9 +217,9 @@ def _attribute(func: Any) -> str:
 def _ask(value: Any, call: str, *, writes: bool) -> torch.Tensor:
     """What to compute with in the place of ``value``; raises `ReleasedParameterError` where its values cannot come."""
     parameter: Any = _parameter_of(value)
-    owner = owner_of(parameter)
+    owner = find_owner(parameter)
     if owner is not None:
-        owner.runtime.released_use.used(parameter, call, writes=writes)
+        owner.values_used(parameter, call, writes=writes)
     elif hasattr(type(parameter), _PRESENT):
         raise ReleasedParameterError(
             f"{call}() was called with a released parameter of shape {tuple(parameter.shape)} that no engine owns: its "
