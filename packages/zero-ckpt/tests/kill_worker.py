@@ -1,20 +1,24 @@
 """Run as a script: fork ranks that save one checkpoint after another until they are killed.
 
-    kill_worker.py ROOT WORLD_SIZE NBYTES
+    kill_worker.py ROOT STORE NOTES WORLD_SIZE NBYTES HOW
 
-Each rank contributes its part of `w` from memory and the same bytes again, as `linked`, in a sealed file of its own.
-Writes the ranks' process ids to ROOT/pids, and ROOT/ready once the first checkpoint is complete.
+Each rank contributes its part of `w` from memory and the same bytes again, as `linked`, in a sealed file of its own
+in the folder STORE.
+HOW is `now` (every save is waited for) or `behind` (saves run behind, and the memory changes as soon as it may).
+NOTES is a folder, which may be on another file system: `pids` holds the ranks' process ids, and `saved` gets a line
+with the step of each save that has returned.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from zero_ckpt import CheckpointError, FileExtent, Interval, save_sharded
+from zero_ckpt import AsyncSaver, CheckpointError, FileExtent, Interval, save_sharded
 from zero_ckpt.checksum import checksum
 from zero_ckpt.plain import pack, unpack
 
@@ -43,34 +47,59 @@ def content(step: int, nbytes: int) -> bytes:
     return bytes([step % 251]) * nbytes
 
 
-def train(group: PipeCoordinator, root: str, nbytes: int) -> None:
-    begin = nbytes * group.rank // group.world_size
-    end = nbytes * (group.rank + 1) // group.world_size
-    for step in range(1, 10_000):
-        data = content(step, nbytes)[begin:end]
-        extent = seal(Path(f"{root}.store"), f"{group.rank}-{step}", data)
-        mine = [
-            Interval("w", "param", (nbytes,), "U8", begin, data),
-            Interval("linked", "exp_avg", (nbytes,), "U8", begin, extent),
+class Rank:
+    """One rank of the job."""
+
+    def __init__(self, group: PipeCoordinator, root: str, store: str, notes: str, nbytes: int) -> None:
+        self.group, self.root, self.store, self.notes, self.nbytes = group, root, Path(store), Path(notes), nbytes
+        self.begin = nbytes * group.rank // group.world_size
+        self.end = nbytes * (group.rank + 1) // group.world_size
+        self.memory = bytearray(self.end - self.begin)
+
+    def intervals(self, step: int) -> list[Interval]:
+        self.memory[:] = content(step, self.nbytes)[self.begin : self.end]
+        extent = seal(self.sealed(step), bytes(self.memory))
+        return [
+            Interval("w", "param", (self.nbytes,), "U8", self.begin, self.memory, version=lambda: step),
+            Interval("linked", "exp_avg", (self.nbytes,), "U8", self.begin, extent),
         ]
-        tag = "same" if step % 3 == 0 else f"step{step}"
-        save_sharded(root, tag, mine, step=step, coordinator=group, keep_last=3, client_state={"step": step})
-        if step == 1 and group.rank == 0:
-            Path(root, "ready").write_text("ready")
-        Path(extent.path).unlink()
+
+    def sealed(self, step: int) -> Path:
+        return self.store / f"{self.group.rank}-{step}"
+
+    def saved(self, step: int) -> None:
+        """The save of a step has returned."""
+        if self.group.rank == 0:
+            with (self.notes / "saved").open("a") as file:
+                file.write(f"{step}\n")
+        self.sealed(step).unlink()
+
+    def train(self, how: str) -> None:
+        steps = itertools.count(1)
+        behind = AsyncSaver(self.group, then=lambda path: self.saved(next(steps))) if how == "behind" else None
+        for step in range(1, 10_000):
+            mine = self.intervals(step)
+            tag = "same" if step % 3 == 0 else f"step{step}"
+            options: dict[str, Any] = {"step": step, "keep_last": 3, "client_state": {"step": step}}
+            if behind is None:
+                save_sharded(self.root, tag, mine, coordinator=self.group, **options)
+                self.saved(step)
+            else:
+                behind.save(self.root, tag, mine, **options)
+                behind.copied()
+            self.memory[:] = b"\xff" * len(self.memory)
 
 
-def seal(store: Path, name: str, data: bytes) -> FileExtent:
+def seal(path: Path, data: bytes) -> FileExtent:
     """A file that lives until its save has returned."""
-    store.mkdir(exist_ok=True)
-    path = store / name
     path.write_bytes(data)
     path.chmod(0o444)
     return FileExtent(path, 0, len(data), checksum(data))
 
 
 def main() -> None:
-    root, world_size, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    *folders, count, nbytes, how = sys.argv[1:]
+    world_size = int(count)
     pairs = [Pipe() for _ in range(world_size - 1)]
     children = []
     for rank in range(1, world_size):
@@ -80,17 +109,17 @@ def main() -> None:
                 here.close()
                 if index != rank - 1:
                     there.close()
-            run(PipeCoordinator(rank, world_size, [pairs[rank - 1][1]]), root, nbytes)
+            run(Rank(PipeCoordinator(rank, world_size, [pairs[rank - 1][1]]), *folders, int(nbytes)), how)
         children.append(pid)
     for _, there in pairs:
         there.close()
-    Path(root, "pids").write_text(" ".join(map(str, [os.getpid(), *children])))
-    run(PipeCoordinator(0, world_size, [here for here, _ in pairs]), root, nbytes)
+    (Path(folders[2]) / "pids").write_text(" ".join(map(str, [os.getpid(), *children])))
+    run(Rank(PipeCoordinator(0, world_size, [here for here, _ in pairs]), *folders, int(nbytes)), how)
 
 
-def run(group: PipeCoordinator, root: str, nbytes: int) -> None:
+def run(rank: Rank, how: str) -> None:
     try:
-        train(group, root, nbytes)
+        rank.train(how)
     except (CheckpointError, EOFError, OSError):
         os._exit(3)
     os._exit(0)
