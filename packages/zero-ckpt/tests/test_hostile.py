@@ -41,11 +41,11 @@ def table(path: Path) -> dict[str, object]:
     return unpack((path / "manifest.msgpack").read_bytes()[16:])  # type: ignore[no-any-return]
 
 
-def in_bounds(code: str, *arguments: object) -> str:
+def in_bounds(code: str, *arguments: object, memory: int = MEMORY) -> str:
     """Run Python code in a process of little memory; returns what it printed."""
 
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, preexec_fn=limit, timeout=100
@@ -334,6 +334,66 @@ class TestForeign:
         (tmp_path / ".metadata").write_bytes(metadata)
         with pytest.raises(CheckpointError, match=r"\.metadata"):
             open_source(tmp_path)
+
+    @pytest.mark.parametrize("what", ["class", "function", "key"])
+    def test_metadata_changes_nothing_of_this_process_and_hashes_nothing_that_takes_for_ever(
+        self, tmp_path: Path, what: str
+    ) -> None:
+        from torch.distributed.checkpoint.metadata import Metadata
+        from torch.serialization import _get_layout
+
+        attribute = pickle.dumps((None, {"is_symlink": 1, "__doc__": "changed"}), 2)[2:-1]
+        if what == "key":
+            pairs = b"".join(b"h%ch%c\x86q%c0" % (n, n, n + 1) for n in range(80))  # each of the one before, twice
+            data = b"\x80\x02K\x01q\x000" + pairs + b"}h\x50K\x01s."
+        else:
+            name = b"cpathlib\nPath\n" if what == "class" else b"ctorch.serialization\n_get_layout\n"
+            data = b"\x80\x04" + name + attribute + b"b."
+        (tmp_path / ".metadata").write_bytes(data)
+        before = Path.is_symlink, _get_layout.__doc__, Metadata.__doc__
+        with pytest.raises(CheckpointError, match="is not allowed"):
+            open_source(tmp_path)
+        assert before == (Path.is_symlink, _get_layout.__doc__, Metadata.__doc__)
+
+    def dcp(self, folder: Path, sizes: tuple[int, ...], shape: tuple[int, ...], path: str, length: int) -> None:
+        from torch.distributed.checkpoint import metadata as m
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+        chunk = m.ChunkStorageMetadata(self.torch.Size([0] * len(sizes)), self.torch.Size(sizes))
+        properties = m.TensorProperties(self.torch.uint8)
+        tensor = m.TensorStorageMetadata(properties, self.torch.Size(shape), [chunk])
+        index = m.MetadataIndex("w", chunk.offsets, 0)
+        stored = m.Metadata({"w": tensor}, None, {index: _StorageInfo(path, 0, length)})
+        (folder / ".metadata").write_bytes(pickle.dumps(stored))
+
+    def test_a_box_of_a_tensor_is_not_a_trillion_runs(self, tmp_path: Path) -> None:
+        self.dcp(tmp_path, (1 << 40, 1), (1 << 40, 2), "a.distcp", 100)
+        (tmp_path / "a.distcp").write_bytes(bytes(100))
+        with pytest.raises(DamagedError, match="would be 1099511627776 runs of elements, expected at most"):
+            open_source(tmp_path)
+
+    @pytest.mark.parametrize("harm", ["pipe", "absent", "beyond", "directory of gigabytes"])
+    def test_a_data_file_of_another_kind_is_a_typed_error(self, tmp_path: Path, harm: str) -> None:
+        file = tmp_path / "a.distcp"
+        nbytes = 6 << 30
+        self.dcp(tmp_path, (4,), (4,), "a.distcp", nbytes if harm == "directory of gigabytes" else 100)
+        if harm == "pipe":
+            os.mkfifo(file)
+        elif harm == "beyond":
+            file.write_bytes(bytes(50))
+        elif harm == "directory of gigabytes":
+            with file.open("wb") as out:
+                out.seek(nbytes - 22)
+                out.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, 3 << 30, 0, 0))
+        assert "DamagedError" in in_bounds(OPEN, tmp_path, memory=4 << 30)
+
+    def test_what_a_file_says_many_times_is_not_copied_many_times(self, tmp_path: Path) -> None:
+        file = self.deepspeed(tmp_path)
+        value: list[object] = [1]
+        for _ in range(60):
+            value = [value, value]
+        self.torch.save({"module": {}, "mine": 3, "laughs": value}, file)
+        assert open_source(tmp_path).client_state == {"mine": 3, "not_converted": ["laughs"]}
 
     @pytest.mark.parametrize(
         "value", [{}, {"module": 3}, {"module": {}, "param_shapes": 7}, {"module": {}, "global_steps": "x"}, [1]]

@@ -5,7 +5,8 @@ Tuples are stored as lists. Integers of any size are kept (those beyond 64 bits 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -20,16 +21,19 @@ _LIST_BYTES, _MAP_BYTES, _PAIR_BYTES = 72, 80, 56
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, list, dict})
 
 
-def to_plain(value: Any, path: str) -> Any:
+def to_plain(value: Any, path: str, *, most: int | None = None) -> Any:
     """A copy of `value` as plain data.
 
     `path` is the name under which errors report `value`. Raises NotPlainDataError with the path of the first item that
-    is not plain data, for example `client_state["sampler"].fn`.
+    is not plain data, for example `client_state["sampler"].fn`, and when there are more than `most` items: a list that
+    holds another twice is copied twice, so that a small file may say a lot.
     """
-    return _copy(value, path, 0)
+    return _copy(value, path, 0, itertools.count() if most is None else iter(range(most)))
 
 
-def _copy(value: Any, path: str, depth: int) -> Any:
+def _copy(value: Any, path: str, depth: int, items: Iterator[int]) -> Any:
+    if next(items, None) is None:
+        raise NotPlainDataError(f"{path} is beyond the number of items that are read")
     kind = type(value)
     if kind is str:
         return _text(value, path)
@@ -38,12 +42,12 @@ def _copy(value: Any, path: str, depth: int) -> Any:
     if depth >= _MAX_DEPTH:
         raise NotPlainDataError(f"{path} is nested more than {_MAX_DEPTH} levels deep (or refers to itself)")
     if kind in (list, tuple):
-        return [_copy(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+        return [_copy(item, f"{path}[{index}]", depth + 1, items) for index, item in enumerate(value)]
     if isinstance(value, dict):
-        return {_key(key, path): _copy(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
+        return {_key(key, path): _copy(item, f"{path}[{key!r}]", depth + 1, items) for key, item in value.items()}
     for plain in (int, float, str, bytes):
         if isinstance(value, plain):  # subclasses such as numpy.float64 or an enum of str
-            return _copy(plain(value), path, depth)  # type: ignore[arg-type]
+            return _copy(plain(value), path, depth, items)  # type: ignore[arg-type]
     raise NotPlainDataError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which is not plain data "
         "(None, bool, int, float, str, bytes, list, or dict with string keys); "

@@ -38,31 +38,34 @@ def require_stored_archive(path: Path) -> None:
         os.close(fd)
 
 
-def directory_nbytes(fd: int, where: str) -> int:
-    """The size of an archive's central directory, from the record at its very end, as `torch.save` writes it."""
-    total = os.fstat(fd).st_size
-    if total < _END.size:
-        raise CheckpointError(f"{where} is not in torch's zip format: it has {total} bytes")
+def directory_nbytes(fd: int, where: str, begin: int = 0, length: int | None = None) -> int:
+    """The size of an archive's central directory, from the record at its very end, as `torch.save` writes it.
+
+    The archive is the file, or `length` bytes of it from `begin` on.
+    """
+    end = os.fstat(fd).st_size if length is None else begin + length
+    if end - begin < _END.size:
+        raise CheckpointError(f"{where} is not in torch's zip format: it has {end - begin} bytes")
     raw = bytearray(_END.size)
-    read_fd(fd, total - _END.size, memoryview(raw), where)
+    read_fd(fd, end - _END.size, memoryview(raw), where)
     magic, *_, nbytes, _, comment = _END.unpack(raw)
     if magic != b"PK\5\6" or comment:
         raise CheckpointError(
             f"{where} is not in torch's zip format (files that torch wrote before version 1.6 are not read; load and "
             "save them with torch once)"
         )
-    at = total - _END.size - _END64_LOCATOR.size
-    if at < 0:
+    at = end - _END.size - _END64_LOCATOR.size
+    if at < begin:
         return int(nbytes)
     raw = bytearray(_END64_LOCATOR.size)
     read_fd(fd, at, memoryview(raw), where)
     magic, _, place, _ = _END64_LOCATOR.unpack(raw)
     if magic != b"PK\6\7":
         return int(nbytes)
-    if place + _END64.size > at:
+    if begin + place + _END64.size > at:
         raise DamagedError(f"{where}: the zip archive is damaged: its end lies outside of it")
     raw = bytearray(_END64.size)
-    read_fd(fd, place, memoryview(raw), where)
+    read_fd(fd, begin + place, memoryview(raw), where)
     return int(_END64.unpack(raw)[-2])
 
 

@@ -9,25 +9,31 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import stat
 import zipfile
 from itertools import product
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO, ClassVar
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..errors import CheckpointError, DamagedError
 from ..opened import read_bounded
 from ..torch.buffers import dtype_name
 from ..types import ITEMSIZE, numel
+from .archive import directory_nbytes
 from .segments import Segment, SegmentedTensor, SegmentSource
 
 _MAX_METADATA_BYTES = 256 << 20
+_MAX_DIRECTORY_BYTES = 1 << 20
+_MAX_SEGMENTS = 1 << 22
 _REFUSED_OPCODES = frozenset(
     opcode[0]
     for opcode in (
         *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.PERSID, pickle.BINPERSID),
-        *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.OBJ),
+        *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.OBJ, pickle.ADDITEMS, pickle.FROZENSET),
     )
 )
 _DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
@@ -65,10 +71,43 @@ class _Unpickler(pickle._Unpickler):
         if code not in _REFUSED_OPCODES
     }
 
+    stack: list[Any]
+
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
+
+    def load_build(self) -> None:
+        """Give an object its state; never a class or a function, which belong to the process and not to the file."""
+        if callable(self.stack[-2]):
+            raise pickle.UnpicklingError(f"{self.stack[-2]!r} is not allowed to get a state in checkpoint metadata")
+        super().load_build()  # type: ignore[misc]
+
+    def load_setitem(self) -> None:
+        _require_key(self.stack[-2])
+        super().load_setitem()  # type: ignore[misc]
+
+    def load_setitems(self) -> None:
+        for key in self.stack[::2]:  # what came since the mark; `pop_mark` has not been called yet
+            _require_key(key)
+        super().load_setitems()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+
+def _require_key(key: Any) -> None:
+    """Raise UnpicklingError unless `key` is of a kind that metadata has: hashing nested tuples may take for ever."""
+    if type(key) in (str, int):
+        return
+    if isinstance(key, MetadataIndex):
+        offset = key.offset
+        plain = isinstance(key.fqn, str) and isinstance(key.index, (int, NoneType))
+        if plain and (offset is None or (isinstance(offset, tuple) and all(type(size) is int for size in offset))):
+            return
+    raise pickle.UnpicklingError(f"a key of type {type(key).__name__} is not allowed in checkpoint metadata")
 
 
 def open_dcp(directory: Path) -> SegmentSource:
@@ -91,16 +130,31 @@ def open_dcp(directory: Path) -> SegmentSource:
     places: dict[str, dict[tuple[int, ...], Any]] = {}
     for key, offset, info in stored:
         places.setdefault(key, {})[offset] = info
-    tensors = {names[key]: _tensor(directory, key, value, places.get(key, {})) for key, value in found.items()}
+    tensors, left = {}, _MAX_SEGMENTS
+    for key, value in found.items():
+        tensors[names[key]] = _tensor(directory, key, value, places.get(key, {}), left)
+        left -= len(tensors[names[key]].segments)
     return SegmentSource(tensors, {}, 0, None)
 
 
 def _read_metadata(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = _open(path)
     try:
         return read_bounded(fd, _MAX_METADATA_BYTES, str(path))
     finally:
         os.close(fd)
+
+
+def _open(path: Path) -> int:
+    """A descriptor of a regular file, which may be reached by a link; raises DamagedError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise DamagedError(f"{path}: not a regular file")
+    return fd
 
 
 def _names(keys: list[str]) -> dict[str, tuple[str, str]]:
@@ -116,10 +170,18 @@ def _names(keys: list[str]) -> dict[str, tuple[str, str]]:
     return names
 
 
-def _tensor(directory: Path, key: str, value: Any, places: dict[tuple[int, ...], Any]) -> SegmentedTensor:
-    """`places` says by offset where the chunks of the tensor lie; a tensor in one piece may be without an offset."""
+def _tensor(
+    directory: Path, key: str, value: Any, places: dict[tuple[int, ...], Any], most: int
+) -> SegmentedTensor:
+    """`places` says by offset where the chunks of the tensor lie; a tensor in one piece may be without an offset.
+
+    Raises DamagedError, before memory is asked for, when there would be more than `most` segments.
+    """
     shape, dtype = tuple(value.size), dtype_name(value.properties.dtype)
     segments: list[Segment] = []
+    runs = sum(_runs(shape, tuple(chunk.sizes)) for chunk in value.chunks)
+    if runs > most:
+        raise DamagedError(f"{directory}: {key!r} would be {runs} runs of elements, expected at most {most}")
     for chunk in value.chunks:
         place = places.get(tuple(chunk.offsets), places.get(()))
         if place is None:
@@ -138,7 +200,13 @@ def _inside(directory: Path, relative: str) -> Path:
 
 def _data_begin(file: Path, place: Any, nbytes: int) -> int:
     """The byte of `file` at which the one tensor of the `torch.save` archive at `place` begins."""
-    with file.open("rb") as handle:
+    with open(_open(file), "rb") as handle:
+        total = os.fstat(handle.fileno()).st_size
+        if not 0 <= place.offset <= place.offset + place.length <= total:
+            raise DamagedError(f"{file}: {place.length} bytes from byte {place.offset} on are not in its {total}")
+        directory = directory_nbytes(handle.fileno(), str(file), place.offset, place.length)
+        if directory > _MAX_DIRECTORY_BYTES:
+            raise DamagedError(f"{file}: the zip directory at byte {place.offset} would have {directory} bytes")
         try:
             with zipfile.ZipFile(_Window(handle, place.offset, place.length)) as archive:
                 records = [item for item in archive.infolist() if "/data/" in item.filename]
@@ -152,7 +220,10 @@ def _data_begin(file: Path, place: Any, nbytes: int) -> int:
         begin = int(place.offset) + fitting[0].header_offset
         handle.seek(begin + 26)
         lengths = handle.read(4)
-    return begin + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+    begin += 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+    if begin + nbytes > total:
+        raise DamagedError(f"{file}: the tensor at byte {begin} reaches beyond the end of the file")
+    return begin
 
 
 class _Window(io.RawIOBase):
@@ -184,13 +255,25 @@ class _Window(io.RawIOBase):
         return data
 
 
+def _split(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """The last dimension of which a box holds a part."""
+    if len(sizes) != len(shape) or not all(type(size) is int and size >= 0 for size in (*sizes, *shape)):
+        raise DamagedError(f"a part of shape {sizes} is no part of a tensor of shape {shape}")
+    return max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
+
+
+def _runs(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """The number of runs of consecutive elements in a box of a tensor."""
+    return 0 if 0 in sizes else numel(sizes[: _split(shape, sizes)])
+
+
 def _rows(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], file: Path, begin: int, itemsize: int
 ) -> list[Segment]:
     """A box of a tensor as runs of consecutive elements."""
     if 0 in sizes:
         return []
-    split = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
+    split = _split(shape, sizes)
     strides = [numel(shape[dim + 1 :]) for dim in range(len(shape))]
     length = numel(sizes[split:])
     segments = []

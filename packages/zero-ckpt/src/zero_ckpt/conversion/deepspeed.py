@@ -22,6 +22,8 @@ from .torch_file import StandIn, Stored, load_structure, scalar, stored
 
 _RANKED = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_MAX_ITEMS = 1 << 20
+"""Of one value that is no tensor."""
 _OWN_KEYS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments data_sampler "
     "random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size checkpoint_parallel_dimensions "
@@ -81,7 +83,7 @@ class ModelFile:
         for key, value in self.data.items():
             if key not in _OWN_KEYS and value is not None:
                 try:
-                    plain[str(key)] = to_plain(value, str(key))
+                    plain[str(key)] = to_plain(value, str(key), most=_MAX_ITEMS)
                 except NotPlainDataError:
                     left.append(str(key))
         return {**plain, "not_converted": left} if left else plain
@@ -143,7 +145,7 @@ def param_groups(optimizer: Any) -> dict[str, Any]:
         for key, value in group.items():
             if key != "params":
                 with suppress(NotPlainDataError):
-                    plain[key] = to_plain(value, str(key))
+                    plain[key] = to_plain(value, str(key), most=_MAX_ITEMS)
     return {"param_groups": found}
 
 
