@@ -13,6 +13,7 @@ __all__ = ["Entry", "build", "parse"]
 
 PAGE = 4096
 MAX_HEADER_BYTES = 100_000_000
+_MOST_DIMENSIONS = 64
 ITEM_BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64,
@@ -70,7 +71,7 @@ def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[Entry], dict[st
     overlaps, holes and trailing bytes.
     """
     try:
-        table = json.loads(text)
+        table = json.loads(text, object_pairs_hook=_keys_once)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"'{path}': the header is not JSON: {error}", path=path) from None
     if not isinstance(table, dict):
@@ -97,16 +98,26 @@ def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[Entry], dict[st
     return entries, metadata
 
 
+def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key appears twice")
+    return table
+
+
 def _entry(path: str, name: str, value: Any) -> Entry:
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        numbers_are_whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        numbers_are_whole = len(shape) <= _MOST_DIMENSIONS and all(
+            type(n) is int and 0 <= n < 1 << 62 for n in (*shape, begin, end)
+        )
+        name.encode()  # JSON can spell halves of surrogate pairs
     except (TypeError, KeyError, ValueError):
         numbers_are_whole = False
     if not numbers_are_whole:
-        raise FormatError(f"'{path}': tensor '{name}' has no valid dtype, shape and data_offsets", path=path)
-    if dtype not in ITEM_BITS:
-        raise FormatError(f"'{path}': tensor '{name}' has unknown dtype {dtype!r}", path=path)
+        raise FormatError(f"'{path}': tensor {name!r:.200} has no valid name, dtype, shape and data_offsets", path=path)
+    if not isinstance(dtype, str) or dtype not in ITEM_BITS:
+        raise FormatError(f"'{path}': tensor {name!r:.200} has unknown dtype {dtype!r:.40}", path=path)
     elements = 1
     for n in shape:
         elements *= n

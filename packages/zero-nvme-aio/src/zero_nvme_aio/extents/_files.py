@@ -39,6 +39,11 @@ class StoreFolders:
             raise ExtentError(f"the store '{self.prefix}' in '{self.paths[0]}' is in use") from None
         return descriptor
 
+    def give_back(self, descriptor: int) -> None:
+        """Ends the lock, also where a process that was forked meanwhile has a copy of the descriptor."""
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
     def shares_blocks(self, stripe: int) -> bool:
         """Whether the files of a stripe can share blocks."""
         if stripe not in self._sharing:

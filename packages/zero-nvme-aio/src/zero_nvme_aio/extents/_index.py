@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import _native
 from .._request import format_checksum
@@ -23,6 +24,8 @@ from ._pieces import Piece
 __all__ = ["Sealed", "read_index", "write_index"]
 
 _FORMAT = "zero-nvme-aio extents"
+_MOST_BYTES = 1 << 30
+_STRIPE = re.compile(r"0|[1-9][0-9]{0,3}")
 
 
 class Sealed(NamedTuple):
@@ -64,21 +67,59 @@ def write_index(path: str, sealed: Sealed) -> None:
 
 
 def read_index(path: str) -> Sealed:
-    """Reads and checks an index; FormatError when it is damaged or of an unknown version."""
+    """Reads and checks an index; FormatError when it is damaged, says what cannot be, or is of an unknown version."""
     with open(path, "rb") as file:
-        line, _, body = file.read().partition(b"\n")
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise FormatError(f"'{path}': expected an index of at most {_MOST_BYTES} bytes", path=path)
+    line, _, body = content.partition(b"\n")
     got = format_checksum(_native.checksum(body))
     if line.decode(errors="replace") != got:
         raise FormatError(f"'{path}' is damaged: its checksum is {got}", path=path, expected=repr(line)[:60], got=got)
-    table = json.loads(body)
-    if table.get("format") != _FORMAT or table.get("version") != 1:
-        raise FormatError(f"'{path}': expected version 1 of '{_FORMAT}', got {table.get('version')!r}", path=path)
+    try:
+        table = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"'{path}' is no JSON: {error}", path=path) from None
+    version = table.get("version") if isinstance(table, dict) and table.get("format") == _FORMAT else None
+    if version != 1:
+        raise FormatError(f"'{path}': expected version 1 of '{_FORMAT}', got {version!r:.40}", path=path)
+    _check(path, table)
     pieces, keys = [], {}
     for name, begin, nbytes, stripe, file_offset, checksum, key in _rows(table["extents"]):
         pieces.append(Piece(name, begin, nbytes, table["generation"], stripe, file_offset, checksum))
         keys[name, begin] = key
     files = {int(stripe): (entry[0], entry[1]) for stripe, entry in table["files"].items()}
     return Sealed(table["generation"], table["kind"], table["stripes"], files, pieces, keys)
+
+
+def _check(path: str, table: Mapping[str, Any]) -> None:
+    """FormatError unless every field is of its kind and every extent lies in a file of the index."""
+    files, extents = table.get("files"), table.get("extents")
+    wrong = [name for name in ("generation", "stripes") if not _is_size(table.get(name))]
+    if table.get("kind") not in ("raw", "safetensors"):
+        wrong.append("kind")
+    if not isinstance(files, dict) or not all(map(_is_file, files, files.values())):
+        wrong.append("files")
+    if wrong or not isinstance(files, dict) or not isinstance(extents, dict):
+        raise FormatError(f"'{path}': {', '.join(wrong) or 'extents'} is not what an index says", path=path)
+    for name, rows in extents.items():
+        for row in rows if isinstance(rows, list) else [rows]:
+            if not _is_row(row) or str(row[2]) not in files or row[3] + row[1] > files[str(row[2])][1]:
+                raise FormatError(f"'{path}': {row!r:.200} is no extent of {name!r:.200}", path=path)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _is_file(stripe: str, entry: Any) -> bool:
+    named = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and os.sep not in entry[0]
+    return named and "\0" not in entry[0] and _is_size(entry[1]) and _STRIPE.fullmatch(stripe) is not None
+
+
+def _is_row(row: Any) -> bool:
+    whole = isinstance(row, list) and len(row) == 6 and all(map(_is_size, row[:4]))
+    return whole and row[1] > 0 and all(isinstance(text, str) for text in row[4:])
 
 
 def _rows(extents: Mapping[str, list[list[object]]]) -> Iterable[tuple[str, int, int, int, int, str, str]]:

@@ -54,13 +54,17 @@ def complete_checksums(engine: Engine, files: GenerationFiles, pieces: Sequence[
         piece.checksum = request.checksum or ""
 
 
-def check(folders: StoreFolders, sealed: Sealed) -> None:
-    """FormatError unless the files of an index are there in the length it says, over the same number of paths."""
-    index = folders.index_path(sealed.generation)
+def check(folders: StoreFolders, sealed: Sealed, generation: int) -> None:
+    """FormatError unless an index is of its generation, over the same paths, and its files are as long as it says."""
+    index = folders.index_path(generation)
+    if sealed.generation != generation:
+        raise FormatError(f"'{index}' is of generation {sealed.generation}", path=index)
     if sealed.stripes != len(folders.paths):
         raise FormatError(f"'{index}' is striped over {sealed.stripes} paths, got {len(folders.paths)}", path=index)
     for stripe, (name, nbytes) in sealed.files.items():
-        path = os.path.join(folders.paths[stripe], name)
+        if stripe >= sealed.stripes or name != folders.data_name(generation, stripe):
+            raise FormatError(f"'{index}' names {name!r:.200} in path {stripe}", path=index)
+        path = folders.data_path(generation, stripe)
         got = os.stat(path).st_size if os.path.exists(path) else -1
         if got != nbytes:
             problem = "is missing" if got < 0 else f"has {got} bytes"

@@ -345,7 +345,7 @@ class ExtentStore:
         for index in found:
             sealed = read_index(self._folders.index_path(index))
             files = GenerationFiles(self.engine, self._folders, index)
-            _sealing.check(self._folders, sealed)
+            _sealing.check(self._folders, sealed, index)
             files.open_sealed(sorted(sealed.files))
             self._generations[index] = files
             for piece in sealed.pieces:
@@ -357,7 +357,7 @@ class ExtentStore:
     def _let_go(self) -> None:
         if self._owns_engine:
             self.engine.close()
-        os.close(self._lock_fd)
+        self._folders.give_back(self._lock_fd)
 
     def _usable(self) -> None:
         if self._closed:
