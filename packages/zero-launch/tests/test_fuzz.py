@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import queue
-import resource
+import random
+import time
 import tracemalloc
+from pathlib import Path
 
+import mutations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,13 +25,16 @@ from zero_launch.handshake import Refused, Seal, present, welcome
 from zero_launch.hostfile import Hostfile
 from zero_launch.meeting_state import places_in, to_pickle, to_plain
 from zero_launch.messages import FROM_HOST, FROM_LAUNCHER, decode
+from zero_launch.orders import END, REGROUP, Orders
+from zero_launch.peers import Listener, Peer
 from zero_launch.spec import ClusterSpec, LaunchSpec
 from zero_launch.transport import Transport
 
 HERE = versions()
-CASES = int(os.environ.get("ZERO_FUZZ_CASES", "300"))
+CASES = int(os.environ.get("ZERO_FUZZ_CASES", "1000000"))
+"""Of each soak here."""
 MOST_BYTES = 64 << 20
-relaxed = settings(max_examples=CASES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+relaxed = settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 names = st.text(st.sampled_from("ab1-.:@%[]^,/$ \t\x00é#=\ud800"), max_size=12)
 host_lines = st.one_of(
@@ -116,6 +123,10 @@ def messages(draw, kinds) -> dict[str, object]:
 @relaxed
 @given(st.lists(host_lines, max_size=5).map("\n".join), st.text(st.sampled_from("ab1:,@-x"), max_size=12))
 def test_a_hostfile_and_a_filter_are_read_or_refused(text, words):
+    check_hostfile(text, words)
+
+
+def check_hostfile(text: str, words: str) -> None:
     try:
         hostfile = Hostfile.parse(text)
     except ValueError as error:
@@ -138,6 +149,10 @@ def test_a_hostfile_and_a_filter_are_read_or_refused(text, words):
     | st.integers(1, 6000).map(lambda digits: b'{"kind":"ready","at":' + b"9" * digits + b"}")
 )
 def test_a_line_is_a_message_or_a_value_error(line):
+    check_line(line)
+
+
+def check_line(line: bytes) -> None:
     for kinds in (FROM_HOST, FROM_LAUNCHER):
         try:
             message = decode(line, kinds)
@@ -152,6 +167,10 @@ def test_a_line_is_a_message_or_a_value_error(line):
 @relaxed
 @given(st.sampled_from([Cluster, ElasticCluster]), st.lists(st.tuples(st.sampled_from("ab"), messages(FROM_HOST))))
 def test_whatever_hosts_say_the_launcher_goes_on_or_ends_the_job(kind, conversation):
+    check_conversation(kind, conversation)
+
+
+def check_conversation(kind: type[Cluster], conversation: list[tuple[str, dict[str, object]]]) -> None:
     job = LaunchSpec("true", program=True, quiet=True, max_restarts=1, elastic=(1, 2))
     cluster = kind(ClusterSpec(job, Hostfile({"a": (0,), "b": (0,)}), Transport("local")))
     greetings = [(name, {"kind": "hello", "at": 1.0, "hostname": "", "versions": HERE, "address": ""}) for name in "ab"]
@@ -167,6 +186,12 @@ def test_whatever_hosts_say_the_launcher_goes_on_or_ends_the_job(kind, conversat
 @relaxed
 @given(meeting)
 def test_a_state_of_the_rendezvous_is_refused_or_comes_back_as_it_was(state):
+    check_state(state)
+
+
+def check_state(state: object) -> None:
+    if state is None:  # a host that has none
+        return
     try:
         decode(json.dumps({"kind": "state", "at": 1.0, "number": 1, "version": 1, "state": state}).encode(), FROM_HOST)
     except ValueError:
@@ -181,6 +206,10 @@ def test_a_state_of_the_rendezvous_is_refused_or_comes_back_as_it_was(state):
 @relaxed
 @given(st.dictionaries(st.integers(0, 5), record, max_size=4))
 def test_rings_that_make_no_sense_are_compared_all_the_same(found):
+    check_rings(found)
+
+
+def check_rings(found: dict[int, dict[str, object]]) -> None:
     records = {rank: Record.from_json(data) for rank, data in found.items()}
     difference(records), explain(records, stalled=True)
 
@@ -188,6 +217,10 @@ def test_rings_that_make_no_sense_are_compared_all_the_same(found):
 @relaxed
 @given(st.lists(st.binary(max_size=60) | json_values.map(lambda v: json.dumps(v).encode()), max_size=3))
 def test_a_handshake_with_a_stranger_ends_in_a_refusal(lines):
+    check_handshake(lines)
+
+
+def check_handshake(lines: list[bytes]) -> None:
     told = b"\n".join([*lines, b""])
     with pytest.raises((ValueError, Refused)):
         welcome(io.BytesIO(told), io.BytesIO(), ["the token of the job"], lambda token, about: None)
@@ -223,21 +256,108 @@ def test_a_line_without_an_end_takes_no_memory_beyond_the_bound():
     assert peak < MOST_BYTES
 
 
-@pytest.mark.soak
-def test_a_million_cases_of_each(capsys):
-    """The tests above, in a process of their own with a million cases each, within 2 GiB."""
-    import subprocess
-    import sys
+class Nodes:
+    """A listener to which nodes come that know the token, and say nonsense of themselves."""
 
-    env = {**os.environ, "ZERO_FUZZ_CASES": os.environ.get("ZERO_FUZZ_SOAK_CASES", "1000000")}
-    limit = 4 << 30
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "timeout=0", __file__, "-k", "not million"]
-    done = subprocess.run(
-        command,
-        env=env,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-    )
-    print(env["ZERO_FUZZ_CASES"], "cases each:", done.stdout[-300:])
-    assert done.returncode == 0, done.stdout[-4000:]
+    def __init__(self) -> None:
+        self.listener = Listener(queue.SimpleQueue(), address="127.0.0.1", token=TOKEN)
+        for number in range(1, 4):
+            self.listener.await_peer(Peer(str(number), ()))
+
+    def check(self, about: object) -> None:
+        taken = {peer.name for peer in self.listener._open_peers.values() if peer.claimed}
+        known = about if isinstance(about, dict) else {}
+        peer, why = self.listener._who(TOKEN, known)
+        assert (peer is None) == (why is not None) and len(why or "") < 300
+        if peer is not None:
+            assert peer.name not in taken and known["node_rank"] == int(peer.name)
+            assert len(peer.slots) == known["nproc"] <= 4096
+            peer.claimed = random.random() < 0.5
+
+
+TOKEN = "a token that nobody guesses"
+
+
+class Words:
+    """The folder of orders, in which ranks leave whatever they like."""
+
+    def __init__(self, folder: Path) -> None:
+        self.orders = Orders(folder)
+
+    def check(self, said: bytes) -> None:
+        (self.orders.folder / "left.0").write_bytes(said)
+        answer = self.orders.answer(0)
+        assert answer == (said.decode() if said in (REGROUP.encode(), END.encode()) else None)
+
+
+def cases(kind: str, folder: Path):
+    """A function that draws one case and checks it."""
+    if kind == "hostfile":
+        return lambda rng: check_hostfile(mutations.hostfile(rng), mutations.words(rng))
+    if kind == "lines":
+        both = (mutations.FROM_HOST, mutations.FROM_LAUNCHER)
+        return lambda rng: check_line(mutations.line(mutations.message(rng.choice(both), rng), rng))
+    if kind == "conversation":
+        return lambda rng: check_conversation(
+            rng.choice([Cluster, ElasticCluster]),
+            [(rng.choice("ab"), mutations.message(mutations.FROM_HOST, rng)) for _ in range(rng.randrange(8))],
+        )
+    if kind == "meeting":
+        return lambda rng: check_state(mutations.mutate(mutations.STATE, rng))
+    if kind == "handshake":
+        answer = {"kind": "answer", "number": "1", "proof": "0", "about": "{}", "why": "x"}
+        return lambda rng: check_handshake(
+            [mutations.line(mutations.mutate(answer, rng), rng).replace(b"\n", b" ") for _ in range(rng.randrange(3))]
+        )
+    if kind == "node":
+        nodes = Nodes()
+        return lambda rng: nodes.check(mutations.mutate({"node_rank": rng.randrange(5), "nproc": 2}, rng))
+    orders = Words(folder)
+    said = [b"end", b"regroup", b"", b"end\n", b"\xff", b"regroup" * 9, b"en", b"left"]
+    return lambda rng: orders.check(rng.choice([rng.choice(said), rng.randbytes(3)]))
+
+
+KINDS = ("hostfile", "lines", "conversation", "meeting", "handshake", "node", "orders")
+
+
+def memory(field: str) -> int:
+    """Bytes of this process: `VmRSS` now, `VmHWM` at most."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition(field + ":")[2].split()[0]) << 10
+
+
+@pytest.fixture
+def one_look(monkeypatch) -> None:
+    """What is installed is looked up once; that takes longer than all else."""
+    monkeypatch.setattr("zero_launch.cluster.versions", lambda: dict(HERE))
+
+
+def run(kind: str, count: int, rng: random.Random, folder: Path) -> str:
+    """So many cases; what the slowest took and how far the memory grew."""
+    one = cases(kind, folder)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        for _ in range(min(count, 200)):
+            one(rng)
+        Path("/proc/self/clear_refs").write_text("5")
+        held, slowest = memory("VmRSS"), 0.0
+        for _ in range(count):
+            begin = time.monotonic()
+            one(rng)
+            slowest = max(slowest, time.monotonic() - begin)
+    grown = memory("VmHWM") - held
+    assert grown < MOST_BYTES and slowest < 10
+    return f"{count} cases of {kind}: 0 crashes, {grown >> 20} MiB at most, slowest {slowest:.3f} s"
+
+
+@pytest.mark.usefixtures("one_look")
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_copies_are_read_or_refused(kind, tmp_path):
+    run(kind, 500, random.Random(5), tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(36_000)
+@pytest.mark.usefixtures("one_look")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_million_changed_copies_are_read_or_refused(kind, tmp_path):
+    print(run(kind, CASES, random.Random(), tmp_path))

@@ -105,6 +105,17 @@ def test_one_machines_job_listens_on_the_loopback_interface_alone_and_a_stranger
     assert not wait_until(path.exists, 5.5)
 
 
+def test_what_a_stranger_writes_into_the_store_of_several_hosts_is_not_run(start, write_script, tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    job = start("--hostfile", tmp_path / "hosts", "--launcher", "local", write_script(MEET))
+    address, port = wait_for_ranks(tmp_path, 2)
+    path = tmp_path / "owned"
+    assert poison(address, port, path) > 0
+    job.terminate()
+    job.communicate(timeout=30)
+    assert not path.exists()
+
+
 TOKEN = "a token that nobody guesses"
 
 
@@ -161,6 +172,28 @@ def test_a_launcher_that_nodes_come_to_knows_them_by_a_token_and_takes_each_plac
     assert "host 1 was lost: it sent what is no message: message 'store': 'port' is not what it should be: 'x'" in err
     assert "Traceback" not in err
     assert f"refused a connection from {address}: --node_rank 1 is taken" in err
+
+
+def test_strangers_who_send_a_byte_now_and_then_do_not_keep_the_nodes_out(monkeypatch):
+    from zero_launch import peers
+
+    monkeypatch.setattr(peers, "_WELCOME_SECONDS", 1)
+    listener = peers.Listener(peers.Inbox(), address="127.0.0.1", token=TOKEN)
+    listener.await_peer(peers.Peer("1", ()))
+    strangers = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(64)]
+    end, came = time.monotonic() + 8, None
+    try:
+        while came is None and time.monotonic() < end:
+            for stranger in strangers:
+                with contextlib.suppress(OSError):
+                    stranger.send(b"{")
+            with contextlib.suppress(OSError):
+                came = connect("127.0.0.1", listener.port, 0.0, token=TOKEN, about={"node_rank": 1, "nproc": 1})
+    finally:
+        listener.close()
+        for stranger in strangers:
+            stranger.close()
+    assert came is not None
 
 
 def test_a_node_does_not_follow_a_launcher_that_does_not_know_the_token(start, write_script):

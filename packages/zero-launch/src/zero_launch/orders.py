@@ -15,6 +15,7 @@ ORDERS_VARIABLE = "ZERO_LAUNCH_ORDERS"
 REGROUP, END = "regroup", "end"
 LEFT_STATUS = 75
 """EX_TEMPFAIL of sysexits.h: try again later."""
+_MOST_BYTES = 64
 
 
 class Orders:
@@ -33,8 +34,10 @@ class Orders:
         os.replace(part, path)
 
     def answer(self, rank: int) -> str | None:
-        """The order that a rank has left for; None when it has not left for one."""
+        """The order that a rank has left for; None when it has not left for one, or died while it wrote that."""
         try:
-            return (self.folder / f"left.{rank}").read_text(encoding="ascii")
+            with open(self.folder / f"left.{rank}", "rb") as file:
+                said = file.read(_MOST_BYTES)
         except FileNotFoundError:
             return None
+        return next((order for order in (REGROUP, END) if said == order.encode()), None)

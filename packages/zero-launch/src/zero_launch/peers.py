@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import queue
 import secrets
 import socket
@@ -132,6 +133,11 @@ def _report_end(peer: Peer, inbox: Inbox) -> None:
         inbox.put((peer.key, {"kind": "eof", "why": "the program that called it has ended"}))
 
 
+def _break_off(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 class Listener:
     """Takes connections from hosts that show that they know a token (see handshake.py).
 
@@ -182,6 +188,10 @@ class Listener:
 
     def _welcome(self, connection: socket.socket, address: str) -> None:
         admitted: list[Peer] = []
+        # A stranger who sends a byte now and then must not keep one of the few places for strangers.
+        limit = threading.Timer(_WELCOME_SECONDS, _break_off, (connection,))
+        limit.daemon = True
+        limit.start()
         try:
             connection.settimeout(_WELCOME_SECONDS)
             reader, writer = connection.makefile("rb"), connection.makefile("wb")
@@ -204,6 +214,7 @@ class Listener:
             connection.close()  # else not one of ours
             return
         finally:
+            limit.cancel()
             self._strangers.release()
         connection.settimeout(None)
         peer = admitted[0]
@@ -226,7 +237,7 @@ class Listener:
             if type(rank) is not int or type(nproc) is not int or not 1 <= nproc <= _MOST_RANKS:
                 return None, f"it is to say its node_rank and nproc, and said {rank!r:.20} and {nproc!r:.20}"
             if str(rank) not in self._open_peers:
-                return None, f"--node_rank {rank}: expected 1 to {len(self._open_peers)}"
+                return None, f"--node_rank {rank!r:.20}: expected 1 to {len(self._open_peers)}"
             peer = self._open_peers[str(rank)]
             if peer.claimed:
                 return None, f"--node_rank {rank} is taken: another node has come with it"
