@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -66,14 +67,49 @@ def test_a_script_ends_with_its_own_status(ending: str, stage: int) -> None:
         assert "terminate called" not in errors and "Traceback" not in errors, errors
 
 
+# Forked from one process that has imported everything, each rank finalizes its interpreter as a command of its own.
+NURSERY = """
+import collections, json, os, socket, sys
+import torch, torch.distributed, torch.distributed.fsdp, zero_core, zero_core.engine
+count, scripts, statuses = int(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+wrong, script = collections.Counter(), None
+for number in range(count):
+    ending = list(statuses)[number % len(statuses)]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    ranks = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os.environ["RANK"] = str(rank)
+            script = scripts[ending][number // len(statuses) % 4]
+            break
+        ranks.append(pid)
+    if script is not None:
+        break
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    wrong[f"{ending}: {ended}"] += ended != [statuses[ending]] * 2
+if script is None:
+    print(json.dumps({what: times for what, times in wrong.items() if times}))
+else:
+    exec(compile(script, "train.py", "exec"))
+"""
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(6 * 3600)
-def test_none_of_a_thousand_starts_ends_by_an_abort() -> None:
-    starts = int(os.environ.get("ZERO_STARTS", "1000"))
-    wrong: dict[str, int] = dict.fromkeys(ENDINGS, 0)
-    for number in range(starts):
-        ending = list(ENDINGS)[number % len(ENDINGS)]
-        results = ends(ending, number % 4)
-        wrong[ending] += any(status != ENDINGS[ending][1] or "terminate" in errors for status, errors in results)
-    print(f"{starts} starts of 2 ranks; aborts or other statuses by ending: {wrong}")
-    assert not any(wrong.values()), wrong
+@pytest.mark.parametrize("options", [[], ["-X", "dev"]], ids=["", "dev"])
+def test_none_of_a_thousand_starts_ends_by_an_abort(options: list[str]) -> None:
+    starts = os.environ.get("ZERO_STARTS", "1000")
+    scripts = {
+        name: [SCRIPT.format(stage=stage, ending=text) for stage in range(4)] for name, (text, _) in ENDINGS.items()
+    }
+    statuses = json.dumps({name: status for name, (_, status) in ENDINGS.items()})
+    command = [sys.executable, *options, "-W", "ignore", "-c", NURSERY, starts, json.dumps(scripts), statuses]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    print(f"{starts} starts of 2 ranks, python {' '.join(options)}: statuses that are not the script's: {done.stdout}")
+    assert json.loads(done.stdout) == {}, done.stderr[-3000:]
+    assert "terminate called" not in done.stderr and "Fatal Python" not in done.stderr, done.stderr[-3000:]
