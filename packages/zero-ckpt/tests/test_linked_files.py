@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -314,3 +315,23 @@ def test_a_store_on_another_file_system_in_earnest(tmp_path: Path, tensors: dict
         shutil.rmtree(shared)
     checkpoint = open_checkpoint(tmp_path / "run")
     assert {name: bytes(checkpoint.read(name, "exp_avg")) for name in tensors} == tensors
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_five_thousand_linked_files_are_saved_and_read(tmp_path: Path) -> None:
+    names = [f"w{number}" for number in range(5000)]
+    intervals = [interval for name in names for interval in sealed(tmp_path / "store" / name, {name: name.encode()})]
+    os.sync()
+    spent = {}
+    for what in ("saved", "opened and read", "verified"):
+        wall, processor = time.monotonic(), time.process_time()
+        if what == "saved":
+            path = save_sharded(tmp_path / "run", "t", intervals, step=1)
+        elif what == "verified":
+            assert verify(path).ok
+        else:
+            checkpoint = open_checkpoint(path)
+            assert all(checkpoint.read(name, "exp_avg") == name.encode() for name in names)
+        spent[what] = f"{time.monotonic() - wall:.1f} s, {time.process_time() - processor:.1f} s of processor"
+    print(f"5,000 linked files: {spent}")

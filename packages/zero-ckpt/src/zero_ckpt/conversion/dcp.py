@@ -11,6 +11,7 @@ import os
 import pickle
 import stat
 import zipfile
+from collections import OrderedDict
 from itertools import product
 from pathlib import Path
 from types import NoneType
@@ -65,13 +66,12 @@ class _Unpickler(pickle._Unpickler):
     array of a terabyte, memo entry 2**31) before it has seen the bytes.
     """
 
+    stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = {
         code: load
         for code, load in pickle._Unpickler.dispatch.items()
         if code not in _REFUSED_OPCODES
     }
-
-    stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
@@ -84,6 +84,12 @@ class _Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"{self.stack[-2]!r} is not allowed to get a state in checkpoint metadata")
         super().load_build()  # type: ignore[misc]
 
+    def load_reduce(self) -> None:
+        """Call something allowed; a mapping or set is filled item by item, where its keys are looked at."""
+        if self.stack[-2] in (dict, set, OrderedDict) and self.stack[-1]:
+            raise pickle.UnpicklingError(f"{self.stack[-2].__name__}(…) is not allowed in checkpoint metadata")
+        super().load_reduce()  # type: ignore[misc]
+
     def load_setitem(self) -> None:
         _require_key(self.stack[-2])
         super().load_setitem()  # type: ignore[misc]
@@ -94,6 +100,7 @@ class _Unpickler(pickle._Unpickler):
         super().load_setitems()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.REDUCE[0]] = load_reduce
     dispatch[pickle.SETITEM[0]] = load_setitem
     dispatch[pickle.SETITEMS[0]] = load_setitems
 
@@ -177,18 +184,19 @@ def _tensor(
 
     Raises DamagedError, before memory is asked for, when there would be more than `most` segments.
     """
-    shape, dtype = tuple(value.size), dtype_name(value.properties.dtype)
+    shape, dtype = _sizes(value.size), dtype_name(value.properties.dtype)
+    boxes = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in value.chunks]
     segments: list[Segment] = []
-    runs = sum(_runs(shape, tuple(chunk.sizes)) for chunk in value.chunks)
+    runs = sum(_runs(shape, sizes) for _, sizes in boxes)
     if runs > most:
         raise DamagedError(f"{directory}: {key!r} would be {runs} runs of elements, expected at most {most}")
-    for chunk in value.chunks:
-        place = places.get(tuple(chunk.offsets), places.get(()))
+    for offsets, sizes in boxes:
+        place = places.get(offsets, places.get(()))
         if place is None:
-            raise DamagedError(f"{directory}: no file is recorded for {key!r} at {tuple(chunk.offsets)}")
+            raise DamagedError(f"{directory}: no file is recorded for {key!r} at {offsets}")
         file = _inside(directory, place.relative_path)
-        begin = _data_begin(file, place, numel(tuple(chunk.sizes)) * ITEMSIZE[dtype])
-        segments += _rows(shape, tuple(chunk.offsets), tuple(chunk.sizes), file, begin, ITEMSIZE[dtype])
+        begin = _data_begin(file, place, numel(sizes) * ITEMSIZE[dtype])
+        segments += _rows(shape, offsets, sizes, file, begin, ITEMSIZE[dtype])
     return SegmentedTensor(shape, dtype, tuple(sorted(segments, key=lambda segment: segment.offset)))
 
 
@@ -255,9 +263,17 @@ class _Window(io.RawIOBase):
         return data
 
 
+def _sizes(value: Any) -> tuple[int, ...]:
+    """A shape or offsets; raises DamagedError."""
+    found = tuple(value)
+    if len(found) > 64 or not all(type(size) is int and 0 <= size < 1 << 62 for size in found):
+        raise DamagedError(f"a shape or an offset of type {type(value).__name__} holds what is no size")
+    return found
+
+
 def _split(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
     """The last dimension of which a box holds a part."""
-    if len(sizes) != len(shape) or not all(type(size) is int and size >= 0 for size in (*sizes, *shape)):
+    if len(sizes) != len(shape):
         raise DamagedError(f"a part of shape {sizes} is no part of a tensor of shape {shape}")
     return max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
 
