@@ -386,7 +386,10 @@ class TestForeign:
             with file.open("wb") as out:
                 out.seek(nbytes - 22)
                 out.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, 3 << 30, 0, 0))
-        assert "DamagedError" in in_bounds(OPEN, tmp_path, memory=4 << 30)
+        if harm == "directory of gigabytes":
+            assert "DamagedError" in in_bounds(OPEN, tmp_path, memory=4 << 30)
+        with pytest.raises(DamagedError):
+            open_source(tmp_path)
 
     def test_what_a_file_says_many_times_is_not_copied_many_times(self, tmp_path: Path) -> None:
         file = self.deepspeed(tmp_path)

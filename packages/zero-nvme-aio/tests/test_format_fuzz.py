@@ -157,7 +157,7 @@ def run(kind: str, count: int, rng: random.Random, folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_index_or_header_is_refused_or_read(kind: str, tmp_path: Path) -> None:
-    run(kind, 3000, random.Random(4), tmp_path)
+    run(kind, 800, random.Random(4), tmp_path)
 
 
 @pytest.mark.soak
