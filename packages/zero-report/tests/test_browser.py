@@ -204,7 +204,7 @@ def test_one_rank_without_spans_and_an_empty_record_are_pages_too(browser: Brows
         page = write_report(tmp_path / name)
         browser.open(page)
         assert_quiet(browser, page)
-        assert "is not closed" in browser.evaluate("document.getElementById('ended').textContent")
+        assert "killed, or" in browser.evaluate("document.getElementById('ended').textContent")
 
 
 def drawn(browser: Browser, chart: str = "strip") -> str:

@@ -32,7 +32,8 @@ def test_no_record_is_exit_status_1_with_what_to_do(tmp_path: Path, capsys: pyte
 
 def test_watching_ends_with_the_run_and_leaves_a_page_that_does_not_reload(tmp_path: Path) -> None:
     simulate(tmp_path, Simulation(ranks=1, steps=5, close=False))
-    assert "not closed" in str(data_of(zero_report.write_report(tmp_path, refresh=1))["verdict"]["ended"])
+    ended = data_of(zero_report.write_report(tmp_path, refresh=1))["verdict"]["ended"]
+    assert ended == "Rank 0 stopped after step 5: it was killed, or its machine was lost."
     assert 'http-equiv="refresh" content="1"' in (tmp_path / "report.html").read_text()
 
     def end() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from simulated import Simulation, simulate
 
-from zero_report import read_run, write_report
+from zero_report import Kind, RecordWriter, read_run, write_report
 from zero_report.analysis.analyse import analyse
 from zero_report.page.data import page_data
 
@@ -53,6 +53,120 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     assert data["curves"]["step"] == list(range(1, 41))
 
 
+FLIGHT = [
+    {"rank": 0, "waits": "7: reduce of 'h.1' in step 4", "last": ["6: gather of 'h.0' in step 4", HOSTILE]},
+    {"rank": 1, "waits": None, "last": []},
+]
+
+
+def test_the_flight_records_of_all_ranks_are_in_the_page(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(steps=3, close=False))
+    failure = {"text": "the ranks ask for different things", "detail": "rank 1: x", "flight": [*FLIGHT, "noise"]}
+    (tmp_path / "failure.json").write_text(json.dumps(failure))
+    data = data_of(write_report(tmp_path))
+    assert data["verdict"]["ended"] == "the ranks ask for different things"
+    assert data["flight"] == FLIGHT
+
+
+def live_ranks(path: Path, steps: tuple[int, ...], *, began: float = 0.0) -> None:
+    """Records of ranks that live: rank r has ended ``steps[r]`` steps and is in a reduction since ``began``."""
+    clocks = [100.0] * len(steps)
+    for rank, count in enumerate(steps):
+        running = [(Kind.BACKWARD, "backward", 100.0 + count, 0), (Kind.REDUCE, "h.1", 100.0 + count, 8)]
+        writer = RecordWriter(
+            path,
+            rank=rank,
+            world_size=len(steps),
+            background=False,
+            clock=lambda rank=rank: clocks[rank],  # type: ignore[misc]
+            under_way=lambda running=running: running,  # type: ignore[misc]
+        )
+        for _ in range(count):
+            writer.span(Kind.FORWARD, "forward", clocks[rank], clocks[rank] + 0.9)
+            clocks[rank] += 1.0
+            writer.end_step(loss=1.0)
+        clocks[rank] += began
+        writer._unix = time.time() - clocks[rank]
+        writer.flush()
+
+
+def test_a_run_that_goes_on_is_no_failure(tmp_path: Path) -> None:
+    live_ranks(tmp_path, (4, 4), began=0.5)
+    verdict = data_of(write_report(tmp_path))["verdict"]
+    assert verdict["ended"] == "The run goes on; it is in step 5."
+    assert verdict["tone"] != "bad"
+    assert verdict["steps"] == 2  # the third and the fourth, without the one that is under way
+
+
+def test_a_step_that_lasts_much_longer_than_others_is_said_to_hang_with_what_each_rank_is_in(tmp_path: Path) -> None:
+    live_ranks(tmp_path, (4, 3), began=90.0)
+    data = data_of(write_report(tmp_path))
+    verdict = data["verdict"]
+    assert verdict["ended"] == "Step 4 has lasted 90 s, 90 times the usual: the run may hang."
+    assert verdict["detail"].splitlines() == [
+        "rank 0, step 5: in backward for 90.0 s, reduce of h.1 under way for 90.0 s",
+        "rank 1, step 4: in backward for 90.0 s, reduce of h.1 under way for 90.0 s",
+    ]
+    last = data["steps"]["steps"][-1]
+    found = [(rank["rank"], rank["step"], rank["under_way"]) for rank in last["ranks"]]
+    assert found == [(0, 5, [0, 1]), (1, 4, [0, 1])]
+
+
+def test_the_first_rank_that_stopped_writing_is_named(tmp_path: Path) -> None:
+    for rank, seconds in enumerate((100.0, 40.0, 100.0)):
+        clock = [0.0]
+        writer = RecordWriter(
+            tmp_path, rank=rank, world_size=3, background=False, clock=lambda clock=clock: clock[0]  # type: ignore[misc]
+        )
+        writer._unix = 1.7e9
+        clock[0] = seconds
+        writer.end_step(loss=1.0)
+        writer.flush()
+    verdict = data_of(write_report(tmp_path))["verdict"]
+    assert verdict["ended"].startswith("Rank 1 stopped first after step 1; 2 more did later: it was killed, or")
+
+
+def test_what_was_done_for_each_unit_adds_up(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(ranks=2, steps=12, units=3, disk={0: 0.01}))
+    data = data_of(write_report(tmp_path))
+    units = {row["name"]: row for row in data["units"]}
+    assert set(units) == {"layers.0", "layers.1", "layers.2"}
+    for row in units.values():
+        assert (row["gathered"], row["reduced"], row["messages"]) == (50 << 20, 50 << 20, 2)
+        assert row["read"] == 50 << 20  # twice, by one rank of two
+        assert row["computed"] == pytest.approx(0.010, rel=0.05)
+        assert 0.009 < row["waited"] < 0.025
+
+
+def test_a_noted_peak_of_drives_is_that_of_every_drive_in_its_direction(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path, rank=0, world_size=1, background=False)
+    writer.note("peak", link="drive in", bytes_per_second=4e9, source="a plan")
+    for _ in range(5):
+        now = time.perf_counter()
+        for hop, kind in (("states in", Kind.TIER_READ), ("states out", Kind.TIER_WRITE), ("copies", Kind.TIER_READ)):
+            drive = "drive, " if " " in hop else ""
+            writer.span(kind, f"{drive}{hop}: x", now, now + 0.001, 0.0, 2_000_000)
+        writer.end_step()
+    writer.close()
+    links = {link["name"]: link for link in data_of(write_report(tmp_path))["links"]}
+    assert (links["drive, states in"]["peak"], links["drive, states in"]["source"]) == (4_000_000_000, "a plan")
+    assert links["drive, states in"]["rate"] == pytest.approx(2e9)
+    assert links["drive, states out"]["source"] == links["copies"]["source"] == "fastest step of this run"
+
+
+def test_memory_of_a_step_that_was_not_looked_at_is_that_of_one_that_was(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path, rank=0, world_size=1, background=False)
+    for step in range(200):
+        now = time.perf_counter()
+        writer.span(Kind.FORWARD, "forward", now - 1e-3, now)
+        if step == 101:
+            writer.memory({"states": 8}, process=16)
+        writer.end_step(loss=1.0)
+    writer.close()
+    steps = data_of(write_report(tmp_path))["steps"]["steps"]
+    assert [step["step"] for step in steps if step["ranks"][0]["memory"]] == [102]
+
+
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     record = tmp_path / "record"
     rows = [[HOSTILE, HOSTILE, HOSTILE, HOSTILE]]
@@ -78,7 +192,7 @@ def test_a_record_without_a_finished_step_is_a_page_too(tmp_path: Path) -> None:
     simulate(tmp_path, Simulation(ranks=2, steps=0, close=False))
     data = data_of(write_report(tmp_path))
     assert data["verdict"]["sentence"] == "No step of this run is over yet."
-    assert "is not closed" in data["verdict"]["ended"]
+    assert data["verdict"]["ended"].startswith("Both ranks stopped before a step was over: ")
 
 
 def test_problems_of_the_record_are_said_on_the_page(tmp_path: Path) -> None:
@@ -117,8 +231,6 @@ def test_a_day_on_64_ranks_is_less_than_two_megabytes(tmp_path: Path) -> None:
 def write_ranks(path: Path, ranks: range, world_size: int, steps: int) -> None:
     """Write the records of ``ranks`` one after the other, each as it would write itself; rank 77 is the slow one."""
     from simulated import Clock
-
-    from zero_report import Kind, RecordWriter
 
     for rank in ranks:
         clock = Clock()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from zero_report import Kind, RecordError, RecordWriter, next_attempt, read_run
-from zero_report.record.files import merge
+from zero_report.record.files import merge, together
 from zero_report.record.schema import COLUMN_NAMES, RECENT_STEPS
 
 KILLED = """
@@ -60,6 +60,60 @@ def test_a_killed_run_can_be_read_up_to_its_last_second(tmp_path: Path) -> None:
     assert last is not None and last.open
     assert [span.name for span in last.spans] == ["forward", "the one that hangs"]
     assert record.last_sign() > hung - 1.0
+
+
+def test_what_is_under_way_is_in_the_block_of_the_open_step_and_in_no_sum(tmp_path: Path) -> None:
+    begin = time.perf_counter()
+    running = [(Kind.REDUCE, "layers.3", begin, 64), (Kind.DATA, "later", begin + 3600, 0)]
+    writer = RecordWriter(tmp_path, rank=0, world_size=1, background=False, under_way=lambda: running)
+    writer.span(Kind.FORWARD, "forward", begin, begin + 0.5)
+    writer.flush()
+    record = read_run(tmp_path).last.first
+    block = record.open_block()
+    assert block is not None and block.step == 1 and block.under_way == 1
+    assert [(span.kind, span.name, span.waited) for span in block.spans] == [
+        (Kind.FORWARD, "forward", 0),
+        (Kind.REDUCE, "layers.3", 0),
+    ]
+    assert abs(block.spans[1].end - block.us) <= 1
+    writer.end_step(loss=1.0)
+    writer.close()
+    record = read_run(tmp_path).last.first
+    assert record.steps == [1] and record.open_block() is None
+    assert np.isnan(record.table["sent_bytes"][0])
+
+
+@pytest.mark.parametrize("keys", [("loss",), ("loss", "lr")])
+def test_rows_of_many_steps_become_one_as_if_merged_one_by_one(keys: tuple[str, ...]) -> None:
+    chance = np.random.default_rng(0)
+    rows = [
+        {
+            **{key: float(chance.random()) for key in keys if step != 3 or key != "lr"},
+            "first": step + 1,
+            "steps": 1,
+            "seconds": float(chance.random()),
+            "process_bytes": int(chance.integers(1 << 30)),
+        }
+        for step in range(7)
+    ]
+    one = dict(rows[0])
+    for row in rows[1:]:
+        merge(one, row)
+    assert together(rows) == pytest.approx(one, rel=1e-12)
+
+
+def test_sent_bytes_and_collectives_are_counted_together(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path, rank=0, world_size=2, background=False)
+    writer.sent((1 << 53) - 1, 5)
+    writer.end_step()
+    writer.sent(7)
+    writer.sent(8)
+    writer.end_step()
+    writer.close()
+    table = read_run(tmp_path).last.first.table
+    assert list(table["sent_bytes"]) == [(1 << 53) - 1, 15]
+    assert list(table["collectives"]) == [1, 2]
+    assert table["across_bytes"][0] == 5
 
 
 def test_sums_are_exact_after_rows_were_merged(tmp_path: Path) -> None:

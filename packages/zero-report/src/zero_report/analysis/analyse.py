@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..record.reader import Run
 from .causes import Causes, CauseSums, chosen_steps
 from .links import Link, LinkSums
+from .units import AllUnits, UnitSums
 from .verdict import Verdict, judge
 
 
@@ -17,15 +18,17 @@ class Analysis:
     verdict: Verdict
     causes: Causes
     links: list[Link]
+    units: list[UnitSums]
 
 
 def analyse(run: Run) -> Analysis:
     """Follow the waits, add up the transfers, and judge."""
-    causes, links = CauseSums(), LinkSums()
+    causes, links, units = CauseSums(), LinkSums(), AllUnits()
     for step in chosen_steps(run.last):
         blocks = {r: block for r, record in run.last.ranks.items() if (block := record.block(step)) is not None}
         causes.add(step, blocks)
         links.add(blocks)
+        units.add(blocks)
     notes = [note for record in run.last.ranks.values() for note in record.notes]
     found, speeds = causes.result(), links.result(notes)
-    return Analysis(judge(run, found, speeds), found, speeds)
+    return Analysis(judge(run, found, speeds), found, speeds, units.result())

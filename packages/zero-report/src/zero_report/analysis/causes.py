@@ -46,8 +46,11 @@ class Causes:
 
 
 def chosen_steps(attempt: Attempt, most: int = 64) -> list[int]:
-    """Return steps to look at, spread evenly over those that all ranks kept; the first two only where no others are."""
+    """Return steps to look at, spread evenly over those that all ranks kept and ended; the first two only where no
+    others are."""
     steps = attempt.steps()
+    if steps and any(record.is_open(steps[-1]) for record in attempt.ranks.values()):
+        steps.pop()
     if not steps:
         return []
     sample = attempt.first.block(steps[-1])

@@ -51,9 +51,9 @@ class LinkSums:
         rank and step.
         """
         for note in notes:
-            if note["note"] == "peak" and note.get("link") in self._links:
-                link = self._links[note["link"]]
-                link.peak, link.source = float(note["bytes_per_second"]), str(note.get("source", "measured"))
+            for link in self._links.values():
+                if note["note"] == "peak" and is_of(link.name, str(note.get("link"))):
+                    link.peak, link.source = float(note["bytes_per_second"]), str(note.get("source", "measured"))
         return sorted(self._links.values(), key=lambda link: -link.busy)
 
 
@@ -77,6 +77,11 @@ def _add(links: dict[str, Link], block: Block) -> None:
 def link_name(kind: int, name: str) -> str:
     """Return the link of a transfer: for tiers what stands before the colon, for collectives their phase."""
     return name.partition(":")[0] if kind in TIERS else Kind(kind).name.lower()
+
+
+def is_of(name: str, named: str) -> bool:
+    """Whether a peak of ``named`` is that of the link ``name``; ``drive in`` and ``drive out`` name all drives."""
+    return name == named or (name.startswith("drive, ") and named == f"drive {name.rpartition(' ')[2]}")
 
 
 def covered(intervals: Iterable[tuple[int, int]]) -> float:

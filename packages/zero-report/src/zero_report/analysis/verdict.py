@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..record.reader import Run
 from .causes import Causes, Share
+from .ending import how_it_ended
 from .links import Link
 
 _WORTH_NAMING = 0.05  # of the step
@@ -14,7 +15,7 @@ _ONE_RANK = 0.6  # of all that a kind of cause took; then the rank is named
 
 @dataclass
 class Verdict:
-    """``sentence``: what a person reads first; ``ended``: how the run ended where it did not end well, else empty;
+    """``sentence``: what a person reads first; ``ended``: how it ended or that it goes on, empty where it ended well;
     ``tone``: good, mixed or bad; ``detail``: what is known about the end, line by line."""
 
     sentence: str
@@ -24,17 +25,18 @@ class Verdict:
 
 
 def judge(run: Run, causes: Causes, links: list[Link]) -> Verdict:
-    """Say where the time of a run goes."""
-    ended, detail = _how_it_ended(run)
+    """Say where the time of a run goes, and how it ended."""
+    end = how_it_ended(run)
+    ended, detail, tone = end.text, end.detail, "bad" if end.badly else ""
     if not causes.steps:
-        return Verdict("No step of this run is over yet.", ended, "bad" if ended else "mixed", detail)
+        return Verdict("No step of this run is over yet.", ended, tone or "mixed", detail)
     largest = causes.by_kind[0] if causes.by_kind else None
     if largest is None or largest.share < _WORTH_NAMING:
         rest = "" if largest is None else f"; nothing else takes more than {_percent(largest.share)}"
         sentence = f"Ranks compute all the time{rest}."
-        return Verdict(sentence, ended, "bad" if ended else "good", detail)
+        return Verdict(sentence, ended, tone or "good", detail)
     sentence = _SENTENCES[largest.kind](largest, causes, links)
-    return Verdict(sentence, ended, "bad" if ended or largest.share >= 0.25 else "mixed", detail)
+    return Verdict(sentence, ended, tone or ("bad" if largest.share >= 0.25 else "mixed"), detail)
 
 
 def _data(share: Share, causes: Causes, _links: list[Link]) -> str:
@@ -95,27 +97,6 @@ def _one_rank(share: Share, causes: Causes) -> Share | None:
     """The rank that stands behind most of a kind of cause; None where there are several, or only one rank at all."""
     candidates = causes.of_kind(share.kind)
     return candidates[0] if candidates and candidates[0].seconds >= _ONE_RANK * share.seconds else None
-
-
-def _how_it_ended(run: Run) -> tuple[str, str]:
-    """The first cause in one line, and what else is known."""
-    attempt = run.last
-    if run.failure is not None:
-        return str(run.failure.get("text", "the run failed")), str(run.failure.get("detail", ""))
-    notes = [(note, rank) for rank, record in attempt.ranks.items() for note in record.notes]
-    failures = sorted(
-        (float(note["at"]), rank, str(note.get("text", ""))) for note, rank in notes if note["note"] == "failure"
-    )
-    if failures:
-        detail = "\n".join(f"rank {rank}: {text}" for _, rank, text in failures)
-        return f"Rank {failures[0][1]} failed first: {failures[0][2].splitlines()[0]}", detail
-    unfinished = [record for record in attempt.ranks.values() if not record.closed]
-    if not unfinished:
-        return "", ""
-    first = min(unfinished, key=lambda record: record.last_sign())
-    step = int(first.table["first"][-1] + first.table["steps"][-1] - 1) if len(first.table["first"]) else 0
-    ranks = "rank" if len(unfinished) == 1 else f"{len(unfinished)} ranks, rank"
-    return f"The record of {ranks} {first.rank} is not closed: the run goes on, or was killed after step {step}.", ""
 
 
 def _range(things: list[str]) -> str:

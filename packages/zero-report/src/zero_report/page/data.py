@@ -49,6 +49,8 @@ def page_data(run: Run, analysis: Analysis, other: tuple[Run, Analysis] | None =
         "rank_rows": figures.rank_rows(run.last, analysis),
         "checkpoints": figures.checkpoint_rows(run),
         "events": figures.event_rows(run),
+        "flight": figures.flight_rows(run),
+        "units": figures.unit_rows(analysis),
         "configuration": figures.configuration_rows(run.last),
         "plan": figures.plan_bytes(run),
     }

@@ -14,6 +14,7 @@ from .curves import WAITS, tables
 
 _CAUSES = 8
 _EVENTS = 400
+_UNITS = 400
 _OWN_NOTES = ("head", "closed", "checkpoint", "plan", "peak")
 
 
@@ -139,7 +140,7 @@ def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
     rows: dict[tuple[int, int, str], dict[str, Any]] = {}
     for number, _, note in _notes(run):
         if note["note"] == "checkpoint":
-            key = (number, int(note.get("step", 0)), str(note.get("path", "")))
+            key = (number, int(note.get("of_step", note.get("step", 0))), str(note.get("path", "")))
             row = rows.setdefault(
                 key, {"step": key[1], "path": key[2], "at": note["at"], "bytes": 0, "seconds": 0.0, "blocked_s": 0.0}
             )
@@ -161,8 +162,40 @@ def event_rows(run: Run) -> list[dict[str, Any]]:
             (note["note"], int(note.get("step", 0)), text),
             {"kind": note["note"], "step": note.get("step", 0), "at": note["at"], "text": text, "ranks": []},
         )
-        row["ranks"].append(record.rank)
+        if record.rank not in row["ranks"]:
+            row["ranks"].append(record.rank)
     return sorted(rows.values(), key=lambda row: float(row["at"]))[-_EVENTS:]
+
+
+def flight_rows(run: Run) -> list[dict[str, Any]]:
+    """Return the last collectives of each rank, as a launcher found them when the job failed."""
+    found = run.failure.get("flight") if run.failure is not None else None
+    rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+    return [
+        {"rank": row.get("rank"), "waits": row.get("waits"), "last": [str(line) for line in row.get("last") or []]}
+        for row in rows
+    ]
+
+
+def unit_rows(analysis: Analysis) -> list[dict[str, Any]]:
+    """Return one row per unit, parameter or message: what was done for it per rank and step, the most waited for
+    first."""
+    scale = len(analysis.causes.steps) * analysis.causes.ranks or 1
+    rows = sorted(analysis.units, key=lambda unit: -(unit.waited + 1e-6 * unit.computed))[:_UNITS]
+    return [
+        {
+            "name": unit.name,
+            "computed": unit.computed / scale,
+            "gathered": unit.gathered / scale,
+            "reduced": unit.reduced / scale,
+            "other": unit.other / scale,
+            "read": unit.read / scale,
+            "written": unit.written / scale,
+            "messages": unit.messages / scale,
+            "waited": unit.waited / scale,
+        }
+        for unit in rows
+    ]
 
 
 def configuration_rows(attempt: Attempt) -> list[list[Any]]:

@@ -25,6 +25,8 @@ def steps(attempt: Attempt, causes: Causes) -> dict[str, Any]:
     shown = []
     for step in chosen:
         blocks = {rank: block for rank in ranks if (block := attempt.ranks[rank].block(step)) is not None}
+        if step == chosen[-1] and any(block.open for block in blocks.values()):
+            blocks = {rank: block for rank in ranks if (block := attempt.ranks[rank].last_block()) is not None}
         if blocks:
             shown.append(_step(step, blocks, names, room))
     return {"ranks": ranks, "of": len(attempt.ranks), "names": list(names), "steps": shown, "owners": OWNERS}
@@ -45,10 +47,12 @@ def shown_ranks(attempt: Attempt, causes: Causes) -> list[int]:
 
 
 def _chosen(attempt: Attempt, ranks: int) -> list[int]:
-    """The first, the last and the slowest step that all ranks kept, and others evenly between; also one not over."""
+    """The first, the last and the slowest step that all ranks kept, others evenly between, and the last in which memory
+    was looked at; also one not over."""
     common = attempt.steps()
+    newest = {step for record in attempt.ranks.values() for step in record.steps[-1:]}
     if not common:
-        return sorted({step for record in attempt.ranks.values() for step in record.steps[-1:]})
+        return sorted(newest)[-1:]
     sample = attempt.first.block(common[-1])
     spans = max(20, len(sample.spans)) if sample is not None else 20
     count = max(3, min(_STEPS, _SPANS // (spans * ranks), len(common)))
@@ -57,7 +61,8 @@ def _chosen(attempt: Attempt, ranks: int) -> list[int]:
     lead = attempt.first
     took = {step: block.us for step in late[-256:] if (block := lead.block(step)) is not None}
     picked.add(max(took, key=lambda step: took[step]))
-    return sorted(picked | set(common[-2:]))
+    looked = [step for step in common if lead.looked_at_memory(step)][-2:]
+    return sorted({*picked, *common[-2:], *looked, max(newest)})
 
 
 def _step(step: int, blocks: dict[int, Block], names: dict[str, int], room: int) -> dict[str, Any]:
@@ -65,11 +70,13 @@ def _step(step: int, blocks: dict[int, Block], names: dict[str, int], room: int)
     ranks: list[dict[str, Any]] = []
     for rank, block in blocks.items():
         offset = round((block.began - origin) * 1e6)
+        running = set(block.spans[-block.under_way :]) if block.under_way else set()
         spans = sorted(block.spans, key=lambda span: -span.duration)
         if len(spans) > room:
             spans = [span for span in spans if span.duration >= block.us / _THINNEST][:room]
+        spans = sorted(spans, key=lambda span: span.begin)
         flat: list[int] = []
-        for span in sorted(spans, key=lambda span: span.begin):
+        for span in spans:
             number = names.setdefault(span.name, len(names))
             flat += [span.kind, number, span.begin + offset, span.duration, span.waited, span.nbytes]
         memory = [[at + offset, *(owners.get(owner, 0) for owner in OWNERS)] for at, owners in block.memory]
@@ -78,7 +85,9 @@ def _step(step: int, blocks: dict[int, Block], names: dict[str, int], room: int)
                 "rank": rank,
                 "at": offset,
                 "us": block.us,
+                "step": block.step,
                 "open": block.open,
+                "under_way": [at for at, span in enumerate(spans) if span in running],
                 "spans": flat,
                 "left_out": block.left_out + len(block.spans) - len(spans),
                 "memory": memory,

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from .lines import encode
+from .lines import encode, encode_text
 from .schema import COLUMN_NAMES, COLUMNS, RECENT_STEPS
 
 Row = dict[str, float]
 """Numbers by column; a column that is not there is null in the file."""
 _MERGE = {column.name: column.merge for column in COLUMNS}
+_TOGETHER: dict[str, Callable[[Sequence[float]], float]] = {
+    "first": lambda values: values[0],
+    "last": lambda values: values[-1],
+    "sum": sum,
+    "mean": lambda values: sum(values) / len(values),
+    "min": min,
+    "max": max,
+}
+_WHOLE = ("first", "steps", "skipped", "samples", "tokens", "collectives")
+_FORMATS = {
+    **{name: "%.17g" for name in COLUMN_NAMES if name in _WHOLE or name.endswith("_bytes")},
+    "began": "%.6f",
+}
+_NOT_FINITE = re.compile(r"-?(?:nan|inf)")
 
 
 class Appended:
@@ -65,12 +82,17 @@ class Table:
         self._stride = 1
         self._file.append(self._head)
 
-    def add(self, row: Row) -> None:
-        """Add one step."""
-        if self._rows and self._rows[-1]["steps"] < self._stride:
-            merge(self._rows[-1], row)
-        else:
-            self._rows.append(row)
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add steps, one row each."""
+        at = 0
+        while at < len(rows):
+            room = self._stride - int(self._rows[-1]["steps"]) if self._rows else 0
+            if room > 0:
+                merge(self._rows[-1], together(rows[at : at + room]))
+                at += room
+            else:
+                self._rows.append(together(rows[at : at + self._stride]))
+                at += self._stride
 
     def flush(self) -> None:
         """Write what came since the last time; the last row too, in place."""
@@ -110,20 +132,20 @@ class Timeline:
         self._bytes = 0
         self._stride = 1
 
-    def kept(self, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return those of ``blocks``, steps that are over in order, that the file still has room for."""
-        old = max(0, len(blocks) - RECENT_STEPS)
-        return [block for block in blocks[:old] if block["step"] % self._stride == 0] + list(blocks[old:])
+    def kept(self, first: int, count: int) -> list[int]:
+        """Return the places of those of ``count`` steps that are over, from step ``first`` on, for which the file still
+        has room."""
+        old = max(0, count - RECENT_STEPS)
+        return [*range(-first % self._stride, old, self._stride), *range(old, count)]
 
-    def append(self, blocks: Sequence[dict[str, Any]], open_block: dict[str, Any] | None) -> None:
-        """Write steps that are over, and the one that is not."""
-        lines = [(int(block["step"]), encode(block)) for block in blocks]
+    def append(self, lines: Sequence[tuple[int, bytes]], under_way: bytes) -> None:
+        """Write lines of steps that are over, each with its step, and the line of the one that is not."""
         self._blocks += lines
         self._bytes += sum(len(line) for _, line in lines)
         if self._bytes > self._max_bytes:
             self._thin()
-            lines = []
-        self._file.append(b"".join(line for _, line in lines), b"" if open_block is None else encode(open_block))
+            lines = ()
+        self._file.append(b"".join(line for _, line in lines), under_way)
 
     def close(self) -> None:
         """Close the file."""
@@ -182,15 +204,33 @@ def merge(row: Row, later: Row) -> None:
             row[name] = value
 
 
+def together(rows: Sequence[Row]) -> Row:
+    """Return one row for ``rows`` of one step each, which follow one another."""
+    first = rows[0]
+    names = tuple(first)
+    if all(tuple(row) == names for row in rows):
+        columns = zip(names, zip(*(row.values() for row in rows), strict=True), strict=True)
+        return {name: _TOGETHER[_MERGE[name]](column) for name, column in columns}
+    row = dict(first)
+    for later in rows[1:]:
+        merge(row, later)
+    return row
+
+
 def _line(row: Row) -> bytes:
-    return encode([_short(row.get(name)) for name in COLUMN_NAMES])
+    form, values = _row_format(tuple(row))
+    text = form % values(row)
+    if "nan" in text or "inf" in text:  # which JSON cannot hold
+        text = _NOT_FINITE.sub("null", text)
+    return encode_text(text)
 
 
-def _short(value: float | None) -> float | None:
-    """Return a number with few digits as text; integers stay exact, and times of day exact to the microsecond."""
-    if value is None or value == value // 1:
-        return value
-    return round(value, 6) if abs(value) >= 1e3 else float(f"{value:.10g}")
+@cache
+def _row_format(names: tuple[str, ...]) -> tuple[str, Callable[[Row], Any]]:
+    """Return the format of rows with columns ``names``, and what gets its values; integers are exact, times of day to
+    the microsecond, other numbers to ten digits."""
+    shown = (_FORMATS.get(name, "%.10g") if name in names else "null" for name in COLUMN_NAMES)
+    return f"[{','.join(shown)}]", itemgetter(*(name for name in COLUMN_NAMES if name in names))
 
 
 def _write_all(descriptor: int, data: bytes, at: int) -> None:

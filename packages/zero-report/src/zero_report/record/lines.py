@@ -14,10 +14,19 @@ _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=Fa
 
 def encode(value: Any) -> bytes:
     """Return ``value`` as one line. Numbers that JSON cannot hold become null."""
+    return encode_text(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """Return ``value`` as JSON without spaces; numbers that JSON cannot hold become null."""
     try:
-        text = _JSON.encode(value)
+        return _JSON.encode(value)
     except ValueError:
-        text = _JSON.encode(_finite(value))
+        return _JSON.encode(_finite(value))
+
+
+def encode_text(text: str) -> bytes:
+    """Return JSON, which holds no newline, as one line."""
     body = text.encode("utf-8", "backslashreplace")
     return b"%08x %s\n" % (zlib.crc32(body), body)
 

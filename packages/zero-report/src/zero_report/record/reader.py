@@ -43,7 +43,7 @@ class Span(NamedTuple):
 @dataclass(frozen=True)
 class Block:
     """The spans of one rank in one step. ``began``: Unix seconds; ``us``: microseconds of the step; ``open``: the
-    step was not over; ``memory``: microseconds, and bytes by owner."""
+    step was not over, and the last ``under_way`` spans neither; ``memory``: microseconds, and bytes by owner."""
 
     step: int
     began: float
@@ -52,6 +52,7 @@ class Block:
     left_out: int
     memory: tuple[tuple[int, dict[str, int]], ...]
     open: bool
+    under_way: int = 0
 
 
 @dataclass
@@ -82,12 +83,29 @@ class RankRecord:
         body = self._bodies.get(step)
         return None if body is None else _block(json.loads(body))
 
+    def last_block(self) -> Block | None:
+        """Return the spans of the newest step, also of one that was not over."""
+        return self.block(max(self._bodies)) if self._bodies else None
+
+    def looked_at_memory(self, step: int) -> bool:
+        """Whether the rank looked at its memory in a step."""
+        return b'"memory":[[' in self._bodies.get(step, b"")
+
+    def is_open(self, step: int) -> bool:
+        """Whether a step was not over."""
+        return b'"open":true' in self._bodies.get(step, b"")[-64:]
+
+    def open_block(self) -> Block | None:
+        """Return the spans of the step that was not over when the rank last wrote; None where there is none."""
+        block = self.last_block()
+        return block if block is not None and block.open else None
+
     def last_sign(self) -> float:
         """Return the Unix seconds of the last thing that the rank wrote."""
         times = [float(note["at"]) for note in self.notes]
         if len(self.table["first"]):
             times.append(float(self.table["began"][-1] + self.table["seconds"][-1]))
-        if self._bodies and (block := self.block(max(self._bodies))) is not None:
+        if (block := self.last_block()) is not None:
             times.append(block.began + block.us / 1e6)
         return max(times, default=0.0)
 
@@ -247,6 +265,7 @@ def _block(value: dict[str, Any]) -> Block:
         left_out=value["left_out"],
         memory=tuple((at, owners) for at, owners in value["memory"]),
         open=value.get("open", False),
+        under_way=value.get("under_way", 0),
     )
 
 

@@ -7,7 +7,10 @@ readers, which say so.
 
 `notes`: objects. The first has `"note": "head"`: `schema`, `rank`, `world_size`, `attempt`, `host`, `pid`, `began`
 (Unix seconds) and the writer's `facts`. Each other one is an event with `note` (its kind), `at` (Unix seconds) and
-facts of its own; `"note": "closed"` is the last one of a rank that ended its record.
+facts of its own; `"note": "closed"` is the last one of a rank that ended its record. `checkpoint` has `path`,
+`of_step`, `bytes` or null, `seconds` until it was on disk, and `blocked_s`; `failure`, `warning` and `error` have
+`text`; `plan` has `bytes`, what was planned for one rank's device; `peak` has `link` (one of the page's links, or
+`drive in`, `drive out` for all drives), `bytes_per_second` of one rank, and `source`.
 
 `table`: arrays of numbers or null. The first line is the names of the columns (see `COLUMNS`); each other one is a row,
 which covers `steps` steps from step `first` on. When a table is full, neighbouring rows are merged and from then on a
@@ -17,10 +20,12 @@ row covers twice the steps. The last row may still grow; it is rewritten in plac
 integers for each span: kind, index into names, begin, duration and waited microseconds, bytes; times from `began`),
 `left_out` (spans beyond `SPANS_PER_STEP`), `memory` (pairs of microseconds and bytes by owner). When the file is full,
 steps that are not multiples of a power of two are dropped, except the last `RECENT_STEPS`. A block with `"open": true`
-is a step that was not over. The name of a tier's span is `link: thing`, as in `nvme in: layers.3`.
+is a step that was not over; its last `under_way` spans had begun and were not over either, and are written as if they
+ended with the block. The name of a tier's span is `link: thing`, as in `nvme in: layers.3`.
 
 `failure.json`, beside the attempts, is a launcher's word about how the last attempt ended: `at`
-(Unix seconds), `text`, one line with the first cause, and `detail`, lines about all ranks.
+(Unix seconds), `text`, one line with the first cause, `detail`, lines about all ranks, and `flight`: one object per
+rank with `rank`, `waits` (the collective in which it waited, or null) and `last` (its last collectives, as lines).
 """
 
 from __future__ import annotations
@@ -52,7 +57,7 @@ class Kind(IntEnum):
     CHECKPOINT = 9  # collectives of checkpointing
     TIER_READ = 10
     TIER_WRITE = 11
-    COMPUTE = 12  # the forward of one unit
+    COMPUTE = 12  # one unit in a forward or a backward pass, or the part of an update that is one unit's
     SAVE = 13  # training was blocked by a checkpoint
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .block import SPAN_NUMBERS, OpenBlock, StepBlock, UnderWay
 from .files import Notes, Row, Table, Timeline
 from .schema import (
     COLLECTIVES,
@@ -27,27 +28,34 @@ from .schema import (
 _FLUSH_SECONDS = 0.5
 _LEAST_BYTES = 128 << 10  # of one rank, whatever the bound
 _MOST_BYTES = 32 << 20
-_NAMED = {Kind.GATHER: "gather", Kind.PUBLISH: "gather", Kind.BROADCAST: "gather", Kind.REDUCE: "reduce"}
-_PHASE_COLUMNS = {
+_NUMBERS_PER_STEP = SPANS_PER_STEP * SPAN_NUMBERS
+_PHASES = {
     Kind.DATA: "data_s",
     Kind.FORWARD: "forward_s",
     Kind.BACKWARD: "backward_s",
     Kind.UPDATE: "update_s",
     Kind.SAVE: "save_s",
 }
-_WAIT_COLUMNS = {
-    **{kind: f"{_NAMED.get(kind, 'control')}_wait_s" for kind in COLLECTIVES},
+_GATHERS = (Kind.GATHER, Kind.PUBLISH, Kind.BROADCAST)
+_WAITS = {
+    **dict.fromkeys(COLLECTIVES, "control_wait_s"),
+    **dict.fromkeys(_GATHERS, "gather_wait_s"),
+    Kind.REDUCE: "reduce_wait_s",
     Kind.TIER_READ: "tier_wait_s",
     Kind.TIER_WRITE: "tier_wait_s",
 }
-_BYTE_COLUMNS = {
-    Kind.TIER_READ: "read_bytes",
-    Kind.TIER_WRITE: "written_bytes",
-}
+_MOVED = {Kind.TIER_READ: "read_bytes", Kind.TIER_WRITE: "written_bytes"}
+# By the number of a kind, which is quicker than by the kind: its hash is computed in Python.
+_PHASE_COLUMN, _WAIT_COLUMN, _MOVED_COLUMN = (
+    tuple(found.get(kind) for kind in Kind) for found in (_PHASES, _WAITS, _MOVED)
+)
 _COLUMNS = frozenset(column.name for column in COLUMNS)
 _SUMS = frozenset(column.name for column in COLUMNS if column.merge == "sum")
+_Step = tuple[int, float, float, list[float], dict[str, int], int, list[tuple[float, dict[str, int]]]]
+"""The fields of a `StepBlock`."""
+_WORK = ("forward_s", "backward_s", "update_s")
+"""Columns of a step that has begun for good; what an engine does while it closes is no step."""
 _SENT = ("sent_bytes", "across_bytes", "collectives")
-_Span = tuple[int, str, float, float, float, int]
 
 
 def next_attempt(path: str | os.PathLike[str]) -> int:
@@ -63,6 +71,7 @@ class RecordWriter:
     together; a rank takes its share of it, at least 128 KiB and at most 32 MiB. Times are those of ``clock``, in
     seconds. `span`, `memory` and `end_step` are called by one thread each; a thread of the
     writer's own puts them into the files every half second, also while a step lasts. `note` is written at once.
+    ``under_way``: returns what has begun and is not over, as (kind, name, begin, bytes); that thread asks for it.
 
     What was handed over half a second before the process is killed is in the files.
     """
@@ -79,6 +88,7 @@ class RecordWriter:
         first_step: int = 1,
         clock: Callable[[], float] = time.perf_counter,
         background: bool = True,
+        under_way: Callable[[], UnderWay] = tuple,
     ) -> None:
         folder = Path(path) / attempt_folder(attempt)
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,12 +103,14 @@ class RecordWriter:
         self._files = threading.Lock()  # held while files are written
         self._closed = False
         self._step, self._began = first_step, clock()
-        self._spans: list[_Span] = []
+        self._under_way = under_way
+        self._spans: list[float] = []
+        self._names: dict[str, int] = {}
         self._memory: list[tuple[float, dict[str, int]]] = []
         self._left_out = 0
         self._sums: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
-        self._finished: list[tuple[dict[str, Any], Row]] = []
+        self._finished: list[tuple[Row, _Step]] = []
         head = {"note": "head", "schema": SCHEMA_VERSION, "rank": rank, "world_size": world_size, "attempt": attempt}
         machine = {"host": socket.gethostname(), "pid": os.getpid(), "began": self._unix + clock()}
         self._notes.add({**head, **machine, "at": machine["began"], "facts": dict(facts or {})})
@@ -118,20 +130,29 @@ class RecordWriter:
 
         Phases, waits, and bytes of tiers add up in the table; bytes of collectives are counted where they are sent.
         """
-        if len(self._spans) < SPANS_PER_STEP:
-            self._spans.append((kind, name, begin, end, waited, nbytes))
+        spans = self._spans
+        if len(spans) < _NUMBERS_PER_STEP:
+            names = self._names
+            spans += (kind, names.setdefault(name, len(names)), begin, end, waited, nbytes)
         else:
             self._left_out += 1
         sums = self._sums
-        if waited:
-            column = _WAIT_COLUMNS[kind]
-            sums[column] = sums.get(column, 0.0) + waited
-        if nbytes and kind in _BYTE_COLUMNS:
-            column = _BYTE_COLUMNS[kind]
-            sums[column] = sums.get(column, 0.0) + nbytes
-        if kind in _PHASE_COLUMNS:
-            column = _PHASE_COLUMNS[kind]
+        column = _PHASE_COLUMN[kind]
+        if column is not None:
             sums[column] = sums.get(column, 0.0) + end - begin
+            return
+        if waited and (column := _WAIT_COLUMN[kind]) is not None:
+            sums[column] = sums.get(column, 0.0) + waited
+        if nbytes and (column := _MOVED_COLUMN[kind]) is not None:
+            sums[column] = sums.get(column, 0.0) + nbytes
+
+    def sent(self, nbytes: int, across: int = 0) -> None:
+        """Count a collective that sends ``nbytes`` bytes from this rank, ``across`` of them to other nodes."""
+        sums = self._sums
+        sums["collectives"] = sums.get("collectives", 0) + 1
+        sums["sent_bytes"] = sums.get("sent_bytes", 0) + nbytes
+        if across:
+            sums["across_bytes"] = sums.get("across_bytes", 0) + across
 
     def count(self, column: str, amount: float) -> None:
         """Add ``amount`` to a column of the step under way that is a sum. Raises ValueError where there is no such."""
@@ -161,26 +182,25 @@ class RecordWriter:
             raise ValueError(f"end_step: expected columns of the table, got {', '.join(unknown)}; see COLUMNS")
         now = self._clock()
         row = self._sums
-        row |= self._peaks
+        row.update(self._peaks)
         for name, value in values.items():
             if value is not None:
                 row[name] = value
         row["first"], row["steps"] = self._step, 1
         row["began"], row["seconds"] = self._unix + self._began, now - self._began
-        block = self._block(now, self._spans, self._memory)
         with self._lock:
-            self._finished.append((block, row))
+            step = self._step, self._began, now, self._spans, self._names, self._left_out, self._memory
+            self._finished.append((row, step))
             self._step, self._began = self._step + 1, now
-            self._spans, self._memory, self._left_out = [], [], 0
-            self._sums, self._peaks = {}, {}
+            self._forget()
 
     def restart(self, step: int) -> None:
         """Begin ``step`` now: what came before belongs to no step, but for what was sent."""
         with self._lock:
             self._step, self._began = step, self._clock()
-            self._spans, self._memory, self._left_out = [], [], 0
-            self._sums = {name: amount for name, amount in self._sums.items() if name in _SENT}
-            self._peaks = {}
+            sent = {name: amount for name, amount in self._sums.items() if name in _SENT}
+            self._forget()
+            self._sums = sent
 
     def note(self, kind: str, **facts: Any) -> None:
         """Write an event now: a warning, a checkpoint, a retry; ``facts`` is plain data."""
@@ -192,7 +212,7 @@ class RecordWriter:
         """Write everything that was handed over."""
         with self._files:
             if not self._closed:
-                self._write()
+                self._write(self._under_way())
 
     def close(self) -> None:
         """Write the rest and end the record."""
@@ -202,66 +222,37 @@ class RecordWriter:
         if self._thread.is_alive():
             self._thread.join()
         with self._files:
-            self._write()
+            self._write((), closing=True)
             self._closed = True
             self._table.close()
             self._timeline.close()
             self._notes.close({"note": "closed", "at": self._unix + self._clock(), "step": self._step})
         atexit.unregister(self.close)
 
-    def _write(self) -> None:
+    def _forget(self) -> None:
+        """Begin a step with nothing."""
+        self._spans, self._names, self._left_out, self._sums, self._memory = [], {}, 0, {}, []
+        if self._peaks:
+            self._peaks = {}
+
+    def _write(self, running: UnderWay, *, closing: bool = False) -> None:
         with self._lock:
             finished, self._finished = self._finished, []
             under_way = None
-            if self._spans:
-                under_way = self._block(self._clock(), list(self._spans), list(self._memory))
-                under_way["open"] = True
+            begun = not self._sums.keys().isdisjoint(_WORK)
+            if begun if closing else self._spans or running:
+                spans, names, memory = list(self._spans), dict(self._names), list(self._memory)
+                block = StepBlock(self._step, self._began, self._clock(), spans, names, self._left_out, memory)
+                under_way = OpenBlock(block, running)
         if finished or under_way is not None:
-            for _, row in finished:
-                self._table.add(row)
-            blocks = [block for block, _ in finished if block["spans"] or block["memory"]]
-            kept = [_packed(block) for block in self._timeline.kept(blocks)]
-            self._timeline.append(kept, None if under_way is None else _packed(under_way))
+            self._table.add([row for row, _ in finished])
+            places = self._timeline.kept(finished[0][1][0], len(finished)) if finished else []
+            kept = [StepBlock(*finished[place][1]) for place in places]
+            lines = [(block.step, block.encode(self._unix)) for block in kept if block.spans or block.memory]
+            self._timeline.append(lines, b"" if under_way is None else under_way.encode(self._unix))
             self._table.flush()
-
-    def _block(self, end: float, spans: list[_Span], memory: list[tuple[float, dict[str, int]]]) -> dict[str, Any]:
-        return {
-            "step": self._step,
-            "began": self._began,
-            "unix": self._unix,
-            "us": end - self._began,
-            "spans": spans,
-            "left_out": self._left_out,
-            "memory": memory,
-        }
 
     def _work(self) -> None:
         while not self._wake.wait(_FLUSH_SECONDS):
             self.flush()
 
-
-def _packed(block: dict[str, Any]) -> dict[str, Any]:
-    """Return a block as it is written: microseconds from its begin, names once."""
-    began = block["began"]
-    names: dict[str, int] = {}
-    spans: list[int] = []
-    for kind, name, begin, end, waited, nbytes in block["spans"]:
-        number = names.setdefault(name, len(names))
-        spans += (
-            int(kind),
-            number,
-            round((begin - began) * 1e6),
-            round((end - begin) * 1e6),
-            round(waited * 1e6),
-            int(nbytes),
-        )
-    packed = {
-        "step": block["step"],
-        "began": round(block["unix"] + began, 6),
-        "us": round(block["us"] * 1e6),
-        "names": list(names),
-        "spans": spans,
-        "left_out": block["left_out"],
-        "memory": [[round((at - began) * 1e6), owners] for at, owners in block["memory"]],
-    }
-    return {**packed, "open": True} if block.get("open") else packed

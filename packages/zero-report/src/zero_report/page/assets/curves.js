@@ -22,9 +22,17 @@ page.showCurves = (data) => {
     { name: what, colour: "tier", values, format: (value) => page.scaled(value) },
   ], { zero: true });
   const small = { height: 130 };
-  page.lines(page.at("norm"), "Gradient norm", x, [{ name: "norm", colour: "update", values: c.grad_norm, format: number }], small);
+  page.lines(page.at("norm"), "Gradient norm", x, [{ name: "norm", colour: "backward", values: c.grad_norm, format: number }], small);
   page.lines(page.at("rate"), "Learning rate", x, [{ name: "rate", colour: "publish", values: c.lr, format: number }], small);
+  optional("scale", "Loss scale", x, { name: "loss scale", colour: "gather", values: c.loss_scale, format: page.scaled }, (value) => value !== 1, small);
+  optional("skipped", "Skipped steps, share of the steps", x, { name: "skipped", colour: "reduce", values: c.skipped, format: page.percent }, (value) => value > 0, { ...small, zero: true });
   page.stack(page.at("phases"), "Seconds per step, mean over ranks", x, timeLayers(c), page.seconds);
+};
+
+// A chart that most runs do not need: shown where some value is worth it.
+const optional = (id, title, x, line, worth, options) => {
+  if (line.values?.some((value) => value !== null && worth(value))) page.lines(page.at(id), title, x, [line], options);
+  else page.at(id).remove();
 };
 
 // Waits lie inside the passes; what is left of these is computing.

@@ -8,10 +8,17 @@ page.readData = async () => {
 
 // The six numbers of each span, as objects; made for the step that is shown.
 page.spansOf = (rank, names) => {
-  const found = [];
+  const found = [], running = new Set(rank.under_way);
   for (let at = 0; at < rank.spans.length; at += 6) {
     const [kind, name, begin, duration, waited, bytes] = rank.spans.slice(at, at + 6);
-    found.push({ kind, name: names[name], begin, duration, waited, bytes, end: begin + duration, rank: rank.rank });
+    found.push({ kind, name: names[name], begin, duration, waited, bytes, end: begin + duration, rank: rank.rank, running: running.has(at / 6) });
+  }
+  const phases = found.filter((span) => span.kind >= 1 && span.kind <= 3);
+  for (const span of found) {
+    if (span.kind !== 12) continue;
+    const middle = (span.begin + span.end) / 2;
+    const around = phases.find((phase) => phase.begin <= middle && middle <= phase.end);
+    span.phase = around ? ["", "forward", "backward", "update"][around.kind] : "update";
   }
   return found;
 };

@@ -14,6 +14,7 @@ const start = async () => {
   const data = await page.readData();
   page.showHead(data);
   page.showVerdict(data);
+  page.showFlight(data);
   page.showCurves(data);
   page.showMemoryOfRun(data);
   page.showStrip(data, (step, chosen) => page.showMemoryOfStep(data, step, chosen));

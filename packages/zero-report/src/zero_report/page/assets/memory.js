@@ -5,19 +5,22 @@ const OWNER_ORDER = ["masters", "states", "parameters", "buffers", "gradients", 
 
 page.showMemoryOfRun = (data) => {
   const c = data.curves;
-  const layers = !c.step.length ? [] : OWNER_ORDER.filter((owner) => c.memory[owner]).map((owner) => ({ name: owner, colour: OWNER_COLOURS[owner], values: c.memory[owner] }));
-  page.stack(page.at("memory-run"), "Over the run, peak of a step, mean over ranks", c.step, layers, page.bytes, { level: planLevel(data) });
+  const looked = c.step.map((_, at) => at).filter((at) => OWNER_ORDER.some((owner) => c.memory?.[owner]?.[at] != null));
+  const layers = OWNER_ORDER.map((owner) => ({ name: owner, colour: OWNER_COLOURS[owner], values: looked.map((at) => c.memory[owner][at]) }));
+  page.stack(page.at("memory-run"), "Over the run, peaks of the steps in which it was looked at, mean over ranks", looked.map((at) => c.step[at]), layers, page.bytes, { level: planLevel(data) });
 };
 
 const planLevel = (data) => (data.plan ? { name: "plan", value: data.plan } : null);
 
-page.showMemoryOfStep = (data, step, chosen) => {
+page.showMemoryOfStep = (data, shown, chosen) => {
   const host = page.at("memory-step");
+  const looked = data.steps.steps.filter((one) => one.ranks.some((rank) => rank.memory.length));
+  const step = looked.filter((one) => one.step <= shown.step).pop() ?? looked[0] ?? shown;
   const measured = step.ranks.filter((rank) => rank.memory.length && (!chosen || chosen.has(rank.rank)));
   const total = (rank) => Math.max(...rank.memory.map((sample) => sample.slice(1).reduce((sum, value) => sum + value, 0)));
   const rank = measured.reduce((best, one) => (best && total(best) >= total(one) ? best : one), null);
   if (!rank) {
-    host.replaceChildren(page.element("h3", `Over step ${step.step}`), page.element("p", "Memory was not looked at in this step.", "nothing"));
+    host.replaceChildren(page.element("h3", `Over step ${step.step}`), page.element("p", "Memory was looked at in none of these steps.", "nothing"));
     return;
   }
   const x = rank.memory.map((sample) => sample[0] / 1e3);
@@ -25,7 +28,8 @@ page.showMemoryOfStep = (data, step, chosen) => {
     const column = data.steps.owners.indexOf(owner) + 1;
     return { name: owner, colour: OWNER_COLOURS[owner], values: rank.memory.map((sample) => sample[column]) };
   });
-  page.stack(host, `Over step ${step.step}, rank ${rank.rank} (the one that holds most)`, x, layers, page.bytes, {
+  const nearest = step === shown ? "" : ", the nearest in which memory was looked at";
+  page.stack(host, `Over step ${step.step}${nearest}; rank ${rank.rank}, which holds most`, x, layers, page.bytes, {
     xName: "ms", xFormat: (value) => `${page.digits(value, 5)} ms`, level: planLevel(data), stepped: x.length > 1,
   });
 };

@@ -1,14 +1,19 @@
-// One step over the ranks: a lane for passes, one for collectives, one for tiers; what only waited is hatched.
+// One step over the ranks: lanes for passes, units, collectives and tiers; what only waited is hatched.
 
-const KINDS = ["data", "forward", "backward", "update", "gather", "reduce", "publish", "broadcast", "control", "checkpoint", "read", "write", "compute", "save"];
+const KINDS = ["data", "forward", "backward", "update", "gather", "reduce", "publish", "broadcast", "control", "checkpoint", "read", "write", "unit", "save"];
 const COLOURS = ["data", "forward", "backward", "update", "gather", "reduce", "publish", "publish", "control", "save", "tier", "tier", "compute", "save"];
-const LANES = [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 0, 0];
+const LANES = [0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 3, 3, 1, 0];
 const COMPUTE = 12;
+
+const LANE_NAMES = ["passes", "units", "messages", "tiers"];
+const PHASE_KINDS = { forward: 1, backward: 2, update: 3 };
 
 const ms = (us) => page.digits(us / 1e3, 5);
 
 page.describeSpan = (span) => {
-  const parts = [`rank ${span.rank}: ${KINDS[span.kind]}${span.name && span.name !== KINDS[span.kind] ? ` of ${span.name}` : ""}`, `${ms(span.begin)} to ${ms(span.end)} ms`, `${page.seconds(span.duration / 1e6)}`];
+  const what = span.kind === COMPUTE ? `${span.name} in ${span.phase}` : `${KINDS[span.kind]}${span.name && span.name !== KINDS[span.kind] ? ` of ${span.name}` : ""}`;
+  const parts = [`rank ${span.rank}: ${what}`, `${ms(span.begin)} to ${ms(span.end)} ms`, `${page.seconds(span.duration / 1e6)}`];
+  if (span.running) parts.push("not over");
   if (span.waited) parts.push(`waited ${page.seconds(span.waited / 1e6)}`);
   if (span.bytes) parts.push(page.bytes(span.bytes));
   return parts.join(" · ");
@@ -23,7 +28,7 @@ page.showStrip = (data, onStep) => {
     return;
   }
   slider.max = String(steps.length - 1);
-  const state = { at: steps.length > 1 ? steps.length - 2 : 0, chosen: null, spans: [], ranks: [], lanes: 2, mark: null };
+  const state = { at: steps.length > 1 && !data.verdict.ended ? steps.length - 2 : steps.length - 1, chosen: null, spans: [], ranks: [], lanes: [0], mark: null };
   const wanted = Number(/(?:^|[#&])step=(\d+)/.exec(location.hash)?.[1]);
   if (steps.some((step) => step.step === wanted)) state.at = steps.findIndex((step) => step.step === wanted);
   let chart = null;
@@ -33,7 +38,8 @@ page.showStrip = (data, onStep) => {
     const ranks = step.ranks.filter((rank) => !state.chosen || state.chosen.has(rank.rank));
     state.ranks = ranks;
     state.spans = ranks.map((rank) => page.spansOf(rank, data.steps.names));
-    state.lanes = state.spans.some((spans) => spans.some((span) => LANES[span.kind] === 2)) ? 3 : 2;
+    const used = new Set(state.spans.flatMap((spans) => spans.map((span) => LANES[span.kind])));
+    state.lanes = [0, 1, 2, 3].filter((lane) => lane === 0 || used.has(lane));
     state.mark = null;
     slider.value = String(state.at);
     slider.setAttribute("aria-valuetext", `step ${step.step}`);
@@ -43,6 +49,9 @@ page.showStrip = (data, onStep) => {
     if (data.steps.ranks.length < data.steps.of) notes.push(`${data.steps.ranks.length} ranks are in this page: those that lose most and those that others wait for`);
     if (hidden) notes.push(`${hidden.toLocaleString("en")} short spans left out`);
     if (step.ranks.some((rank) => rank.open)) notes.push("this step was not over");
+    const behind = step.ranks.filter((rank) => rank.step !== step.step);
+    for (const rank of behind.slice(0, 4)) notes.push(`rank ${rank.rank} was in step ${rank.step}`);
+    if (behind.length > 4) notes.push(`${behind.length - 4} more ranks were in other steps`);
     page.at("strip-note").textContent = notes.join(" · ");
     readout.textContent = ranks.length ? "Point at a span, or use the arrow keys." : "No rank of this page is in the list.";
   };
@@ -76,14 +85,14 @@ page.showStrip = (data, onStep) => {
   page.onTheme(legend);
 };
 
-const laneHeight = (state) => Math.max(5, Math.min(14, Math.floor(900 / Math.max(1, state.ranks.length * state.lanes))));
+const laneHeight = (state) => Math.max(5, Math.min(14, Math.floor(900 / Math.max(1, state.ranks.length * state.lanes.length))));
 
 const stripChart = (width, state, steps, tell) => {
   const count = Math.max(1, state.ranks.length), lane = laneHeight(state);
   const us = steps[state.at].us;
-  const size = count * (lane * state.lanes + 6) + 46;
+  const size = count * (lane * state.lanes.length + 6) + 46;
   const labels = state.ranks.map((rank) => rank.rank);
-  const skip = Math.ceil(14 / (lane * state.lanes + 6));
+  const skip = Math.ceil(14 / (lane * state.lanes.length + 6));
   const options = {
     legend: { show: false },
     cursor: { drag: { x: true, y: false }, y: false, points: { show: false } },
@@ -105,8 +114,8 @@ const placeOf = (plot, state, at, kind, device) => {
   const scale = device ? window.devicePixelRatio || 1 : 1;
   const height = device ? plot.bbox.height : plot.bbox.height / (window.devicePixelRatio || 1);
   const room = height / Math.max(1, state.ranks.length);
-  const lane = (room - 5 * scale) / state.lanes;
-  return [at * room + 2.5 * scale + LANES[kind] * lane, lane - scale];
+  const lane = (room - 5 * scale) / state.lanes.length;
+  return [at * room + 2.5 * scale + state.lanes.indexOf(LANES[kind]) * lane, lane - scale];
 };
 
 const drawSpans = (plot, state) => {
@@ -127,20 +136,18 @@ const drawSpans = (plot, state) => {
       if (right < plot.bbox.left || left > plot.bbox.left + plot.bbox.width) continue;
       const [top, height] = placeOf(plot, state, at, span.kind, true);
       const y = plot.bbox.top + top, wide = Math.max(1, right - left);
-      if (span.kind === COMPUTE) {
-        pen.fillStyle = ground;
-        pen.globalAlpha = 0.55;
-        pen.fillRect(left, y + height * 0.55, 1.5, height * 0.45);
-        pen.globalAlpha = 1;
-        continue;
-      }
+      const colour = colours[span.kind === COMPUTE ? PHASE_KINDS[span.phase] : span.kind];
       const wait = Math.min(wide, (span.waited / Math.max(1, span.duration)) * wide);
-      pen.fillStyle = colours[span.kind];
+      pen.fillStyle = colour;
       pen.fillRect(left, y, Math.max(wait ? 0 : 1, wide - wait), height);
+      if (span.kind === COMPUTE && wide > 3) {
+        pen.fillStyle = ground;
+        pen.fillRect(left, y, 1, height);
+      }
       if (wait > 0) {
         pen.fillStyle = hatches[span.kind];
         pen.fillRect(left + wide - wait, y, wait, height);
-        pen.strokeStyle = colours[span.kind];
+        pen.strokeStyle = colour;
         pen.lineWidth = 1;
         if (wait > 3) pen.strokeRect(left + wide - wait + 0.5, y + 0.5, wait - 1, height - 1);
       }
@@ -160,7 +167,6 @@ const spanAt = (plot, state) => {
   const near = 2 * ((plot.scales.x.max - plot.scales.x.min) / plot.over.clientWidth) * 1e3;
   let best = null;
   for (const span of state.spans[at] ?? []) {
-    if (span.kind === COMPUTE) continue;
     const [top, height] = placeOf(plot, state, at, span.kind, false);
     const inside = span.begin - near <= us && us <= span.end + near && top <= y && y <= top + height + 1;
     if (inside && (!best || span.duration < best.duration)) best = span;
@@ -174,7 +180,7 @@ const spanKey = (event, state, chart, readout) => {
   event.preventDefault();
   let row = state.mark ? state.spans.findIndex((spans) => spans.includes(state.mark)) : 0;
   row = Math.max(0, Math.min(state.spans.length - 1, row + (state.mark ? move[0] : 0)));
-  const spans = state.spans[row].filter((span) => span.kind !== COMPUTE);
+  const spans = state.spans[row];
   if (!spans.length) return;
   let at = state.mark ? spans.indexOf(state.mark) : -1;
   if (at < 0 && state.mark) at = spans.reduce((best, span, index) => (Math.abs(span.begin - state.mark.begin) < Math.abs(spans[best].begin - state.mark.begin) ? index : best), 0);
@@ -191,6 +197,7 @@ const showLegend = (state, steps) => {
   const host = page.at("strip-legend");
   host.replaceChildren();
   const entries = [...present].sort((a, b) => a - b).filter((kind) => kind !== COMPUTE).map((kind) => [KINDS[kind], COLOURS[kind], false]);
+  page.at("strip-lanes").textContent = `Lanes of a rank, from the top: ${LANE_NAMES.filter((_, lane) => [...present].some((kind) => LANES[kind] === lane)).join(", ")}.`;
   if (entries.length) entries.push(["hatched: waited for it", "ink", true]);
   for (const [name, colour, hatched] of entries) {
     const item = page.element("li");

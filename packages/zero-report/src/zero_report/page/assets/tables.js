@@ -46,6 +46,24 @@ page.showVerdict = (data) => {
   if (data.problems.length > 20) problems.append(page.element("li", `and ${data.problems.length - 20} more`));
 };
 
+const LISTED_UNITS = 25;
+
+page.showFlight = (data) => {
+  if (!data.flight.length) return;
+  page.at("flight").hidden = false;
+  page.table(page.at("flight-table"), [
+    { name: "rank", number: true, show: (row) => String(row.rank) },
+    { name: "waits in", show: (row) => row.waits ?? "no message" },
+    { name: "its last messages, the newest last", code: true, show: (row) => lines(row.last) },
+  ], data.flight, "");
+};
+
+const lines = (texts) => {
+  const made = page.element("div");
+  for (const text of texts) made.append(page.element("div", text));
+  return made;
+};
+
 const gauge = (share, text) => {
   const made = page.element("span", null, "meter");
   const bar = page.element("span", null, "gauge"), fill = page.element("span");
@@ -73,6 +91,19 @@ page.showTables = (data) => {
     { name: "of the peak", show: (row) => gauge(row.peak ? row.rate / row.peak : 0, page.percent(row.peak ? row.rate / row.peak : 0)) },
     { name: "peak from", show: (row) => row.source },
   ], data.links, "Nothing moved between ranks or tiers.");
+  page.table(page.at("units-table"), [
+    { name: "unit, parameter or message", code: true, show: (row) => row.name },
+    { name: "waited for", number: true, show: (row) => page.seconds(row.waited) },
+    { name: "computes", number: true, show: (row) => page.seconds(row.computed) },
+    { name: "messages", number: true, show: (row) => page.digits(row.messages) },
+    { name: "gathers send", number: true, show: (row) => page.bytes(row.gathered) },
+    { name: "reductions send", number: true, show: (row) => page.bytes(row.reduced) },
+    { name: "other messages send", number: true, show: (row) => page.bytes(row.other) },
+    { name: "read from tiers", number: true, show: (row) => page.bytes(row.read) },
+    { name: "written to tiers", number: true, show: (row) => page.bytes(row.written) },
+  ], data.units.slice(0, LISTED_UNITS), "No unit was recorded.");
+  const more = data.units.length > LISTED_UNITS ? ` The ${LISTED_UNITS} that are waited for longest, of ${data.units.length}.` : "";
+  if (data.units.length) page.at("units-table").append(page.element("p", `Per rank and step, mean.${more}`, "quiet"));
   page.table(page.at("checkpoints-table"), [
     { name: "step", number: true, show: (row) => String(row.step) },
     { name: "at", show: (row) => page.time(row.at) },

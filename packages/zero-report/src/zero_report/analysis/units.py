@@ -1,0 +1,65 @@
+"""What was done for each unit: computing, messages, transfers, waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..record.reader import Block
+from ..record.schema import COLLECTIVES, TIERS, Kind
+
+
+@dataclass
+class UnitSums:
+    """One unit, parameter or message, over ranks and steps. ``computed`` and ``waited``: seconds; ``messages``: how
+    many; the rest: bytes sent by gathers, reductions and other messages, and moved from and to tiers."""
+
+    name: str
+    computed: float = 0.0
+    gathered: int = 0
+    reduced: int = 0
+    other: int = 0
+    read: int = 0
+    written: int = 0
+    messages: int = 0
+    waited: float = 0.0
+
+
+_BYTES = {
+    Kind.GATHER: "gathered",
+    Kind.PUBLISH: "gathered",
+    Kind.REDUCE: "reduced",
+    Kind.BROADCAST: "other",
+    Kind.CONTROL: "other",
+    Kind.CHECKPOINT: "other",
+    Kind.TIER_READ: "read",
+    Kind.TIER_WRITE: "written",
+}
+
+
+class AllUnits:
+    """Adds up spans by what they are for, step by step."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, UnitSums] = {}
+
+    def add(self, blocks: Mapping[int, Block]) -> None:
+        """Add the spans of one step; ``blocks`` by rank."""
+        for block in blocks.values():
+            for span in block.spans:
+                if span.kind == Kind.COMPUTE:
+                    self._of(span.name).computed += span.duration / 1e6
+                elif span.kind in COLLECTIVES or span.kind in TIERS:
+                    tier = span.kind in TIERS
+                    unit = self._of(span.name.partition(":")[2].strip() or span.name if tier else span.name)
+                    column = _BYTES[Kind(span.kind)]
+                    setattr(unit, column, getattr(unit, column) + span.nbytes)
+                    unit.messages += not tier
+                    unit.waited += span.waited / 1e6
+
+    def result(self) -> list[UnitSums]:
+        """Return what was added up."""
+        return list(self._found.values())
+
+    def _of(self, name: str) -> UnitSums:
+        return self._found.setdefault(name, UnitSums(name))

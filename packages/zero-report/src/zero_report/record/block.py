@@ -1,0 +1,62 @@
+"""The spans of one step, as they are collected and as they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .lines import encode_text, json_text
+from .schema import Kind
+
+SPAN_NUMBERS = 6
+"""Numbers that a span is collected as: kind, index into names, begin and end, waited seconds, bytes."""
+UnderWay = Sequence[tuple[Kind, str, float, int]]
+"""What has begun and is not over: kind, name, begin and bytes."""
+_FORMAT = "%d,%d,%.0f,%.0f,%.0f,%.0f"
+
+
+class StepBlock(NamedTuple):
+    """One step of a rank; times in seconds of the writer's clock, ``spans`` flat, `SPAN_NUMBERS` for each."""
+
+    step: int
+    began: float
+    end: float
+    spans: list[float]
+    names: dict[str, int]
+    left_out: int
+    memory: Sequence[tuple[float, dict[str, int]]]
+
+    def encode(self, unix: float, tail: str = "") -> bytes:
+        """Return the block as a line of the timeline; ``unix``: seconds to add for the time of day; ``tail``: what
+        else the line says."""
+        began = self.began
+        numbers: list[float] = []
+        flat = iter(self.spans)
+        for kind, name, begin, end, waited, nbytes in zip(flat, flat, flat, flat, flat, flat, strict=True):
+            numbers += (kind, name, (begin - began) * 1e6, (end - begin) * 1e6, waited * 1e6, nbytes)
+        spans = ",".join([_FORMAT] * (len(numbers) // SPAN_NUMBERS)) % tuple(numbers)
+        memory = [[round((at - began) * 1e6), owners] for at, owners in self.memory]
+        return encode_text(
+            f'{{"step":{self.step},"began":{unix + began:.6f},"us":{(self.end - began) * 1e6:.0f},'
+            f'"names":{json_text(list(self.names))},"spans":[{spans}],"left_out":{self.left_out},"memory":{json_text(memory)}'
+            f"{tail}}}"
+        )
+
+
+class OpenBlock(NamedTuple):
+    """A step that is not over, and what is under way in it."""
+
+    block: StepBlock
+    under_way: UnderWay
+
+    def encode(self, unix: float) -> bytes:
+        """Return the line; spans that are under way are the last ones, and end where the block does."""
+        block, running = self.block, list(self._running())
+        for kind, name, begin, nbytes in running:
+            number = block.names.setdefault(name, len(block.names))
+            block.spans.extend((kind, number, begin, block.end, 0.0, nbytes))
+        return block.encode(unix, f',"open":true,"under_way":{len(running)}')
+
+    def _running(self) -> Iterable[tuple[Kind, str, float, int]]:
+        return (item for item in self.under_way if item[2] <= self.block.end)
+
