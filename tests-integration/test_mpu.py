@@ -15,7 +15,7 @@ from _tensor_parallel import CLASSES, WIDTH, Grid, Net, whole_of
 import zero_core
 from zero_ckpt import CheckpointError
 from zero_comm import run_ranks
-from zero_core.observing import supervised
+from zero_core.supervision import supervised
 from zero_core.verify import Bitwise, Recording, Variant, compare
 from zero_core.verify.recorder import Enough, Recorder
 

@@ -77,7 +77,7 @@ class Job:
         self.engine.save_checkpoint(root, tag="t")
         still = time.perf_counter() - begin
         taken = [self.step() for _ in range(steps)]
-        self.engine._saver.wait()
+        self.engine._parts.checkpoints.wait()
         still += sum(waited for _, waited in taken)
         return still, sum(seconds for seconds, _ in taken) - steps * plain
 
@@ -94,7 +94,7 @@ def measure(root: Path, elsewhere: Path, case: str, bf16: bool, rounds: int, wid
         for _ in range(3):
             job.step()
         job.engine.save_checkpoint(target, tag="t")
-        job.engine._saver.wait()
+        job.engine._parts.checkpoints.wait()
     for _ in range(4):
         memory.step()
     ratios, memory_ratios, slower, sync = [], [], [], []
@@ -105,7 +105,7 @@ def measure(root: Path, elsewhere: Path, case: str, bf16: bool, rounds: int, wid
         usual = statistics.median(memory.step()[0] for _ in range(3))
         copying, own = memory.step()
         following = memory.step()
-        memory.engine._in_memory.wait()
+        memory.engine._parts.checkpoints.wait()
         for _ in range(3):
             memory.step()
         ratios.append(still / waited)

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_deepspeed.engine import DeepSpeedEngine, initialize
+from zero_deepspeed.engine import DeepSpeedEngine
+from zero_deepspeed.initialization import initialize
 
 BATCH, WIDTH = 4, 24
 

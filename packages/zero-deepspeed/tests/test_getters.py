@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from named_cases import build, settings, start
 
 from zero_deepspeed.engine import DeepSpeedEngine
@@ -39,6 +41,35 @@ def test_each_tells_its_key_and_refused_ones_what_to_use() -> None:
             getattr(engine, name)()
     with pytest.raises(AttributeError, match="zero_reduce_bucket"):
         engine.zero_reduce_bucket()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "momentum"),
+    [
+        ({"type": "adamw", "params": {"lr": 0.01, "betas": [0.8, 0.9]}}, (0.8, 0.9)),
+        ({"type": "SGD", "params": {"lr": 0.01, "momentum": 0.7}}, 0.7),
+        ({"type": "adagrad", "params": {"lr": 0.01}}, 0.0),
+    ],
+)
+def test_the_engine_answers_for_its_groups(optimizer: dict[str, Any], momentum: Any) -> None:
+    engine = start(2, optimizer=optimizer, gradient_clipping=0.5)
+    assert engine.get_mom() == [momentum] and engine.get_type() == [0.0] and engine.get_lr() == [0.01]
+    assert engine.optimizer_name() == optimizer["type"] and engine.scheduler_name() is None
+    assert engine.gradient_clipping() == 0.5 and engine.get_data_types() == (torch.float32, torch.float32)
+    shards = (engine.zero_optimization_partition_gradients(), engine.zero_optimization_partition_weights())
+    assert engine.zero_optimization() and shards == (True, False)
+    assert not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.wall_clock_breakdown())
+
+
+def test_what_is_assigned_reaches_the_engine_that_trains() -> None:
+    engine = start(1)
+    engine.global_steps, engine.lr_scheduler = 7, None
+    engine.set_train_micro_batch_size(engine.train_micro_batch_size_per_gpu() + 1)
+    sizes = engine.core.training_state.sizes
+    assert engine.core.global_steps == engine.global_steps == 7 and engine.core.lr_scheduler is None
+    assert engine.get_batch_info() == (sizes.train, sizes.micro, sizes.steps)
+    assert set(engine.state_dict()) == {f"module.{name}" for name in engine.module.state_dict()}
+    engine.empty_partition_cache()
 
 
 @pytest.mark.peer

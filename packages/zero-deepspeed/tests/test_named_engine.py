@@ -17,8 +17,9 @@ from torch import nn
 from zero_core.errors import UsageError
 from zero_deepspeed.construction import Init
 from zero_deepspeed.cpu_optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
-from zero_deepspeed.engine import DeepSpeedEngine, initialize
+from zero_deepspeed.engine import DeepSpeedEngine
 from zero_deepspeed.errors import UnsupportedError
+from zero_deepspeed.initialization import initialize
 from zero_deepspeed.optimizer import DeepSpeedOptimizer
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -16,7 +16,7 @@ from zero_comm import run_ranks
 from zero_core.config import ConfigError
 from zero_deepspeed.communication import init_distributed
 from zero_deepspeed.construction import GatheredParameters, Init, unwrap_model_for_generation
-from zero_deepspeed.engine import DeepSpeedEngine, initialize
+from zero_deepspeed.engine import DeepSpeedEngine
 from zero_deepspeed.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -28,6 +28,7 @@ from zero_deepspeed.fragments import (
     safe_set_local_fp32_param,
     safe_update_full_grad_vectorized,
 )
+from zero_deepspeed.initialization import initialize
 from zero_deepspeed.leaf_modules import set_z3_leaf_modules, z3_leaf_module
 from zero_deepspeed.parameters import ZeroParamStatus
 

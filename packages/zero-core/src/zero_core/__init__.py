@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         set_leaf_modules,
         unregister_external_parameter,
     )
+    from .data_loader import RepeatingLoader
     from .engine import Engine
     from .errors import AuditError, UsageError
-    from .loading import RepeatingLoader
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,7 @@ _LAZY = {
     "ConfigError": "config",
     "Engine": "engine",
     "Init": "construction",
-    "RepeatingLoader": "loading",
+    "RepeatingLoader": "data_loader",
     "TiledLinear": "construction",
     "UsageError": "errors",
     "checkpointing": "",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,28 +13,31 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_comm import EngineGroups, default_device, init, starting_together
-from zero_partition import GRID, PartitionOptions, ShardedOptimizer, UnitLimits, leaf_marker, partition
+from zero_partition import GRID, Partition, PartitionOptions, ShardedOptimizer, UnitLimits, leaf_marker, partition
 from zero_precision import autocast_dtypes, parse_dtype
 
 from . import kernels
 from .agreement import agree_on_hyperparameters
+from .checkpoint import Dialect, OwnDialect
+from .composition import compose
 from .config import Config, autocast_modules, loss_scale, precision_policy
 from .engine import Engine
 from .errors import UsageError
-from .instruments import ledger_for
+from .instruments import ledger_for, memory_rows, memory_table
 from .model_parallel import ModelPart, model_parallel
 from .monitors import check_clients
-from .observing import supervisor
 from .offloading import Offloading, state_block
 from .optimizers import Parameters, build_optimizer
+from .process_groups import open_groups, shard_alignment, weight_codecs
+from .report import config_report, startup_report
 from .run_record import open_record
 from .schedules import Scheduler, build_scheduler
-from .sharing import open_groups, shard_alignment, weight_codecs
+from .state import Attached, BatchSizes, TrainingState
+from .supervision import supervisor
+from .text import say
+from .virtual_ranks import micro_batches
 
-if TYPE_CHECKING:
-    from zero_partition import Partition
-
-_EngineType = TypeVar("_EngineType", bound=Engine)
+logger = logging.getLogger("zero_core")
 
 
 def initialize(
@@ -65,7 +69,6 @@ def initialize(
     if config is None:
         raise UsageError("initialize(config=…): expected a dict, the path of a JSON file or a Config; none was given")
     engine = assemble(
-        Engine,
         model,
         lambda world_size: Config.load(supervisor().config(config, world_size), world_size=world_size),
         optimizer=optimizer,
@@ -80,7 +83,6 @@ def initialize(
 
 
 def assemble(
-    kind: type[_EngineType],
     model: nn.Module | None,
     load: Callable[[int], Config],
     *,
@@ -91,9 +93,10 @@ def assemble(
     mpu: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     device: torch.device | None = None,
-) -> _EngineType:
-    """What `initialize` does, for an engine of class ``kind`` and a configuration that ``load`` resolves for a number
-    of ranks. Collective."""
+    dialect: Dialect | None = None,
+) -> Engine:
+    """Do what `initialize` does, with a configuration that ``load`` resolves for a number of ranks. ``dialect``: what
+    checkpoints hold for readers of another library's names. Collective."""
     init(device)
     with starting_together("zero_core.initialize"):
         if not isinstance(model, nn.Module):
@@ -126,14 +129,33 @@ def assemble(
             make_states=offloading.state_tier(torch_optimizer),
         )
         sharded = _shard(torch_optimizer, parts, resolved, model_part)
-        scheduler = build_scheduler(lr_scheduler, resolved, torch_optimizer)
-        engine = kind(model, parts, sharded, scheduler, resolved, ledger, model_part, collate_fn, offloading)
+        state = TrainingState(
+            module=model,
+            partition=parts,
+            optimizer=sharded,
+            config=resolved,
+            ledger=ledger,
+            model_part=model_part,
+            micro_batches=micro_batches(resolved, parts, model),
+            sizes=BatchSizes(resolved),
+            reports=dist.get_rank() == 0,
+            attached=Attached(scheduler=build_scheduler(lr_scheduler, resolved, torch_optimizer)),
+        )
+        engine = Engine(state, compose(state, offloading, dialect or OwnDialect(), collate_fn, record))
+        _introduce(state)
         if training_data is not None:
             engine.training_dataloader = engine.data_loader(training_data)
         engine.observer = supervisor().observer(engine)
-        if record is not None:
-            record.attach(engine)
     return engine
+
+
+def _introduce(state: TrainingState) -> None:
+    """Log the start-up report; with ``dump_state`` print everything."""
+    if state.reports:
+        logger.info("%s", startup_report(state.config, state.partition))
+        if state.config.dump_state:
+            memory = memory_table(memory_rows(state.partition, state.optimizer))
+            say("\n".join([startup_report(state.config, state.partition), config_report(state.config), memory]))
 
 
 @contextmanager

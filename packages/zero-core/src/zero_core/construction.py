@@ -23,7 +23,7 @@ from zero_partition import (
 
 from .config import Config
 from .model_parallel import model_parallel
-from .observing import supervisor
+from .supervision import supervisor
 from .swap_folders import check_swap_folders
 
 _LEAST_FILE = 1 << 20  # bytes; smaller shards stay in memory, as a process may map only so many files

@@ -2,142 +2,110 @@
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
-from zero_ckpt import CheckpointError
-from zero_comm import Ledger, PeerError
-from zero_partition import EditRefusedError, NonFiniteGradientError, Partition, ShardedOptimizer, StepResult
-from zero_precision import LossScaleError, cast_floating, parse_dtype
+from zero_ckpt import LoadReport
+from zero_comm import Ledger
+from zero_partition import Partition, ShardedOptimizer
 
-from .audit import Auditor, auditor_for
-from .checkpoint import InMemory, Notices, Saver, periodic_of
+from . import report
+from .audit import Auditor
+from .checkpoint import CustomLoad, Resumed, Wanted
 from .checkpointing import Checkpointing
+from .compiling import compile_module
+from .composition import Parts
 from .config import Config
-from .departure import Departure
-from .errors import UsageError
-from .instruments import instruments_for, say
-from .loading import RankLoader
+from .data_loader import RankLoader
+from .delegation import Delegated
+from .instruments import Instruments, communication_table, memory_rows, memory_table
 from .model_parallel import ModelPart
-from .monitors import build_monitor
-from .observing import Observer, Unobserved
+from .monitors import Monitor
+from .observing import Observer
 from .offloading import Offloading
-from .parking import ParkedStates
-from .preparation import Preparation
-from .report import startup_report
+from .run_record import report_of
 from .schedules import Scheduler
-from .virtual_ranks import MicroBatches, micro_batches
+from .state import TrainingState
 
-logger = logging.getLogger("zero_core")
+if TYPE_CHECKING:
+    from zero_report import Report
 
 
-class Engine(Preparation):
-    """Trains ``module`` with its states cut over the ranks; made by `zero_core.initialize`.
+class Engine(nn.Module):
+    """Trains ``module`` with its states sharded over the ranks; made by `zero_core.initialize`.
 
     Call order of a micro-batch: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``. `step` acts
     at the boundary of gradient accumulation and only counts otherwise. ``loss.backward()`` works too; then the loss
     is not divided, and under fp16 it has to be scaled: ``engine.scale(loss).backward()``.
 
+    Every other attribute is the model's: ``engine.name`` is ``engine.module.name``.
+
     Attributes:
         module: the user's model.
         optimizer: the torch optimizer, its param groups live; None for inference.
+        sharded_optimizer: the transaction around it.
         lr_scheduler: stepped after each optimizer step that was taken; may be assigned.
-        config: the user's configuration as given (a dict).
-        device: where the model computes.
-        global_steps, micro_steps, skipped_steps, global_samples: counters since the start of training.
-        ledger: bytes sent, by phase and unit.
         training_dataloader: the loader of `initialize`'s ``training_data``; may be assigned (see `data_loader`). Its
             position is part of a checkpoint.
+        config: the user's configuration as given (a dict); ``resolved_config`` has every value.
+        device: where the model computes.
+        partition: which rank owns what.
+        global_steps, micro_steps, skipped_steps, global_samples: counters since the start of training.
+        ledger: bytes sent, by phase and unit.
         monitor: where numbers are written; ``monitor.write_events([("name", value, samples)])`` adds your own.
         instruments: what is timed, counted and printed.
         checkpointing: where `zero_core.checkpointing.checkpoint` keeps activations inside this engine's forward.
-        observer: told of losses and steps.
-        micro_batches: what a step is made of.
+        observer: told of losses and steps; may be assigned.
         audit: compares what ranks hold, every ``audit_every`` steps.
         load_report: what the last `load_checkpoint` did to each name (a `zero_ckpt.LoadReport`); None before.
-        model_part: what this rank's model is of the whole one, under an mpu.
-        reports: whether this rank, the first of the job, prints and logs for all.
+        model_part: what this rank's model is of the full one, under an mpu.
         offloading: what is not on the device; `offloading.table()` is the overlap report.
+        compiled_modules: names of what `compile` has compiled, each as one graph unless its own code breaks it.
+        training_state: what the parts of the engine share.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        partition: Partition,
-        sharded: ShardedOptimizer | None,
-        scheduler: Scheduler | None,
-        config: Config,
-        ledger: Ledger,
-        model_part: ModelPart,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        offloading: Offloading,
-    ) -> None:
+    module: nn.Module
+    optimizer = Delegated[Optimizer | None]("training_state", "torch_optimizer")
+    sharded_optimizer = Delegated[ShardedOptimizer | None]("training_state", "optimizer")
+    lr_scheduler = Delegated[Scheduler | None]("training_state.attached", "scheduler")
+    training_dataloader = Delegated[RankLoader[Any] | None]("training_state.attached", "loader")
+    config = Delegated[dict[str, Any]]("training_state.config", "raw")
+    resolved_config = Delegated[Config]("training_state", "config")
+    device = Delegated[torch.device]("training_state")
+    partition = Delegated[Partition]("training_state")
+    model_part = Delegated[ModelPart]("training_state")
+    ledger = Delegated[Ledger]("training_state")
+    global_steps = Delegated[int]("training_state.counters")
+    micro_steps = Delegated[int]("training_state.counters")
+    skipped_steps = Delegated[int]("training_state.counters")
+    global_samples = Delegated[int]("training_state.counters")
+    compiled_modules = Delegated[list[str]]("training_state", "compiled")
+    monitor = Delegated[Monitor]("_parts")
+    instruments = Delegated[Instruments]("_parts")
+    checkpointing = Delegated[Checkpointing]("_parts")
+    audit = Delegated[Auditor]("_parts")
+    offloading = Delegated[Offloading]("_parts")
+    observer = Delegated[Observer]("_parts.training")
+    load_report = Delegated[LoadReport | None]("_parts.checkpoints", "report")
+
+    def __init__(self, state: TrainingState, parts: Parts) -> None:
         super().__init__()
-        self.module = module
-        self.lr_scheduler = scheduler
-        self.ledger = ledger
-        self.model_part = model_part
-        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
-        self._config = config
-        self._partition = partition
-        self._sharded = sharded
-        self._boundary: bool | None = None
-        self._synchronises = True
-        self._last: StepResult | None = None
-        self._destroyed = False
-        self._parked: ParkedStates | None = None
-        self._batch = (
-            config.train_batch_size,
-            config.train_micro_batch_size_per_gpu,
-            config.gradient_accumulation_steps,
-        )
-        self._accumulated = 0
-        self._scaled = False
-        self.micro_batches: MicroBatches = micro_batches(config, partition, module)
-        self._collate_fn = collate_fn
-        self.training_dataloader: RankLoader[Any] | None = None
-        self.observer: Observer = Unobserved()
-        self._saver = Saver.of(config)
-        self._in_memory = InMemory.of(config)
-        self._departure = Departure.of()
-        self._periodic = periodic_of(config, is_whole=model_part.place.size == 1)
-        self._notices = Notices(partition.groups.control, self._saver, self._in_memory, self._periodic)
-        self.offloading = offloading
-        self.checkpointing = Checkpointing(config.activation_checkpointing, model_part.place.group)
-        self._compiled: list[str] = []
-        partition.readers.add(self._saver.copied)
-        partition.readers.add(self._in_memory.copied)
-        partition.used_by(self)
-        partition.runtime.reduces_now = self._reduces_now
-        partition.runtime.allows_plain_backward = self._refuse_plain_backward
-        partition.runtime.user_gradients.refuses = self._refuse_written_gradients
-        self.reports = dist.get_rank() == 0
-        if self.reports:
-            logger.info("%s", startup_report(config, partition))
-        with self.told_to_all():
-            self.monitor = build_monitor(config, dist.get_rank())
-        self.instruments = instruments_for(self, self.monitor)
-        self.audit: Auditor = auditor_for(self, config.audit_every)
-        if config.dump_state and self.reports:
-            say("\n".join([startup_report(config, partition), self.config_report(), self.memory_table()]))
+        self.module = state.module
+        self.training_state = state
+        self._parts = parts
+        state.partition.used_by(self)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and return its output unchanged. A failure is told to all ranks."""
-        self._check_open("forward")
-        if self._config.fp16.enabled and self._config.fp16.auto_cast:
-            args, kwargs = cast_floating((args, kwargs), torch.float16)
-        micro_batch = self.micro_batches.forward(self.global_steps, self._accumulated)
-        with self._may_fail("forward"), self.autocast(), self.checkpointing.running():
-            with self.instruments.during("forward"), self.offloading.forward(), micro_batch, self.audit.forward():
-                return self.module(*args, **kwargs)
+        return self._parts.training.forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backpropagate ``loss`` (a scalar), divided by the accumulation steps unless ``scale_wrt_gas`` is false;
@@ -145,33 +113,14 @@ class Engine(Preparation):
 
         Gradients are reduced on the way: at the accumulation boundary at stages 0 and 1, each time at stages 2 and 3.
         """
-        self._check_trainable("backward")
-        precise = _precise("backward", loss)
-        steps = self.gradient_accumulation_steps()
-        self.micro_batches.before_backward(self.global_steps, self._accumulated)
-        scaled = self.micro_batches.to_backpropagate(precise, steps, divide=scale_wrt_gas)
-        with self._may_fail("backward"):
-            self.observer.loss(loss)
-            with self.instruments.during("backward"), self.audit.backward():
-                self._partition.runtime.begin_backward()
-                with self.instruments.during("backward_inner"):
-                    whole = scaled * self.loss_scale() if self.loss_scale() != 1.0 else scaled
-                    torch.autograd.backward(whole, retain_graph=retain_graph)
-                with self.instruments.during("backward_allreduce"):
-                    self._partition.runtime.end_backward()
-        returned = (precise / steps if scale_wrt_gas else precise).detach()
-        self.instruments.loss(returned)
-        return returned
+        return self._parts.training.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` (a scalar) times the loss scale, for a backward pass of your own: ``engine.scale(loss).backward()``.
 
         It is not divided by the accumulation steps. Holds for the backward passes before the next `step`.
         """
-        self._check_trainable("scale")
-        scaled = _precise("scale", loss) * self.loss_scale()
-        self._scaled = True
-        return scaled
+        return self._parts.training.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the accumulation boundary: agree, clip, update, publish, step the scheduler (with ``lr_kwargs``), and save
@@ -180,80 +129,28 @@ class Engine(Preparation):
         Raises `NonFiniteGradientError` on every rank when a gradient is not finite and no loss scale is in use; the
         weights are unchanged.
         """
-        self._advance(lambda scheduler: scheduler.step(**(lr_kwargs or {})))
+        self._parts.training.step(lambda scheduler: scheduler.step(**(lr_kwargs or {})))
 
-    def _advance(self, schedule: Callable[[Scheduler], object]) -> None:
-        """`step`; ``schedule`` is called with the scheduler, if there is one, when the weights were updated."""
-        sharded = self._check_trainable("step")
-        self._partition.runtime.refuse_torn("step")
-        self._periodic.check(self._departure.root)
-        boundary = self.is_gradient_accumulation_boundary()
-        self.micro_batches.before_step(self._accumulated, boundary=boundary)
-        self._accumulated = 0 if boundary else self._accumulated + 1
-        self.micro_steps += 1
-        self._partition.groups.control.watched.micro_batches = self.micro_steps
-        self.global_samples += self.train_micro_batch_size_per_gpu() * self._partition.data_world_size
-        if not boundary:
-            self._scaled = False
-            return
-        with self._may_fail("step") if self._is_alone() else self.told_to_all():
-            self.observer.before_step()
-            self.audit.before_step()
-            self._departure.before_step(self)
-            self._notices.before_step(leads=self.reports)
-            with self.instruments.during("step"):
-                self._last = sharded.step()
-            self._notices.after_step()
-        self._scaled = False
-        if self._last.taken:
-            if self.lr_scheduler is not None:
-                schedule(self.lr_scheduler)
-        else:
-            self.skipped_steps += 1
-            if self.reports:
-                logger.warning("step %d skipped: a gradient is not finite", self.global_steps)
-        self.global_steps += 1
-        self._partition.runtime.step = self.global_steps
-        with self.told_to_all():
-            self.instruments.after_step()
-            self.offloading.after_step(self.global_steps)
-            self.audit.after_step()
-        self.checkpointing.after_step(reports=self.reports)
-        self.observer.after_step(self._last)
-        self._notices.check()
-        if self._in_memory.after_step(self):
-            self._departure.after_checkpoint(self, self._in_memory.wait)
-        self._periodic.after_step(self, self._saver, self._departure.root, due=self._notices.due)
-        self._departure.after_step(self, self.save_checkpoint)
+    def step_without_schedule(self) -> None:
+        """As `step`; the learning rate is left to the caller."""
+        self._parts.training.step(lambda _scheduler: None)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch ends an accumulation."""
-        if self._boundary is not None:
-            return self._boundary
-        return self._accumulated + 1 >= self.gradient_accumulation_steps()
+        return self._parts.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide yourself whether the current micro-batch ends an accumulation; holds until set again."""
-        self._boundary = is_boundary
+        self._parts.accumulation.set_boundary(is_boundary)
 
     def virtual_rank(self) -> int:
-        """The number of the present micro-batch among those of the step on all ranks: micro-batch j of rank r of N is
-        j N + r. Under ``deterministic.across_world_sizes`` what it computes depends on nothing else of the three."""
-        return self._accumulated * self._partition.data_world_size + self._partition.data_rank
+        """The number of the present micro-batch among those of the step on all ranks: j N + r for micro-batch j of rank
+        r of N. Under ``deterministic.across_world_sizes`` what it computes depends on nothing else of the three."""
+        return self._parts.accumulation.virtual_rank()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add up gradients on this rank (stages 0 and 1)."""
-        if self._partition.options.reduces_each:
-            raise UsageError(
-                "engine.no_sync() needs whole gradients on every rank, but stage "
-                f"{self.zero_optimization_stage()} reduces every micro-batch; use gradient_accumulation_steps instead"
-            )
-        before, self._synchronises = self._synchronises, False
-        try:
-            yield
-        finally:
-            self._synchronises = before
+        return self._parts.accumulation.no_sync()
 
     @contextmanager
     def synced(self) -> Iterator[None]:
@@ -261,8 +158,8 @@ class Engine(Preparation):
 
         Who is done waits at the end and takes part in gathering parameters for the others. Collective.
         """
-        self._check_open("synced")
-        with self.told_to_all(), self._partition.runtime.synced():
+        self.training_state.check_open("synced")
+        with self._parts.failures.told_to_all(), self.partition.runtime.synced():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -270,59 +167,236 @@ class Engine(Preparation):
         module's and the optimizer's own ``zero_grad`` do. On every rank at the same point."""
         self.module.zero_grad(set_to_none)
 
-    @property
-    def accumulated(self) -> int:
-        """Micro-batches of the running accumulation that `step` has counted."""
-        return self._accumulated
-
-    def begin_accumulation(self) -> None:
-        """Forget the gradients collected so far and begin a new accumulation with the next micro-batch."""
-        self.zero_grad()
-        self._accumulated = 0
-
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the averaged gradients to the global norm ``max_norm`` now; return the norm before. Collective."""
-        sharded = self._check_trainable("clip_grad_norm_")
-        self.micro_batches.before("clip_grad_norm_", self._accumulated)
-        with self.told_to_all():
-            norm = sharded.gradient_norm()
-            sharded.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
-        return norm
+        return self._parts.training.clip_gradients(max_norm)
 
-    def get_global_grad_norm(self) -> float | None:
-        """Global norm of the last step's gradients before clipping; None before the first step."""
-        return None if self._last is None else self._last.norm
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """torch.compile the module, from its next call on: as one graph at stages 0 to 2, unit by unit at stage 3.
 
-    def was_step_applied(self) -> bool:
-        """Whether the last `step` at a boundary updated the weights."""
-        return self._last is not None and self._last.taken
+        ``compile_kwargs``: for `torch.compile`. Raises `UsageError` for DeepCompile's ``schedule``, for compiled
+        autograd, and at stage 3 for modes that use CUDA graphs.
+        """
+        compile_module(self.training_state, backend, compile_kwargs, schedule, compiled_autograd_enabled)
+
+    def data_loader(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: Literal["train", "eval", "predict"] = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> RankLoader[Any]:
+        """A loader of this rank's samples of ``dataset``, shuffled for ``route="train"`` (see `RankLoader`).
+
+        ``batch_size``: samples per batch and rank, by default the micro-batch. ``num_local_io_workers``: processes that
+        prepare batches ahead. Raises `UsageError` for data without samples by number.
+        """
+        workers = num_local_io_workers
+        return self._parts.loaders.make(dataset, batch_size, route, pin_memory, data_sampler, collate_fn, workers)
 
     def destroy(self, whole: bool = True) -> None:
-        """Bring the parameters back in one piece, remove all hooks and leave the process groups. Collective.
+        """Unshard the parameters, remove all hooks and leave the process groups. Collective.
 
         ``whole``: false leaves sharded parameters released, for models that do not fit on one rank. Waits for
         checkpoints that are written behind training, and raises `zero_ckpt.CheckpointError` when one failed.
         """
-        if self._destroyed:
-            return
-        self._destroyed = True
-        try:
-            self._saver.close()
-            self._in_memory.close()
-        finally:
-            self._partition.close(whole=whole)
-            self.offloading.close()
-            self._partition.groups.close()
-            self.model_part.close()
-            self.monitor.close()
-            self.instruments.close()
+        if not self.training_state.lifetime.destroyed:
+            self.training_state.lifetime.destroyed = True
+            self._parts.close(self.training_state, whole)
 
-    def autocast(self) -> Any:
-        """The autocast context of the forward pass, as `torch_autocast` says."""
-        section = self._config.torch_autocast
-        if not section.enabled:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
+    # -- checkpoints, and states that wait elsewhere -----------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything needed to go on into ``save_dir/tag`` (default ``global_step{N}``), atomically. Collective.
+
+        ``client_state`` is plain data and comes back from `load_checkpoint`. Raises `zero_ckpt.CheckpointError` on
+        every rank. With ``checkpoint.writer.decoupled`` it returns once the state is copied into host memory; a save
+        that failed then raises from a later `step`, `save_checkpoint`, `load_checkpoint` or `destroy`.
+        """
+        self._parts.checkpoints.save(
+            save_dir, tag, client_state or {}, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: CustomLoad | None = None,
+    ) -> tuple[str, dict[str, Any]]:
+        """Load ``load_dir/tag`` (default: the newest complete one), written at any world size and stage; return
+        ``(path, client_state)``.
+
+        ``custom_load_fn(src=tensors by name, dst=module)`` loads the weights instead of names that fit: it runs on
+        every rank with the module unsharded, and what it leaves there on rank 0 counts. What was loaded, converted,
+        defaulted and ignored is in `load_report`.
+
+        Collective. Raises `zero_ckpt.CheckpointError` on every rank: there is never a silent fresh start.
+        """
+        wanted = Wanted(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only and self.sharded_optimizer is not None,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            counters=not load_module_only,
+            custom=custom_load_fn,
+        )
+        return self._parts.checkpoints.load(load_dir, tag, wanted)
+
+    def resume(self, load_dir: str | os.PathLike[str]) -> Resumed | None:
+        """Load the newest state of this job and say where training goes on; None, with nothing changed, where there is
+        none: a first start.
+
+        It is the newest copy in the nodes' memory (``checkpoint.in_memory``), where one is complete and not older than
+        the newest checkpoint in ``load_dir``, else that checkpoint. A copy that is damaged is passed over with a
+        warning. At any world size. Collective. Raises `zero_ckpt.CheckpointError` on every rank when there are
+        checkpoints and none can be loaded.
+        """
+        return self._parts.checkpoints.resume(load_dir)
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Move this rank's model states to ``device`` ("cpu" or "nvme") until `reload_states`; the engine does nothing
+        else meanwhile. Collective.
+
+        ``include``: among `zero_core.parking.KINDS`, by default all. "nvme" is the first `nvme_path` in the
+        configuration. ``non_blocking`` is a hint. Raises `UsageError`.
+        """
+        self._parts.parking.offload(include, str(getattr(device, "value", device)), pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` took away; nothing happens when nothing is away."""
+        self._parts.parking.reload()
+
+    # -- full values: every call is collective -----------------------------------------------------------------------
+
+    def gathered(self, parameters: Any, modifier_rank: int | None = None) -> AbstractContextManager[None]:
+        """Have ``parameters`` full inside the block (see `zero_partition.gathered`). Collective."""
+        return self._parts.full.gathered(parameters, modifier_rank)
+
+    def full_param(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of the full parameter in the optimizer's precision. Collective."""
+        return self._parts.full.param(parameter)
+
+    def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """A copy of the full averaged gradient, or None when no rank has one. Collective."""
+        return self._parts.full.grad(parameter)
+
+    def full_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
+        """A copy of the full optimizer state ``key`` of a parameter. Collective."""
+        return self._parts.full.state(parameter, key)
+
+    def set_full_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Replace a parameter, its master included, by rank 0's ``value``. Collective."""
+        self._parts.full.set_param(parameter, value)
+
+    def set_full_grad(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Replace the averaged gradient of a parameter by rank 0's ``value`` until the next step. Collective."""
+        self._parts.full.set_grad(parameter, value)
+
+    def set_full_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+        """Replace the optimizer state ``key`` of a parameter by rank 0's ``value``. Collective."""
+        self._parts.full.set_state(parameter, key, value)
+
+    def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """On rank 0 the module's state dict with full values, in the module's dtypes and in host memory; None on other
+        ranks. Collective. One unit is gathered at a time. Tied parameters share their storage."""
+        return self._parts.full.state_dict(exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write `consolidated_state_dict` with torch.save to ``save_dir/save_filename``, complete or not at all; true.
+
+        Collective. For other formats save a checkpoint and use ``zero-ckpt convert``.
+        """
+        self._parts.full.save(save_dir, save_filename, exclude_frozen_parameters)
+        return True
+
+    # -- facts: no call communicates ---------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.training_state.sizes.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per micro-batch and rank."""
+        return self.training_state.sizes.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.training_state.sizes.steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step by accumulating more or fewer micro-batches, from the next step on.
+
+        Call it between steps, on every rank. Raises `UsageError` when micro-batches do not make up the size.
+        """
+        self.training_state.sizes.set_train(train_batch_size)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        return self.training_state.learning_rates()
+
+    def loss_scale(self) -> float:
+        """The factor that the loss is multiplied with before backward."""
+        return self.training_state.loss_scale()
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping; None before the first step."""
+        return self.training_state.counters.norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` at a boundary updated the weights."""
+        last = self.training_state.counters.last
+        return last is not None and last.taken
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self.partition.options.stage
+
+    def config_report(self) -> str:
+        """Every configuration value with its origin, as a table."""
+        return report.config_report(self.resolved_config)
+
+    def memory_report(self, by: Literal["kind", "unit", "tier"] = "kind") -> dict[str, int]:
+        """Bytes of model state that this rank holds now, by kind, by unit or by tier (device, host, nvme)."""
+        return report.memory_report(self.training_state, by)
+
+    def memory_table(self) -> str:
+        """MiB of model state that this rank holds now: one line per unit and tier, one column per kind."""
+        return memory_table(memory_rows(self.partition, self.sharded_optimizer))
+
+    def communication_table(self) -> str:
+        """Collectives and MiB that this rank sent since the start, by phase and by unit or parameter."""
+        return communication_table(self.ledger, steps=self.global_steps)
+
+    def report(self) -> Report:
+        """The page of this run so far, which a notebook shows; ``.save(path)`` writes it. Needs ``run_record.path``."""
+        return report_of(self.resolved_config, self.instruments)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -331,88 +405,3 @@ class Engine(Preparation):
             if name == "module":
                 raise
             return getattr(self.module, name)
-
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _reduces_now(self) -> bool:
-        if self._sharded is None:
-            return False
-        if self._partition.options.reduces_each:
-            return True
-        return self._synchronises and self.is_gradient_accumulation_boundary()
-
-    def _refuse_plain_backward(self) -> str | None:
-        if self.loss_scale() != 1.0 and not self._scaled:
-            return (
-                "loss.backward() does not scale the loss, but fp16 needs it: call engine.backward(loss), or "
-                "engine.scale(loss).backward()"
-            )
-        return self.micro_batches.no_plain_backward()
-
-    def _refuse_written_gradients(self) -> str | None:
-        if self._config.virtual_ranks:
-            return (
-                "with deterministic.across_world_sizes gradients come from backward alone, each virtual rank's by "
-                "itself. Change the loss, or clip with engine.clip_grad_norm_"
-            )
-        if self.loss_scale() != 1.0 and not self._scaled:
-            return (
-                f"gradients carry fp16's loss scale, now {self.loss_scale():g}. Multiply the loss by it, "
-                "engine.scale(loss), before you derive what you write, or clip with engine.clip_grad_norm_"
-            )
-        return None
-
-    def _is_alone(self) -> bool:
-        """Whether no other rank takes part, and no tier that a failure could leave half written."""
-        parts = self._partition
-        return parts.data_world_size == 1 and self.model_part.place.size == 1 and parts.states is None
-
-    @contextmanager
-    def _may_fail(self, call: str) -> Iterator[None]:
-        """A failure that the user may catch: the engine goes on where no other rank can be waiting for this one."""
-        try:
-            yield
-        except BaseException as failure:
-            runtime = self._partition.runtime
-            alone = self.model_part.place.size == 1  # else a part's own collectives may be waited for
-            if not alone or not runtime.failed_in(call, failure):
-                runtime.abort(failure)
-                self.model_part.abort(failure)
-            elif runtime.reducer.torn is not None:
-                self._accumulated, self._scaled = 0, False
-            raise
-
-    @contextmanager
-    def told_to_all(self) -> Iterator[None]:
-        """A failure of this rank ends the engine on all ranks, each naming it; refusals that all ranks raise together
-        do not, nor does what fails where there is no other rank."""
-        try:
-            yield
-        except (NonFiniteGradientError, LossScaleError, UsageError, EditRefusedError):
-            raise
-        except CheckpointError as failure:  # raised on every rank, also where one could not be reached any more
-            error = PeerError(str(failure))
-            cause = self._partition.groups.control.explain(error)
-            if cause is error:
-                raise
-            self._partition.runtime.abort(cause)
-            raise cause from failure
-        except BaseException as failure:
-            if self._is_alone():
-                raise
-            self._partition.runtime.abort(failure)
-            self.model_part.abort(failure)
-            raise
-
-
-def _precise(call: str, loss: torch.Tensor) -> torch.Tensor:
-    """The loss in fp32 at least: a scale of 2**16 is infinite in fp16."""
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise UsageError(f"engine.{call}: expected a scalar loss that requires gradients, got {_describe(loss)}")
-    return loss.float() if loss.dtype.itemsize < 4 else loss
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
-    return type(value).__name__

@@ -1,18 +1,12 @@
-"""The seam through which a tool follows the engines of a script that does not know of it."""
+"""The seam through which a tool follows an engine of a script that does not know of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from zero_partition import StepResult, UnitLimits
-
-    from .engine import Engine
+from zero_partition import StepResult
 
 
 class Observer(Protocol):
@@ -38,48 +32,3 @@ class Unobserved:
 
     def after_step(self, result: StepResult) -> None:
         """Nothing to do."""
-
-
-class Supervisor(Protocol):
-    """What `initialize` asks: which configuration and units to use instead of those given, and who observes.
-
-    ``world_size``: the ranks that train the same part of the model.
-    """
-
-    def config(self, given: Any, world_size: int) -> Any: ...
-    def limits(self, limits: UnitLimits) -> UnitLimits: ...
-    def observer(self, engine: Engine) -> Observer: ...
-
-
-class Unsupervised:
-    """Everything as the script says."""
-
-    def config(self, given: Any, world_size: int) -> Any:
-        """What was given."""
-        return given
-
-    def limits(self, limits: UnitLimits) -> UnitLimits:
-        """What was given."""
-        return limits
-
-    def observer(self, engine: Engine) -> Observer:
-        """Nobody."""
-        return Unobserved()
-
-
-_SUPERVISOR: ContextVar[Supervisor] = ContextVar("zero_core_supervisor", default=Unsupervised())  # noqa: B039
-
-
-def supervisor() -> Supervisor:
-    """Who supervises this context."""
-    return _SUPERVISOR.get()
-
-
-@contextmanager
-def supervised(by: Supervisor) -> Iterator[None]:
-    """Have ``by`` asked for every engine that is made inside."""
-    token = _SUPERVISOR.set(by)
-    try:
-        yield
-    finally:
-        _SUPERVISOR.reset(token)

@@ -29,8 +29,8 @@ from zero_offload import (
 )
 
 from .errors import UsageError
-from .instruments import say
 from .swap_folders import check_swap_folders, remove_abandoned
+from .text import say
 
 if TYPE_CHECKING:
     from zero_partition import MakeStates, Residency, ShardNeeds, StateTier
@@ -188,7 +188,7 @@ class Offloading:
             trace=self.trace,
         )
 
-    def parking_place(self, device: str, pin: bool) -> HostStore | NvmeStore:
+    def parking_store(self, device: str, pin: bool) -> HostStore | NvmeStore:
         """An empty store for states that are not needed for a while. Raises `UsageError`."""
         if device == "cpu":
             return HostStore(device=self._device, pin=pin)

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zero_offload import HostStore, NvmeStore, park, unpark
-from zero_partition import DeviceResidency
+from zero_partition import DeviceResidency, Partition, ShardedOptimizer, Unit
 
 from .errors import UsageError
-
-if TYPE_CHECKING:
-    from zero_partition import Partition, ShardedOptimizer, Unit
+from .offloading import Offloading
+from .state import TrainingState
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """DeepSpeed's names: optimizer states, masters, the weights that forward reads, gradients (both)."""
+
+
+class Parking:
+    """Moves this rank's model states off the device and back. Every call is collective."""
+
+    def __init__(self, state: TrainingState, offloading: Offloading) -> None:
+        self._state = state
+        self._offloading = offloading
+        self._parked: ParkedStates | None = None
+
+    def offload(self, include: Iterable[Any] | None, device: str, pin: bool) -> None:
+        """Move the kinds ``include`` to ``device`` ("cpu" or "nvme"); the engine does nothing else until `reload`."""
+        state = self._state
+        state.check_open("offload_states")
+        kinds = kinds_of(include)
+        store = self._offloading.parking_store(device, pin)
+        state.partition.runtime.agree("offload states", "", None)
+        self._parked = ParkedStates(state.partition, state.optimizer, kinds, store)
+        state.lifetime.parked = True
+
+    def reload(self) -> None:
+        """Bring back what `offload` took away; nothing happens when nothing is away."""
+        if self._parked is not None:
+            self._parked.bring_back()
+            self._parked, self._state.lifetime.parked = None, False
 
 
 class ParkedStates:

@@ -1,15 +1,16 @@
-"""What the engine says once, at the start."""
+"""What an engine says of itself: once at the start, and when it is asked."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Literal
 
-from .sharing import codec_lines
+from zero_partition import Partition
 
-if TYPE_CHECKING:
-    from zero_partition import Partition
-
-    from .config import Config
+from .config import Config
+from .errors import UsageError
+from .instruments import MEMORY_KINDS, memory_rows
+from .process_groups import codec_lines
+from .state import TrainingState
 
 
 def startup_report(config: Config, partition: Partition) -> str:
@@ -51,4 +52,24 @@ def _copies(partition: Partition) -> str:
         found += f", secondary shards over {groups.secondary.world_size} ranks"
         if groups.secondary.topology.far_peers(groups.secondary.rank):
             found += " of several nodes: backward gathers leave the node"
+    return found
+
+
+def config_report(config: Config) -> str:
+    """Every configuration value with its origin, as a table."""
+    rows = [(r.path, repr(r.value), r.provenance, r.note) for r in config.report()]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows
+    )
+
+
+def memory_report(state: TrainingState, by: Literal["kind", "unit", "tier"]) -> dict[str, int]:
+    """Bytes of model state that this rank holds now, by kind, by unit or by tier. Raises `UsageError`."""
+    if by not in ("kind", "unit", "tier"):
+        raise UsageError(f"engine.memory_report(by=…): expected 'kind', 'unit' or 'tier', got {by!r}")
+    found = dict.fromkeys(MEMORY_KINDS, 0) if by == "kind" else {}
+    for row in memory_rows(state.partition, state.optimizer):
+        key = str(getattr(row, by))
+        found[key] = found.get(key, 0) + row.nbytes
     return found

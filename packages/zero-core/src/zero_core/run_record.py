@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from zero_report import Kind, RecordWriter, Report
 
     from .config import Config
-    from .engine import Engine
+    from .offloading import Offloading
+    from .state import TrainingState
 
 RECORD_VARIABLE = "ZERO_RUN_RECORD"
 _OWNERS = {
@@ -69,7 +70,10 @@ def open_record(config: Config, device: torch.device) -> RunRecord | None:
 
 
 class RunRecord:
-    """Writes what one engine tells. Call order: `ledger` and `sink` before the model is sharded, `attach`, `close`."""
+    """Writes what one engine tells.
+
+    Call order: `ledger` and `sink` before the model is sharded, `instruments`, `close`.
+    """
 
     def __init__(self, folder: Path, config: Config, attempt: int) -> None:
         from zero_report import RecordWriter
@@ -104,26 +108,27 @@ class RunRecord:
 
         return take
 
-    def attach(self, engine: Engine) -> None:
-        """Listen to the engine's instruments from now on."""
-        engine.instruments = _RecordingInstruments(engine.instruments, engine, self)
+    def instruments(self, inner: Instruments, state: TrainingState, offloading: Offloading) -> Instruments:
+        """Return instruments that also write down what they are told."""
+        return _RecordingInstruments(inner, state, offloading, self)
 
     def close(self) -> None:
         """Write the rest and end the record."""
         self.writer.close()
 
 
-def report_of(engine: Engine) -> Report:
-    """Return the page of the engine's run so far. Raises `UsageError` where nothing is recorded."""
-    folder = record_folder(engine.resolved_config)
+def report_of(config: Config, instruments: Instruments) -> Report:
+    """Return the page of the run so far, which ``instruments`` may be recording. Raises `UsageError` where nothing is
+    recorded."""
+    folder = record_folder(config)
     if folder is None:
         raise UsageError(
             'engine.report(): nothing is recorded; add "run_record": {"path": "run/record"} to the configuration'
         )
     from zero_report import make_report
 
-    if isinstance(engine.instruments, _RecordingInstruments):
-        engine.instruments.record.writer.flush()
+    if isinstance(instruments, _RecordingInstruments):
+        instruments.record.writer.flush()
     return make_report(folder)
 
 
@@ -160,11 +165,14 @@ class _RecordedLedger(Ledger):
 class _RecordingInstruments:
     """Hands everything on to the instruments that the configuration asks for; writes down times, loss and memory."""
 
-    def __init__(self, inner: Instruments, engine: Engine, record: RunRecord) -> None:
+    def __init__(
+        self, inner: Instruments, state: TrainingState, offloading: Offloading, record: RunRecord
+    ) -> None:
         from zero_report import Kind
 
         self._inner = inner
-        self._engine = engine
+        self._state = state
+        self._offloading = offloading
         self.record = record
         self._kinds = {
             "forward": Kind.FORWARD,
@@ -175,14 +183,14 @@ class _RecordingInstruments:
         self._data = Kind.DATA
         self._process = psutil.Process()
         self._losses: list[torch.Tensor] = []
-        self._skipped = engine.skipped_steps
+        self._skipped = state.counters.skipped_steps
         self.idle_since = time.perf_counter()
         self._memory_due = 0.0
         self._looked = 0.0
-        self._buffers = sum(buffer.nbytes for buffer in engine.module.buffers())
+        self._buffers = sum(buffer.nbytes for buffer in state.module.buffers())
         self._failed = False
         self._save_seconds = 0.0
-        record.writer.restart(engine.global_steps + 1)
+        record.writer.restart(state.counters.global_steps + 1)
 
     def during(self, part: str) -> AbstractContextManager[None]:
         """Surround one of `PARTS`, or ``save``."""
@@ -197,12 +205,12 @@ class _RecordingInstruments:
     def after_step(self) -> None:
         """End the step's row."""
         self._inner.after_step()
-        engine = self._engine
+        state = self._state
         loss = float(torch.stack(self._losses).sum()) if self._losses else None
         self._losses.clear()
         if loss is not None and loss - loss != 0:
             self.record.writer.note("warning", text=f"the loss is {loss}")
-        skipped, self._skipped = engine.skipped_steps - self._skipped, engine.skipped_steps
+        skipped, self._skipped = state.counters.skipped_steps - self._skipped, state.counters.skipped_steps
         if skipped:
             self.record.writer.note("warning", text="step skipped: a gradient is not finite")
         if self._looked:
@@ -212,11 +220,11 @@ class _RecordingInstruments:
             loss=loss,
             loss_min=loss,
             loss_max=loss,
-            lr=float(engine.get_lr()[0]),
-            grad_norm=engine.get_global_grad_norm(),
-            loss_scale=engine.loss_scale(),
+            lr=float(state.learning_rates()[0]),
+            grad_norm=state.counters.norm,
+            loss_scale=state.loss_scale(),
             skipped=skipped,
-            samples=engine.train_batch_size(),
+            samples=state.sizes.train,
         )
         self.idle_since = time.perf_counter()
 
@@ -224,7 +232,7 @@ class _RecordingInstruments:
         """Note a checkpoint; its size as far as rank 0 finds it on disk already."""
         self._inner.saved(path)
         nbytes = None
-        if self._engine.reports and path.is_dir():
+        if self._state.reports and path.is_dir():
             nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         self.record.writer.note(
             "checkpoint", path=str(path), bytes=nbytes, seconds=self._save_seconds, blocked_s=self._save_seconds
@@ -238,7 +246,7 @@ class _RecordingInstruments:
     def begin(self, part: str) -> None:
         """Note what passed before a forward pass, outside the engine; go on at the step of a checkpoint just loaded."""
         if part == "forward" and torch.is_grad_enabled():
-            step = self._engine.global_steps + 1
+            step = self._state.counters.global_steps + 1
             if self.record.writer.step != step:
                 self.record.writer.restart(step)
                 self.idle_since = time.perf_counter()
@@ -262,19 +270,19 @@ class _RecordingInstruments:
     def _look(self) -> None:
         """Note who holds memory now; looking takes at most one part in `_MEMORY_PAUSE` of the run."""
         begin = time.perf_counter()
-        engine = self._engine
-        on_host = engine.device.type == "cpu"
+        state = self._state
+        on_host = state.device.type == "cpu"
         owners: dict[str, int] = {}
         held = 0
-        for row in memory_rows(engine.partition, engine.sharded_optimizer):
+        for row in memory_rows(state.partition, state.optimizer):
             if row.tier != "nvme":
                 owners[_OWNERS[row.kind]] = owners.get(_OWNERS[row.kind], 0) + row.nbytes
                 held += row.nbytes if on_host or row.tier == "device" else 0
-        activations = {tier: nbytes for tier, nbytes in engine.offloading.memory().items() if tier != "nvme"}
+        activations = {tier: nbytes for tier, nbytes in self._offloading.memory().items() if tier != "nvme"}
         owners["activations"] = sum(activations.values())
         owners["buffers"] = self._buffers
         process = self._process.memory_info().rss
-        device = None if on_host else torch.accelerator.memory_allocated(engine.device)
+        device = None if on_host else torch.accelerator.memory_allocated(state.device)
         counted = held + self._buffers + (owners["activations"] if on_host else 0)
         owners["other"] = max(0, (process if device is None else device) - counted)
         self.record.writer.memory(owners, process=process, device=device)

@@ -9,7 +9,7 @@ from zero_core.config._base import Section
 from zero_core.config.features import NO_EFFECT, REFUSED, leaves, no_effect
 from zero_core.config.keys import ConfigFile
 from zero_core.config.precision import precision_policy
-from zero_core.sharing import codec_lines
+from zero_core.process_groups import codec_lines
 
 ASKED = {
     "compile.passes": ["z3"],

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Seque
 
 import zero_core
 from zero_comm import run_ranks
-from zero_core.loading import RankSampler, rank_loader
+from zero_core.data_loader import RankSampler, rank_loader
 
 CPU = torch.device("cpu")
 

@@ -58,7 +58,6 @@ def test_rank_0_has_the_whole_weights_under_the_modules_names(stage: int, tmp_pa
 def test_half_precision_weights_are_exported_as_they_compute(alone: None) -> None:
     settings = {**without(config(3), "data_types"), "bf16": {"enabled": True}}
     engine = zero_core.initialize(model=build(torch.float32), config=settings)[0]
-    found = engine._zero3_consolidated_16bit_state_dict()
+    found = engine.consolidated_state_dict()
     assert found is not None and {value.dtype for value in found.values()} == {torch.bfloat16}
     assert found["head.weight"].shape == (OUTPUTS, WIDTH)
-    engine.empty_partition_cache()

@@ -14,7 +14,6 @@ import torch
 from engine_cases import (
     BATCH,
     INPUTS,
-    LR,
     OUTPUTS,
     RANKS,
     STAGES,
@@ -273,42 +272,28 @@ def test_what_is_offloaded_counts_for_its_tier(device: str, tier: str, alone: No
 # -- facts -------------------------------------------------------------------------------------------------------------
 
 
+def batch_sizes(engine: zero_core.Engine) -> tuple[int, int, int]:
+    sizes = engine.training_state.sizes
+    return sizes.train, sizes.micro, sizes.steps
+
+
 def test_the_batch_can_be_changed_between_steps(alone: None) -> None:
     engine = start(1)
     train(engine, 0, 1)
     engine.set_train_batch_size(3 * BATCH)
-    assert engine.get_batch_info() == (3 * BATCH, BATCH, 3)
+    assert batch_sizes(engine) == (3 * BATCH, BATCH, 3)
     train(engine, 0, 2)
     assert engine.global_steps == 1
     train(engine, 2, 3)
     assert engine.global_steps == 2 and engine.global_samples == 4 * BATCH
-    engine.set_train_micro_batch_size(2)
-    assert engine.get_batch_info() == (6, 2, 3)
-    for call, wrong in ((engine.set_train_batch_size, 5), (engine.set_train_micro_batch_size, 0)):
+    engine.training_state.sizes.set_micro(2)
+    assert batch_sizes(engine) == (6, 2, 3)
+    for call, wrong in ((engine.set_train_batch_size, 5), (engine.training_state.sizes.set_micro, 0)):
         message = outcome(lambda call=call, wrong=wrong: call(wrong))  # type: ignore[misc]
         assert message.startswith("UsageError") and f"got {wrong}" in message
-    assert engine.get_batch_info() == (6, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "momentum"),
-    [
-        ({"type": "adamw", "params": {"lr": LR, "betas": [0.8, 0.9]}}, (0.8, 0.9)),
-        ({"type": "SGD", "params": {"lr": LR, "momentum": 0.7}}, 0.7),
-        ({"type": "adagrad", "params": {"lr": LR}}, 0.0),
-    ],
-)
-def test_the_engine_answers_for_its_groups(optimizer: dict[str, Any], momentum: Any, alone: None) -> None:
-    engine = start(2, optimizer=optimizer, gradient_clipping=0.5)
-    assert engine.get_mom() == [momentum] and engine.get_type() == [0.0] and engine.get_lr() == [LR]
-    assert engine.optimizer_name() == optimizer["type"] and engine.scheduler_name() is None
-    assert engine.gradient_clipping() == 0.5 and engine.get_data_types() == (torch.float64, torch.float64)
-    shards = (engine.zero_optimization_partition_gradients(), engine.zero_optimization_partition_weights())
-    assert engine.zero_optimization() and shards == (True, False)
-    assert not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.wall_clock_breakdown())
+    assert batch_sizes(engine) == (6, 2, 3)
 
 
 def test_without_an_optimizer_its_facts_are_refused_by_name(alone: None) -> None:
     engine = zero_core.initialize(model=build(), config=without(config(0), "optimizer"))[0]
-    for call in ("get_lr", "get_mom", "get_type"):
-        assert outcome(getattr(engine, call)).startswith(f"UsageError: engine.{call}")
+    assert outcome(engine.get_lr).startswith("UsageError: engine.get_lr")

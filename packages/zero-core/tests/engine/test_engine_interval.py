@@ -15,7 +15,7 @@ from engine_cases import RANKS, batch, build, config, outcome, train, weights
 import zero_core
 from zero_comm import run_ranks
 from zero_core.checkpoint.interval import Chooser, choose
-from zero_core.checkpoint.periodic import periodic_of
+from zero_core.checkpoint.periodic import check_interval
 from zero_core.config import Config, ConfigError
 
 HOUR = 3600.0
@@ -209,4 +209,4 @@ def test_keys_that_mean_nothing_are_refused_by_name(section: dict[str, Any], tol
 def test_under_an_mpu_the_interval_is_a_number() -> None:
     loaded = Config.load({"train_batch_size": 1, "checkpoint": {"interval": "auto", "path": "x"}}, world_size=1)
     with pytest.raises(zero_core.UsageError, match="mpu"):
-        periodic_of(loaded, is_whole=False)
+        check_interval(loaded, is_whole=False)

@@ -12,7 +12,7 @@ from virtual_rank_cases import MICRO, SAMPLES, TIERS, VIRTUAL, merged, product, 
 from zero_ckpt import open_checkpoint
 from zero_ckpt.comparing import diff
 from zero_comm import run_ranks
-from zero_core.loading import rank_loader
+from zero_core.data_loader import rank_loader
 
 CASES = [
     (0, "fp32", "device"),

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from zero_comm import EngineGroups, Group
 from zero_core.construction import shards_in
 from zero_core.model_parallel import model_parallel
-from zero_core.observing import supervisor
+from zero_core.supervision import supervisor
 from zero_partition import Init as PartitionInit
 from zero_partition import cut_record, gathered_anywhere
 from zero_partition import register_external_parameter as register_use

@@ -41,6 +41,11 @@ def _optimizer_tier(config: Config) -> str:
     return str(config.zero_optimization.offload_optimizer.device)
 
 
+def _type(config: Config, section: str) -> str | None:
+    chosen = getattr(config, section)
+    return None if chosen is None else str(chosen.type)
+
+
 def _given_params(config: Config, section: str) -> Any:
     return (config.raw.get(section) or {}).get("params")
 
@@ -53,6 +58,7 @@ GETTERS: Mapping[str, Getter] = MappingProxyType(
         **_zero("ignore_unused_parameters", "round_robin_gradients", "parameter_alignment"),
         **_zero("log_trace_cache_warnings", "save_muon_momentum_buffer_in_memory"),
         **_stage3("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "allgather_sequential"),
+        **_stage3("gather_16bit_weights_on_model_save"),
         **_stage3("module_granularity_threshold", "param_persistence_threshold", "model_persistence_threshold"),
         **{
             name: attrgetter(f"zero_optimization.{name}")
@@ -72,6 +78,10 @@ GETTERS: Mapping[str, Getter] = MappingProxyType(
                 "gradient_predivide_factor",
                 "dataloader_drop_last",
                 "log_level",
+                "steps_per_print",
+                "wall_clock_breakdown",
+                "memory_breakdown",
+                "dump_state",
             )
         },
         **{
@@ -117,6 +127,14 @@ GETTERS: Mapping[str, Getter] = MappingProxyType(
         "torch_autocast_dtype": _autocast_dtype,
         "autotp_size": attrgetter("tensor_parallel.autotp_size"),
         "tensor_parallel_config": attrgetter("tensor_parallel"),
+        "optimizer_name": lambda config: _type(config, "optimizer"),
+        "scheduler_name": lambda config: _type(config, "scheduler"),
+        "gradient_clipping": attrgetter("gradient_clipping"),
+        "zero_optimization": lambda config: config.zero_optimization.stage > 0,
+        "zero_optimization_partition_gradients": lambda config: config.zero_optimization.stage >= 2,
+        "zero_optimization_partition_weights": lambda config: config.zero_optimization.stage >= 3,
+        "fp16_enabled": attrgetter("fp16.enabled"),
+        "bfloat16_enabled": attrgetter("bf16.enabled"),
         "optimizer_params": lambda config: _given_params(config, "optimizer"),
         "scheduler_params": lambda config: _given_params(config, "scheduler"),
     }

@@ -113,7 +113,7 @@ _LEAVES: dict[str, str | Unavailable] = {
 
 NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
     "deepspeed": {
-        "add_config_arguments": "zero_deepspeed.engine:",
+        "add_config_arguments": "zero_deepspeed.initialization:",
         "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
         "DeepSpeedConfig": "zero_deepspeed.configuration:",
         "DeepSpeedConfigError": "zero_core.config:ConfigError",
@@ -130,7 +130,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "InferenceEngine": Unavailable(_SERVE),
         "init_distributed": "zero_deepspeed.communication:",
         "init_inference": Unavailable(_SERVE),
-        "initialize": "zero_deepspeed.engine:",
+        "initialize": "zero_deepspeed.initialization:",
         "log_dist": "zero_deepspeed.logging_names:",
         "logger": "zero_deepspeed.logging_names:",
         "OnDevice": "zero_deepspeed.helpers:",

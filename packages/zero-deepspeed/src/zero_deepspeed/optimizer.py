@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_core.engine import Engine
 from zero_core.errors import UsageError
 from zero_partition import Partition, ShardedOptimizer, Unit
+from zero_precision import DynamicLossScale
 
 from . import VERSION
-
-if TYPE_CHECKING:
-    from .engine import DeepSpeedEngine
-    from .offload import ParameterOffload
 
 _STATE_KEYS = {
     False: ("base_optimizer_state", "single_partition_of_fp32_groups"),
@@ -36,7 +34,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, sharded: ShardedOptimizer, parameter_offload: ParameterOffload | None
+        self, engine: Engine, sharded: ShardedOptimizer, parameter_offload: DeepSpeedOptimizer | None
     ) -> None:
         self._reference = weakref.ref(engine)
         self._sharded = sharded
@@ -78,7 +76,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the factor adapts itself."""
-        return self._engine.dynamic_loss_scale()
+        return isinstance(self._sharded.loss_scale, DynamicLossScale)
 
     @property
     def clip_grad(self) -> float:
@@ -100,7 +98,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         inner, masters = _STATE_KEYS[stage == 3]
         return {
             "zero_stage": stage,
-            "partition_count": self._engine.world_size,
+            "partition_count": self._engine.partition.data_world_size,
             "ds_version": VERSION,
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
@@ -141,7 +139,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return self._engine.full_state(parameter, optim_state_key)
 
     @property
-    def _engine(self) -> DeepSpeedEngine:
+    def _engine(self) -> Engine:
         engine = self._reference()
         if engine is None:
             raise UsageError("engine.optimizer outlived its engine; keep a reference to the engine")

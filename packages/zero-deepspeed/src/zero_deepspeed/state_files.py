@@ -10,48 +10,47 @@ import io
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zero_core.checkpoint.names import aliases
 from zero_core.errors import UsageError
 from zero_core.schedules import plain_state
+from zero_core.state import TrainingState
 
 from . import VERSION
-
-if TYPE_CHECKING:
-    from .engine import DeepSpeedEngine
 
 _OPTIMIZER_FILES = "*_optim_states.pt"
 
 
-def state_files(engine: DeepSpeedEngine, client_state: dict[str, Any]) -> dict[str, bytes]:
-    """Name -> contents, for `torch.load`: the model's file, and from stage 1 the optimizer's."""
-    stage, part = engine.zero_optimization_stage(), engine.model_part.place
-    facts = {"ds_config": engine.config, "ds_version": VERSION}
+def state_files(state: TrainingState, config: dict[str, Any], client_state: dict[str, Any]) -> dict[str, bytes]:
+    """Name -> contents, for `torch.load`: the model's file, and from stage 1 the optimizer's. ``config``: as given."""
+    stage, part, ranks = state.partition.options.stage, state.model_part.place, state.partition.data_world_size
+    facts = {"ds_config": config, "ds_version": VERSION}
     shapes: dict[bool, dict[str, torch.Size]] = {True: {}, False: {}}
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in state.module.named_parameters():
         shapes[parameter.requires_grad][name] = parameter.shape
+    scheduler, counters = state.attached.scheduler, state.counters
     model = {
         "module": None,
-        "buffer_names": [name for name, _ in engine.module.named_buffers()],
+        "buffer_names": [name for name, _ in state.module.named_buffers()],
         "param_shapes": [shapes[True]],
         "frozen_param_shapes": shapes[False] or None,
-        "shared_params": aliases(engine),
-        "lr_scheduler": None if engine.lr_scheduler is None else plain_state(engine.lr_scheduler),
-        "skipped_steps": engine.skipped_steps,
-        "global_steps": engine.global_steps,
-        "global_samples": engine.global_samples,
-        "dp_world_size": engine.world_size,
+        "shared_params": aliases(state.module),
+        "lr_scheduler": None if scheduler is None else plain_state(scheduler),
+        "skipped_steps": counters.skipped_steps,
+        "global_steps": counters.global_steps,
+        "global_samples": counters.global_samples,
+        "dp_world_size": ranks,
         "mp_world_size": part.size,
         **facts,
         **client_state,
     }
     files = {_model_name(stage, part.rank): _saved(model)}
-    if stage > 0 and engine.sharded_optimizer is not None:
-        inner = {"zero_stage": stage, "partition_count": engine.world_size, "ds_version": VERSION}
-        prefix = "bf16_" if engine.bfloat16_enabled() else ""
+    if stage > 0 and state.optimizer is not None:
+        inner = {"zero_stage": stage, "partition_count": ranks, "ds_version": VERSION}
+        prefix = "bf16_" if state.config.bf16.enabled else ""
         name = f"{prefix}zero_pp_rank_0_mp_rank_{part.rank:02d}_optim_states.pt"
         files[name] = _saved({"optimizer_state_dict": inner, **facts})
     return files

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from ..engine import Engine
+from ..state import TrainingState
 
 
 class Auditor(Protocol):
@@ -50,10 +49,10 @@ class Unaudited:
         """Nothing to do."""
 
 
-def auditor_for(engine: Engine, every: int | None) -> Auditor:
+def auditor_for(state: TrainingState, every: int | None) -> Auditor:
     """An auditor that looks every so many steps; None for never, when nothing that audits is imported."""
     if every is None:
         return Unaudited()
     from .periodic import PeriodicAuditor
 
-    return PeriodicAuditor(engine, every)
+    return PeriodicAuditor(state, every)

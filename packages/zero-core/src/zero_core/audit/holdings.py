@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zero_partition import Unit
 
 from ..checkpoint.fragments import has_own_master, master_pieces
+from ..state import TrainingState
 from .digests import digest, digest_of
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 
 @dataclass(frozen=True)
@@ -51,20 +49,20 @@ class Buffers:
                 yield name, buffer
 
 
-def held_alike(engine: Engine, buffers: Buffers) -> Iterator[Held]:
+def held_alike(state: TrainingState, buffers: Buffers) -> Iterator[Held]:
     """Yield everything that every rank must have with the same bits."""
-    parts = engine.partition
+    parts = state.partition
     yield Held("the layout of", "the model", digest_of([_layout_of(unit) for unit in parts.layout.units]))
-    for number, group in enumerate(engine.optimizer.param_groups if engine.optimizer is not None else ()):
+    for number, group in enumerate(state.torch_optimizer.param_groups if state.torch_optimizer is not None else ()):
         plain = {key: value for key, value in group.items() if key != "params"}
         yield Held("the hyperparameters of", f"param_groups[{number}]", digest_of(plain))
-    yield Held("the loss scale of", "the engine", digest_of(engine.loss_scale()))
+    yield Held("the loss scale of", "the engine", digest_of(state.loss_scale()))
     for name, buffer in buffers.unwritten():
         yield Held("buffer", name, digest(buffer))
     for unit in parts.units:
-        yield from _replicated_weights(engine, unit)
+        yield from _replicated_weights(state, unit)
     if parts.options.stage == 0:
-        for name, kind, tensor in kept_on_device(engine):
+        for name, kind, tensor in kept_on_device(state):
             yield Held(kind, name, digest(tensor))
 
 
@@ -73,12 +71,12 @@ def _layout_of(layout: Any) -> list[Any]:
     return [layout.name, layout.world_size, layout.shard_numel, entries]
 
 
-def _replicated_weights(engine: Engine, unit: Unit) -> Iterator[Held]:
+def _replicated_weights(state: TrainingState, unit: Unit) -> Iterator[Held]:
     """The weights that stay gathered, by parameter and by the rank whose optimizer updates that part of it."""
     if unit.releasable:
         return
-    checked = has_own_master(unit) and engine.partition.options.stage > 0  # against its master, by `unpublished`
-    for rank in range(engine.partition.world_size):
+    checked = has_own_master(unit) and state.partition.options.stage > 0  # against its master, by `unpublished`
+    for rank in range(state.partition.world_size):
         base, _ = unit.layout.shard_range(rank)
         for fragment in unit.layout.fragments(rank):
             start = base + fragment.shard_offset
@@ -86,17 +84,17 @@ def _replicated_weights(engine: Engine, unit: Unit) -> Iterator[Held]:
             yield Held("weight", fragment.entry.name, digest(value), rank, checked)
 
 
-def kept_on_device(engine: Engine) -> Iterator[tuple[str, str, torch.Tensor]]:
+def kept_on_device(state: TrainingState) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield (parameter, kind, tensor) of masters and optimizer states on the device."""
-    parts = engine.partition
+    parts = state.partition
     for unit in parts.units:
         if has_own_master(unit):
             for fragment, piece in master_pieces(unit, parts.owned_ranks()):
                 yield f"{fragment.entry.name}[{fragment.param_offset}:]", "master", piece
-    if engine.sharded_optimizer is None:
+    if state.optimizer is None:
         return
-    for owned in engine.sharded_optimizer.fragments:
+    for owned in state.optimizer.fragments:
         if owned.unit.states is None:
-            for kind, value in engine.sharded_optimizer.state.get(owned.tensor, {}).items():
+            for kind, value in state.optimizer.state.get(owned.tensor, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{owned.fragment.entry.name}[{owned.fragment.param_offset}:]", kind, value

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import AuditError
+from ..state import TrainingState
 from .digests import digest_of, odd_ranks
 from .holdings import Buffers, Held, held_alike
 from .recomputation import Recomputation, candidates
 from .reductions import RepeatedReductions
 from .rest import AtRest, tier_digests, unpublished
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 _SHOWN = 10
 
@@ -32,11 +29,11 @@ class PeriodicAuditor:
     digests differ, a second one says of what.
     """
 
-    def __init__(self, engine: Engine, every: int) -> None:
-        self._engine = engine
+    def __init__(self, state: TrainingState, every: int) -> None:
+        self._state = state
         self._every = every
-        self._buffers = Buffers(engine.module)
-        self._candidates = candidates(engine)
+        self._buffers = Buffers(state.module)
+        self._candidates = candidates(state)
         self._at_rest: AtRest | None = None
         self._reductions: RepeatedReductions | None = None
         self._watched: Recomputation | None = None
@@ -48,8 +45,8 @@ class PeriodicAuditor:
         """Watch the first training pass of an audited step."""
         if self._is_due() and not self._seen and self._candidates and torch.is_grad_enabled():
             self._seen = True
-            number = self._engine.global_steps // self._every % len(self._candidates)
-            self._watched = Recomputation(self._candidates[number], self._engine)
+            number = self._state.counters.global_steps // self._every % len(self._candidates)
+            self._watched = Recomputation(self._candidates[number], self._state)
             with self._watched.forward():
                 yield
         else:
@@ -63,7 +60,7 @@ class PeriodicAuditor:
             return
         watched, self._watched = self._watched, None
         recomputed = nullcontext() if watched is None else watched.backward()
-        with self._repeated().backward(self._engine.global_steps), recomputed:
+        with self._repeated().backward(self._state.counters.global_steps), recomputed:
             yield
         if watched is not None:
             self._gradients = watched.differences()
@@ -72,11 +69,11 @@ class PeriodicAuditor:
         """All comparisons."""
         if not self._is_due():
             return
-        engine, parts = self._engine, self._engine.partition
-        wrong = list(unpublished(engine))
-        on_tier = tier_digests(engine, wrong)
-        held = {one.key: one for one in held_alike(engine, self._buffers)}
-        mine = [] if self._at_rest is None else list(self._at_rest.changed(engine, on_tier))
+        state, parts = self._state, self._state.partition
+        wrong = list(unpublished(state))
+        on_tier = tier_digests(state, wrong)
+        held = {one.key: one for one in held_alike(state, self._buffers)}
+        mine = [] if self._at_rest is None else list(self._at_rest.changed(state, on_tier))
         mine += [f"weight '{name}' is not what its master rounds to" for name in wrong]
         mine += [f"gradient of '{name}' is another when it is computed again" for name in self._gradients]
         if self._reductions is not None:
@@ -90,15 +87,15 @@ class PeriodicAuditor:
         if found:
             shown = "\n  ".join(found[:_SHOWN])
             raise AuditError(
-                f"the audit of step {engine.global_steps} found {len(found)} difference(s) between what ranks hold and "
-                f"what they must hold; the weights were not changed by this step:\n  {shown}\nSuspect the memory or "
-                "the network of the ranks named, or code that writes to them; go on from the last checkpoint."
+                f"the audit of step {state.counters.global_steps} found {len(found)} difference(s) between what ranks "
+                f"hold and what they must hold; the weights were not changed by this step:\n  {shown}\nSuspect the "
+                "memory or the network of the ranks named, or code that writes to them; go on from the last checkpoint."
             )
 
     def after_step(self) -> None:
         """Remember what must rest until the audited step that follows."""
         self._seen, self._gradients, self._watched, self._reductions = False, [], None, None
-        self._at_rest = AtRest(self._engine) if self._is_due() else None
+        self._at_rest = AtRest(self._state) if self._is_due() else None
 
     def forget(self) -> None:
         """Take note that resting masters and states were written on purpose."""
@@ -107,7 +104,7 @@ class PeriodicAuditor:
     def _odd(self, held: dict[str, Held], unpublished: list[list[str]]) -> list[str]:
         """Return which rank differs in what; ``unpublished``: by rank, weights it found wrong itself. Collective."""
         digests = {key: one.digest for key, one in held.items()}
-        tables = self._engine.partition.runtime.agree("audit", "all digests", digests)
+        tables = self._state.partition.runtime.agree("audit", "all digests", digests)
         found = []
         for key in dict.fromkeys(key for table in tables for key in table):
             theirs = [table.get(key) for table in tables]
@@ -124,13 +121,13 @@ class PeriodicAuditor:
 
     def _is_due(self) -> bool:
         """Return True in a step that is audited."""
-        return (self._engine.global_steps + 1) % self._every == 0
+        return (self._state.counters.global_steps + 1) % self._every == 0
 
     def _repeated(self) -> RepeatedReductions:
         """Return the object that repeats the reductions of this step's unit."""
         if self._reductions is None:
-            parts = self._engine.partition
+            parts = self._state.partition
             units = list(parts.runtime.gradients)
-            chosen = units[self._engine.global_steps // self._every % len(units)]
+            chosen = units[self._state.counters.global_steps // self._every % len(units)]
             self._reductions = RepeatedReductions(parts.runtime.gradients[chosen], parts.rank)
         return self._reductions

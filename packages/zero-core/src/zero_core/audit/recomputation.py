@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_ckpt.torch import RngState
-from zero_partition import Unit
+from zero_partition import Unit, gathered
 
+from ..state import TrainingState
 from .digests import same_bits
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -30,18 +28,18 @@ class Candidate:
         self.module = module
 
 
-def candidates(engine: Engine) -> list[Candidate]:
+def candidates(state: TrainingState) -> list[Candidate]:
     """The trained units whose gradient can be computed again at the cost of one of several modules."""
     users: dict[int, set[str]] = {}
-    for name, module in engine.module.named_modules():
+    for name, module in state.module.named_modules():
         for parameter in module._parameters.values():
             users.setdefault(id(parameter), set()).add(name)
     found = []
-    for unit in engine.partition.units:
+    for unit in state.partition.units:
         owners = set().union(*(users.get(id(p), set()) for p in unit.parameters)) if unit.plan.trainable else set()
         name = _common(sorted(owners)) if owners else ""
         if name:
-            module = engine.module.get_submodule(name)
+            module = state.module.get_submodule(name)
             if {id(p) for p in module.parameters()} == {id(p) for p in unit.parameters}:
                 found.append(Candidate(unit, module))
     return found
@@ -61,10 +59,10 @@ class Recomputation:
     the module is called several times, gets or returns objects, or writes buffers, nothing is compared.
     """
 
-    def __init__(self, candidate: Candidate, engine: Engine) -> None:
+    def __init__(self, candidate: Candidate, state: TrainingState) -> None:
         self.unit = candidate.unit
         self._module = candidate.module
-        self._engine = engine
+        self._state = state
         self._calls = 0
         self._arguments: tuple[Any, ...] | None = None
         self._random: dict[str, Any] = {}
@@ -88,7 +86,7 @@ class Recomputation:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Keep what the unit's gradients are before they travel."""
-        gradients = self._engine.partition.runtime.gradients[self.unit.index]
+        gradients = self._state.partition.runtime.gradients[self.unit.index]
         gradients.watches.append(self._take)
         try:
             yield
@@ -101,14 +99,14 @@ class Recomputation:
         """The parameters whose gradient is another when it is computed again. Collective."""
         repeatable = self._calls == 1 and self._arguments is not None and self._taken is not None
         repeatable = repeatable and len(self._came_back) == len(self._outputs())
-        repeatable = repeatable and not self._engine.is_compiled
+        repeatable = repeatable and not self._state.compiled
         repeatable = repeatable and all(p.requires_grad for p in self.unit.parameters)
         repeatable = repeatable and all(b._version == version for b, version in self._buffers)
-        answers = self._engine.partition.runtime.agree("audit", self.unit.name, repeatable)
+        answers = self._state.partition.runtime.agree("audit", self.unit.name, repeatable)
         if not all(answers):
             return []
         parameters = self.unit.parameters
-        with self._engine.gathered(parameters):
+        with gathered(self._state.partition, parameters):
             again = self._compute(parameters)
         found = []
         taken = self._taken
@@ -120,11 +118,11 @@ class Recomputation:
 
     def _compute(self, parameters: Sequence[nn.Parameter]) -> Sequence[torch.Tensor | None]:
         arguments, keywords = self._arguments or ((), {})
-        runtime, now = self._engine.partition.runtime, RngState().state_dict()
+        runtime, now = self._state.partition.runtime, RngState().state_dict()
         runtime.pause()
         try:
             RngState().load_state_dict(self._random)
-            with torch.enable_grad(), self._engine.autocast():
+            with torch.enable_grad(), self._state.autocast():
                 outputs = [t for t in tree_leaves(self._module(*arguments, **keywords)) if _requires_grad(t)]
             came_back = [self._came_back[number] for number in range(len(outputs))]
             return torch.autograd.grad(outputs, list(parameters), came_back, allow_unused=True)

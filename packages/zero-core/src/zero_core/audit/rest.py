@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from zero_partition import DeviceResidency, Fragment, Unit
 
 from ..checkpoint.fragments import has_own_master, master_pieces, pieces
+from ..state import TrainingState
 from .digests import digest, same_bits
 from .holdings import kept_on_device
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 
 @dataclass(frozen=True)
@@ -48,17 +45,17 @@ class AtRest:
     On the device they are tensors that users reach through the engine alone, whose operations version counters see.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._on_device = list(_on_device(engine))
-        states = engine.partition.states
-        self._on_tier = None if states is None else OnTier(tier_digests(engine), states.writes)
+    def __init__(self, state: TrainingState) -> None:
+        self._on_device = list(_on_device(state))
+        states = state.partition.states
+        self._on_tier = None if states is None else OnTier(tier_digests(state), states.writes)
 
-    def changed(self, engine: Engine, now: dict[tuple[str, str], str]) -> Iterator[str]:
+    def changed(self, state: TrainingState, now: dict[tuple[str, str], str]) -> Iterator[str]:
         """Say what is not what it was; ``now``: `tier_digests`."""
         for one in self._on_device:
             if one.changed:
                 yield f"{one.kind} '{one.name}' changed since the last step"
-        states, then = engine.partition.states, self._on_tier
+        states, then = state.partition.states, self._on_tier
         if states is None or then is None or states.writes != then.writes:
             return
         for (name, kind), before in then.digests.items():
@@ -66,15 +63,15 @@ class AtRest:
                 yield f"{kind} '{name}' changed on its tier since the last step"
 
 
-def tier_digests(engine: Engine, unpublished: list[str] | None = None) -> dict[tuple[str, str], str]:
+def tier_digests(state: TrainingState, unpublished: list[str] | None = None) -> dict[tuple[str, str], str]:
     """Digests of all that a tier keeps for this rank, in one pass over it; empty without a tier.
 
     To ``unpublished`` are added the parameters whose weights are not what their masters there round to.
     """
-    states, found = engine.partition.states, {}
+    states, found = state.partition.states, {}
     if states is None:
         return {}
-    weights = _Weights(engine)
+    weights = _Weights(state)
     for name, kept in states.states():
         for kind, value in kept.items():
             found[name, kind] = digest(value)
@@ -84,9 +81,9 @@ def tier_digests(engine: Engine, unpublished: list[str] | None = None) -> dict[t
     return found
 
 
-def unpublished(engine: Engine) -> Iterator[str]:
+def unpublished(state: TrainingState) -> Iterator[str]:
     """Yield the parameters whose weights are not what their masters on the device round to, or not what is gathered."""
-    parts = engine.partition
+    parts = state.partition
     for unit in parts.units:
         if not unit.plan.trainable:
             continue
@@ -109,11 +106,11 @@ def unpublished(engine: Engine) -> Iterator[str]:
 class _Weights:
     """This rank's weights by parameter, unit by unit."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._residency, rank = engine.partition.residency, engine.partition.rank
+    def __init__(self, state: TrainingState) -> None:
+        self._residency, rank = state.partition.residency, state.partition.rank
         self._places: dict[str, tuple[Unit, Fragment]] = {
             fragment.entry.name: (unit, fragment)
-            for unit in engine.partition.units
+            for unit in state.partition.units
             if unit.plan.trainable
             for fragment in unit.layout.fragments(rank)
         }
@@ -135,10 +132,10 @@ class _Weights:
             self._lent = None
 
 
-def _on_device(engine: Engine) -> Iterator[OnDevice]:
-    for name, kind, tensor in kept_on_device(engine):
+def _on_device(state: TrainingState) -> Iterator[OnDevice]:
+    for name, kind, tensor in kept_on_device(state):
         yield OnDevice(name, kind, tensor, digest(tensor), tensor._version)
-    parts = engine.partition
+    parts = state.partition
     for unit in parts.units:
         if unit.releasable and unit.plan.trainable and isinstance(parts.residency, DeviceResidency):
             shard = parts.residency.acquire(unit.name)

@@ -1,23 +1,27 @@
-"""The engine's checkpoints: its state as named intervals of logical tensors, and back, at any world size and stage."""
+"""The engine's checkpoints: its state as named intervals of logical tensors, and back, at any world size and stage.
+
+Read `checkpoints.py` first, then `saving.py` and `loading.py`.
+"""
 
 from __future__ import annotations
 
+from .checkpoints import Checkpoints
+from .departure import Departure
 from .in_memory import InMemory
-from .loading import CustomLoad, Wanted, load
-from .notices import Notices
-from .periodic import Periodic, periodic_of
-from .resuming import Resumed, resume
-from .saving import Saver
+from .loading import CustomLoad, Wanted
+from .periodic import periodic_of
+from .resuming import Resumed
+from .saving import Dialect, OwnDialect, Saver
 
 __all__ = [
+    "Checkpoints",
     "CustomLoad",
+    "Departure",
+    "Dialect",
     "InMemory",
-    "Notices",
-    "Periodic",
+    "OwnDialect",
     "Resumed",
     "Saver",
     "Wanted",
-    "load",
     "periodic_of",
-    "resume",
 ]

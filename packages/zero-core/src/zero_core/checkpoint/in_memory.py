@@ -5,55 +5,51 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from zero_ckpt import CheckpointError, Manifest, TensorEntry
 from zero_ckpt.torch import Found, NodeMemory
 
-from ..config import Config
+from ..offloading import Offloading
+from ..state import TrainingState
 from .fragments import master_pieces
 from .saving import check_room, describe, own_group, state_intervals
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 logger = logging.getLogger("zero_core")
 
 
 class InMemory:
-    """Saves the engine's state into the nodes' memory every ``every`` optimizer steps (0: never), below ``path``."""
+    """Saves the engine's state into the nodes' memory, as the section ``checkpoint.in_memory`` says."""
 
-    def __init__(self, every: int, path: Path) -> None:
-        self._every, self._path = every, path
+    def __init__(self, state: TrainingState, offloading: Offloading) -> None:
+        section = state.config.checkpoint.in_memory
+        self._state, self._offloading = state, offloading
+        self._every, self._path = section.every, Path(section.path or ".")
         self._memory: NodeMemory | None = None
         self._group: dist.ProcessGroup | None = None
 
-    @classmethod
-    def of(cls, config: Config) -> InMemory:
-        """As the section ``checkpoint.in_memory`` says."""
-        section = config.checkpoint.in_memory
-        return cls(section.every, Path(section.path or "."))
-
-    def after_step(self, engine: Engine) -> bool:
+    def after_step(self) -> bool:
         """Start a copy when one is due; whether one was due. Collective then."""
-        if not self._every or engine.global_steps % self._every:
+        state = self._state
+        if not self._every or state.counters.global_steps % self._every:
             return False
-        memory, parts = self._open(engine), engine.partition
+        memory, parts = self._open(), state.partition
         parts.runtime.agree("copy into node memory", str(self._path), None)
         parts.settle()
-        intervals = state_intervals(engine, memory.directory, False, whole=memory.leads, replicas=True)
-        memory.save(intervals, **describe(engine, {}))
+        intervals = state_intervals(
+            state, self._offloading, memory.directory, False, whole=memory.leads, replicas=True
+        )
+        memory.save(intervals, **describe(state, {}))
         return True
 
-    def find(self, engine: Engine) -> Found | None:
+    def find(self) -> Found | None:
         """The newest state that the nodes' memory holds; None where nothing is kept. Collective."""
-        return self._open(engine).find() if self._every else None
+        return self._open().find() if self._every else None
 
-    def fetch(self, engine: Engine, found: Found) -> Path:
+    def fetch(self, found: Found) -> Path:
         """Bring what this node's ranks read of ``found`` to it; the root that has it as its tag. Collective."""
-        return self._open(engine).fetch(found, lambda manifest: files_to_read(engine, manifest)).parent
+        return self._open().fetch(found, lambda manifest: files_to_read(self._state, manifest)).parent
 
     @property
     def has_failed(self) -> bool:
@@ -82,17 +78,17 @@ class InMemory:
                 dist.destroy_process_group(self._group)
             self._group = None
 
-    def _open(self, engine: Engine) -> NodeMemory:
+    def _open(self) -> NodeMemory:
         if self._memory is None:
-            self._group = own_group(engine)
-            self._memory = NodeMemory(engine.model_part.folder(self._path), self._group, allow=check_room)
+            self._group = own_group(self._state)
+            self._memory = NodeMemory(self._state.model_part.folder(self._path), self._group, allow=check_room)
         return self._memory
 
 
-def files_to_read(engine: Engine, manifest: Manifest) -> Iterator[str]:
+def files_to_read(state: TrainingState, manifest: Manifest) -> Iterator[str]:
     """The files of a checkpoint from which this rank reads when the engine loads it: those that overlap its fragments,
     and those with what every rank reads."""
-    spans, shapes = _spans(engine), {e.name: e.shape for unit in engine.partition.layout.units for e in unit.entries}
+    spans, shapes = _spans(state), {e.name: e.shape for unit in state.partition.layout.units for e in unit.entries}
     needed: set[int] = set()
     for tensor in manifest.tensors:
         if tensor.name not in shapes:
@@ -103,9 +99,9 @@ def files_to_read(engine: Engine, manifest: Manifest) -> Iterator[str]:
         yield manifest.files[index].path
 
 
-def _spans(engine: Engine) -> dict[str, list[tuple[int, int]]]:
+def _spans(state: TrainingState) -> dict[str, list[tuple[int, int]]]:
     """By parameter, the elements (first, first behind) that this rank loads: weights, masters and states."""
-    parts, sharded = engine.partition, engine.sharded_optimizer
+    parts, sharded = state.partition, state.optimizer
     spans: dict[str, list[tuple[int, int]]] = {}
     fragments = [f for unit in parts.units for f in unit.layout.fragments(parts.rank)]
     fragments += [f for unit in parts.units for f, _ in master_pieces(unit, parts.owned_ranks())]

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +14,9 @@ from torch import nn
 from zero_ckpt import Checkpoint, LoadReport, restore
 from zero_ckpt.torch import torch_dtype
 from zero_comm import Tag
-from zero_partition import DeviceResidency, OwnedFragment, Unit
+from zero_partition import DeviceResidency, OwnedFragment, Unit, gathered
 
+from ..state import TrainingState
 from .fragments import has_own_master, master_pieces, pieces
 from .names import WEIGHT_KINDS, check_names, report_of, summary, uncut
 from .narrow import moments_in_codes, read_numbers
@@ -31,9 +32,6 @@ from .rank_state import load_rank_state
 from .reading import Reading
 from .saving import coordinator_of
 from .tiers import tier_values
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 logger = logging.getLogger("zero_core")
 
@@ -55,57 +53,58 @@ class Wanted:
     custom: CustomLoad | None = None
 
 
-def load(engine: Engine, root: Path, tag: str | None, wanted: Wanted) -> tuple[LoadReport, dict[str, Any]]:
+def load(state: TrainingState, root: Path, tag: str | None, wanted: Wanted) -> tuple[LoadReport, dict[str, Any]]:
     """Read ``root/tag`` into the engine; returns what happened to each name and the client state. Collective."""
-    parts = engine.partition
+    parts = state.partition
     parts.runtime.agree("load", f"{root}/{tag or ''}", None)
-    engine.begin_accumulation()
-    everybody = engine.model_part.coordinator or coordinator_of(engine)
-    checkpoint, source = restore(root, lambda c: _fill(engine, c, wanted), tag, coordinator=everybody)
+    state.module.zero_grad()
+    state.counters.accumulated = 0
+    everybody = state.model_part.coordinator or coordinator_of(state)
+    checkpoint, source = restore(root, lambda c: _fill(state, c, wanted), tag, coordinator=everybody)
     if wanted.custom is not None:
-        _load_by(engine, wanted.custom, source)
+        _load_by(state, wanted.custom, source)
     else:
-        _spread(engine)
+        _spread(state)
     if wanted.counters:
-        load_counters(engine, checkpoint)
+        load_counters(state, checkpoint)
     if wanted.scheduler:
-        load_schedule(engine, checkpoint)
-    report = report_of(engine, checkpoint, optimizer=wanted.optimizer)
-    if engine.reports:
+        load_schedule(state, checkpoint)
+    report = report_of(state, checkpoint, optimizer=wanted.optimizer)
+    if state.reports:
         partial = report.defaulted or report.ignored or report.opened.skipped
         logger.log(logging.WARNING if partial else logging.INFO, "%s", summary(report))
     return report, engine_state(checkpoint)["client"]
 
 
-def _fill(engine: Engine, checkpoint: Checkpoint, wanted: Wanted) -> dict[str, torch.Tensor]:
+def _fill(state: TrainingState, checkpoint: Checkpoint, wanted: Wanted) -> dict[str, torch.Tensor]:
     """Read this rank's part, and with a custom function all tensors of the model, by name; does not communicate."""
     if wanted.strict and wanted.custom is None:
-        check_names(engine, checkpoint)
+        check_names(state, checkpoint)
     if wanted.counters:
-        check_virtual_ranks(engine, checkpoint)
-        load_position(engine, checkpoint)
+        check_virtual_ranks(state, checkpoint)
+        load_position(state, checkpoint)
     reading = Reading(checkpoint)
-    _fill_units(engine, reading, wanted)
+    _fill_units(state, reading, wanted)
     if wanted.optimizer:
-        load_hyperparameters(engine, checkpoint)
-        _fill_states(engine, reading)
-        load_rank_state(engine, reading)
+        load_hyperparameters(state, checkpoint)
+        _fill_states(state, reading)
+        load_rank_state(state, reading)
     if wanted.custom is None:
-        _fill_whole(engine, reading)
+        _fill_whole(state, reading)
     reading.run()
     return {} if wanted.custom is None else _whole_model(checkpoint)
 
 
-def _fill_units(engine: Engine, reading: Reading, wanted: Wanted) -> None:
+def _fill_units(state: TrainingState, reading: Reading, wanted: Wanted) -> None:
     """Weights and masters of this rank's shards, and what tiers keep of them."""
-    parts, tensors = engine.partition, reading.checkpoint.tensors
+    parts, tensors = state.partition, reading.checkpoint.tensors
     parts.readers.wait()
     if parts.states is not None:
         parts.states.reset()
     for unit in parts.units:
         if wanted.custom is None:
-            _fill_shard(engine, reading, unit)
-        if has_own_master(unit) or (wanted.custom is None and not _is_spread(engine, unit)):
+            _fill_shard(state, reading, unit)
+        if has_own_master(unit) or (wanted.custom is None and not _is_spread(state, unit)):
             for fragment, piece in master_pieces(unit, parts.owned_ranks()):
                 if (fragment.entry.name, "param") in tensors:
                     reading.add_weights(fragment.entry.name, fragment.param_offset, piece)
@@ -115,9 +114,9 @@ def _fill_units(engine: Engine, reading: Reading, wanted: Wanted) -> None:
             )
 
 
-def _is_spread(engine: Engine, unit: Unit) -> bool:
+def _is_spread(state: TrainingState, unit: Unit) -> bool:
     """Whether the master is the memory of the shard, or of the flat buffer that `_spread` fills."""
-    parts = engine.partition
+    parts = state.partition
     if unit.master is None or not isinstance(parts.residency, DeviceResidency):
         return False
     shard = parts.residency.acquire(unit.name)
@@ -125,8 +124,8 @@ def _is_spread(engine: Engine, unit: Unit) -> bool:
     return unit.master.data_ptr() in (shard.data_ptr(), flat)
 
 
-def _fill_shard(engine: Engine, reading: Reading, unit: Unit) -> None:
-    parts = engine.partition
+def _fill_shard(state: TrainingState, reading: Reading, unit: Unit) -> None:
+    parts = state.partition
     shard = unit.load_shard()
     for fragment, piece in pieces(unit, shard, parts.rank):
         if (fragment.entry.name, "param") in reading.checkpoint.tensors:
@@ -136,16 +135,16 @@ def _fill_shard(engine: Engine, reading: Reading, unit: Unit) -> None:
     unit.shard_loaded()
 
 
-def _fill_states(engine: Engine, reading: Reading) -> None:
+def _fill_states(state: TrainingState, reading: Reading) -> None:
     """What the optimizer keeps of its fragments, where no tier does."""
-    if engine.sharded_optimizer is None:
+    if state.optimizer is None:
         return
-    for owned in engine.sharded_optimizer.fragments:
+    for owned in state.optimizer.fragments:
         if owned.unit.states is None and (owned.fragment.entry.name, "param") in reading.checkpoint.tensors:
-            state = _state(reading, owned)
-            engine.sharded_optimizer.state.pop(owned.tensor, None)
-            if state:
-                engine.sharded_optimizer.state[owned.tensor] = state
+            kept = _state(reading, owned)
+            state.optimizer.state.pop(owned.tensor, None)
+            if kept:
+                state.optimizer.state[owned.tensor] = kept
 
 
 def _state(reading: Reading, owned: OwnedFragment) -> dict[str, Any]:
@@ -173,10 +172,10 @@ def _state(reading: Reading, owned: OwnedFragment) -> dict[str, Any]:
     return state
 
 
-def _fill_whole(engine: Engine, reading: Reading) -> None:
+def _fill_whole(state: TrainingState, reading: Reading) -> None:
     """Buffers and the parameters that no unit holds."""
-    whole = [(name, "buffer", b) for name, b in engine.module.named_buffers() if type(b) is torch.Tensor]
-    whole += [(name, "param", tensor) for name, tensor in uncut(engine).items()]
+    whole = [(name, "buffer", b) for name, b in state.module.named_buffers() if type(b) is torch.Tensor]
+    whole += [(name, "param", tensor) for name, tensor in uncut(state).items()]
     for name, kind, tensor in whole:
         if (name, kind) in reading.checkpoint.tensors:
             flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
@@ -201,16 +200,16 @@ def _whole_model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return {**found, **{alias: found[name] for alias, name in checkpoint.aliases.items() if name in found}}
 
 
-def _load_by(engine: Engine, custom: CustomLoad, source: dict[str, torch.Tensor]) -> None:
+def _load_by(state: TrainingState, custom: CustomLoad, source: dict[str, torch.Tensor]) -> None:
     """Let the user's function load into the whole model; masters that round to what it leaves keep their digits."""
-    module: nn.Module = engine.module
-    with engine.gathered(list(module.parameters()), modifier_rank=0), torch.no_grad():
+    module: nn.Module = state.module
+    with gathered(state.partition, list(module.parameters()), modifier_rank=0), torch.no_grad():
         custom(src=source, dst=module)
 
 
-def _spread(engine: Engine) -> None:
+def _spread(state: TrainingState) -> None:
     """Every rank has read its shard; where parameters are whole on every rank, gather them."""
-    parts = engine.partition
+    parts = state.partition
     works = []
     for unit in parts.units:
         if not unit.releasable:

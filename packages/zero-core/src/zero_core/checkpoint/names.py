@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import nn
 
 from zero_ckpt import Checkpoint, LoadReport, MismatchError
 from zero_ckpt.torch import dtype_name
 
+from ..state import TrainingState
 from .rank_state import is_rank_state
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 WEIGHT_KINDS = frozenset(["param", "master", "buffer"])
 _SHOWN = 10
 
 
-def aliases(engine: Engine) -> dict[str, str]:
+def aliases(module: nn.Module) -> dict[str, str]:
     """Names of tied parameters -> the name under which they are stored."""
     first: dict[int, str] = {}
     found = {}
-    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in first:
             found[name] = first[id(parameter)]
         else:
@@ -30,38 +27,38 @@ def aliases(engine: Engine) -> dict[str, str]:
     return found
 
 
-def shapes(engine: Engine) -> dict[tuple[str, str], tuple[int, ...]]:
+def shapes(state: TrainingState) -> dict[tuple[str, str], tuple[int, ...]]:
     """Shapes of the model's parameters and buffers by (name, kind)."""
     ours: dict[tuple[str, str], tuple[int, ...]] = {
-        (e.name, "param"): tuple(e.shape) for unit in engine.partition.layout.units for e in unit.entries
+        (e.name, "param"): tuple(e.shape) for unit in state.partition.layout.units for e in unit.entries
     }
-    ours |= {(name, "buffer"): tuple(b.shape) for name, b in engine.module.named_buffers()}
-    ours |= {(name, "param"): tuple(p.shape) for name, p in uncut(engine).items()}
+    ours |= {(name, "buffer"): tuple(b.shape) for name, b in state.module.named_buffers()}
+    ours |= {(name, "param"): tuple(p.shape) for name, p in uncut(state).items()}
     return ours
 
 
-def uncut(engine: Engine) -> dict[str, torch.Tensor]:
+def uncut(state: TrainingState) -> dict[str, torch.Tensor]:
     """Parameters that no unit holds: every rank has them whole."""
     return {
         name: parameter.data
-        for name, parameter in engine.module.named_parameters()
-        if name in engine.partition.uncut and type(parameter.data) is torch.Tensor
+        for name, parameter in state.module.named_parameters()
+        if name in state.partition.uncut and type(parameter.data) is torch.Tensor
     }
 
 
-def exchanged(engine: Engine) -> str:
+def exchanged(state: TrainingState) -> str:
     """Name of the first parameter for which the model has another object than the engine trains; empty for none."""
-    now = dict(engine.module.named_parameters(remove_duplicate=False))
-    for unit in engine.partition.units:
+    now = dict(state.module.named_parameters(remove_duplicate=False))
+    for unit in state.partition.units:
         for name, parameter in zip(unit.names, unit.parameters, strict=True):
             if now.get(name, parameter) is not parameter:
                 return name
     return ""
 
 
-def check_names(engine: Engine, checkpoint: Checkpoint) -> None:
+def check_names(state: TrainingState, checkpoint: Checkpoint) -> None:
     """Every parameter and buffer is there with its shape, and nothing else is; raises MismatchError."""
-    ours = shapes(engine)
+    ours = shapes(state)
     theirs = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key[1] in ("param", "buffer")}
     problems = [
         f"'{n}' ({k}) of shape {s} is not in the checkpoint" for (n, k), s in ours.items() if (n, k) not in theirs
@@ -80,16 +77,16 @@ def check_names(engine: Engine, checkpoint: Checkpoint) -> None:
         )
 
 
-def report_of(engine: Engine, checkpoint: Checkpoint, *, optimizer: bool) -> LoadReport:
+def report_of(state: TrainingState, checkpoint: Checkpoint, *, optimizer: bool) -> LoadReport:
     """What a load by name does to each name; with ``optimizer`` masters' and states' kinds count as asked for."""
     report = LoadReport(checkpoint.path, checkpoint.step, checkpoint.report)
-    ours = shapes(engine)
+    ours = shapes(state)
     trained = {
         entry.name
-        for unit in engine.partition.units
+        for unit in state.partition.units
         if unit.plan.trainable
         for entry in unit.layout.entries
-        if engine.sharded_optimizer is not None
+        if state.optimizer is not None
     }
     left_out = set()
     for name, kind in checkpoint.tensors:
@@ -97,7 +94,7 @@ def report_of(engine: Engine, checkpoint: Checkpoint, *, optimizer: bool) -> Loa
         if kind in WEIGHT_KINDS:
             known = (name, "buffer" if kind == "buffer" else "param") in ours
             (report.loaded if known else report.ignored).append(here)
-        elif optimizer and is_rank_state(engine, name, kind):
+        elif optimizer and is_rank_state(state, name, kind):
             report.loaded.append(here)
         elif kind == "state" or not optimizer:
             left_out.add(kind)
@@ -105,14 +102,14 @@ def report_of(engine: Engine, checkpoint: Checkpoint, *, optimizer: bool) -> Loa
             (report.loaded if name in trained else report.ignored).append(here)
     report.defaulted += [f"{name} ({kind})" for name, kind in ours if (name, kind) not in checkpoint.tensors]
     report.converted += sorted(
-        f"{name} (param)" for name, dtype in _dtypes(engine).items() if _is_converted(checkpoint, name, dtype)
+        f"{name} (param)" for name, dtype in _dtypes(state).items() if _is_converted(checkpoint, name, dtype)
     )
     report.not_requested += sorted(left_out)
     return report
 
 
-def _dtypes(engine: Engine) -> dict[str, torch.dtype]:
-    return {entry.name: unit.plan.dtype for unit in engine.partition.units for entry in unit.layout.entries}
+def _dtypes(state: TrainingState) -> dict[str, torch.dtype]:
+    return {entry.name: unit.plan.dtype for unit in state.partition.units for entry in unit.layout.entries}
 
 
 def _is_converted(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> bool:

@@ -7,14 +7,11 @@ messages of its next step (`Watched.announced` in zero-comm), and then all ranks
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from zero_comm import Control
 
 from .in_memory import InMemory
 from .periodic import Periodic
 from .saving import Saver
-
-if TYPE_CHECKING:
-    from zero_comm import Control
 
 _DUE, _SAVE_FAILED, _COPY_FAILED = 1, 2, 4
 

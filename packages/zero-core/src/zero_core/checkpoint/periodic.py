@@ -10,17 +10,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ..config import Config
 from ..errors import UsageError
+from ..state import TrainingState
 from .interval import Chooser, Interval
-
-if TYPE_CHECKING:
-    from ..engine import Engine
-    from .saving import Saver
+from .saving import Saver
 
 logger = logging.getLogger("zero_core")
+
+
+Save = Callable[[str], object]
+"""Saves a checkpoint below a folder."""
 
 
 class Periodic(Protocol):
@@ -34,7 +36,7 @@ class Periodic(Protocol):
         """Whether the leading rank is to tell all that a save follows the step that begins."""
         ...
 
-    def after_step(self, engine: Engine, saver: Saver, root: str | None, *, due: bool) -> None:
+    def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
         """It has ended: save where that is due, by what the leading rank has told (``due``). Collective then."""
         ...
 
@@ -49,15 +51,15 @@ class Never:
         """Never."""
         return False
 
-    def after_step(self, engine: Engine, saver: Saver, root: str | None, *, due: bool) -> None:
+    def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
         """Nothing to save."""
 
 
 class Fixed:
     """A save after every ``steps`` optimizer steps, below ``path``, by default in the folder of `resume`."""
 
-    def __init__(self, steps: int, path: str | None) -> None:
-        self._steps, self._path = steps, path
+    def __init__(self, state: TrainingState, steps: int, path: str | None) -> None:
+        self._state, self._steps, self._path = state, steps, path
 
     def check(self, root: str | None) -> None:
         """See `Periodic`."""
@@ -71,17 +73,24 @@ class Fixed:
         """All ranks count, and need not be told."""
         return False
 
-    def after_step(self, engine: Engine, saver: Saver, root: str | None, *, due: bool) -> None:
+    def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
         """See `Periodic`."""
-        if engine.global_steps % self._steps == 0:
-            engine.save_checkpoint(self._path or str(root))
+        if self._state.counters.global_steps % self._steps == 0:
+            save(self._path or str(root))
 
 
 class Automatic:
     """A save whenever rank 0 finds it due; see [Note: automatic interval]. ``clock``: seconds."""
 
-    def __init__(self, chooser: Chooser, path: str | None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._chooser, self._path, self._clock = chooser, path, clock
+    def __init__(
+        self,
+        state: TrainingState,
+        saver: Saver,
+        chooser: Chooser,
+        path: str | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._state, self._saver, self._chooser, self._path, self._clock = state, saver, chooser, path, clock
 
     def check(self, root: str | None) -> None:
         """See `Periodic`."""
@@ -95,27 +104,27 @@ class Automatic:
         """See `Periodic`."""
         return self._chooser.is_due()
 
-    def after_step(self, engine: Engine, saver: Saver, root: str | None, *, due: bool) -> None:
+    def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
         """See `Periodic`."""
-        chooser = self._chooser
+        chooser, saver = self._chooser, self._saver
         chooser.step_ended(self._clock(), saver.take_waited())
         if chooser.saving and not saver.is_writing:
-            self._completed(engine)
+            self._completed()
         if not due:
             return
         chooser.save_began(self._clock())
         try:
-            engine.save_checkpoint(self._path or str(root))
+            save(self._path or str(root))
         except Exception:
             chooser.save_failed()
             raise
         chooser.save_returned(self._clock())
         if not saver.is_writing:
-            self._completed(engine)
+            self._completed()
 
-    def _completed(self, engine: Engine) -> None:
+    def _completed(self) -> None:
         chosen = self._chooser.save_completed(self._clock())
-        if chosen is not None and engine.reports:
+        if chosen is not None and self._state.reports:
             logger.warning("%s", told(chosen, self._chooser))
 
 
@@ -128,18 +137,23 @@ def told(chosen: Interval, chooser: Chooser) -> str:
     )
 
 
-def periodic_of(config: Config, *, is_whole: bool) -> Periodic:
-    """As a configuration's ``checkpoint`` section says. ``is_whole``: every rank has a replica or a shard of the same
-    model, so that rank 0 speaks to all. Raises `UsageError` for "auto" where that is not so."""
-    section = config.checkpoint
+def periodic_of(state: TrainingState, saver: Saver) -> Periodic:
+    """As a configuration's ``checkpoint`` section says. Raises `UsageError`; see `check_interval`."""
+    section = state.config.checkpoint
+    check_interval(state.config, is_whole=state.model_part.place.size == 1)
     if section.interval is None:
         return Never()
     if section.interval != "auto":
-        return Fixed(section.interval, section.path)
-    if not is_whole:
+        return Fixed(state, section.interval, section.path)
+    hours = section.mean_time_between_failures
+    return Automatic(state, saver, Chooser(section.overhead, None if hours is None else hours * 3600), section.path)
+
+
+def check_interval(config: Config, *, is_whole: bool) -> None:
+    """Raise `UsageError` for "auto" unless every rank has a replica or a shard of the same model (``is_whole``), so
+    that rank 0 speaks to all."""
+    if config.checkpoint.interval == "auto" and not is_whole:
         raise UsageError(
             'checkpoint.interval is "auto", which rank 0 decides for all ranks that train the same parameters; under '
             "an mpu the others would not hear of it. Write a number of steps"
         )
-    hours = section.mean_time_between_failures
-    return Automatic(Chooser(section.overhead, None if hours is None else hours * 3600), section.path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,10 +11,8 @@ from zero_ckpt import Interval
 from zero_ckpt.torch import Stager
 
 from ..optimizers import OneBitOptimizer
+from ..state import TrainingState
 from .reading import Reading
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 logger = logging.getLogger("zero_core")
 
@@ -23,26 +20,26 @@ _KIND = "state"
 _PREFIX = "optimizer."
 
 
-def rank_intervals(engine: Engine, stager: Stager) -> Iterator[Interval]:
+def rank_intervals(state: TrainingState, stager: Stager) -> Iterator[Interval]:
     """This rank's rows."""
-    optimizer, parts = engine.optimizer, engine.partition
+    optimizer, parts = state.torch_optimizer, state.partition
     if isinstance(optimizer, OneBitOptimizer):
         for name, values in optimizer.rank_state().items():
             shape = (parts.world_size, values.numel())
             yield from stager.intervals(_PREFIX + name, _KIND, values, shape=shape, offset=parts.rank * values.numel())
 
 
-def is_rank_state(engine: Engine, name: str, kind: str) -> bool:
+def is_rank_state(state: TrainingState, name: str, kind: str) -> bool:
     """Whether a checkpoint's tensor is what `rank_intervals` wrote, and this engine's optimizer has a use for it."""
-    optimizer = engine.optimizer
+    optimizer = state.torch_optimizer
     if not isinstance(optimizer, OneBitOptimizer) or kind != _KIND or not name.startswith(_PREFIX):
         return False
     return name.removeprefix(_PREFIX) in optimizer.rank_state_numels()
 
 
-def load_rank_state(engine: Engine, reading: Reading) -> None:
+def load_rank_state(state: TrainingState, reading: Reading) -> None:
     """Read this rank's rows when ``reading`` runs; at another number of ranks the optimizer starts without them."""
-    optimizer, parts = engine.optimizer, engine.partition
+    optimizer, parts = state.torch_optimizer, state.partition
     if not isinstance(optimizer, OneBitOptimizer):
         return
     found = {}

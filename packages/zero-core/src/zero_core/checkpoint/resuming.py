@@ -6,15 +6,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from zero_ckpt import CheckpointError, NotFoundError, open_checkpoint
 
+from ..state import TrainingState
 from .in_memory import InMemory, note_damaged
 from .saving import coordinator_of
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 logger = logging.getLogger("zero_core")
 
@@ -32,39 +30,39 @@ class Resumed:
     client_state: dict[str, Any]
 
 
-def resume(engine: Engine, memory: InMemory, root: Path, load: Load) -> Resumed | None:
+def resume(state: TrainingState, memory: InMemory, root: Path, load: Load) -> Resumed | None:
     """Load the newest state there is; None where there is none at all. Collective.
 
     Raises `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded.
     """
-    resumed = _resume(engine, memory, root, load)
-    if resumed is not None and engine.reports:
-        sizes = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    resumed = _resume(state, memory, root, load)
+    if resumed is not None and state.reports:
+        sizes = state.sizes.micro, state.sizes.steps
         logger.warning(
             "resumed from %s after step %d and %d samples: %s; batch %d = %d x %d accumulation x %d rank(s)",
-            *(resumed.source, resumed.step, engine.global_samples, resumed.path, engine.train_batch_size(), *sizes),
-            engine.partition.data_world_size,
+            *(resumed.source, resumed.step, state.counters.global_samples, resumed.path, state.sizes.train, *sizes),
+            state.partition.data_world_size,
         )
     return resumed
 
 
-def _resume(engine: Engine, memory: InMemory, root: Path, load: Load) -> Resumed | None:
-    everybody = engine.model_part.coordinator or coordinator_of(engine)
-    found = memory.find(engine)
+def _resume(state: TrainingState, memory: InMemory, root: Path, load: Load) -> Resumed | None:
+    everybody = state.model_part.coordinator or coordinator_of(state)
+    found = memory.find()
     try:
         on_disk = open_checkpoint(root, coordinator=everybody)
     except NotFoundError:
         on_disk = None
     if found is not None and (on_disk is None or found.step >= on_disk.step):
         try:
-            path, client = load(memory.fetch(engine, found), found.tag)
+            path, client = load(memory.fetch(found), found.tag)
         except CheckpointError as problem:
             if on_disk is None:
                 raise
             note_damaged(found, problem)
         else:
-            return Resumed(engine.global_steps, "memory", path, client)
+            return Resumed(state.counters.global_steps, "memory", path, client)
     if on_disk is None:
         return None
     path, client = load(root, None)
-    return Resumed(engine.global_steps, "disk", path, client)
+    return Resumed(state.counters.global_steps, "disk", path, client)

@@ -6,9 +6,9 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,36 @@ from zero_ckpt.torch import DistCoordinator, RngState, Stager
 from zero_offload import BudgetError, HostBudget
 from zero_partition import DeviceResidency, OwnedFragment
 
-from ..config import Config
 from ..errors import UsageError
+from ..offloading import Offloading
+from ..state import TrainingState
 from .fragments import has_own_master, master_pieces, pieces
 from .names import aliases, exchanged, uncut
 from .progress import progress_of
 from .rank_state import rank_intervals
 from .tiers import stored_weights, tier_intervals
 
-if TYPE_CHECKING:
-    from ..engine import Engine
+
+class Dialect(Protocol):
+    """What a checkpoint holds besides its own files and plain data, for readers that know another library's."""
+
+    def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the user's ``client_state`` as plain data."""
+
+    def files_beside(self, state: TrainingState, client_state: dict[str, Any]) -> Mapping[str, bytes]:
+        """Return small files, name to contents, which nothing here reads; ``client_state``: as plain data."""
+
+
+class OwnDialect:
+    """Nothing besides."""
+
+    def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what was given."""
+        return dict(given)
+
+    def files_beside(self, state: TrainingState, client_state: dict[str, Any]) -> Mapping[str, bytes]:
+        """Return no files."""
+        return {}
 
 
 class Saver:
@@ -38,17 +58,14 @@ class Saver:
     raises `zero_ckpt.CheckpointError` from the next `save`, `wait` or `close`.
     """
 
-    def __init__(self, decoupled: bool, per_node: bool, keep_last: int | None) -> None:
-        self._decoupled, self._per_node, self._keep_last = decoupled, per_node, keep_last
+    def __init__(self, state: TrainingState, offloading: Offloading, dialect: Dialect) -> None:
+        section = state.config.checkpoint
+        self._state, self._offloading, self._dialect = state, offloading, dialect
+        self._decoupled, self._per_node = section.writer.decoupled, section.use_node_local_storage
+        self._keep_last = section.keep_last
         self._waited = 0.0
         self._behind: AsyncSaver | None = None
         self._group: dist.ProcessGroup | None = None
-
-    @classmethod
-    def of(cls, config: Config) -> Saver:
-        """As a configuration's ``checkpoint`` section says."""
-        section = config.checkpoint
-        return cls(section.writer.decoupled, section.use_node_local_storage, section.keep_last)
 
     @property
     def is_writing(self) -> bool:
@@ -61,23 +78,26 @@ class Saver:
         return waited
 
     def save(
-        self, engine: Engine, root: Path, tag: str, client: dict[str, Any], save_latest: bool, exclude_frozen: bool
+        self, root: Path, tag: str, client_state: Mapping[str, Any], *, save_latest: bool, exclude_frozen: bool
     ) -> None:
         """Write ``root/tag``; collective."""
-        parts = engine.partition
-        answers = parts.runtime.agree("save", f"{root}/{tag}", [engine.accumulated, exchanged(engine)])
-        _refuse_inside_accumulation([accumulated for accumulated, _ in answers], engine)
+        client = self._dialect.client_state(client_state)
+        state, parts = self._state, self._state.partition
+        answers = parts.runtime.agree("save", f"{root}/{tag}", [state.counters.accumulated, exchanged(state)])
+        _refuse_inside_accumulation([accumulated for accumulated, _ in answers], state)
         _refuse_exchanged([name for _, name in answers])
         parts.settle()
         parts.runtime.edits.settle_masters()
-        group = coordinator_of(engine)
+        group = coordinator_of(state)
         node = socket.gethostname() if self._per_node else None
         leads = parts.data_rank == 0 if node is None else _leads(group, node)
-        options = describe(engine, client) | {"beside": engine.files_beside(client), "save_latest": save_latest}
-        options |= {"node": node, "keep_last": self._keep_last}
-        intervals = state_intervals(engine, root, exclude_frozen, whole=leads, replicas=node is not None)
+        options = describe(state, client) | {"save_latest": save_latest, "node": node, "keep_last": self._keep_last}
+        options["beside"] = self._dialect.files_beside(state, client)
+        intervals = state_intervals(
+            state, self._offloading, root, exclude_frozen, whole=leads, replicas=node is not None
+        )
         if self._decoupled:
-            self._open_behind(engine, group).save(root, tag, intervals, **options)
+            self._open_behind(group).save(root, tag, intervals, **options)
         else:
             save_sharded(root, tag, intervals, coordinator=group, **options)
 
@@ -108,12 +128,12 @@ class Saver:
                     dist.destroy_process_group(self._group)
                 self._group = None
 
-    def _open_behind(self, engine: Engine, group: Coordinator) -> AsyncSaver:
+    def _open_behind(self, group: Coordinator) -> AsyncSaver:
         """The saver of this engine, made once: its ranks agree in a group of their own, beside training."""
         if self._behind is None:
             own: Coordinator = SoloCoordinator()
             if group.world_size > 1:
-                self._group = own_group(engine)
+                self._group = own_group(self._state)
                 own = DistCoordinator(self._group)
             self._behind = AsyncSaver(own, allow=check_room)
             weakref.finalize(self, self._behind.close)  # a script may end without `engine.destroy()`
@@ -133,35 +153,35 @@ def check_room(nbytes: int) -> None:
         ) from problem
 
 
-def describe(engine: Engine, client: dict[str, Any]) -> dict[str, Any]:
-    """Everything about a checkpoint of ``engine`` besides its tensors, as options of `save_sharded`; ``client`` is the
+def describe(state: TrainingState, client: dict[str, Any]) -> dict[str, Any]:
+    """Everything about a checkpoint of ``state`` besides its tensors, as options of `save_sharded`; ``client`` is the
     user's part."""
     return {
-        "step": engine.global_steps,
-        "aliases": aliases(engine),
-        "frozen": [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad],
-        "client_state": progress_of(engine, client),
-        "config": engine.resolved_config.to_plain(),
+        "step": state.counters.global_steps,
+        "aliases": aliases(state.module),
+        "frozen": [name for name, parameter in state.module.named_parameters() if not parameter.requires_grad],
+        "client_state": progress_of(state, client),
+        "config": state.config.to_plain(),
         "rank_state": {"random": RngState().state_dict()},
     }
 
 
-def own_group(engine: Engine) -> dist.ProcessGroup:
+def own_group(state: TrainingState) -> dist.ProcessGroup:
     """A gloo group of the engine's ranks for one background thread. Every rank of the world calls it together.
 
     torch names groups that are made by their members alone after these: a second one would meet at the addresses that
     the first has left in the store.
     """
-    made = {row: dist.new_group(list(row), backend="gloo") for row in map(tuple, engine.model_part.place.data_rows)}
+    made = {row: dist.new_group(list(row), backend="gloo") for row in map(tuple, state.model_part.place.data_rows)}
     group: dist.ProcessGroup = next(group for row, group in made.items() if dist.get_rank() in row)
     return group
 
 
-def _refuse_inside_accumulation(accumulated: list[int], engine: Engine) -> None:
+def _refuse_inside_accumulation(accumulated: list[int], state: TrainingState) -> None:
     """Raise `UsageError` on every rank where one is inside an accumulation: no checkpoint holds half gradients."""
     if any(accumulated):
         raise UsageError(
-            f"save_checkpoint was called after {max(accumulated)} of {engine.gradient_accumulation_steps()} "
+            f"save_checkpoint was called after {max(accumulated)} of {state.sizes.steps} "
             "micro-batches of an accumulation, whose gradients a checkpoint does not hold: a resumed run would go on "
             "without them. Save after the step that ends the accumulation, or end it before: after "
             "engine.set_gradient_accumulation_boundary(True) the next step acts"
@@ -179,9 +199,9 @@ def _refuse_exchanged(names: list[str]) -> None:
         )
 
 
-def coordinator_of(engine: Engine) -> Coordinator:
+def coordinator_of(state: TrainingState) -> Coordinator:
     """How the ranks of the engine agree about checkpoints."""
-    group = engine.partition.groups.control.process_group
+    group = state.partition.groups.control.process_group
     return SoloCoordinator() if group is None else DistCoordinator(group)
 
 
@@ -192,7 +212,7 @@ def _leads(group: Coordinator, node: str) -> bool:
 
 
 def state_intervals(
-    engine: Engine, root: Path, exclude_frozen: bool, *, whole: bool, replicas: bool
+    state: TrainingState, tiers: Offloading, root: Path, exclude_frozen: bool, *, whole: bool, replicas: bool
 ) -> Iterator[Interval]:
     """What this rank contributes; ``whole``: what every rank has whole too. ``replicas``: also what other ranks hold as
     well, for nodes that cannot read one another's files. Of several copies of the model, the first is written.
@@ -200,11 +220,11 @@ def state_intervals(
     Parameters that user code can write at any time are to be copied at once, what only the engine writes until it does
     (`Interval.version`).
     """
-    stager, parts = Stager(), engine.partition
+    stager, parts = Stager(), state.partition
     if parts.data_rank >= parts.world_size and not replicas:
         return  # the ranks of the first copy of the model write it
     trained = sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in parts.units if u.states is not None)
-    sealed, weights = engine.offloading.seal(root, trained)
+    sealed, weights = tiers.seal(root, trained)
     for unit in parts.units:
         if exclude_frozen and not unit.plan.trainable:
             continue
@@ -227,17 +247,17 @@ def state_intervals(
                 )
         if unit.states is not None:
             yield from tier_intervals(unit.states, unit, parts.rank, sealed, replicas=replicas)
-    if engine.sharded_optimizer is not None:
+    if state.optimizer is not None:
         several = len(parts.owned_ranks()) > 1  # fragments of one parameter on this rank
-        for owned in engine.sharded_optimizer.fragments:
+        for owned in state.optimizer.fragments:
             if replicas or owned.fragment.rank == parts.rank:
-                state = engine.sharded_optimizer.state.get(owned.tensor, {})
-                yield from _optimizer_intervals(stager, owned, state, replicas=replicas and not several)
-        yield from rank_intervals(engine, stager)
+                kept = state.optimizer.state.get(owned.tensor, {})
+                yield from _optimizer_intervals(stager, owned, kept, replicas=replicas and not several)
+        yield from rank_intervals(state, stager)
     if whole:
-        for name, buffer in engine.module.named_buffers():
+        for name, buffer in state.module.named_buffers():
             yield from stager.intervals(name, "buffer", buffer.detach().contiguous())
-        for name, parameter in uncut(engine).items():
+        for name, parameter in uncut(state).items():
             yield from stager.intervals(name, "param", parameter.contiguous())
 
 

@@ -5,10 +5,10 @@ Read `instruments.py` first; every other file is one instrument.
 
 from __future__ import annotations
 
+from ..text import say
 from .communication import SpokenLedger, communication_table, ledger_for
 from .instruments import PARTS, Instruments, Silent, instruments_for
 from .memory import MEMORY_KINDS, MemoryRow, memory_rows, memory_table
-from .text import say
 from .timers import NoTimers, Timers
 
 __all__ = [

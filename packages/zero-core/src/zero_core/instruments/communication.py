@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from zero_comm import Ledger, Tag
 
 from ..errors import UsageError
-from .text import mebibytes, say, table
+from ..text import mebibytes, say, table
 
 if TYPE_CHECKING:
     from zero_core.config import Config

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .text import say, scaled, table
+from ..text import say, scaled, table
 
 if TYPE_CHECKING:
     from zero_core.config._tool_keys import FlopsProfiler

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..monitors import Event, Monitor
+from ..state import TrainingState
+from ..text import mebibytes, say, table
 from .communication import chosen_phases, communication_table
 from .flops import FlopsProfile
 from .memory import memory_rows, memory_table, present_memory
-from .text import mebibytes, say, table
 from .timers import NoTimers, Timers
 
 if TYPE_CHECKING:
     from zero_core.config import Config
-    from zero_core.engine import Engine
 
 PARTS = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
 """Parts of a step; backward holds backward_inner (autograd) and backward_allreduce (what is left to reduce then)."""
@@ -73,15 +73,15 @@ class Silent:
 class Speaking:
     """The instruments of rank 0. Tables come every ``steps_per_print`` steps, or every step without it."""
 
-    def __init__(self, engine: Engine, monitor: Monitor) -> None:
-        config = engine.resolved_config
-        self._engine = engine
+    def __init__(self, state: TrainingState, monitor: Monitor) -> None:
+        config = state.config
+        self._state = state
         self._monitor = monitor
         self._breakdown = config.wall_clock_breakdown
         self._memory = config.memory_breakdown
-        self._timers: Timers | NoTimers = Timers(engine.device) if self._breakdown else NoTimers()
+        self._timers: Timers | NoTimers = Timers(state.device) if self._breakdown else NoTimers()
         profiler = config.flops_profiler
-        self._flops = FlopsProfile(profiler, engine.module, engine.device) if profiler.enabled else None
+        self._flops = FlopsProfile(profiler, state.module, state.device) if profiler.enabled else None
         self._communication = config.comms_logger.enabled
         self._phases = chosen_phases(config)
         self._open_waited = (0.0, 0.0)
@@ -104,10 +104,10 @@ class Speaking:
         with ExitStack() as stack:
             stack.enter_context(self._timers.during(part))
             if self._flops is not None and part in ("forward", "backward", "step"):
-                stack.enter_context(self._flops.during(part, self._engine.global_steps))
+                stack.enter_context(self._flops.during(part, self._state.counters.global_steps))
             yield
         if self._memory and part in ("forward", "backward", "step"):
-            self._after[part] = present_memory(self._engine.device)
+            self._after[part] = present_memory(self._state.device)
         self._micro_batches += part == "forward"
 
     def loss(self, loss: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class Speaking:
 
     def after_step(self) -> None:
         """Write the events of a step, and say what is due."""
-        engine = self._engine
+        state = self._state
         self._steps += 1
         if self._monitor.enabled or self._due():
             times = self._timers.take()
@@ -127,7 +127,7 @@ class Speaking:
                 self._monitor.write_events(list(self._events(times)))
                 self._losses.clear()
         if self._flops is not None:
-            self._flops.after_step(engine.global_steps - 1, engine.train_micro_batch_size_per_gpu())
+            self._flops.after_step(state.counters.global_steps - 1, state.sizes.micro)
         if self._due():
             for text in self._said():
                 say(text)
@@ -141,54 +141,55 @@ class Speaking:
         """Nothing to do: what is due was said after its step."""
 
     def _due(self) -> bool:
-        return self._engine.global_steps % self._every == 0
+        return self._state.counters.global_steps % self._every == 0
 
     def _events(self, times: dict[str, float]) -> Iterator[Event]:
-        engine, samples = self._engine, self._engine.global_samples
+        state, samples = self._state, self._state.counters.global_samples
         if self._losses:
             yield "Train/Samples/train_loss", float(torch.stack(self._losses).sum()), samples
-        yield "Train/Samples/lr", float(engine.get_lr()[0]), samples
-        if engine.resolved_config.fp16.enabled:
-            yield "Train/Samples/loss_scale", engine.loss_scale(), samples
+        yield "Train/Samples/lr", float(state.learning_rates()[0]), samples
+        if state.config.fp16.enabled:
+            yield "Train/Samples/loss_scale", state.loss_scale(), samples
         for part in PARTS:
             if part in times:
                 yield f"Train/Samples/elapsed_time_ms_{part}", times[part], samples
 
     def _said(self) -> Iterator[str]:
-        engine = self._engine
+        state = self._state
         if self._progress:
             yield self._progress_line()
         if self._breakdown:
             parts = ", ".join(f"{part} {self._times[part]:.2f}" for part in PARTS if part in self._times)
-            yield f"step {engine.global_steps}, ms of {self._micro_batches} micro-batches: {parts}"
+            yield f"step {state.counters.global_steps}, ms of {self._micro_batches} micro-batches: {parts}"
         if self._memory:
             names = sorted({name for found in self._after.values() for name in found})
             yield table(
                 ("MiB after", *names),
                 [(part, *(mebibytes(found.get(n, 0)) for n in names)) for part, found in self._after.items()],
             )
-            yield memory_table(memory_rows(engine.partition, engine.sharded_optimizer))
+            yield memory_table(memory_rows(state.partition, state.optimizer))
         if self._communication or self._breakdown:
             yield self._overlap_line()
         if self._communication:
-            yield communication_table(engine.ledger, self._phases, engine.global_steps)
+            yield communication_table(state.ledger, self._phases, state.counters.global_steps)
 
     def _overlap_line(self) -> str:
         """How much of the communication since the last line this rank computed behind."""
-        before, self._open_waited = self._open_waited, self._engine.ledger.seconds("gather", "reduce", "publish")
+        before, self._open_waited = self._open_waited, self._state.ledger.seconds("gather", "reduce", "publish")
         open_, waited = (max(0.0, now - then) for now, then in zip(self._open_waited, before, strict=True))
         hidden = f", {1 - waited / open_:.0%} hidden behind computation" if open_ else ""
-        return f"step {self._engine.global_steps}, communication: {open_:.4f} s open, {waited:.4f} s waited for{hidden}"
+        step = self._state.counters.global_steps
+        return f"step {step}, communication: {open_:.4f} s open, {waited:.4f} s waited for{hidden}"
 
     def _progress_line(self) -> str:
-        engine = self._engine
-        rates = ", ".join(f"{rate:.3g}" for rate in engine.get_lr())
-        line = f"step {engine.global_steps}: gradient norm {engine.get_global_grad_norm():.4g}, lr {rates}"
+        state = self._state
+        rates = ", ".join(f"{rate:.3g}" for rate in state.learning_rates())
+        line = f"step {state.counters.global_steps}: gradient norm {state.counters.norm:.4g}, lr {rates}"
         before, self._since = self._since, time.perf_counter()
         if self._throughput:
-            samples = self._steps * engine.train_batch_size()
+            samples = self._steps * state.sizes.train
             line += f", {samples / (self._since - before):.4g} samples per second"
-        return f"{line}, skipped {engine.skipped_steps}"
+        return f"{line}, skipped {state.counters.skipped_steps}"
 
 
 def prints_progress(config: Config) -> bool:
@@ -196,9 +197,9 @@ def prints_progress(config: Config) -> bool:
     return config.steps_per_print is not None and 0 < config.steps_per_print < math.inf
 
 
-def instruments_for(engine: Engine, monitor: Monitor) -> Instruments:
+def instruments_for(state: TrainingState, monitor: Monitor) -> Instruments:
     """The instruments that the engine's configuration asks for, on this rank."""
-    config = engine.resolved_config
+    config = state.config
     chosen_phases(config)
     asked = (
         prints_progress(config),
@@ -208,4 +209,4 @@ def instruments_for(engine: Engine, monitor: Monitor) -> Instruments:
         config.flops_profiler.enabled,
         config.comms_logger.enabled,
     )
-    return Speaking(engine, monitor) if engine.reports and any(asked) else Silent()
+    return Speaking(state, monitor) if state.reports and any(asked) else Silent()

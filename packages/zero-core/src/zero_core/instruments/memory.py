@@ -10,7 +10,7 @@ import torch
 
 from zero_partition import DeviceResidency
 
-from .text import mebibytes, table
+from ..text import mebibytes, table
 
 if TYPE_CHECKING:
     from zero_partition import Partition, ShardedOptimizer, Unit

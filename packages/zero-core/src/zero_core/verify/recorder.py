@@ -28,7 +28,7 @@ class Enough(BaseException):
 
 
 class Recorder:
-    """Supervises a script (see `zero_core.observing.Supervisor`): gives its engines the configuration of ``variant``
+    """Supervises a script (see `zero_core.supervision.Supervisor`): gives its engines the configuration of ``variant``
     and records them under ``folder`` until each has taken ``steps`` steps, then raises `Enough`.
 
     ``config``: the user's configuration; None takes what the script gives to `initialize`.

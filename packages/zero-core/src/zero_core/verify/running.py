@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from zero_core.observing import supervised
+from zero_core.supervision import supervised
 
 from .recorder import Enough, Recorder
 from .variants import Variant

@@ -13,12 +13,10 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from .engine import Engine
+from ..state import TrainingState
 
 logger = logging.getLogger("zero_core")
 
@@ -33,25 +31,26 @@ class Departure:
     ``root``: where a checkpoint goes that the launcher asks for; set by `resume` and `save_checkpoint`.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, state: TrainingState, folder: Path | None) -> None:
+        self._state = state
         self._folder = folder
         self._told = False
         self.root: str | None = None
 
     @classmethod
-    def of(cls, environ: Mapping[str, str] = os.environ) -> Departure:
+    def of(cls, state: TrainingState, environ: Mapping[str, str] = os.environ) -> Departure:
         """As the environment says."""
         folder = environ.get(ORDERS_VARIABLE)
-        return cls(None if not folder else Path(folder))
+        return cls(state, None if not folder else Path(folder))
 
-    def before_step(self, engine: Engine) -> None:
+    def before_step(self) -> None:
         """Look for an order; it goes with this step's messages."""
         if self._folder is not None:
-            engine.partition.groups.control.watched.wish = _WISHES.get(self._order(), 0)
+            self._state.groups.control.watched.wish = _WISHES.get(self._order(), 0)
 
-    def after_step(self, engine: Engine, save: Callable[[str], object]) -> None:
+    def after_step(self, save: Callable[[str], object]) -> None:
         """Save and leave when the ranks have agreed to end. ``save`` writes a checkpoint and leaves."""
-        if self._folder is None or engine.partition.groups.control.watched.agreed < _WISHES["end"]:
+        if self._folder is None or self._state.groups.control.watched.agreed < _WISHES["end"]:
             return
         if self.root is not None:
             save(self.root)
@@ -62,16 +61,17 @@ class Departure:
                 "engine.save_checkpoint(dir) has named a folder: training goes on"
             )
 
-    def after_checkpoint(self, engine: Engine, wait: Callable[[], object]) -> None:
+    def after_checkpoint(self, wait: Callable[[], object]) -> None:
         """Leave when the ranks have agreed to; ``wait`` returns when the checkpoint is complete. Raises SystemExit."""
-        agreed = engine.partition.groups.control.watched.agreed if self._folder is not None else 0
+        state = self._state
+        agreed = state.groups.control.watched.agreed if self._folder is not None else 0
         if not agreed or self._folder is None:
             return
         wait()
         order = next(word for word, wish in _WISHES.items() if wish == agreed)
-        if engine.reports:
-            logger.warning("leaving after step %d, as the launcher asks (%s)", engine.global_steps, order)
-        engine.partition.runtime.agree("leave", order, None)
+        if state.reports:
+            logger.warning("leaving after step %d, as the launcher asks (%s)", state.counters.global_steps, order)
+        state.partition.runtime.agree("leave", order, None)
         (self._folder / f"left.{dist.get_rank()}").write_text(order, encoding="ascii")
         raise SystemExit(LEFT_STATUS)
 

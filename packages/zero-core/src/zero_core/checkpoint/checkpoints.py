@@ -1,0 +1,144 @@
+"""Everything an engine does with checkpoints, between its steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_ckpt import LoadReport
+
+from ..errors import UsageError
+from ..failures import Failures
+from ..instruments import Instruments
+from ..state import TrainingState
+from .departure import Departure
+from .in_memory import InMemory
+from .loading import Wanted, load
+from .notices import Notices
+from .periodic import Periodic
+from .resuming import Resumed, resume
+from .saving import Saver
+
+
+class Checkpoints:
+    """Saves, loads and resumes one engine's state. Every call is collective.
+
+    Call order around each optimizer step: `check_folder`, `before_step`, the step, `step_taken`, `after_step`; the
+    others between steps; `close`.
+
+    Attributes:
+        report: what the last load did to each name; None before.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        failures: Failures,
+        instruments: Instruments,
+        saver: Saver,
+        in_memory: InMemory,
+        departure: Departure,
+        periodic: Periodic,
+        before_load: Callable[[], None],
+    ) -> None:
+        self.report: LoadReport | None = None
+        self._state = state
+        self._failures = failures
+        self._instruments = instruments
+        self._saver = saver
+        self._in_memory = in_memory
+        self._departure = departure
+        self._periodic = periodic
+        self._notices = Notices(state.groups.control, saver, in_memory, periodic)
+        self._before_load = before_load
+        state.partition.readers.add(saver.copied)
+        state.partition.readers.add(in_memory.copied)
+
+    def save(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        *,
+        save_latest: bool,
+        exclude_frozen: bool,
+    ) -> None:
+        """Write everything needed to go on into ``save_dir/tag``; leave afterwards if the launcher asks for it."""
+        state = self._state
+        state.check_open("save_checkpoint")
+        if not str(save_dir):
+            raise UsageError("save_checkpoint(save_dir): expected a directory, got an empty string")
+        state.micro_batches.before("save_checkpoint", state.counters.accumulated)
+        name = str(tag) if tag is not None else f"global_step{state.counters.global_steps}"
+        root = state.model_part.folder(Path(save_dir))
+        with (
+            self._failures.told_to_all(),
+            state.model_part.together("save_checkpoint"),
+            self._instruments.during("save"),
+        ):
+            self._saver.save(root, name, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen)
+        self._instruments.saved(root / name)
+        self._departure.root = self._departure.root or str(save_dir)
+        self._departure.after_checkpoint(self._saver.wait)
+
+    def load(
+        self, load_dir: str | os.PathLike[str], tag: str | None, wanted: Wanted
+    ) -> tuple[str, dict[str, Any]]:
+        """Load ``load_dir/tag`` (default: the newest complete one); return its path and the client state."""
+        self._state.check_open("load_checkpoint")
+        self._saver.wait()
+        return self._load(self._state.model_part.folder(Path(load_dir)), tag, wanted)
+
+    def resume(self, load_dir: str | os.PathLike[str]) -> Resumed | None:
+        """Load the newest state of this job and say where training goes on; None for a first start."""
+        self._state.check_open("resume")
+        self._saver.wait()
+        self._departure.root = str(load_dir)
+        root = self._state.model_part.folder(Path(load_dir))
+        return resume(self._state, self._in_memory, root, self._load_everything)
+
+    def check_folder(self) -> None:
+        """Raise `UsageError` where steps are to save by themselves and no folder is known."""
+        self._periodic.check(self._departure.root)
+
+    def before_step(self) -> None:
+        """Look for an order of the launcher, and tell what other ranks have to know after this step."""
+        self._departure.before_step()
+        self._notices.before_step(leads=self._state.reports)
+
+    def step_taken(self) -> None:
+        """Take in what all ranks have told with the messages of the step."""
+        self._notices.after_step()
+
+    def after_step(self) -> None:
+        """Raise what a save behind training met, copy and save when due, and leave when agreed."""
+        self._notices.check()
+        if self._in_memory.after_step():
+            self._departure.after_checkpoint(self._in_memory.wait)
+        self._periodic.after_step(self._save, self._departure.root, due=self._notices.due)
+        self._departure.after_step(self._save)
+
+    def wait(self) -> None:
+        """Wait until everything that was started is written. Raises `zero_ckpt.CheckpointError` when it failed."""
+        self._saver.wait()
+        self._in_memory.wait()
+
+    def close(self) -> None:
+        """Finish what was started. Raises `zero_ckpt.CheckpointError` when it failed."""
+        self._saver.close()
+        self._in_memory.close()
+
+    def _save(self, root: str) -> None:
+        self.save(root, None, {}, save_latest=True, exclude_frozen=False)
+
+    def _load_everything(self, root: Path, tag: str | None) -> tuple[str, dict[str, Any]]:
+        trained = self._state.optimizer is not None
+        return self._load(root, tag, Wanted(strict=True, optimizer=trained, scheduler=True, counters=True))
+
+    def _load(self, root: Path, tag: str | None, wanted: Wanted) -> tuple[str, dict[str, Any]]:
+        self._before_load()
+        with self._failures.told_to_all():
+            self.report, client_state = load(self._state, root, tag, wanted)
+        return str(self.report.path), client_state

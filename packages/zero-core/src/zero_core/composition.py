@@ -1,0 +1,100 @@
+"""The parts of an engine, put together: the one place that knows which part needs which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from .accumulation import Accumulation
+from .audit import Auditor, auditor_for
+from .checkpoint import Checkpoints, Departure, Dialect, InMemory, Saver, periodic_of
+from .checkpointing import Checkpointing
+from .failures import Failures
+from .full_values import FullValues
+from .instruments import Instruments, instruments_for
+from .loaders import Loaders
+from .monitors import Monitor, build_monitor
+from .offloading import Offloading
+from .parking import Parking
+from .run_record import RunRecord
+from .state import TrainingState
+from .training import Training
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an `Engine` delegates to; each takes what it needs of the `TrainingState`, none the engine."""
+
+    accumulation: Accumulation
+    audit: Auditor
+    checkpointing: Checkpointing
+    checkpoints: Checkpoints
+    failures: Failures
+    full: FullValues
+    instruments: Instruments
+    loaders: Loaders
+    monitor: Monitor
+    offloading: Offloading
+    parking: Parking
+    training: Training
+
+    def close(self, state: TrainingState, whole: bool) -> None:
+        """Finish checkpoints, unshard parameters unless ``whole`` is false, leave the groups, then stop recording."""
+        try:
+            self.checkpoints.close()
+        finally:
+            state.partition.close(whole=whole)
+            self.offloading.close()
+            state.groups.close()
+            state.model_part.close()
+            self.monitor.close()
+            self.instruments.close()
+
+
+def compose(
+    state: TrainingState,
+    offloading: Offloading,
+    dialect: Dialect,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    record: RunRecord | None,
+) -> Parts:
+    """Make the parts of one engine over ``state``. Collective."""
+    config = state.config
+    monitor = build_monitor(config, dist.get_rank())
+    instruments = instruments_for(state, monitor)
+    if record is not None:
+        instruments = record.instruments(instruments, state, offloading)
+    accumulation = Accumulation(state)
+    failures = Failures(state, accumulation)
+    audit = auditor_for(state, config.audit_every)
+    checkpointing = Checkpointing(config.activation_checkpointing, state.model_part.place.group)
+    saver = Saver(state, offloading, dialect)
+    checkpoints = Checkpoints(
+        state,
+        failures,
+        instruments,
+        saver,
+        InMemory(state, offloading),
+        Departure.of(state),
+        periodic_of(state, saver),
+        before_load=audit.forget,
+    )
+    return Parts(
+        accumulation=accumulation,
+        audit=audit,
+        checkpointing=checkpointing,
+        checkpoints=checkpoints,
+        failures=failures,
+        full=FullValues(state),
+        instruments=instruments,
+        loaders=Loaders(state, collate_fn),
+        monitor=monitor,
+        offloading=offloading,
+        parking=Parking(state, offloading),
+        training=Training(
+            state, accumulation, failures, instruments, audit, offloading, checkpointing, checkpoints
+        ),
+    )

@@ -1,0 +1,108 @@
+"""What is sharded, full again: parameters, gradients, states, and the weights of a model for saving."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_partition import (
+    full_gradient,
+    full_parameter,
+    full_state,
+    gathered,
+    set_full_gradient,
+    set_full_parameter,
+    set_full_state,
+)
+
+from .errors import UsageError
+from .state import TrainingState
+
+
+class FullValues:
+    """Brings sharded values together. Every call is collective."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+
+    @contextmanager
+    def gathered(self, parameters: Any, modifier_rank: int | None) -> Iterator[None]:
+        """Have ``parameters`` full inside the block (see `zero_partition.gathered`)."""
+        with gathered(self._state.partition, parameters, modifier_rank):
+            yield
+
+    def param(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return a copy of the full parameter in the optimizer's precision."""
+        self._state.check_open("full_param")
+        return full_parameter(self._state.partition, parameter)
+
+    def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return a copy of the full averaged gradient; None when no rank has one."""
+        self._state.check_open("full_grad")
+        return full_gradient(self._state.partition, parameter)
+
+    def state(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
+        """Return a copy of the full optimizer state ``key`` of a parameter."""
+        return full_state(self._state.partition, self._state.check_trainable("full_state"), parameter, key)
+
+    def set_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Replace a parameter, its master included, by rank 0's ``value``."""
+        self._state.check_open("set_full_param")
+        set_full_parameter(self._state.partition, parameter, value)
+
+    def set_grad(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Replace the averaged gradient of a parameter by rank 0's ``value`` until the next step."""
+        self._state.check_open("set_full_grad")
+        set_full_gradient(self._state.partition, parameter, value)
+
+    def set_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+        """Replace the optimizer state ``key`` of a parameter by rank 0's ``value``."""
+        optimizer = self._state.check_trainable("set_full_state")
+        set_full_state(self._state.partition, optimizer, parameter, key, value)
+
+    def state_dict(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
+        """Return the module's state dict with full values in host memory on rank 0, None on other ranks.
+
+        One unit is gathered at a time. Tied parameters share their storage.
+        """
+        self._state.check_open("consolidated_state_dict")
+        module, parts = self._state.module, self._state.partition
+        copies: dict[int, torch.Tensor] = {}
+        for unit in parts.units:
+            with gathered(parts, unit.parameters, read_only=True):
+                if parts.data_rank == 0:
+                    copies.update((id(p), p.detach().to("cpu", copy=True)) for p in unit.parameters)
+        if parts.data_rank:
+            return None
+        tensors: dict[str, torch.Tensor] = {}
+        stored = module.state_dict().keys()
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if name in stored and (parameter.requires_grad or not exclude_frozen):
+                if id(parameter) not in copies:
+                    copies[id(parameter)] = parameter.detach().to("cpu", copy=True)
+                tensors[name] = copies[id(parameter)]
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if name in stored:
+                tensors[name] = buffer.detach().to("cpu", copy=True)
+        return {name: tensors[name] for name in stored if name in tensors}
+
+    def save(self, save_dir: str | os.PathLike[str], filename: str, exclude_frozen: bool) -> None:
+        """Write `state_dict` with torch.save to ``save_dir/filename``, complete or not at all. Raises `UsageError`."""
+        if Path(filename).suffix == ".safetensors":
+            raise UsageError(
+                f"save_16bit_model(save_filename={filename!r}): this call writes torch.save's format; "
+                "for safetensors save a checkpoint and run `zero-ckpt convert`"
+            )
+        tensors = self.state_dict(exclude_frozen)
+        if tensors is not None:
+            folder = self._state.model_part.folder(Path(save_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished = folder / f".{filename}.unfinished"
+            torch.save(tensors, unfinished)
+            unfinished.replace(folder / filename)

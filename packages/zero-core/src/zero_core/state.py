@@ -1,0 +1,197 @@
+"""What the parts of one engine share: made once, and given to each of them by its constructor."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_comm import EngineGroups, Ledger
+from zero_partition import Partition, ShardedOptimizer, StepResult
+from zero_precision import PrecisionPolicy, parse_dtype
+
+from .config import Config
+from .data_loader import RankLoader
+from .errors import UsageError
+from .model_parallel import ModelPart
+from .schedules import Scheduler
+from .virtual_ranks import MicroBatches
+
+
+@dataclass
+class Counters:
+    """What has happened since the start of training.
+
+    Attributes:
+        global_steps: optimizer steps, taken and skipped ones.
+        micro_steps: micro-batches of this rank that `Engine.step` has counted.
+        skipped_steps: optimizer steps that left the weights as they were.
+        global_samples: samples on all ranks.
+        accumulated: micro-batches of the running accumulation.
+        last: the result of the last optimizer step; None before the first.
+        last_taken: the result of the last one that updated the weights.
+    """
+
+    global_steps: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+    global_samples: int = 0
+    accumulated: int = 0
+    last: StepResult | None = None
+    last_taken: StepResult | None = None
+
+    @property
+    def norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping; None before the first step."""
+        return None if self.last is None else self.last.norm
+
+
+class BatchSizes:
+    """How many samples and micro-batches make up a step.
+
+    Attributes:
+        train: samples per optimizer step over all ranks.
+        micro: samples per micro-batch and rank.
+        steps: micro-batches per optimizer step.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.train = config.train_batch_size
+        self.micro = config.train_micro_batch_size_per_gpu
+        self.steps = config.gradient_accumulation_steps
+        self._ranks, self._virtual_ranks = config.world_size, config.virtual_ranks
+
+    def set_train(self, size: int) -> None:
+        """Accumulate as many micro-batches as make up ``size`` samples per step. Raises `UsageError`."""
+        virtual, together = self._virtual_ranks, self.micro * self._ranks
+        if virtual and size != self.micro * virtual:
+            raise UsageError(
+                f"set_train_batch_size: expected {self.micro * virtual}, a micro-batch for each of the {virtual} "
+                f"virtual ranks of deterministic.across_world_sizes, got {size}"
+            )
+        if size < 1 or size % together:
+            raise UsageError(
+                f"set_train_batch_size: expected a multiple of {together} ({self.micro} samples per micro-batch on "
+                f"{self._ranks} ranks), got {size}"
+            )
+        self.train, self.steps = size, size // together
+
+    def set_micro(self, size: int) -> None:
+        """Have ``size`` samples in a micro-batch, and as many micro-batches per step as before. Raises `UsageError`."""
+        if size < 1:
+            raise UsageError(f"set_train_micro_batch_size: expected a number of samples, got {size}")
+        self.train, self.micro = size * self.steps * self._ranks, size
+
+
+@dataclass
+class Attached:
+    """What the user may exchange while training; None for nothing.
+
+    Attributes:
+        scheduler: stepped after each optimizer step that was taken.
+        loader: the data loader whose position is part of a checkpoint.
+    """
+
+    scheduler: Scheduler | None = None
+    loader: RankLoader[Any] | None = None
+
+
+@dataclass
+class Lifetime:
+    """Whether the engine can be used: ``destroyed`` for good, or ``parked`` until its states are reloaded."""
+
+    destroyed: bool = False
+    parked: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """All that one engine trains with. The parts of an engine take it, or what they need of it, never the engine.
+
+    Attributes:
+        module: the user's model.
+        partition: which rank owns what; its groups and its precision.
+        optimizer: the transaction around the torch optimizer; None for inference.
+        config: the resolved configuration.
+        ledger: bytes sent, by phase and unit.
+        model_part: what this rank's model is of the full one, under an mpu.
+        micro_batches: how the micro-batches of a step count.
+        reports: whether this rank, the first of the job, prints and logs for all.
+        compiled: names of the modules that `Engine.compile` has compiled.
+    """
+
+    module: nn.Module
+    partition: Partition
+    optimizer: ShardedOptimizer | None
+    config: Config
+    ledger: Ledger
+    model_part: ModelPart
+    micro_batches: MicroBatches
+    sizes: BatchSizes
+    reports: bool
+    attached: Attached = field(default_factory=Attached)
+    counters: Counters = field(default_factory=Counters)
+    lifetime: Lifetime = field(default_factory=Lifetime)
+    compiled: list[str] = field(default_factory=list)
+
+    @property
+    def groups(self) -> EngineGroups:
+        """The process groups for gathers, reductions and control messages."""
+        return self.partition.groups
+
+    @property
+    def precision(self) -> PrecisionPolicy:
+        """The dtypes of parameters, gradients, messages and states."""
+        return self.partition.options.policy
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.partition.device
+
+    @property
+    def torch_optimizer(self) -> Optimizer | None:
+        """The torch optimizer whose groups hold this rank's fragments."""
+        return None if self.optimizer is None else self.optimizer.inner
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank takes part, and no tier that a failure could leave half written."""
+        parts = self.partition
+        return parts.data_world_size == 1 and self.model_part.place.size == 1 and parts.states is None
+
+    def loss_scale(self) -> float:
+        """Return the factor that the loss is multiplied with before backward."""
+        return 1.0 if self.optimizer is None else self.optimizer.loss_scale.scale
+
+    def learning_rates(self) -> list[float]:
+        """Return the learning rate of each param group."""
+        return [group["lr"] for group in self.check_trainable("get_lr").param_groups]
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the autocast context of the forward pass, as `torch_autocast` says."""
+        section = self.config.torch_autocast
+        if not section.enabled:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
+
+    def check_open(self, call: str) -> None:
+        """Raise `UsageError` where ``engine.call`` cannot work: the engine was destroyed, or its states are away."""
+        if self.lifetime.destroyed:
+            raise UsageError(f"engine.{call}: this engine was destroyed; the plain model goes on, or initialize again")
+        if self.lifetime.parked:
+            raise UsageError(f"engine.{call}: the states are in host memory; call engine.reload_states() first")
+
+    def check_trainable(self, call: str) -> ShardedOptimizer:
+        """Return the optimizer that ``engine.call`` needs. Raises `UsageError` without one, and as `check_open`."""
+        self.check_open(call)
+        if self.optimizer is None:
+            raise UsageError(
+                f"engine.{call}: this engine has no optimizer; pass optimizer=… to initialize or add an 'optimizer' "
+                "section to the config"
+            )
+        return self.optimizer

@@ -1,0 +1,58 @@
+"""Who supervises the engines that are made in a context: other configurations, other units, an observer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from zero_partition import UnitLimits
+
+from .engine import Engine
+from .observing import Observer, Unobserved
+
+
+class Supervisor(Protocol):
+    """What `initialize` asks: which configuration and units to use instead of those given, and who observes.
+
+    ``world_size``: the ranks that train the same part of the model.
+    """
+
+    def config(self, given: Any, world_size: int) -> Any: ...
+    def limits(self, limits: UnitLimits) -> UnitLimits: ...
+    def observer(self, engine: Engine) -> Observer: ...
+
+
+class Unsupervised:
+    """Everything as the script says."""
+
+    def config(self, given: Any, world_size: int) -> Any:
+        """What was given."""
+        return given
+
+    def limits(self, limits: UnitLimits) -> UnitLimits:
+        """What was given."""
+        return limits
+
+    def observer(self, engine: Engine) -> Observer:
+        """Nobody."""
+        return Unobserved()
+
+
+_SUPERVISOR: ContextVar[Supervisor] = ContextVar("zero_core_supervisor", default=Unsupervised())  # noqa: B039
+
+
+def supervisor() -> Supervisor:
+    """Who supervises this context."""
+    return _SUPERVISOR.get()
+
+
+@contextmanager
+def supervised(by: Supervisor) -> Iterator[None]:
+    """Have ``by`` asked for every engine that is made inside."""
+    token = _SUPERVISOR.set(by)
+    try:
+        yield
+    finally:
+        _SUPERVISOR.reset(token)

@@ -1,0 +1,153 @@
+"""One micro-batch and one optimizer step, in the order in which things happen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zero_precision import cast_floating
+
+from .accumulation import Accumulation
+from .audit import Auditor
+from .checkpoint import Checkpoints
+from .checkpointing import Checkpointing
+from .errors import UsageError
+from .failures import Failures
+from .instruments import Instruments
+from .observing import Observer, Unobserved
+from .offloading import Offloading
+from .schedules import Scheduler
+from .state import TrainingState
+
+logger = logging.getLogger("zero_core")
+
+
+class Training:
+    """The passes and steps of one engine.
+
+    Call order of a micro-batch: `forward`, `backward`, `step`. Everything that listens (instruments, auditor,
+    observer, tiers, checkpoints) is told here and nowhere else.
+
+    Attributes:
+        observer: told of losses and steps; may be assigned.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        accumulation: Accumulation,
+        failures: Failures,
+        instruments: Instruments,
+        audit: Auditor,
+        offloading: Offloading,
+        checkpointing: Checkpointing,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self.observer: Observer = Unobserved()
+        self._state = state
+        self._accumulation = accumulation
+        self._failures = failures
+        self._instruments = instruments
+        self._audit = audit
+        self._offloading = offloading
+        self._checkpointing = checkpointing
+        self._checkpoints = checkpoints
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module and return its output unchanged."""
+        state = self._state
+        state.check_open("forward")
+        if state.config.fp16.enabled and state.config.fp16.auto_cast:
+            args, kwargs = cast_floating((args, kwargs), torch.float16)
+        micro_batch = state.micro_batches.forward(state.counters.global_steps, state.counters.accumulated)
+        with self._failures.may_be_caught("forward"), state.autocast(), self._checkpointing.running():
+            with self._instruments.during("forward"), self._offloading.forward(), micro_batch, self._audit.forward():
+                return state.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool, divide: bool) -> torch.Tensor:
+        """Backpropagate ``loss``, with ``divide`` by the accumulation steps; return what was backpropagated,
+        unscaled."""
+        state = self._state
+        state.check_trainable("backward")
+        precise = _precise("backward", loss)
+        steps, scale = state.sizes.steps, state.loss_scale()
+        state.micro_batches.before_backward(state.counters.global_steps, state.counters.accumulated)
+        scaled = state.micro_batches.to_backpropagate(precise, steps, divide=divide)
+        with self._failures.may_be_caught("backward"):
+            self.observer.loss(loss)
+            with self._instruments.during("backward"), self._audit.backward():
+                state.partition.runtime.begin_backward()
+                with self._instruments.during("backward_inner"):
+                    torch.autograd.backward(scaled * scale if scale != 1.0 else scaled, retain_graph=retain_graph)
+                with self._instruments.during("backward_allreduce"):
+                    state.partition.runtime.end_backward()
+        returned = (precise / steps if divide else precise).detach()
+        self._instruments.loss(returned)
+        return returned
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss`` times the loss scale, for a backward pass of the user's own."""
+        self._state.check_trainable("scale")
+        scaled = _precise("scale", loss) * self._state.loss_scale()
+        self._accumulation.scaled = True
+        return scaled
+
+    def step(self, schedule: Callable[[Scheduler], object]) -> None:
+        """Count the micro-batch; at the boundary update the weights, then call ``schedule`` with the scheduler, if
+        there is one and the update was taken."""
+        state, counters = self._state, self._state.counters
+        optimizer = state.check_trainable("step")
+        state.partition.runtime.refuse_torn("step")
+        self._checkpoints.check_folder()
+        if not self._accumulation.count():
+            return
+        with self._failures.step():
+            self.observer.before_step()
+            self._audit.before_step()
+            self._checkpoints.before_step()
+            with self._instruments.during("step"):
+                result = counters.last = optimizer.step()
+            self._checkpoints.step_taken()
+        self._accumulation.scaled = False
+        if result.taken:
+            counters.last_taken = result
+            if state.attached.scheduler is not None:
+                schedule(state.attached.scheduler)
+        else:
+            counters.skipped_steps += 1
+            if state.reports:
+                logger.warning("step %d skipped: a gradient is not finite", counters.global_steps)
+        counters.global_steps += 1
+        state.partition.runtime.step = counters.global_steps
+        with self._failures.told_to_all():
+            self._instruments.after_step()
+            self._offloading.after_step(counters.global_steps)
+            self._audit.after_step()
+        self._checkpointing.after_step(reports=state.reports)
+        self.observer.after_step(result)
+        self._checkpoints.after_step()
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Clip the averaged gradients to the global norm ``max_norm``; return the norm before. Collective."""
+        optimizer = self._state.check_trainable("clip_grad_norm_")
+        self._state.micro_batches.before("clip_grad_norm_", self._state.counters.accumulated)
+        with self._failures.told_to_all():
+            norm = optimizer.gradient_norm()
+            optimizer.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
+        return norm
+
+
+def _precise(call: str, loss: torch.Tensor) -> torch.Tensor:
+    """The loss in fp32 at least: a scale of 2**16 is infinite in fp16."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise UsageError(f"engine.{call}: expected a scalar loss that requires gradients, got {_describe(loss)}")
+    return loss.float() if loss.dtype.itemsize < 4 else loss
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
+    return type(value).__name__

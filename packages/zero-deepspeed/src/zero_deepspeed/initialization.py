@@ -1,0 +1,123 @@
+"""`deepspeed.initialize`: from what a script gives to an engine by DeepSpeed's names."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from zero_core.assembly import assemble
+from zero_core.errors import UsageError
+from zero_core.supervision import supervisor
+from zero_partition import owner_of
+
+from . import VERSION
+from .accelerator import compute_device
+from .communication import init_distributed
+from .construction import suspended
+from .engine import CheckpointNames, DeepSpeedEngine
+from .errors import UnsupportedError
+from .settings import load_config, raw_config
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from zero_core.optimizers import Parameters
+    from zero_core.schedules import Scheduler
+
+logger = logging.getLogger("DeepSpeed")
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Any = None,
+    lr_scheduler: Scheduler | Callable[[Optimizer], Scheduler] | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Scheduler | None]:
+    """Return ``(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)``; see
+    `zero_core.initialize`. Collective.
+
+    ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, the path of a JSON file, or urlsafe base64
+    of JSON text. A model that an engine of these names still holds is taken from it first. ``mpu``: who shares a layer
+    with whom, in tensor parallelism. Without an optimizer a schedule has no effect. A mesh with sequence parallelism
+    (``mesh_param``) is not available.
+    """
+    logger.info("DeepSpeed info: version=%s, answered by zero-deepspeed", VERSION)
+    _refuse_mesh(mesh_param)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    raw = raw_config(_one_source(args, config, config_params))
+    if isinstance(model, nn.Module):
+        _take_back(model)
+    trains = optimizer is not None or raw.get("optimizer") is not None
+    with suspended():
+        core = assemble(
+            model,
+            lambda world_size: load_config(supervisor().config(raw, world_size), world_size, trains=trains),
+            optimizer=optimizer,
+            model_parameters=_some(model_parameters),
+            training_data=training_data,
+            lr_scheduler=lr_scheduler if trains else None,
+            mpu=mpu,
+            collate_fn=collate_fn,
+            device=compute_device(),
+            dialect=CheckpointNames(raw),
+        )
+    engine = DeepSpeedEngine(core, raw)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` (a flag for the script's own use) and ``--deepspeed_config FILE`` to a parser."""
+    group = parser.add_argument_group("DeepSpeed", "configuration of the engine")
+    group.add_argument("--deepspeed", action="store_true", help="a flag for the script itself")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="a JSON file")
+    return parser
+
+
+def _one_source(args: Any, config: Any, config_params: Any) -> Any:
+    """``config`` and ``config_params`` are one thing; ``args.deepspeed_config`` is for scripts that give neither."""
+    given = config if config is not None else config_params
+    from_args = getattr(args, "deepspeed_config", None)
+    if given is not None and from_args is not None:
+        raise UsageError("initialize: give the configuration once, as config or as args.deepspeed_config")
+    if given is None and from_args is None:
+        raise UsageError("initialize(config=…): expected a dict or the path of a JSON file; none was given")
+    return given if given is not None else from_args
+
+
+def _some(parameters: Parameters | None) -> Parameters | None:
+    """An empty list of parameters is what frameworks pass for inference: nothing is chosen."""
+    if parameters is None:
+        return None
+    listed: Any = list(parameters)
+    return listed or None
+
+
+def _take_back(model: nn.Module) -> None:
+    """Destroy the engines that hold parts of ``model``: a new one takes their place."""
+    for parameter in model.parameters():
+        owner = owner_of(parameter)
+        held = None if owner is None else owner.user
+        if isinstance(held, DeepSpeedEngine):
+            logger.info("initialize: the model's former engine is destroyed")
+            held.destroy()
+
+
+def _refuse_mesh(mesh_param: Any) -> None:
+    size = mesh_param[1] if isinstance(mesh_param, (list, tuple)) and len(mesh_param) > 1 else 1
+    if size > 1:
+        raise UnsupportedError(
+            f"initialize: mesh_param[1] is {size}, but sequence parallelism is not available; leave mesh_param out"
+        )
