@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zero_launch.cli import main
-from zero_launch.cluster import launch_cluster
+from zero_launch.cluster_launch import launch_cluster
 from zero_launch.hostfile import Hostfile
 from zero_launch.job import launch
 from zero_launch.notebook import notebook_launch

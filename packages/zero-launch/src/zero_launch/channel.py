@@ -17,6 +17,7 @@ from zero_launch.messages import MOST_BYTES, Check, Message, decode, encode
 
 BEAT_SECONDS = 0.5
 _BACKLOG = 1000
+_PART_CHARACTERS = 1 << 20
 
 
 class Channel:
@@ -104,3 +105,19 @@ class Channel:
             why = f"it sent what is no message: {error}"
         self.broken = True
         self._inbox.put((self.name, {"kind": "eof", "why": why}))
+
+
+class ChannelSink:
+    """Sends the lines of one stream to the launcher, no faster than it takes them."""
+
+    def __init__(self, channel: Channel, stream: str) -> None:
+        self._channel = channel
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        for begin in range(0, len(text), _PART_CHARACTERS):
+            self._channel.wait_for_room()
+            self._channel.send("lines", stream=self._stream, text=text[begin : begin + _PART_CHARACTERS])
+
+    def flush(self) -> None:
+        """Lines go out as they come."""

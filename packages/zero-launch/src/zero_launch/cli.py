@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zero_launch.cluster import launch_cluster
+from zero_launch.cluster_launch import launch_cluster
 from zero_launch.devices import devices, ranks_within
 from zero_launch.environment import Forwarded, env_files, forwarded, read_env_file
 from zero_launch.handshake import shared_token

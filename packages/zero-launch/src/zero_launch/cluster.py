@@ -30,21 +30,6 @@ _START_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
 
-def launch_cluster(spec: ClusterSpec) -> None:
-    """Run the job and return when every rank has ended with status 0.
-
-    Raises LaunchError when a host cannot take part, a host is lost, or a rank fails: then every process of the job on
-    every host that can be reached has been ended, and a host that cannot be reached ends its own within seconds.
-    Signals to this process end the job. Call it from the main thread.
-    """
-    if spec.job.elastic is None:
-        Cluster(spec).run()
-        return
-    from zero_launch.elastic_cluster import ElasticCluster
-
-    ElasticCluster(spec).run()
-
-
 class Cluster:
     """The launcher's side of one job."""
 

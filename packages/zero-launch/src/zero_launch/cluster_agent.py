@@ -12,11 +12,10 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 
 from zero_launch.agent import Agent, RankFiles
-from zero_launch.channel import Channel
+from zero_launch.channel import Channel, ChannelSink
 from zero_launch.cores import bindings
 from zero_launch.desync import Record
 from zero_launch.guard import Guard
-from zero_launch.host import ChannelSink, failure_message
 from zero_launch.job import core_variables, job_environment, worker_group_spec
 from zero_launch.meeting import Meeting
 from zero_launch.messages import Message
@@ -95,7 +94,7 @@ class ClusterAgent(Agent):
     def account(self) -> dict[str, Any]:
         """What the launcher needs to know of the attempt that ended."""
         return {
-            "failures": [failure_message(f, self._started_at + f.seconds) for f in self.failures()],
+            "failures": [{**vars(f), "at": self._started_at + f.seconds} for f in self.failures()],
             "fates": self.fates() if self._records else [],
             "notes": self.notes,
             "divergence": self.divergence,

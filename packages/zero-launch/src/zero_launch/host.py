@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from zero_launch.channel import Channel
 from zero_launch.connection import connect
@@ -24,7 +24,6 @@ from zero_launch.facts import examination, greeting
 from zero_launch.messages import FROM_LAUNCHER, Message
 from zero_launch.orders import END
 from zero_launch.processes import end_job
-from zero_launch.report import RankFailure
 from zero_launch.sockets import interface_variables
 from zero_launch.spec import SILENCE_SECONDS, LaunchSpec
 
@@ -32,27 +31,10 @@ if TYPE_CHECKING:
     from zero_launch.cluster_agent import ClusterAgent
 
 _FORCE_SECONDS = 2.0
-_PART_CHARACTERS = 1 << 20
 
 
 class _Stopped(BaseException):
     """The job is to end before torch's agent has put its own signal handlers in place."""
-
-
-class ChannelSink:
-    """Sends the lines of one stream to the launcher, no faster than it takes them."""
-
-    def __init__(self, channel: Channel, stream: str) -> None:
-        self._channel = channel
-        self._stream = stream
-
-    def write(self, text: str) -> None:
-        for begin in range(0, len(text), _PART_CHARACTERS):
-            self._channel.wait_for_room()
-            self._channel.send("lines", stream=self._stream, text=text[begin : begin + _PART_CHARACTERS])
-
-    def flush(self) -> None:
-        """Lines go out as they come."""
 
 
 class Hand:
@@ -203,11 +185,6 @@ def _run(agent: ClusterAgent) -> tuple[bool, bool]:
 
 def _stop_early(signum: int, frame: FrameType | None) -> None:
     raise _Stopped
-
-
-def failure_message(failure: RankFailure, at: float) -> dict[str, Any]:
-    """A failure as plain data; ``at`` is when, in seconds since the epoch by this host's clock."""
-    return {**vars(failure), "at": at}
 
 
 def main() -> int:

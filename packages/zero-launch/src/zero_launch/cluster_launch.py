@@ -1,0 +1,18 @@
+"""Jobs on several hosts: which kind of cluster runs them."""
+
+from __future__ import annotations
+
+from zero_launch.cluster import Cluster
+from zero_launch.elastic_cluster import ElasticCluster
+from zero_launch.spec import ClusterSpec
+
+
+def launch_cluster(spec: ClusterSpec) -> None:
+    """Run the job and return when every rank has ended with status 0.
+
+    Raises LaunchError when a host cannot take part, a host is lost, or a rank fails: then every process of the job on
+    every host that can be reached has been ended, and a host that cannot be reached ends its own within seconds.
+    Signals to this process end the job. Call it from the main thread.
+    """
+    cluster = Cluster(spec) if spec.job.elastic is None else ElasticCluster(spec)
+    cluster.run()
