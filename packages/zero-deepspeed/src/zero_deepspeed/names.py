@@ -117,7 +117,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
         "DeepSpeedConfig": "zero_deepspeed.configuration:",
         "DeepSpeedConfigError": "zero_core.config:ConfigError",
-        "DeepSpeedDataLoader": "zero_core.loading:RankLoader",
+        "DeepSpeedDataLoader": "zero_core.data_loader:RankLoader",
         "DeepSpeedEngine": "zero_deepspeed.engine:",
         "DeepSpeedHybridEngine": Unavailable("use the engine of initialize, unwrap_model_for_generation to generate"),
         "DeepSpeedInferenceConfig": Unavailable(_SERVE),
@@ -237,8 +237,8 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "DeepSpeedConfigModel": Unavailable("use zero_core.Config"),
     },
     "deepspeed.runtime.dataloader": {
-        "DeepSpeedDataLoader": "zero_core.loading:RankLoader",
-        "RepeatingLoader": "zero_core.loading:",
+        "DeepSpeedDataLoader": "zero_core.data_loader:RankLoader",
+        "RepeatingLoader": "zero_core.data_loader:",
     },
     "deepspeed.runtime.engine": {
         "DeepSpeedEngine": "zero_deepspeed.engine:",
@@ -328,7 +328,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         **_LEAVES,
         "instrument_w_nvtx": "zero_deepspeed.helpers:unchanged",
         "is_initialized": "torch.distributed:",
-        "RepeatingLoader": "zero_core.loading:",
+        "RepeatingLoader": "zero_core.data_loader:",
     },
     "deepspeed.utils.groups": {
         "_get_data_parallel_group": "zero_deepspeed.groups:get_data_parallel_group",
