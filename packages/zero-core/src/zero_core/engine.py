@@ -185,6 +185,11 @@ class Engine(nn.Module):
         """
         compile_module(self.training_state, backend, compile_kwargs, schedule, compiled_autograd_enabled)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return bool(self.compiled_modules)
+
     def data_loader(
         self,
         dataset: Any,

@@ -115,6 +115,7 @@ class DeepSpeedEngine(nn.Module):
     resolved_config = Delegated[Config]("core")
     sharded_optimizer = Delegated[Any]("core")
     basic_optimizer = Delegated[Any]("core", "optimizer")
+    is_compiled = Delegated[bool]("core")
     compiled_modules = Delegated[Any]("core")
     global_rank = Delegated[int]("core.partition", "data_rank")
     world_size = Delegated[int]("core.partition", "data_world_size")
@@ -146,11 +147,6 @@ class DeepSpeedEngine(nn.Module):
     def local_rank(self) -> int:
         """This rank's number on its host."""
         return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
-        return bool(self.core.compiled_modules)
 
     @property
     def communication_data_type(self) -> torch.dtype:
