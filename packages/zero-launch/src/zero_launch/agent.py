@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from zero_launch.desync import Record, Watcher, abandoned, explain
-from zero_launch.orders import END, ORDERS_VARIABLE, Orders
+from zero_launch.orders import END, Orders
 from zero_launch.presence import HostPresence, Presence
 from zero_launch.processes import end_job, exit_status, wait_for_helpers
 from zero_launch.report import LaunchError, RankFailure, describe_exit, read_error_file, signal_name, tail
@@ -33,6 +33,7 @@ class RankFiles(LogsSpecs):
     """Where the ranks' output goes: `<run folder>/rank0/stdout.log`, `stderr.log` and `error.json`.
 
     ``env`` is for every rank, ``own_env`` by local rank. ``rings`` is the folder for the ranks' rings (see desync.py).
+    ``takes_orders``: the launcher may ask the ranks to leave; ranks of other jobs have nothing to look for.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class RankFiles(LogsSpecs):
         *,
         own_env: Sequence[Mapping[str, str]] = (),
         rings: Path,
+        takes_orders: bool = False,
     ) -> None:
         super().__init__(log_dir=str(folder))
         self._folder = folder
@@ -50,6 +52,7 @@ class RankFiles(LogsSpecs):
         self._env = dict(env)
         self._own_env = own_env
         self._rings = rings
+        self._takes_orders = takes_orders
         self.ranks: dict[int, Path] = {}
         """Local rank to the folder of its files, for the attempt that runs."""
         self.rings: dict[int, Path] = {}
@@ -67,6 +70,7 @@ class RankFiles(LogsSpecs):
         self.rings = {}
         attempt = max(int(env["TORCHELASTIC_RESTART_COUNT"]) for env in envs.values())
         self.orders = Orders(self._rings / f"orders{attempt}")
+        told = self.orders.open() if self._takes_orders else {}
         for local_rank, env in envs.items():
             folder = self._folder / (f"rank{env['RANK']}" + (f".restart{attempt}" if attempt else ""))
             folder.mkdir(parents=True)
@@ -78,7 +82,7 @@ class RankFiles(LogsSpecs):
             env["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
             ring = self._rings / folder.name
             self.rings[int(env["RANK"])] = ring
-            env.update({"ZERO_COMM_RING": str(ring), ORDERS_VARIABLE: str(self.orders.folder), **self._env})
+            env.update({"ZERO_COMM_RING": str(ring), **told, **self._env})
             if self._own_env:
                 env.update(self._own_env[local_rank])
         return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=errors)

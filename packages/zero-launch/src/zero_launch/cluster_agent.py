@@ -50,8 +50,9 @@ class ClusterAgent(Agent):
         """
         cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []
         env = job_environment(spec, cores, job_id)
-        files = RankFiles(folder, None, env, own_env=core_variables(cores), rings=rings)
         terms = order["elastic"]
+        takes_orders = terms is not None or order["spec"].get("requeue", False)
+        files = RankFiles(folder, None, env, own_env=core_variables(cores), rings=rings, takes_orders=takes_orders)
         rendezvous: LedRendezvous | Meeting
         if terms is None:
             rendezvous = LedRendezvous(channel, order["job_id"])

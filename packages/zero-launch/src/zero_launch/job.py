@@ -94,7 +94,14 @@ def _run_agent(
     interrupted: int | None = None
     failed = False
     with _own_signal_handlers():
-        files = RankFiles(folder, spec.direct_rank, env, own_env=core_variables(cores), rings=rings)
+        files = RankFiles(
+            folder,
+            spec.direct_rank,
+            env,
+            own_env=core_variables(cores),
+            rings=rings,
+            takes_orders=spec.requeue,
+        )
         worker_spec = worker_group_spec(spec, kind, LocalRendezvous(job_id), LOOPBACK)
         agent = Agent(
             worker_spec,

@@ -3,7 +3,8 @@
 [Note: orders] The launcher writes a word into the file `order`. Ranks that train with zero-core look at it once a step
 and agree, so that all leave after the same step: at the next checkpoint (`regroup`), or after saving one at once
 (`end`). A rank that leaves writes the word into `left.RANK` and ends with `LEFT_STATUS`. Ranks that know nothing of
-this are not disturbed.
+this are not disturbed. Only jobs that can be asked, `--requeue` and `--elastic` on several hosts, have the folder: in
+others a step makes no attempt to open a file.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ _MOST_BYTES = 64
 
 
 class Orders:
-    """The folder of one attempt on one host."""
+    """The folder of one attempt on one host; it is there once ranks were told of it or an order was given."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+
+    def open(self) -> dict[str, str]:
+        """Make the folder; return the variable that tells ranks of it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return {ORDERS_VARIABLE: str(self.folder)}
 
     def give(self, order: str) -> None:
         """Ask the ranks to leave; `END` is not taken back by a later `REGROUP`."""
+        self.open()
         path, part = self.folder / "order", self.folder / "order.part"
         if order == REGROUP and path.exists():
             return
