@@ -21,6 +21,7 @@ from torch import nn
 
 from .errors import PartitionError
 from .gradients import UnitGradients
+from .host_facts import exchange_classes
 from .released import released_like, report_gradient_access
 
 _PLAIN = "_zero_plain_class"
@@ -45,14 +46,18 @@ class GradientWatch:
         self._gradients = list(gradients)
         self._discard = discard
         self._alone = {id(p): (name, p) for name, p in alone.items()}
+        self._alone_parameters = list(alone.values())
         self._has_warned = False
         self._watched: list[UnitGradients] = []
+        self._parameters: dict[bool, list[nn.Parameter]] = {
+            shown: [p for g in self._hidden(shown=shown) for p in g.unit.parameters] for shown in (False, True)
+        }
         self._begun = self._shown = False
 
     def begin(self, *, shown: bool) -> None:
         """Backward is over, and the engine holds what it gave; ``shown``: where it can, it shows the average."""
         self._begun, self._shown = True, shown
-        self._watched = [g for g in self._gradients if not (shown and g.is_shown)]
+        self._watched = self._hidden(shown=shown)
         self._exchange(_watching_class)
 
     def end(self) -> None:
@@ -112,28 +117,19 @@ class GradientWatch:
         )
 
     def _exchange(self, other: OtherClass) -> None:
-        for gradients in self._watched:
-            _exchange(gradients.unit.parameters, other)
-        _exchange([parameter for _, parameter in self._alone.values()], other)
+        if self._watched:
+            exchange_classes(self._parameters[self._shown], other)
+        if self._alone_parameters:
+            exchange_classes(self._alone_parameters, other)
+
+    def _hidden(self, *, shown: bool) -> list[UnitGradients]:
+        """The gradients that the user does not see, after a pass that ``shown`` says of."""
+        return [g for g in self._gradients if not (shown and g.is_shown)]
 
     def _name(self, parameter: nn.Parameter) -> str:
         units = [g.unit for g in self._watched]
         pairs = (pair for unit in units for pair in zip(unit.names, unit.parameters, strict=True))
         return next((name for name, p in pairs if p is parameter), "?")
-
-
-def _exchange(parameters: Sequence[nn.Parameter], other: OtherClass) -> None:
-    """Give each parameter the class that ``other`` says for its own."""
-    kinds = set(map(type, parameters))
-    if len(kinds) == 1:
-        kind = kinds.pop()
-        if other(kind) is not kind:
-            exchanged = other(kind)
-            for parameter in parameters:
-                parameter.__class__ = exchanged
-        return
-    for parameter in parameters:
-        parameter.__class__ = other(type(parameter))
 
 
 @functools.cache

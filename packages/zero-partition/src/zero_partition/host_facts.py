@@ -6,7 +6,8 @@ Call them inside `unit_edits.plainly`: released parameters answer by Python code
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import repeat
 
 import torch
@@ -19,6 +20,11 @@ _VERSION = operator.attrgetter("_version")
 def any_gradient(tensors: Sequence[torch.Tensor]) -> bool:
     """Return True when one of the tensors has a ``.grad``."""
     return any(map(operator.is_not, map(_GRAD, tensors), repeat(None)))
+
+
+def gradients_are(tensors: Sequence[torch.Tensor], expected: Sequence[torch.Tensor | None]) -> bool:
+    """Return True when each tensor's ``.grad`` is the expected object."""
+    return not any(map(operator.is_not, map(_GRAD, tensors), expected))
 
 
 def are_set_to(tensors: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
@@ -34,3 +40,33 @@ def dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Each tensor's version counter; none of them is an inference tensor, which has none."""
     return list(map(_VERSION, tensors))
+
+
+def untouched(
+    tensors: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    known_dtypes: Sequence[torch.dtype],
+    known_versions: Sequence[int],
+) -> bool:
+    """Return True when every tensor is the expected one, in the known dtype, and nothing was written through it.
+
+    The dtypes and versions are lists, as `dtypes` and `versions` give them.
+    """
+    if not are_set_to(tensors, expected) or dtypes(tensors) != known_dtypes:
+        return False
+    return versions(tensors) == known_versions
+
+
+def exchange_classes(tensors: Sequence[torch.Tensor], other: Callable[[type], type]) -> None:
+    """Give each tensor the class that ``other`` says for its own. Released parameters may be among them anywhere."""
+    kinds = set(map(type, tensors))
+    for kind in kinds:
+        exchanged = other(kind)
+        if exchanged is not kind:
+            chosen = tensors if len(kinds) == 1 else [tensor for tensor in tensors if type(tensor) is kind]
+            deque(map(setattr, chosen, repeat("__class__"), repeat(exchanged)), maxlen=0)
+
+
+def install(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Make each tensor its one of ``values``, as ``tensor.data = value`` does."""
+    deque(map(setattr, tensors, repeat("data"), values), maxlen=0)

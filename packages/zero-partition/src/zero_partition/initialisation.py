@@ -113,7 +113,7 @@ class CutParameter:
         if parameter is not None and not self.whole:
             with torch._C.DisableTorchFunction():
                 values = self.read()
-                mark_present(parameter)
+                mark_present([parameter])
                 parameter.data = values
             self.whole = True
 
@@ -140,7 +140,7 @@ class CutParameter:
         """The parameter's data was assigned: it is whole with these values."""
         parameter = self._parameter()
         if parameter is not None:
-            mark_present(parameter)
+            mark_present([parameter])
         self.whole = True
 
     def read(self) -> torch.Tensor:

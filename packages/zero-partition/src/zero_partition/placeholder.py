@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .errors import ReleasedParameterError
-from .host_facts import are_set_to, dtypes
+from .host_facts import are_set_to, dtypes, install
 from .released import mark_released
 
 
@@ -41,9 +41,8 @@ class Placeholders:
     def install(self) -> None:
         """Make every parameter of the unit its placeholder."""
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, view in zip(self._parameters, self._views, strict=True):
-                parameter.data = view
-                mark_released(parameter)
+            install(self._parameters, self._views)
+            mark_released(self._parameters)
 
     def installed(self) -> bool:
         """Return True when every parameter is its placeholder."""

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map
 
 from .errors import ReleasedParameterError
+from .host_facts import exchange_classes
 from .ownership import find_owner
 
 _PRESENT = "_zero_present_class"
@@ -62,22 +63,19 @@ class ReleasedValues(torch.Tensor):
         return copy.deepcopy(self.parameter, memo).detach()
 
 
-def mark_released(parameter: nn.Parameter) -> None:
-    """Have torch functions ask for the values of ``parameter``, which is a placeholder now."""
-    parameter.__class__ = _released_class(type(parameter))
+def mark_released(parameters: Sequence[nn.Parameter]) -> None:
+    """Have torch functions ask for the values of ``parameters``, which are placeholders now."""
+    exchange_classes(parameters, _released_class)
 
 
-def mark_present(parameter: nn.Parameter) -> None:
-    """Give ``parameter`` its own class back: its values are here."""
-    kind = getattr(type(parameter), _PRESENT, None)
-    if kind is not None:
-        parameter.__class__ = kind
+def mark_present(parameters: Sequence[nn.Parameter]) -> None:
+    """Give ``parameters`` their own classes back: their values are here."""
+    exchange_classes(parameters, _present_class)
 
 
 def present_class(parameter: nn.Parameter) -> type[nn.Parameter]:
     """The class that ``parameter`` has while its values are here."""
-    kind: type[nn.Parameter] = getattr(type(parameter), _PRESENT, type(parameter))
-    return kind
+    return _present_class(type(parameter))
 
 
 def change_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
@@ -89,6 +87,12 @@ def released_like(kind: type[nn.Parameter], present: type[nn.Parameter]) -> type
     """``present``, or where ``kind`` is the class of released parameters, the one that released parameters of
     ``present`` have."""
     return _released_class(present) if hasattr(kind, _PRESENT) else present
+
+
+@functools.cache
+def _present_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    present: type[nn.Parameter] = getattr(kind, _PRESENT, kind)
+    return present
 
 
 @functools.cache
@@ -113,7 +117,7 @@ def _call(
     report_gradient_access(func, args)
     name = _name(func)
     if name == "__set__" and _attribute(func) == "data" and not _holds(args[1]):
-        mark_present(args[0])  # from now on it has the values that it was given
+        mark_present([args[0]])  # from now on it has the values that it was given
     if _needs_no_values(func, name, args, keywords):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **keywords)

@@ -89,5 +89,4 @@ class ReleasedUse:
 def _answer_with_views(unit: Unit) -> None:
     """Have every use of a gathered unit's parameters take a view: autograd saves a leaf as the parameter itself, which
     is a placeholder again in backward, and a view as its memory."""
-    for parameter in unit.parameters:
-        mark_released(parameter)
+    mark_released(unit.parameters)

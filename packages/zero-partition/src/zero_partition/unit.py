@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_comm import Tag, Work
 
+from .host_facts import install
 from .layout import UnitLayout
 from .placeholder import Placeholders
 from .readers import Readers
@@ -309,6 +310,10 @@ class Unit:
         """The tensors that released parameters stand on."""
         return self._placeholders.tensors() if self.releasable else []
 
+    def placeholder_views(self) -> list[torch.Tensor]:
+        """What each parameter is while it is released; none where it never is."""
+        return self._placeholders.views if self.releasable else []
+
     def holds_storage(self, storage_address: int) -> bool:
         """Whether a storage (by `UntypedStorage.data_ptr`) is the gathered flat buffer's."""
         return self.state is not UnitState.RELEASED and self.flat.untyped_storage().data_ptr() == storage_address
@@ -342,9 +347,8 @@ class Unit:
 
     def _install_views(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, view in zip(self.parameters, self.views, strict=True):
-                parameter.data = view
-                mark_present(parameter)
+            install(self.parameters, self.views)
+            mark_present(self.parameters)
 
 
 def _follow(master: torch.Tensor, weights: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from .host_facts import are_set_to, dtypes, versions
+from .host_facts import untouched
 
 _HOST_CHUNK, _DEVICE_CHUNK = 1 << 14, 1 << 22  # on the host torch shares work from 32,768 elements on
 _ODD = 2_654_435_761
@@ -59,17 +59,14 @@ class UnitEdits:
         self._sums: list[int] | None = None
 
     @property
+    def versions(self) -> Sequence[int]:
+        """The version counters that were seen last."""
+        return self._versions
+
+    @property
     def recorded(self) -> bool:
         """Whether `found` will compare values."""
         return self._sums is not None
-
-    @plainly
-    def untouched(self, expected: Sequence[torch.Tensor]) -> bool:
-        """Whether every parameter is its tensor in ``expected``, and nothing was written through the parameter."""
-        parameters = self._parameters
-        if not are_set_to(parameters, expected) or dtypes(parameters) != self._dtypes:
-            return False
-        return versions(parameters) == self._versions
 
     @plainly
     def arrived(self, views: Sequence[torch.Tensor]) -> None:
@@ -86,6 +83,8 @@ class UnitEdits:
 
         ``exact``: the views held the shards' values, not what a codec leaves of them.
         """
+        if self._sums is None and untouched(self._parameters, views, self._dtypes, self._versions):
+            return
         for number in self.found(views):
             values = self._new_values(number, views[number])
             if values is None:
@@ -100,7 +99,8 @@ class UnitEdits:
     @plainly
     def found(self, views: Sequence[torch.Tensor]) -> list[int]:
         """Numbers of the parameters that were replaced or written since this was asked, or values recorded, last."""
-        numbers = [] if self.untouched(views) else self._different(views)
+        is_untouched = untouched(self._parameters, views, self._dtypes, self._versions)
+        numbers = [] if is_untouched else self._different(views)
         if self._sums is not None:
             before, self._sums = self._sums, _sums(views)
             written = [n for n, (old, new) in enumerate(zip(before, self._sums, strict=True)) if old != new]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 
 import torch
 
 from .errors import EditRefusedError
-from .host_facts import dtypes
+from .host_facts import are_set_to, dtypes, untouched
 from .unit import Unit, UnitState
 from .unit_edits import plainly
 
 Found = dict[str, str]
 """By ``unit.number``: a digest of the new values, or the reason of a refusal behind an exclamation mark."""
 
+_PENDING, _REFUSED = operator.attrgetter("edits.pending"), operator.attrgetter("edits.refused")
 _LOOKS_AWAY = frozenset(["backward", "norms", "flush", "learning"])
 
 
@@ -30,6 +32,7 @@ class UserEdits:
         self._units = list(units)
         self._world_size = world_size
         self._staying = [unit for unit in units if not unit.releasable]
+        self._releasable = [unit for unit in units if unit.releasable]
         self._kept = [
             (parameter, unit.plan.dtype, unit, number)
             for unit in self._staying
@@ -37,6 +40,12 @@ class UserEdits:
         ]
         self._parameters = [parameter for parameter, _, _, _ in self._kept]
         self._dtypes = [dtype for _, dtype, _, _ in self._kept]
+        self._views = [view for unit in self._staying for view in unit.views]
+        self._note_versions()
+        self._may_go = [parameter for unit in self._releasable for parameter in unit.parameters]
+        self._placeholders = [view for unit in self._releasable for view in unit.placeholder_views()]
+        self._placeholder_dtypes = dtypes(self._placeholders)
+        self._compares = False
         self._cast_outside: set[tuple[int, int]] = set()
         self._cast_inside: set[tuple[int, int]] = set()
         self._passes: dict[str, int] = {}
@@ -48,8 +57,9 @@ class UserEdits:
         self._cast_outside |= self._casts() - self._cast_inside
         self._passes[key] = number = self._passes.get(key, 0) + 1
         compares = _is_power_of_two(number)
-        for unit in self._units:
-            if unit.releasable:
+        if compares is not self._compares:
+            self._compares = compares
+            for unit in self._releasable:
                 unit.edits.compares = compares
 
     def forward_ends(self) -> None:
@@ -62,11 +72,9 @@ class UserEdits:
         if in_pass or kind == "changes in gathered":
             return {}
         if kind not in _LOOKS_AWAY:
-            for unit in self._units:
-                if unit.releasable:
-                    self._look_at_releasable(unit)
-                elif kind != "forward":
-                    self._look_at_staying(unit, kind)
+            self._look(kind)
+        if not any(map(_PENDING, self._units)) and not any(map(_REFUSED, self._units)):
+            return {}
         found: Found = {}
         for unit in self._units:
             for number, reason in unit.edits.refused.items():
@@ -113,6 +121,7 @@ class UserEdits:
             edits.forget()
             if recorded:
                 edits.record(unit.views)
+        self._note_versions()
         if refusal:
             self._cast_outside.clear()
             raise EditRefusedError(refusal)
@@ -132,6 +141,28 @@ class UserEdits:
         if dtypes(self._parameters) == self._dtypes:
             return set()
         return {(unit.index, number) for parameter, dtype, unit, number in self._kept if parameter.dtype is not dtype}
+
+    def _note_versions(self) -> None:
+        self._versions = [version for unit in self._staying for version in unit.edits.versions]
+
+    def _look(self, kind: str) -> None:
+        """Look at all units, one by one only where there is something to find: an ordinary step pays for one loop in C
+        over the parameters."""
+        released = are_set_to(self._may_go, self._placeholders)
+        if not released or dtypes(self._may_go) != self._placeholder_dtypes:
+            for unit in self._releasable:
+                self._look_at_releasable(unit)
+        if kind == "forward" or self._are_as_left():
+            return
+        for unit in self._staying:
+            self._look_at_staying(unit, kind)
+        self._note_versions()
+
+    def _are_as_left(self) -> bool:
+        """Whether the parameters that stay gathered are what their units made them, as far as no values are compared."""
+        if any(unit.edits.recorded for unit in self._staying):
+            return False
+        return untouched(self._parameters, self._views, self._dtypes, self._versions)
 
     def _look_at_releasable(self, unit: Unit) -> None:
         if unit.state is UnitState.RELEASED:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from .errors import PartitionError
 from .gradients import UnitGradients
-from .host_facts import any_gradient
+from .host_facts import any_gradient, gradients_are
 from .unit_edits import plainly
 
 
@@ -48,6 +49,7 @@ class UserGradients:
         self._gradients = {g.unit.index: g for g in gradients}
         self._parameters = [p for g in gradients for p in g.unit.parameters]
         self._shown: dict[int, list[torch.Tensor | None]] = {}
+        self._left: list[torch.Tensor | None] = []
         self._versions: dict[int, int] = {}
         self._casts: dict[int, dict[int, int]] = {}
         self._written: dict[int, set[int]] = {}
@@ -70,6 +72,7 @@ class UserGradients:
             if shown:
                 self._shown[index] = shown
                 self._note_version(index)
+        self._note_left()
 
     def refresh(self) -> None:
         """The engine itself has changed averaged gradients: show what they are now."""
@@ -94,7 +97,9 @@ class UserGradients:
         ``stepping``: no backward pass follows before the step; in-place changes that turn out to be the same on every
         rank can stay where they are.
         """
-        if not self._shown and not any_gradient(self._parameters):
+        if self._is_as_left():
+            if not stepping and self._edited:
+                self._resend(self._edited)
             return
         for index, gradients in self._gradients.items():
             shown = self._shown.get(index, [None] * len(gradients.unit.parameters))
@@ -113,6 +118,7 @@ class UserGradients:
             self._note_version(index)
         if not stepping:
             self._resend(self._edited)
+        self._note_left()
 
     def report(self) -> WrittenGradients:
         """What this rank's user wrote since the last step."""
@@ -193,13 +199,29 @@ class UserGradients:
 
     def _clear(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._parameters:
-                parameter.grad = None
+            if any_gradient(self._parameters):
+                for parameter in self._parameters:
+                    parameter.grad = None
         for gradients in self._gradients.values():
             gradients.clear()
         self._shown.clear()
         self._written.clear()
         self._edited.clear()
+
+    def _is_as_left(self) -> bool:
+        """Whether every ``.grad`` is what the engine left there, unchanged."""
+        if not self._shown:
+            return not any_gradient(self._parameters)
+        if self._casts or not gradients_are(self._parameters, self._left):
+            return False
+        return not any(map(self._was_edited, self._shown))
+
+    def _note_left(self) -> None:
+        """The engine has put into ``.grad``, or taken away, what `_shown` says."""
+        if self._shown:
+            nothing = itertools.repeat(None)
+            units = ((g.unit.parameters, self._shown.get(index, nothing)) for index, g in self._gradients.items())
+            self._left = [shown for parameters, seen in units for _, shown in zip(parameters, seen, strict=False)]
 
     def _version(self, index: int) -> int | None:
         """The version of what is shown of a unit: its parameters' gradients are views of one tensor, and share it."""
@@ -246,11 +268,14 @@ class UserGradients:
                 if shown is not None:
                     self._replace(gradients, number, gradients.full(number))
         self._edited.difference_update(set(units))
+        self._note_left()
 
-    def _numbers(self, parameters: Iterable[nn.Parameter] | None) -> dict[int, list[int]]:
-        chosen = None if parameters is None else {id(p) for p in parameters}
+    def _numbers(self, parameters: Iterable[nn.Parameter] | None) -> Mapping[int, Sequence[int]]:
+        if parameters is None:
+            return {index: range(len(g.unit.parameters)) for index, g in self._gradients.items()}
+        chosen = {id(p) for p in parameters}
         found = {
-            index: [n for n, p in enumerate(g.unit.parameters) if chosen is None or id(p) in chosen]
+            index: [n for n, p in enumerate(g.unit.parameters) if id(p) in chosen]
             for index, g in self._gradients.items()
         }
         return {index: numbers for index, numbers in found.items() if numbers}
