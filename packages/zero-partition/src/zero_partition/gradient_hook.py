@@ -44,7 +44,7 @@ class GradientHook:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """Autograd has added to ``parameter.grad``."""
-        hooks = self._handle.hooks_dict_ref()
+        hooks: dict[int, Any] = self._handle.hooks_dict_ref() or {}
         self.goes_on = len(hooks) > 1 and next(reversed(hooks)) != self._handle.id
         if self.goes_on:
             self._note(parameter)

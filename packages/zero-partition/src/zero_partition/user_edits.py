@@ -159,7 +159,7 @@ class UserEdits:
         self._note_versions()
 
     def _are_as_left(self) -> bool:
-        """Whether the parameters that stay gathered are what their units made them, as far as no values are compared."""
+        """Whether parameters that stay gathered are what their units made them; False where values are compared too."""
         if any(unit.edits.recorded for unit in self._staying):
             return False
         return untouched(self._parameters, self._views, self._dtypes, self._versions)
