@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-
-class GradientListener(Protocol):
-    """Takes the gradients that autograd has finished."""
-
-    def gradient_ready(self, hook: GradientHook) -> None: ...
+Report = Callable[["GradientHook"], None]
 
 
 class GradientHook:
-    """Reports to ``listener`` that autograd has finished a parameter's gradient.
+    """Reports that autograd has finished a parameter's gradient, to ``report``.
 
     torch runs post-accumulate-grad hooks in the order of their registration, and the engine takes ``p.grad`` away. So
     this hook goes to the end when it meets hooks of the user's behind it. In that pass they run after it: ``goes_on``
     says so, and the gradient is theirs until the next one is ready or the pass ends.
 
-    Nothing here leads back to the parameter: torch keeps these hooks where the garbage collector does not look. A
-    strong reference to the parameter's owners would keep model, shards and optimizer state for the rest of the process.
+    ``report`` must not lead back to the parameter: torch keeps these hooks where the garbage collector does not look.
+    A strong reference to the parameter's owners would keep model, shards and optimizer state for the rest of the
+    process.
 
     Attributes:
-        unit, number: which parameter it is: the index of its unit, and its number there.
         goes_on: hooks of the user's still run in this pass.
     """
 
-    def __init__(self, parameter: nn.Parameter, listener: GradientListener, unit: int, number: int) -> None:
-        self.unit, self.number = unit, number
+    def __init__(self, parameter: nn.Parameter, report: Report) -> None:
         self.goes_on = False
-        self._listener = weakref.ref(listener)
+        self._report = report
         self._seen: torch.Tensor | None = None
         self._version = 0
         self._first: RemovableHandle | None = None
@@ -44,14 +39,12 @@ class GradientHook:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """Autograd has added to ``parameter.grad``."""
-        hooks: dict[int, Any] = self._handle.hooks_dict_ref() or {}
+        hooks = self._hooks()
         self.goes_on = len(hooks) > 1 and next(reversed(hooks)) != self._handle.id
         if self.goes_on:
             self._note(parameter)
             self._stand_around(parameter)
-        listener = self._listener()
-        if listener is not None:
-            listener.gradient_ready(self)
+        self._report(self)
 
     def changed(self, gradient: torch.Tensor | None) -> bool:
         """Return True when the user's hooks made ``gradient`` of autograd's; forget autograd's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ class PassListener(Protocol):
     def parameter_returned(self, name: str, parameter: nn.Parameter) -> None: ...
     def keeper_done(self, name: str, units: list[Unit]) -> None: ...
     def before_backward(self, units: list[Unit]) -> None: ...
-    def gradient_ready(self, hook: GradientHook) -> None: ...
+    def gradient_ready(self, unit: Unit, index: int, hook: GradientHook) -> None: ...
     def unit_of_storage(self, address: int) -> Unit | None: ...
     def values_loaded(self, units: list[Unit]) -> None: ...
 
@@ -56,7 +57,8 @@ class ModuleHooks:
         for unit in units:
             if unit.plan.trainable:
                 for index, parameter in enumerate(unit.parameters):
-                    self._handles.append(GradientHook(parameter, listener, unit.index, index))
+                    report = partial(_report_gradient, weakref.ref(self), unit.index, index)
+                    self._handles.append(GradientHook(parameter, report))
 
     def add_use(self, name: str, module: nn.Module, unit: Unit) -> None:
         """Have the calls of ``module`` use ``unit`` too."""
@@ -106,6 +108,16 @@ class ModuleHooks:
         self._handles.append(loaded)
         self._handles.append(module.register_forward_pre_hook(watch.on_enter))
         self._handles.append(module.register_forward_hook(watch.on_leave, always_call=True))
+
+    def gradient_ready(self, unit: int, index: int, hook: GradientHook) -> None:
+        """Parameter ``index`` of the unit with that plan index has its gradient."""
+        self._listener.gradient_ready(self._units[unit], index, hook)
+
+
+def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, index: int, hook: GradientHook) -> None:
+    owner = hooks()
+    if owner is not None:
+        owner.gradient_ready(unit, index, hook)
 
 
 class ModuleWatch:

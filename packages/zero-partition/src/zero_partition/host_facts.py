@@ -9,12 +9,14 @@ import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from typing import Any
 
 import torch
 
 _DTYPE = operator.attrgetter("dtype")
 _GRAD = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
+_DATA: Any = torch.Tensor.data
 
 
 def any_gradient(tensors: Sequence[torch.Tensor]) -> bool:
@@ -69,4 +71,4 @@ def exchange_classes(tensors: Sequence[torch.Tensor], other: Callable[[type], ty
 
 def install(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Make each tensor its one of ``values``, as ``tensor.data = value`` does."""
-    deque(map(setattr, tensors, repeat("data"), values), maxlen=0)
+    deque(map(_DATA.__set__, tensors, values), maxlen=0)

@@ -82,7 +82,7 @@ class Runtime:
         self._sharded = any(u.releasable for u in self.units)
         self._saved = SavedViews(self)
         self._in_backward = False
-        self._left: list[GradientHook] = []
+        self._left: list[tuple[Unit, int, GradientHook]] = []
         self._depth: dict[int, int] = {}
         self._members_run: dict[int, set[str]] = {}
         self._keepers: dict[int, set[str]] = {}
@@ -251,8 +251,8 @@ class Runtime:
             self.abort(failure)
             return False
         self._in_backward = False
-        for hook in self._left:
-            self.units[hook.unit].parameters[hook.number].grad = None
+        for unit, index, _ in self._left:
+            unit.parameters[index].grad = None
         self._left.clear()
         if in_backward or call == _STEP:
             self.reducer.torn = f"{type(failure).__name__}: {failure}"
@@ -424,50 +424,49 @@ class Runtime:
                     unit.lent = True
                 self.gatherer.leave_before(unit, self._idle_in_backward)
 
-    def gradient_ready(self, hook: GradientHook) -> None:
+    def gradient_ready(self, unit: Unit, index: int, hook: GradientHook) -> None:
         """Autograd has finished a parameter."""
         if self._left:
             self._take_left()
+        parameter = unit.parameters[index]
         if not self._in_backward:
-            parameter = self.units[hook.unit].parameters[hook.number]
             gradient, parameter.grad = parameter.grad, None
             self._begin_plain_backward()
             parameter.grad = gradient
         if hook.goes_on:
-            self._left.append(hook)
+            self._left.append((unit, index, hook))
         else:
-            self._take_gradient(hook)
+            self._take_gradient(unit, index, hook)
 
     def _take_left(self) -> None:
         """Take the gradients that are left where autograd and the user's hooks have put them."""
         left, self._left = self._left, []
-        for hook in left:
-            self._take_gradient(hook)
+        for unit, index, hook in left:
+            self._take_gradient(unit, index, hook)
 
-    def _take_gradient(self, hook: GradientHook) -> None:
-        unit, gradients = self.units[hook.unit], self.gradients[hook.unit]
-        parameter = unit.parameters[hook.number]
+    def _take_gradient(self, unit: Unit, index: int, hook: GradientHook) -> None:
+        parameter = unit.parameters[index]
         gradient, parameter.grad = parameter.grad, None
-        if hook.changed(gradient) and gradients.touched[hook.number]:
+        if hook.changed(gradient) and self.gradients[unit.index].touched[index]:
             raise PartitionError(
-                f"a post-accumulate-grad hook changed the gradient of parameter '{unit.names[hook.number]}' after the "
-                "first backward pass since the last step. In torch it sees the sum of the passes, here each pass's "
-                "alone. Use parameter.register_hook, which sees each pass's alone in torch too, or one backward pass a "
-                "step. Weights were not changed; call engine.zero_grad() before you go on."
+                f"a post-accumulate-grad hook changed the gradient of parameter '{unit.names[index]}' after the first "
+                "backward pass since the last step. In torch it sees the sum of the passes, here each pass's alone. "
+                "Use parameter.register_hook, which sees each pass's alone in torch too, or one backward pass a step. "
+                "Weights were not changed; call engine.zero_grad() before you go on."
             )
         if gradient is None:
             return
         if gradient.requires_grad:
             refusal = PartitionError(
-                f"backward(create_graph=True) reached parameter '{unit.names[hook.number]}', but the engine takes "
-                "gradients as numbers and leaves no .grad to go on from. Use torch.autograd.grad(..., "
-                "create_graph=True), and give the loss that contains its result to engine.backward."
+                f"backward(create_graph=True) reached parameter '{unit.names[index]}', but the engine takes gradients "
+                "as numbers and leaves no .grad to go on from. Use torch.autograd.grad(..., create_graph=True), and "
+                "give the loss that contains its result to engine.backward."
             )
             self.abort(refusal)
             raise refusal
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        gradients.add(hook.number, gradient, more_follow=not self.reducer.active)
+        self.gradients[unit.index].add(index, gradient, more_follow=not self.reducer.active)
         if self.reducer.active and self.reducer.arrived(unit.index):
             self.gatherer.leave(unit)
 
