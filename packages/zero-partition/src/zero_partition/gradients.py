@@ -13,6 +13,7 @@ from zero_comm import Group, Reduction, Tag, Work
 from .digest import digest
 from .leaves import LeafTree
 from .norm import norm_squared
+from .stretches import Stretches
 from .tier import StateTier
 from .unit import Unit
 
@@ -68,6 +69,10 @@ class UnitGradients:
         self._whole = whole
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
+        entries = unit.layout.entries
+        places = [(e.offset, e.end) for e in entries]
+        self._stretches = Stretches(places, unit.layout.numel, [e.shape for e in entries])
+        self._spare_views: list[torch.Tensor] = []
         self._present = [False] * len(unit.parameters)
         self._spare: torch.Tensor | None = None
         self._travels = False
@@ -137,9 +142,10 @@ class UnitGradients:
         if self._flat is None:
             self._allocate(device, self.unit.plan.dtype)
         flat = cast(torch.Tensor, self._flat)
-        for view, present in zip(self._views, self._present, strict=True):
-            if not present:
-                view.zero_()
+        if not all(self._present):
+            for view, present in zip(self._views, self._present, strict=True):
+                if not present:
+                    view.zero_()
         for watch in self.watches:
             watch(flat, tuple(self._present))
         self._present = [False] * len(self._present)
@@ -147,10 +153,8 @@ class UnitGradients:
         if self.stays_here():
             return self._keep_own(flat, again)
         payload = flat if flat.dtype == self._wire_dtype else flat.to(self._wire_dtype)
-        self._flat, self._views = None, []
         self._travels = True
-        if self._keep_flat and not again:
-            self._spare = flat
+        self._let_go(flat, again)
         return self._reduction.reduce(payload, own, Tag("reduce", self.unit.name, step), accumulate=again)
 
     def _keep_own(self, flat: torch.Tensor, again: bool) -> Work:
@@ -160,10 +164,14 @@ class UnitGradients:
             reduced.add_(flat)
         elif reduced is not flat:
             reduced.copy_(flat)
-        self._flat, self._views = None, []
-        if self._keep_flat and not again:
-            self._spare = flat
+        self._let_go(flat, again)
         return Work(Tag("reduce", self.unit.name))
+
+    def _let_go(self, flat: torch.Tensor, again: bool) -> None:
+        """The next gradients go elsewhere; ``flat`` is kept for those of the next step where it may be."""
+        if self._keep_flat and not again:
+            self._spare, self._spare_views = flat, self._views
+        self._flat, self._views = None, []
 
     def end_reduce(self) -> None:
         """The reduction has arrived."""
@@ -268,13 +276,12 @@ class UnitGradients:
         if self._whole is None or self.reduced is None:
             return
         shown = self.reduced if self.reduced.dtype == self.unit.plan.dtype else self._narrowed(self.reduced)
-        for entry, parameter, touched in zip(self.unit.layout.entries, self.unit.parameters, self.touched, strict=True):
-            yield parameter, shown[entry.offset : entry.end].view(entry.shape), touched
+        yield from zip(self.unit.parameters, self._stretches(shown), self.touched, strict=True)
 
     def _narrowed(self, reduced: torch.Tensor) -> torch.Tensor:
         """The averaged gradient in the parameters' dtype, in the buffer that autograd's gradients came through."""
         if self._spare is None or self._spare.dtype != self.unit.plan.dtype:
-            self._spare = torch.empty_like(reduced, dtype=self.unit.plan.dtype)
+            self._spare, self._spare_views = torch.empty_like(reduced, dtype=self.unit.plan.dtype), []
         return self._spare.copy_(reduced)
 
     def _own_reduced(self, flat: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -317,9 +324,9 @@ class UnitGradients:
         layout = self.unit.layout
         free = self.reduced is None and not self._travels  # late gradients come while the spare buffer is sent
         if self._spare is not None and free and self._spare.dtype == dtype:
-            self._flat = self._spare
+            self._flat, self._views = self._spare, self._spare_views
         else:
-            self._flat = torch.empty(layout.numel, dtype=dtype, device=device)
+            self._flat, self._views = torch.empty(layout.numel, dtype=dtype, device=device), []
         for start, end in layout.gaps:
             self._flat[start:end].zero_()
-        self._views = [self._flat[e.offset : e.end].view(e.shape) for e in layout.entries]
+        self._views = self._views or self._stretches(self._flat)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -186,9 +187,16 @@ class ModuleWatch:
 
 
 def eager(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, which torch.compile does not trace: graphs break there."""
-    disabled: Callable[..., Any] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-    return disabled
+    """``call``, which torch.compile does not trace: graphs break there. Where nothing is compiled it is called as it
+    is, for torch's guard around it takes longer than what most hooks do."""
+    untraced: Callable[..., Any] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+            return untraced(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return run
 
 
 class Hook:

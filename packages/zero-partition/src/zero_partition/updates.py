@@ -15,6 +15,7 @@ from zero_comm import Tag
 from .layout import Entry, Fragment
 from .needs import NormOptimizer, PartialNorms
 from .partition import Partition
+from .stretches import Stretches
 from .tier import StateTier
 from .unit import Unit
 
@@ -63,6 +64,7 @@ class FragmentUpdate:
         self._partition = partition
         self._whole = whole
         self.fragments: list[OwnedFragment] = []
+        self._of_unit: dict[int, tuple[list[OwnedFragment], Stretches]] = {}
 
     def own(self, unit: Unit, number: int) -> Iterator[OwnedFragment]:
         """Yield what this rank updates of the unit's parameter ``number``."""
@@ -80,13 +82,27 @@ class FragmentUpdate:
     def run(self, touched: Touched, factor: float, step: Callable[[], None]) -> None:
         """Step in place: the masters are what the optimizer updates."""
         gradients = self._partition.runtime.gradients
-        for owned in self.fragments:
-            reduced = gradients[owned.unit.index].reduced
-            if reduced is not None and touched[owned.unit.index][owned.number]:
-                start = owned.reduced_start
-                gradient = reduced[start : start + owned.fragment.length].view(owned.tensor.shape)
-                owned.tensor.grad = gradient.to(owned.tensor.dtype)
+        if sum(len(fragments) for fragments, _ in self._of_unit.values()) != len(self.fragments):
+            self._of_unit = dict(self._by_unit())
+        for index, (fragments, stretches) in self._of_unit.items():
+            reduced = gradients[index].reduced
+            if reduced is None:
+                continue
+            present, dtype = touched[index], reduced.dtype
+            for owned, gradient in zip(fragments, stretches(reduced), strict=True):
+                if present[owned.number]:
+                    tensor = owned.tensor
+                    tensor.grad = gradient if tensor.dtype is dtype else gradient.to(tensor.dtype)
         step_with(self.fragments, factor, step)
+
+    def _by_unit(self) -> Iterator[tuple[int, tuple[list[OwnedFragment], Stretches]]]:
+        """Yield each unit's index, its fragments, and their places in its reduced gradient."""
+        for index in dict.fromkeys(owned.unit.index for owned in self.fragments):
+            fragments = [owned for owned in self.fragments if owned.unit.index == index]
+            places = [(o.reduced_start, o.reduced_start + o.fragment.length) for o in fragments]
+            master = fragments[0].unit.master
+            numel = 0 if master is None else master.numel()
+            yield index, (fragments, Stretches(places, numel, [o.tensor.shape for o in fragments]))
 
     def _parts(self, unit: Unit, entry: Entry) -> list[Fragment]:
         if self._whole:

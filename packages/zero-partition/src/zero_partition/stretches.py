@@ -1,0 +1,38 @@
+"""Many views of one flat tensor, made by one call of torch instead of two for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Stretches:
+    """Views of ``places`` of 1-D tensors of ``numel`` elements; makes none before it is called.
+
+    ``places``: (first element, first behind), in any order; they do not overlap. ``shapes``: of the views, by place;
+    without them the views are 1-D.
+    """
+
+    def __init__(
+        self, places: Sequence[tuple[int, int]], numel: int, shapes: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        self._sizes: list[int] = []
+        self._parts = [0] * len(places)
+        self._shapes = shapes
+        behind = 0
+        for number in sorted(range(len(places)), key=places.__getitem__):
+            start, end = places[number]
+            if start > behind:
+                self._sizes.append(start - behind)
+            self._parts[number] = len(self._sizes)
+            self._sizes.append(end - start)
+            behind = end
+        if numel > behind:
+            self._sizes.append(numel - behind)
+
+    def __call__(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The views of ``flat``, in the order of the places."""
+        parts = flat.split_with_sizes(self._sizes)
+        views = map(parts.__getitem__, self._parts)
+        return list(views if self._shapes is None else map(torch.Tensor.view, views, self._shapes))
