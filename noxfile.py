@@ -30,8 +30,11 @@ SHARED = ROOT / ".nox" / "shared"
 TORCH_PYTHON = (3, 11)
 # Extras that bring an accelerator's own libraries, gigabytes of them; no session here can use them.
 ACCELERATOR_EXTRAS = {"gds"}
+# Extras that have a session of their own, for what they bring is large and only its tests need it.
+OWN_SESSION_EXTRAS = {"ray"}
 # Extras that bring what stands above a package; its own tests do without it.
 UPWARD_EXTRAS = {"deepspeed"}
+NOT_TESTED_EXTRAS = ACCELERATOR_EXTRAS | OWN_SESSION_EXTRAS | UPWARD_EXTRAS
 ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 nox.needs_version = ">=2024.4.15"
@@ -65,7 +68,7 @@ def base_requirements(name: str) -> list[str]:
 def requirements(name: str) -> list[str]:
     """Every requirement of a package with the extras that its tests can use here, siblings included."""
     extras = PROJECTS[name]["project"].get("optional-dependencies", {})
-    chosen = [lines for extra, lines in extras.items() if extra not in ACCELERATOR_EXTRAS | UPWARD_EXTRAS]
+    chosen = [lines for extra, lines in extras.items() if extra not in NOT_TESTED_EXTRAS]
     return [*base_requirements(name), *(line for lines in chosen for line in lines)]
 
 
@@ -313,6 +316,18 @@ def triton(session: nox.Session) -> None:
     command = [python, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), str(file), *session.posargs]
     with session.chdir(session.create_tmp()):
         run(session, *command, env={"TRITON_INTERPRET": "1"})
+
+
+@nox.session
+def ray(session: nox.Session) -> None:
+    """Ray Train with the engine, on a local cluster of two processors."""
+    python = str(Path(session.virtualenv.location) / "bin" / "python")
+    install_tools(session, python, list(PACKAGES), *group("ray"))
+    install_packages(session, python, list(PACKAGES))
+    file = ROOT / "tests-integration" / "test_ray.py"
+    command = [python, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), str(file), *session.posargs]
+    with session.chdir(session.create_tmp()):
+        run(session, *command)
 
 
 @nox.session(venv_backend="none")
