@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from zero_ckpt import Checkpoint, Interval, ReplacedError, open_checkpoint, restore, save_sharded, verify
+from zero_ckpt.commit import sweep
+from zero_ckpt.scripts import SCRIPT_NAME, leave_script
 
 JOB = """
 import sys
@@ -90,3 +92,21 @@ def test_a_checkpoint_that_is_gone_says_so_and_not_that_it_is_damaged(tmp_path: 
     with pytest.raises(ReplacedError, match=r"same was replaced or removed while it was being read; open it again"):
         checkpoint.read("w", "param")
     assert open_checkpoint(tmp_path).read("w", "param") == content(2)
+
+
+def test_the_script_beside_checkpoints_is_not_swept_while_another_save_writes_it(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def sweeps() -> None:
+        while not over.is_set():
+            sweep(tmp_path)
+
+    other = threading.Thread(target=sweeps)
+    other.start()
+    try:
+        for _ in range(100):
+            leave_script(tmp_path)
+            (tmp_path / SCRIPT_NAME).unlink()
+    finally:
+        over.set()
+        other.join()

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 from .durable import replace_durably
+from .locking import root_lock
 
 SCRIPT_NAME = "zero_to_fp32.py"
 SCRIPT = '''#!/usr/bin/env python
@@ -24,9 +25,15 @@ sys.exit(main())
 def leave_script(root: Path) -> None:
     """Put an executable `zero_to_fp32.py` into `root` unless one is there; an empty one is what a power cut left."""
     path = root / SCRIPT_NAME
+    if _is_wanted(path):
+        with root_lock(root):  # against sweeps, which take a file that is being written for one that was left behind
+            if _is_wanted(path):
+                replace_durably(path, SCRIPT.encode(), 0o777)
+
+
+def _is_wanted(path: Path) -> bool:
     try:
         found = path.lstat()
     except FileNotFoundError:
-        found = None
-    if found is None or (stat.S_ISREG(found.st_mode) and found.st_size == 0):
-        replace_durably(path, SCRIPT.encode(), 0o777)
+        return True
+    return stat.S_ISREG(found.st_mode) and found.st_size == 0
