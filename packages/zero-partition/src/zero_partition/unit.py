@@ -21,6 +21,7 @@ from .tier import StateTier
 from .unit_edits import UnitEdits
 from .units import UnitPlan
 
+_FOLLOWED = 1 << 15  # elements; torch shares work among threads from more on
 
 class UnitState(enum.Enum):
     """Where a unit's parameters are.
@@ -352,6 +353,14 @@ class Unit:
 
 
 def _follow(master: torch.Tensor, weights: torch.Tensor) -> None:
-    """Take ``weights`` into ``master`` where it does not round to them; elsewhere it knows more digits."""
-    changed = master.to(weights.dtype) != weights
-    master.copy_(torch.where(changed, weights.to(master.dtype), master))
+    """Take ``weights`` into ``master`` where it does not round to them; elsewhere it knows more digits. Both 1-D.
+
+    On the host in pieces that stay in its caches, of which those that round to their weights are only read.
+    """
+    on_host = master.device.type == "cpu"
+    size = _FOLLOWED if on_host else max(1, master.numel())
+    for own, given in zip(master.split(size), weights.split(size), strict=True):
+        if on_host and torch.equal(own.to(given.dtype), given):
+            continue
+        changed = own.to(given.dtype) != given
+        own.copy_(torch.where(changed, given.to(own.dtype), own))
