@@ -17,6 +17,7 @@ from torch import nn
 import zero_core
 from zero_ckpt import open_checkpoint
 from zero_core.checkpoint import Saver
+from zero_core.checkpoint.saving import OwnDialect
 
 WIDTH = 1 << 14
 TIERS: dict[str, dict[str, Any]] = {
@@ -202,15 +203,17 @@ def differences(engine: zero_core.Engine, folder: Path, action: Callable[[zero_c
         step(engine, number)
     engine.save_checkpoint(folder, tag="warm")
     step(engine, 2)
-    Saver(False, False, None).save(engine, folder, "at once", {}, False, False)
-    behind = engine._saver._behind
+    at_once = Saver(engine.training_state, engine.offloading, OwnDialect())
+    at_once._decoupled = False
+    at_once.save(folder, "at once", {}, save_latest=False, exclude_frozen=False)
+    behind = engine._parts.checkpoints._saver._behind
     assert behind is not None
     behind.wait()
     held = behind._copier.submit(time.sleep, HOLD_SECONDS)
     engine.save_checkpoint(folder, tag="behind", save_latest=False)
     early = held.running()
     action(engine, folder)
-    engine._saver.wait()
+    behind.wait()
     if dist.get_rank():
         return []
     one, other = (open_checkpoint(folder, tag) for tag in ("behind", "at once"))
