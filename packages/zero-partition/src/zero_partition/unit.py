@@ -359,7 +359,8 @@ def _follow(master: torch.Tensor, weights: torch.Tensor) -> None:
     """
     on_host = master.device.type == "cpu"
     size = _FOLLOWED if on_host else max(1, master.numel())
-    for own, given in zip(master.split(size), weights.split(size), strict=True):
+    for begin in range(0, master.numel(), size):
+        own, given = master[begin : begin + size], weights[begin : begin + size]
         if on_host and torch.equal(own.to(given.dtype), given):
             continue
         changed = own.to(given.dtype) != given
