@@ -65,8 +65,8 @@ def test_what_is_assigned_reaches_the_engine_that_trains() -> None:
     engine = start(1)
     engine.global_steps, engine.lr_scheduler = 7, None
     engine.set_train_micro_batch_size(engine.train_micro_batch_size_per_gpu() + 1)
-    sizes = engine.core.training_state.sizes
-    assert engine.core.global_steps == engine.global_steps == 7 and engine.core.lr_scheduler is None
+    sizes = engine.zero_engine.training_state.sizes
+    assert engine.zero_engine.global_steps == engine.global_steps == 7 and engine.zero_engine.lr_scheduler is None
     assert engine.get_batch_info() == (sizes.train, sizes.micro, sizes.steps)
     assert set(engine.state_dict()) == {f"module.{name}" for name in engine.module.state_dict()}
     engine.empty_partition_cache()

@@ -17,7 +17,6 @@ from zero_partition import GRID, Partition, PartitionOptions, ShardedOptimizer, 
 from zero_precision import autocast_dtypes, parse_dtype
 
 from . import kernels
-from .agreement import agree_on_hyperparameters
 from .checkpoint import Dialect, OwnDialect
 from .composition import compose
 from .config import Config, autocast_modules, loss_scale, precision_policy
@@ -28,7 +27,7 @@ from .model_parallel import ModelPart, model_parallel
 from .monitors import check_clients
 from .offloading import Offloading, state_block
 from .optimizers import Parameters, build_optimizer
-from .process_groups import open_groups, shard_alignment, weight_codecs
+from .process_groups import agree_on_hyperparameters, open_groups, shard_alignment, weight_codecs
 from .report import config_report, startup_report
 from .run_record import open_record
 from .schedules import Scheduler, build_scheduler

@@ -15,17 +15,17 @@ from .checkpointing import Checkpointing
 from .failures import Failures
 from .full_values import FullValues
 from .instruments import Instruments, instruments_for
-from .loaders import Loaders
 from .monitors import Monitor, build_monitor
 from .offloading import Offloading
 from .parking import Parking
+from .preparation import Loaders
 from .run_record import RunRecord
 from .state import TrainingState
 from .training import Training
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineParts:
     """What an `Engine` delegates to; each takes what it needs of the `TrainingState`, none the engine."""
 
     accumulation: Accumulation
@@ -60,7 +60,7 @@ def compose(
     dialect: Dialect,
     collate_fn: Callable[[list[Any]], Any] | None,
     record: RunRecord | None,
-) -> Parts:
+) -> EngineParts:
     """Make the parts of one engine over ``state``. Collective."""
     config = state.config
     monitor = build_monitor(config, dist.get_rank())
@@ -82,7 +82,7 @@ def compose(
         periodic_of(state, saver),
         before_load=audit.forget,
     )
-    return Parts(
+    return EngineParts(
         accumulation=accumulation,
         audit=audit,
         checkpointing=checkpointing,

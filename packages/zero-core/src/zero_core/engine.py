@@ -19,19 +19,19 @@ from . import report
 from .audit import Auditor
 from .checkpoint import CustomLoad, Resumed, Wanted
 from .checkpointing import Checkpointing
-from .compiling import compile_module
-from .composition import Parts
+from .composition import EngineParts
 from .config import Config
 from .data_loader import RankLoader
 from .delegation import Delegated
 from .instruments import Instruments, communication_table, memory_rows, memory_table
 from .model_parallel import ModelPart
 from .monitors import Monitor
-from .observing import Observer
 from .offloading import Offloading
+from .preparation import compile_module
 from .run_record import report_of
 from .schedules import Scheduler
 from .state import TrainingState
+from .training import Observer
 
 if TYPE_CHECKING:
     from zero_report import Report
@@ -94,7 +94,7 @@ class Engine(nn.Module):
     observer = Delegated[Observer]("_parts.training")
     load_report = Delegated[LoadReport | None]("_parts.checkpoints", "report")
 
-    def __init__(self, state: TrainingState, parts: Parts) -> None:
+    def __init__(self, state: TrainingState, parts: EngineParts) -> None:
         super().__init__()
         self.module = state.module
         self.training_state = state
@@ -108,7 +108,7 @@ class Engine(nn.Module):
         return self._parts.training.forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backpropagate ``loss`` (a scalar), divided by the accumulation steps unless ``scale_wrt_gas`` is false;
+        """Backpropagate ``loss`` (a scalar), divided by the accumulation steps unless ``scale_wrt_gas`` is false, and
         return the divided loss.
 
         Gradients are reduced on the way: at the accumulation boundary at stages 0 and 1, each time at stages 2 and 3.
@@ -117,18 +117,13 @@ class Engine(nn.Module):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` (a scalar) times the loss scale, for a backward pass of your own: ``engine.scale(loss).backward()``.
-
-        It is not divided by the accumulation steps. Holds for the backward passes before the next `step`.
-        """
+        It is not divided by the accumulation steps. Holds for the backward passes before the next `step`."""
         return self._parts.training.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the accumulation boundary: agree, clip, update, publish, step the scheduler (with ``lr_kwargs``), and save
-        where ``checkpoint.interval`` says so. Otherwise only count the micro-batch.
-
-        Raises `NonFiniteGradientError` on every rank when a gradient is not finite and no loss scale is in use; the
-        weights are unchanged.
-        """
+        where ``checkpoint.interval`` says so. Otherwise only count the micro-batch. Raises `NonFiniteGradientError` on
+        every rank, weights unchanged, when a gradient is not finite and no loss scale is in use."""
         self._parts.training.step(lambda scheduler: scheduler.step(**(lr_kwargs or {})))
 
     def step_without_schedule(self) -> None:
@@ -154,17 +149,15 @@ class Engine(nn.Module):
 
     @contextmanager
     def synced(self) -> Iterator[None]:
-        """Ranks may call the engine a different number of times inside, without backward: generation, evaluation.
-
-        Who is done waits at the end and takes part in gathering parameters for the others. Collective.
-        """
+        """Ranks may call the engine a different number of times inside, without backward: generation, evaluation. Who
+        is done waits at the end and takes part in gathering parameters for the others. Collective."""
         self.training_state.check_open("synced")
         with self._parts.failures.told_to_all(), self.partition.runtime.synced():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients collected so far (`step` does it by itself), or have zeros instead of them, as the
-        module's and the optimizer's own ``zero_grad`` do. On every rank at the same point."""
+        """Forget the gradients collected so far (`step` does it by itself), or have zeros instead, as the module's and
+        the optimizer's own ``zero_grad`` do. On every rank at the same point."""
         self.module.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -211,8 +204,8 @@ class Engine(nn.Module):
     def destroy(self, whole: bool = True) -> None:
         """Unshard the parameters, remove all hooks and leave the process groups. Collective.
 
-        ``whole``: false leaves sharded parameters released, for models that do not fit on one rank. Waits for
-        checkpoints that are written behind training, and raises `zero_ckpt.CheckpointError` when one failed.
+        ``whole``: false leaves sharded parameters released, for models that do not fit on one rank. Waits for saves
+        behind training, and raises `zero_ckpt.CheckpointError` when one failed.
         """
         if not self.training_state.lifetime.destroyed:
             self.training_state.lifetime.destroyed = True
@@ -231,8 +224,8 @@ class Engine(nn.Module):
         """Write everything needed to go on into ``save_dir/tag`` (default ``global_step{N}``), atomically. Collective.
 
         ``client_state`` is plain data and comes back from `load_checkpoint`. Raises `zero_ckpt.CheckpointError` on
-        every rank. With ``checkpoint.writer.decoupled`` it returns once the state is copied into host memory; a save
-        that failed then raises from a later `step`, `save_checkpoint`, `load_checkpoint` or `destroy`.
+        every rank. With ``checkpoint.writer.decoupled`` it returns once the state is copied into host memory; a failed
+        save then raises from a later `step`, `save_checkpoint`, `load_checkpoint` or `destroy`.
         """
         self._parts.checkpoints.save(
             save_dir, tag, client_state or {}, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
@@ -249,8 +242,7 @@ class Engine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Load ``load_dir/tag`` (default: the newest complete one), written at any world size and stage; return
-        ``(path, client_state)``.
+        """Load ``load_dir/tag`` (default: the newest complete one), of any world size and stage; return (path, client).
 
         ``custom_load_fn(src=tensors by name, dst=module)`` loads the weights instead of names that fit: it runs on
         every rank with the module unsharded, and what it leaves there on rank 0 counts. What was loaded, converted,
@@ -268,13 +260,11 @@ class Engine(nn.Module):
         return self._parts.checkpoints.load(load_dir, tag, wanted)
 
     def resume(self, load_dir: str | os.PathLike[str]) -> Resumed | None:
-        """Load the newest state of this job and say where training goes on; None, with nothing changed, where there is
-        none: a first start.
+        """Load the newest state of this job, at any world size, and say where training goes on; None for a first start.
 
         It is the newest copy in the nodes' memory (``checkpoint.in_memory``), where one is complete and not older than
-        the newest checkpoint in ``load_dir``, else that checkpoint. A copy that is damaged is passed over with a
-        warning. At any world size. Collective. Raises `zero_ckpt.CheckpointError` on every rank when there are
-        checkpoints and none can be loaded.
+        the newest checkpoint in ``load_dir``, else that checkpoint. A damaged copy is passed over with a warning.
+        Collective. Raises `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded.
         """
         return self._parts.checkpoints.resume(load_dir)
 
@@ -284,8 +274,8 @@ class Engine(nn.Module):
         """Move this rank's model states to ``device`` ("cpu" or "nvme") until `reload_states`; the engine does nothing
         else meanwhile. Collective.
 
-        ``include``: among `zero_core.parking.KINDS`, by default all. "nvme" is the first `nvme_path` in the
-        configuration. ``non_blocking`` is a hint. Raises `UsageError`.
+        ``include``: among `zero_core.parking.KINDS`, by default all. "nvme": the configuration's first `nvme_path`.
+        ``non_blocking`` is a hint. Raises `UsageError`.
         """
         self._parts.parking.offload(include, str(getattr(device, "value", device)), pin_memory)
 
@@ -335,9 +325,7 @@ class Engine(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write `consolidated_state_dict` with torch.save to ``save_dir/save_filename``, complete or not at all; true.
-
-        Collective. For other formats save a checkpoint and use ``zero-ckpt convert``.
-        """
+        Collective. For other formats save a checkpoint and use ``zero-ckpt convert``."""
         self._parts.full.save(save_dir, save_filename, exclude_frozen_parameters)
         return True
 
@@ -356,10 +344,8 @@ class Engine(nn.Module):
         return self.training_state.sizes.steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples per step by accumulating more or fewer micro-batches, from the next step on.
-
-        Call it between steps, on every rank. Raises `UsageError` when micro-batches do not make up the size.
-        """
+        """Change the samples per step by accumulating more or fewer micro-batches, from the next step on. Call it
+        between steps, on every rank. Raises `UsageError` when micro-batches do not make up the size."""
         self.training_state.sizes.set_train(train_batch_size)
 
     def get_lr(self) -> list[float]:

@@ -1,20 +1,101 @@
-"""Which ranks share what, and in which form it travels: from a configuration to groups and codecs."""
+"""The process groups of an engine: who is in them, what travels through them, and that ranks are configured alike."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zero_comm import Codec, EngineGroups, Ledger, TreeSum
+from zero_comm import Codec, Control, EngineGroups, Ledger, Message, TreeSum
 from zero_precision import BlockCodec, BlockFormat
 
 from . import kernels
-from .agreement import agree_on_configuration
+from .config import ConfigError
+from .config.errors import Problem
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from .config import Config
+
+_PER_RANK = (
+    "tensorboard",
+    "wandb",
+    "comet",
+    "csv_monitor",
+    "comms_logger",
+    "flops_profiler",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "aio",
+    "offload.report",
+    "offload.trace",
+    "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.offload_optimizer.nvme_path",
+)
+"""What a rank may decide alone: where it reports, and its own disks."""
+
+
+def agree_on_configuration(control: Control, config: Config) -> None:
+    """Raise `ConfigError` on every rank, naming each key that differs and its values by rank, unless the ranks of
+    ``control`` have the same configuration. Collective."""
+    own = {path: value for path, value in _leaves("", config.to_plain()) if not _is_per_rank(path)}
+    _agree(control, "configuration", own, "give every rank the same configuration")
+
+
+def agree_on_hyperparameters(control: Control, optimizer: Optimizer | None) -> None:
+    """The same for the param groups of the optimizer: rates, decay and what else is a number or a word. Collective."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    own: dict[str, Any] = {"optimizer": None if optimizer is None else type(optimizer).__name__}
+    for number, group in enumerate(groups):
+        place = f"optimizer.param_groups[{number}]"
+        for key, value in group.items():
+            plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            if key != "params" and isinstance(plain, (bool, int, float, str, tuple, list, type(None))):
+                own[f"{place}.{key}"] = plain
+    _agree(control, "optimizer", own, "make the optimizer with the same arguments on every rank")
+
+
+def _agree(control: Control, what: str, own: dict[str, Any], action: str) -> None:
+    texts = {path: repr(value) for path, value in own.items()}
+    digest = hashlib.blake2b(json.dumps(texts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    if len(set(control.agree(Message("initialize", what, 0, digest)))) == 1:
+        return
+    told: list[dict[str, str]] = control.agree(Message("initialize", f"{what} that differs", 0, texts))
+    paths = dict.fromkeys(path for texts in told for path in texts)
+    problems = []
+    for path in paths:
+        values = [texts.get(path, "nothing") for texts in told]
+        if len(set(values)) > 1:
+            problems.append(Problem(path, "expected the same on every rank", _by_rank(values), action=action))
+    raise ConfigError(*problems)
+
+
+def _by_rank(values: list[str]) -> str:
+    """`0.1 on ranks 0, 2 and 0.2 on rank 1`."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return " and ".join(
+        f"{value} on rank{'s' if len(held) > 1 else ''} {', '.join(held[:8])}{', …' if len(held) > 8 else ''}"
+        for value, held in ranks.items()
+    )
+
+
+def _leaves(prefix: str, value: Any) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        return [(prefix, value)]
+    return [leaf for key, item in value.items() for leaf in _leaves(f"{prefix}.{key}" if prefix else str(key), item)]
+
+
+def _is_per_rank(path: str) -> bool:
+    return any(path == key or path.startswith(f"{key}.") for key in _PER_RANK)
+
 
 _BLOCK: dict[BlockFormat, int] = {"int8": 256, "fp8_e4m3": 256, "int4": 512}
 """Elements that share a float32 scale, which adds at most 1.6 % to the codes."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from zero_partition import UnitLimits
 
 from .engine import Engine
-from .observing import Observer, Unobserved
+from .training import Observer, Unobserved
 
 
 class Supervisor(Protocol):

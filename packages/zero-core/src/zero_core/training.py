@@ -1,13 +1,14 @@
-"""One micro-batch and one optimizer step, in the order in which things happen."""
+"""One micro-batch and one optimizer step, in the order in which things happen, and who is told of it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from zero_partition import StepResult
 from zero_precision import cast_floating
 
 from .accumulation import Accumulation
@@ -17,10 +18,35 @@ from .checkpointing import Checkpointing
 from .errors import UsageError
 from .failures import Failures
 from .instruments import Instruments
-from .observing import Observer, Unobserved
 from .offloading import Offloading
 from .schedules import Scheduler
 from .state import TrainingState
+
+
+class Observer(Protocol):
+    """What one engine reports, on every rank.
+
+    Call order per micro-batch: `loss`; at the boundary of accumulation also `before_step`, when all gradients have been
+    averaged, and `after_step`, when the weights are published. All may communicate.
+    """
+
+    def loss(self, loss: torch.Tensor) -> None: ...
+    def before_step(self) -> None: ...
+    def after_step(self, result: StepResult) -> None: ...
+
+
+class Unobserved:
+    """The observer of an engine that nobody follows."""
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def before_step(self) -> None:
+        """Nothing to do."""
+
+    def after_step(self, result: StepResult) -> None:
+        """Nothing to do."""
+
 
 logger = logging.getLogger("zero_core")
 

@@ -16,7 +16,7 @@ from torch import nn
 import zero_core
 from zero_comm import run_ranks
 from zero_core import checkpointing
-from zero_core.checkpointing.keepers import ContiguousKeeper, PartitionedKeeper, PlainKeeper
+from zero_core.checkpointing.activation_stores import ContiguousStore, PartitionedStore, PlainStore
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -116,13 +116,13 @@ def kept() -> dict[str, Any]:
     """What the keepers hold of an input, and what they make of it again."""
     x = torch.arange(15.0).view(3, 5)
     seen: dict[str, Any] = {}
-    for name, inner in (("plain", PlainKeeper()), ("contiguous", ContiguousKeeper(2))):
-        keeper = PartitionedKeeper(dist.group.WORLD, inner)
-        part, restore = keeper.keep(x, 1)
-        again = keeper.keep(x, 1)[0]
+    for name, inner in (("plain", PlainStore()), ("contiguous", ContiguousStore(2))):
+        store = PartitionedStore(dist.group.WORLD, inner)
+        part, restore = store.keep(x, 1)
+        again = store.keep(x, 1)[0]
         seen[name] = part.tolist(), torch.equal(restore(part), x), part.untyped_storage().nbytes() // 4, again.sum()
     small = torch.tensor(3.0)
-    assert keeper.keep(small, 1)[0].equal(small)
+    assert store.keep(small, 1)[0].equal(small)
     return seen
 
 
@@ -134,15 +134,15 @@ def test_partitioned_inputs_are_held_in_parts() -> None:
 
 
 def test_contiguous_inputs_share_a_buffer_whose_places_are_used_again() -> None:
-    keeper = ContiguousKeeper(2)
-    first, second = (keeper.keep(torch.full((2, 3), float(n)), 1)[0] for n in (1, 2))
+    store = ContiguousStore(2)
+    first, second = (store.keep(torch.full((2, 3), float(n)), 1)[0] for n in (1, 2))
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert (first == 1).all() and (second == 2).all() and first.shape == (2, 3)
-    refusal = outcome(lambda: keeper.keep(torch.zeros(2, 3), 1))
+    refusal = outcome(lambda: store.keep(torch.zeros(2, 3), 1))
     assert refusal.startswith("UsageError") and "shape (2, 3)" in refusal and "number_checkpoints" in refusal
     address = first.data_ptr()
     del first
-    assert keeper.keep(torch.zeros(2, 3), 1)[0].data_ptr() == address
+    assert store.keep(torch.zeros(2, 3), 1)[0].data_ptr() == address
 
 
 def test_what_waits_elsewhere_comes_back_through_hooks_inside_and_outside() -> None:

@@ -202,5 +202,5 @@ def test_a_warm_up_longer_than_training_is_said(caplog: pytest.LogCaptureFixture
 def test_public_names_are_exact() -> None:
     assert schedules.__all__ == sorted(schedules.__all__)
     public = {name for name in vars(schedules) if not name.startswith("_")}
-    modules = {"annotations", "base", "build", "one_cycle", "protocol", "range_test", "state", "warmup"}
+    modules = {"annotations", "base", "build", "cyclic", "state", "warmup"}
     assert public - modules == set(schedules.__all__)

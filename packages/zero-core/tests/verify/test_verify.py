@@ -13,7 +13,7 @@ import torch
 
 from zero_comm import run_ranks
 from zero_core.cli import main
-from zero_core.verify import Bitwise, Difference, Plan, Recording, Variant, Within, compare, run_script
+from zero_core.verify import Bitwise, Difference, Recording, ScriptRun, Variant, Within, compare, run_script
 
 SCRIPT = Path(__file__).with_name("training_script.py")
 RANKS = 2
@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def record(plan: Plan) -> None:
+def record(plan: ScriptRun) -> None:
     run_script(plan)
 
 
@@ -43,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
             place.mkdir()
             config = place / "ds.json"
             config.write_text(json.dumps({**SETTINGS, **changes}))
-            plan = Plan(str(place), variant.value, str(SCRIPT), (fault,), config=str(config), steps=3)
+            plan = ScriptRun(str(place), variant.value, str(SCRIPT), (fault,), config=str(config), steps=3)
             run_ranks(record, RANKS, plan)
             made[key] = Recording(place)
         return made[key]

@@ -48,82 +48,82 @@ class DeepSpeedEngine(nn.Module):
     (`ZeroParameter`). Every name that DeepSpeed's engine has not either is the model's.
 
     Attributes:
-        core: the engine that trains.
+        zero_engine: the engine that trains.
         module: the user's model.
         config: the configuration as it was given.
     """
 
-    core: Engine
+    zero_engine: Engine
     module: nn.Module
 
-    backward = Delegated[Any]("core")
-    scale = Delegated[Any]("core")
-    step = Delegated[Any]("core")
-    is_gradient_accumulation_boundary = Delegated[Any]("core")
-    set_gradient_accumulation_boundary = Delegated[Any]("core")
-    synced = Delegated[Any]("core")
-    zero_grad = Delegated[Any]("core")
-    clip_grad_norm_ = Delegated[Any]("core")
-    compile = Delegated[Any]("core")
-    data_loader = Delegated[Any]("core")
-    deepspeed_io = Delegated[Any]("core", "data_loader")
-    virtual_rank = Delegated[Any]("core")
-    resume = Delegated[Any]("core")
-    offload_states = Delegated[Any]("core")
-    reload_states = Delegated[Any]("core")
-    gathered = Delegated[Any]("core")
-    full_param = Delegated[Any]("core")
-    full_grad = Delegated[Any]("core")
-    full_state = Delegated[Any]("core")
-    set_full_param = Delegated[Any]("core")
-    set_full_grad = Delegated[Any]("core")
-    set_full_state = Delegated[Any]("core")
-    consolidated_state_dict = Delegated[Any]("core")
-    _consolidated_16bit_state_dict = Delegated[Any]("core", "consolidated_state_dict")
-    _zero3_consolidated_16bit_state_dict = Delegated[Any]("core", "consolidated_state_dict")
-    train_batch_size = Delegated[Any]("core")
-    train_micro_batch_size_per_gpu = Delegated[Any]("core")
-    gradient_accumulation_steps = Delegated[Any]("core")
-    set_train_batch_size = Delegated[Any]("core")
-    set_train_micro_batch_size = Delegated[Any]("core.training_state.sizes", "set_micro")
-    get_lr = Delegated[Any]("core")
-    loss_scale = Delegated[Any]("core")
-    was_step_applied = Delegated[Any]("core")
-    zero_optimization_stage = Delegated[Any]("core")
-    config_report = Delegated[Any]("core")
-    memory_report = Delegated[Any]("core")
-    memory_table = Delegated[Any]("core")
-    communication_table = Delegated[Any]("core")
-    report = Delegated[Any]("core")
-    lr_scheduler = Delegated[Any]("core")
-    training_dataloader = Delegated[Any]("core")
-    global_steps = Delegated[int]("core")
-    micro_steps = Delegated[int]("core")
-    skipped_steps = Delegated[int]("core")
-    global_samples = Delegated[int]("core")
-    monitor = Delegated[Any]("core")
-    instruments = Delegated[Any]("core")
-    checkpointing = Delegated[Any]("core")
-    observer = Delegated[Any]("core")
-    audit = Delegated[Any]("core")
-    offloading = Delegated[Any]("core")
-    ledger = Delegated[Any]("core")
-    load_report = Delegated[Any]("core")
-    model_part = Delegated[Any]("core")
-    partition = Delegated[Any]("core")
-    device = Delegated[torch.device]("core")
-    resolved_config = Delegated[Config]("core")
-    sharded_optimizer = Delegated[Any]("core")
-    basic_optimizer = Delegated[Any]("core", "optimizer")
-    is_compiled = Delegated[bool]("core")
-    compiled_modules = Delegated[Any]("core")
-    global_rank = Delegated[int]("core.partition", "data_rank")
-    world_size = Delegated[int]("core.partition", "data_world_size")
-    dp_world_size = Delegated[int]("core.partition", "data_world_size")
+    backward = Delegated[Any]("zero_engine")
+    scale = Delegated[Any]("zero_engine")
+    step = Delegated[Any]("zero_engine")
+    is_gradient_accumulation_boundary = Delegated[Any]("zero_engine")
+    set_gradient_accumulation_boundary = Delegated[Any]("zero_engine")
+    synced = Delegated[Any]("zero_engine")
+    zero_grad = Delegated[Any]("zero_engine")
+    clip_grad_norm_ = Delegated[Any]("zero_engine")
+    compile = Delegated[Any]("zero_engine")
+    data_loader = Delegated[Any]("zero_engine")
+    deepspeed_io = Delegated[Any]("zero_engine", "data_loader")
+    virtual_rank = Delegated[Any]("zero_engine")
+    resume = Delegated[Any]("zero_engine")
+    offload_states = Delegated[Any]("zero_engine")
+    reload_states = Delegated[Any]("zero_engine")
+    gathered = Delegated[Any]("zero_engine")
+    full_param = Delegated[Any]("zero_engine")
+    full_grad = Delegated[Any]("zero_engine")
+    full_state = Delegated[Any]("zero_engine")
+    set_full_param = Delegated[Any]("zero_engine")
+    set_full_grad = Delegated[Any]("zero_engine")
+    set_full_state = Delegated[Any]("zero_engine")
+    consolidated_state_dict = Delegated[Any]("zero_engine")
+    _consolidated_16bit_state_dict = Delegated[Any]("zero_engine", "consolidated_state_dict")
+    _zero3_consolidated_16bit_state_dict = Delegated[Any]("zero_engine", "consolidated_state_dict")
+    train_batch_size = Delegated[Any]("zero_engine")
+    train_micro_batch_size_per_gpu = Delegated[Any]("zero_engine")
+    gradient_accumulation_steps = Delegated[Any]("zero_engine")
+    set_train_batch_size = Delegated[Any]("zero_engine")
+    set_train_micro_batch_size = Delegated[Any]("zero_engine.training_state.sizes", "set_micro")
+    get_lr = Delegated[Any]("zero_engine")
+    loss_scale = Delegated[Any]("zero_engine")
+    was_step_applied = Delegated[Any]("zero_engine")
+    zero_optimization_stage = Delegated[Any]("zero_engine")
+    config_report = Delegated[Any]("zero_engine")
+    memory_report = Delegated[Any]("zero_engine")
+    memory_table = Delegated[Any]("zero_engine")
+    communication_table = Delegated[Any]("zero_engine")
+    report = Delegated[Any]("zero_engine")
+    lr_scheduler = Delegated[Any]("zero_engine")
+    training_dataloader = Delegated[Any]("zero_engine")
+    global_steps = Delegated[int]("zero_engine")
+    micro_steps = Delegated[int]("zero_engine")
+    skipped_steps = Delegated[int]("zero_engine")
+    global_samples = Delegated[int]("zero_engine")
+    monitor = Delegated[Any]("zero_engine")
+    instruments = Delegated[Any]("zero_engine")
+    checkpointing = Delegated[Any]("zero_engine")
+    observer = Delegated[Any]("zero_engine")
+    audit = Delegated[Any]("zero_engine")
+    offloading = Delegated[Any]("zero_engine")
+    ledger = Delegated[Any]("zero_engine")
+    load_report = Delegated[Any]("zero_engine")
+    model_part = Delegated[Any]("zero_engine")
+    partition = Delegated[Any]("zero_engine")
+    device = Delegated[torch.device]("zero_engine")
+    resolved_config = Delegated[Config]("zero_engine")
+    sharded_optimizer = Delegated[Any]("zero_engine")
+    basic_optimizer = Delegated[Any]("zero_engine", "optimizer")
+    is_compiled = Delegated[bool]("zero_engine")
+    compiled_modules = Delegated[Any]("zero_engine")
+    global_rank = Delegated[int]("zero_engine.partition", "data_rank")
+    world_size = Delegated[int]("zero_engine.partition", "data_world_size")
+    dp_world_size = Delegated[int]("zero_engine.partition", "data_world_size")
 
     def __init__(self, core: Engine, config: dict[str, Any]) -> None:
         super().__init__()
-        object.__setattr__(self, "core", core)  # not as a submodule: parameters are the model's alone
+        object.__setattr__(self, "zero_engine", core)  # not as a submodule: parameters are the model's alone
         self.module = core.module
         self.config = config
         offload = ParameterOffload(core.module, core.partition) if core.zero_optimization_stage() == 3 else None
@@ -136,7 +136,7 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and return its output unchanged."""
-        return self.core(*args, **kwargs)
+        return self.zero_engine(*args, **kwargs)
 
     @property
     def optimizer(self) -> Any:
@@ -151,7 +151,7 @@ class DeepSpeedEngine(nn.Module):
     @property
     def communication_data_type(self) -> torch.dtype:
         """What gradients travel in."""
-        return self.core.training_state.precision.wire_dtype
+        return self.zero_engine.training_state.precision.wire_dtype
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -160,13 +160,13 @@ class DeepSpeedEngine(nn.Module):
             raise StageError(
                 f"no_sync() is for stages 0 and 1; stage {self.zero_optimization_stage()} reduces every micro-batch"
             )
-        with self.core.no_sync():
+        with self.zero_engine.no_sync():
             yield
 
     def get_global_grad_norm(self) -> float | None:
         """Global norm, before clipping, of the last step that was taken, 0 when all were skipped; None before the first
         step."""
-        counters = self.core.training_state.counters
+        counters = self.zero_engine.training_state.counters
         if counters.last is None:
             return None
         return 0.0 if counters.last_taken is None else counters.last_taken.norm
@@ -185,7 +185,7 @@ class DeepSpeedEngine(nn.Module):
                 "true, or save a checkpoint and run zero_to_fp32.py"
             )
             return False
-        return self.core.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+        return self.zero_engine.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
     def save_checkpoint(
         self,
@@ -202,7 +202,7 @@ class DeepSpeedEngine(nn.Module):
         counts.
         """
         folder = self._first_folder("save_checkpoint", save_dir)
-        return self.core.save_checkpoint(folder, tag, client_state, save_latest, exclude_frozen_parameters)
+        return self.zero_engine.save_checkpoint(folder, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
         self,
@@ -222,7 +222,7 @@ class DeepSpeedEngine(nn.Module):
         if tag is None and not (Path(folder) / "latest").is_file():
             logger.warning("no file 'latest' in %s and no tag given: nothing was loaded", folder)
             return None, None
-        path, client_state = self.core.load_checkpoint(
+        path, client_state = self.zero_engine.load_checkpoint(
             folder,
             tag,
             load_module_strict,
@@ -237,7 +237,7 @@ class DeepSpeedEngine(nn.Module):
 
     def _first_folder(self, call: str, folder: str | os.PathLike[str]) -> str:
         """The folder that the first rank names: a checkpoint is in one."""
-        self.core.training_state.check_open(call)
+        self.zero_engine.training_state.check_open(call)
         given = os.fspath(folder)
         told = self.partition.runtime.agree(call, "", given)
         if self.model_part.coordinator is not None:
@@ -269,17 +269,17 @@ class DeepSpeedEngine(nn.Module):
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples per step over all ranks, samples per micro-batch and rank, micro-batches per step."""
-        sizes = self.core.training_state.sizes
+        sizes = self.zero_engine.training_state.sizes
         return sizes.train, sizes.micro, sizes.steps
 
     def get_mom(self) -> list[Any]:
         """The ``momentum``, else the ``betas``, of each param group; 0.0 for a group with neither."""
-        groups = self.core.training_state.check_trainable("get_mom").param_groups
+        groups = self.zero_engine.training_state.check_trainable("get_mom").param_groups
         return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
 
     def get_type(self) -> list[Any]:
         """The ``type`` that each param group carries; 0.0 for a group without."""
-        groups = self.core.training_state.check_trainable("get_type").param_groups
+        groups = self.zero_engine.training_state.check_trainable("get_type").param_groups
         return [group.get("type", 0.0) for group in groups]
 
     def dynamic_loss_scale(self) -> bool:
@@ -288,18 +288,18 @@ class DeepSpeedEngine(nn.Module):
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The dtypes of parameters and of accumulated gradients."""
-        precision = self.core.training_state.precision
+        precision = self.zero_engine.training_state.precision
         return precision.param_dtype, precision.accumulate_dtype
 
     def empty_partition_cache(self) -> None:
         """Give back the accelerator memory that torch keeps for later; parameters are released after each pass."""
-        self.core.training_state.check_open("empty_partition_cache")
+        self.zero_engine.training_state.check_open("empty_partition_cache")
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
     def destroy(self, whole: bool = True) -> None:
         """As `Engine.destroy`; the parameters are plain ones again."""
-        self.core.destroy(whole)
+        self.zero_engine.destroy(whole)
         release(self.module.parameters())
 
     def __getattr__(self, name: str) -> Any:

@@ -205,7 +205,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "AsyncIOBuilder": "zero_deepspeed.aio:",
     },
     "deepspeed.ops.lamb": {
-        "FusedLamb": "zero_core.optimizers.lamb:Lamb",
+        "FusedLamb": "zero_core.optimizers.beyond_torch:Lamb",
     },
     "deepspeed.ops.lion": {
         "DeepSpeedCPULion": "zero_deepspeed.cpu_optimizers:",

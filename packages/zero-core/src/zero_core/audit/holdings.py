@@ -10,7 +10,7 @@ import torch
 
 from zero_partition import Unit
 
-from ..checkpoint.fragments import has_own_master, master_pieces
+from ..checkpoint.fragments import has_own_master, master_fragments
 from ..state import TrainingState
 from .digests import digest, digest_of
 
@@ -89,7 +89,7 @@ def kept_on_device(state: TrainingState) -> Iterator[tuple[str, str, torch.Tenso
     parts = state.partition
     for unit in parts.units:
         if has_own_master(unit):
-            for fragment, piece in master_pieces(unit, parts.owned_ranks()):
+            for fragment, piece in master_fragments(unit, parts.owned_ranks()):
                 yield f"{fragment.entry.name}[{fragment.param_offset}:]", "master", piece
     if state.optimizer is None:
         return

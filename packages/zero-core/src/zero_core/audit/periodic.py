@@ -11,8 +11,7 @@ from ..errors import AuditError
 from ..state import TrainingState
 from .digests import digest_of, odd_ranks
 from .holdings import Buffers, Held, held_alike
-from .recomputation import Recomputation, candidates
-from .reductions import RepeatedReductions
+from .recomputation import Recomputation, RepeatedReductions, candidates
 from .rest import AtRest, tier_digests, unpublished
 
 _SHOWN = 10

@@ -9,14 +9,14 @@ import torch
 
 from zero_partition import DeviceResidency, Fragment, Unit
 
-from ..checkpoint.fragments import has_own_master, master_pieces, pieces
+from ..checkpoint.fragments import has_own_master, master_fragments, shard_fragments
 from ..state import TrainingState
 from .digests import digest, same_bits
 from .holdings import kept_on_device
 
 
 @dataclass(frozen=True)
-class OnDevice:
+class RestingTensor:
     """A tensor that nothing may change before the next step, with its digest and version counter."""
 
     name: str
@@ -32,7 +32,7 @@ class OnDevice:
 
 
 @dataclass(frozen=True)
-class OnTier:
+class RestingTier:
     """Digests by parameter and kind of all that a tier keeps for this rank, and how often it had been written then."""
 
     digests: dict[tuple[str, str], str]
@@ -48,7 +48,7 @@ class AtRest:
     def __init__(self, state: TrainingState) -> None:
         self._on_device = list(_on_device(state))
         states = state.partition.states
-        self._on_tier = None if states is None else OnTier(tier_digests(state), states.writes)
+        self._on_tier = None if states is None else RestingTier(tier_digests(state), states.writes)
 
     def changed(self, state: TrainingState, now: dict[tuple[str, str], str]) -> Iterator[str]:
         """Say what is not what it was; ``now``: `tier_digests`."""
@@ -93,7 +93,7 @@ def unpublished(state: TrainingState) -> Iterator[str]:
         if shard is None:
             continue
         gathered = None if unit.releasable else unit.flat[start:end]
-        for fragment, weights in pieces(unit, shard, parts.rank):
+        for fragment, weights in shard_fragments(unit, shard, parts.rank):
             name = fragment.entry.name
             if name in masters and not same_bits(masters[name].to(weights.device, weights.dtype), weights):
                 yield name
@@ -132,17 +132,17 @@ class _Weights:
             self._lent = None
 
 
-def _on_device(state: TrainingState) -> Iterator[OnDevice]:
+def _on_device(state: TrainingState) -> Iterator[RestingTensor]:
     for name, kind, tensor in kept_on_device(state):
-        yield OnDevice(name, kind, tensor, digest(tensor), tensor._version)
+        yield RestingTensor(name, kind, tensor, digest(tensor), tensor._version)
     parts = state.partition
     for unit in parts.units:
         if unit.releasable and unit.plan.trainable and isinstance(parts.residency, DeviceResidency):
             shard = parts.residency.acquire(unit.name)
-            for fragment, piece in pieces(unit, shard, parts.rank):
+            for fragment, piece in shard_fragments(unit, shard, parts.rank):
                 name = f"{fragment.entry.name}[{fragment.param_offset}:]"
-                yield OnDevice(name, "weight", piece, digest(piece), piece._version)
+                yield RestingTensor(name, "weight", piece, digest(piece), piece._version)
 
 
 def _masters(unit: Unit, rank: int) -> dict[str, torch.Tensor]:
-    return {fragment.entry.name: piece for fragment, piece in master_pieces(unit, range(rank, rank + 1))}
+    return {fragment.entry.name: piece for fragment, piece in master_fragments(unit, range(rank, rank + 1))}

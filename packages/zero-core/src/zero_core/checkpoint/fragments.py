@@ -9,13 +9,13 @@ import torch
 from zero_partition import Fragment, Unit, start_in_reduced
 
 
-def pieces(unit: Unit, shard: torch.Tensor, rank: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
+def shard_fragments(unit: Unit, shard: torch.Tensor, rank: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
     """Yield the fragments of this rank's shard with their part of it."""
     for fragment in unit.layout.fragments(rank):
         yield fragment, shard[fragment.shard_offset : fragment.shard_offset + fragment.length]
 
 
-def master_pieces(unit: Unit, ranks: range) -> Iterator[tuple[Fragment, torch.Tensor]]:
+def master_fragments(unit: Unit, ranks: range) -> Iterator[tuple[Fragment, torch.Tensor]]:
     """Yield the fragments of ``ranks`` with their part of the unit's master, where this rank has one."""
     if unit.master is not None:
         for rank in ranks:

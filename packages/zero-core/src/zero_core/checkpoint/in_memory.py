@@ -13,7 +13,7 @@ from zero_ckpt.torch import Found, NodeMemory
 
 from ..offloading import Offloading
 from ..state import TrainingState
-from .fragments import master_pieces
+from .fragments import master_fragments
 from .saving import check_room, describe, own_group, state_intervals
 
 logger = logging.getLogger("zero_core")
@@ -104,7 +104,7 @@ def _spans(state: TrainingState) -> dict[str, list[tuple[int, int]]]:
     parts, sharded = state.partition, state.optimizer
     spans: dict[str, list[tuple[int, int]]] = {}
     fragments = [f for unit in parts.units for f in unit.layout.fragments(parts.rank)]
-    fragments += [f for unit in parts.units for f, _ in master_pieces(unit, parts.owned_ranks())]
+    fragments += [f for unit in parts.units for f, _ in master_fragments(unit, parts.owned_ranks())]
     fragments += [owned.fragment for owned in sharded.fragments] if sharded is not None else []
     for fragment in fragments:
         end = fragment.param_offset + fragment.length

@@ -17,9 +17,8 @@ from zero_comm import Tag
 from zero_partition import DeviceResidency, OwnedFragment, Unit, gathered
 
 from ..state import TrainingState
-from .fragments import has_own_master, master_pieces, pieces
+from .fragments import has_own_master, master_fragments, shard_fragments
 from .names import WEIGHT_KINDS, check_names, report_of, summary, uncut
-from .narrow import moments_in_codes, read_numbers
 from .progress import (
     check_virtual_ranks,
     engine_state,
@@ -28,8 +27,9 @@ from .progress import (
     load_position,
     load_schedule,
 )
+from .quantized import quantized_moments, read_dequantized
 from .rank_state import load_rank_state
-from .reading import Reading
+from .reading import BatchedRead
 from .saving import coordinator_of
 from .tiers import tier_values
 
@@ -64,7 +64,7 @@ def load(state: TrainingState, root: Path, tag: str | None, wanted: Wanted) -> t
     if wanted.custom is not None:
         _load_by(state, wanted.custom, source)
     else:
-        _spread(state)
+        _all_gather_loaded_shards(state)
     if wanted.counters:
         load_counters(state, checkpoint)
     if wanted.scheduler:
@@ -83,19 +83,19 @@ def _fill(state: TrainingState, checkpoint: Checkpoint, wanted: Wanted) -> dict[
     if wanted.counters:
         check_virtual_ranks(state, checkpoint)
         load_position(state, checkpoint)
-    reading = Reading(checkpoint)
+    reading = BatchedRead(checkpoint)
     _fill_units(state, reading, wanted)
     if wanted.optimizer:
         load_hyperparameters(state, checkpoint)
         _fill_states(state, reading)
         load_rank_state(state, reading)
     if wanted.custom is None:
-        _fill_whole(state, reading)
+        _fill_replicated(state, reading)
     reading.run()
-    return {} if wanted.custom is None else _whole_model(checkpoint)
+    return {} if wanted.custom is None else _full_model(checkpoint)
 
 
-def _fill_units(state: TrainingState, reading: Reading, wanted: Wanted) -> None:
+def _fill_units(state: TrainingState, reading: BatchedRead, wanted: Wanted) -> None:
     """Weights and masters of this rank's shards, and what tiers keep of them."""
     parts, tensors = state.partition, reading.checkpoint.tensors
     parts.readers.wait()
@@ -104,8 +104,8 @@ def _fill_units(state: TrainingState, reading: Reading, wanted: Wanted) -> None:
     for unit in parts.units:
         if wanted.custom is None:
             _fill_shard(state, reading, unit)
-        if has_own_master(unit) or (wanted.custom is None and not _is_spread(state, unit)):
-            for fragment, piece in master_pieces(unit, parts.owned_ranks()):
+        if has_own_master(unit) or (wanted.custom is None and not _is_filled_by_gather(state, unit)):
+            for fragment, piece in master_fragments(unit, parts.owned_ranks()):
                 if (fragment.entry.name, "param") in tensors:
                     reading.add_weights(fragment.entry.name, fragment.param_offset, piece)
         if unit.states is not None:
@@ -114,8 +114,8 @@ def _fill_units(state: TrainingState, reading: Reading, wanted: Wanted) -> None:
             )
 
 
-def _is_spread(state: TrainingState, unit: Unit) -> bool:
-    """Whether the master is the memory of the shard, or of the flat buffer that `_spread` fills."""
+def _is_filled_by_gather(state: TrainingState, unit: Unit) -> bool:
+    """Whether the master is the memory of the shard, or of the flat buffer that `_all_gather_loaded_shards` fills."""
     parts = state.partition
     if unit.master is None or not isinstance(parts.residency, DeviceResidency):
         return False
@@ -124,10 +124,10 @@ def _is_spread(state: TrainingState, unit: Unit) -> bool:
     return unit.master.data_ptr() in (shard.data_ptr(), flat)
 
 
-def _fill_shard(state: TrainingState, reading: Reading, unit: Unit) -> None:
+def _fill_shard(state: TrainingState, reading: BatchedRead, unit: Unit) -> None:
     parts = state.partition
     shard = unit.load_shard()
-    for fragment, piece in pieces(unit, shard, parts.rank):
+    for fragment, piece in shard_fragments(unit, shard, parts.rank):
         if (fragment.entry.name, "param") in reading.checkpoint.tensors:
             reading.add_weights(fragment.entry.name, fragment.param_offset, piece)
     if not isinstance(parts.residency, DeviceResidency):  # the shard is lent until it is released
@@ -135,7 +135,7 @@ def _fill_shard(state: TrainingState, reading: Reading, unit: Unit) -> None:
     unit.shard_loaded()
 
 
-def _fill_states(state: TrainingState, reading: Reading) -> None:
+def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
     """What the optimizer keeps of its fragments, where no tier does."""
     if state.optimizer is None:
         return
@@ -147,16 +147,16 @@ def _fill_states(state: TrainingState, reading: Reading) -> None:
                 state.optimizer.state[owned.tensor] = kept
 
 
-def _state(reading: Reading, owned: OwnedFragment) -> dict[str, Any]:
+def _state(reading: BatchedRead, owned: OwnedFragment) -> dict[str, Any]:
     """Tensors for an optimizer's state of one fragment, filled when the reading has run."""
     checkpoint, fragment, name = reading.checkpoint, owned.fragment, owned.fragment.entry.name
     state: dict[str, Any] = {}
-    in_codes = moments_in_codes(checkpoint, name)
-    for moment in in_codes:
-        numbers = read_numbers(checkpoint, name, moment, fragment.param_offset, fragment.length)
+    quantized = quantized_moments(checkpoint, name)
+    for moment in quantized:
+        numbers = read_dequantized(checkpoint, name, moment, fragment.param_offset, fragment.length)
         state[moment] = numbers.to(owned.tensor.device).view(owned.tensor.shape)
     for tensor_name, kind in checkpoint.tensors:
-        if tensor_name != name or kind in WEIGHT_KINDS or kind.removesuffix(".scale").rpartition(".")[0] in in_codes:
+        if tensor_name != name or kind in WEIGHT_KINDS or kind.removesuffix(".scale").rpartition(".")[0] in quantized:
             continue
         entry = checkpoint.tensors[name, kind]
         if kind.endswith(".scalar"):
@@ -172,7 +172,7 @@ def _state(reading: Reading, owned: OwnedFragment) -> dict[str, Any]:
     return state
 
 
-def _fill_whole(state: TrainingState, reading: Reading) -> None:
+def _fill_replicated(state: TrainingState, reading: BatchedRead) -> None:
     """Buffers and the parameters that no unit holds."""
     whole = [(name, "buffer", b) for name, b in state.module.named_buffers() if type(b) is torch.Tensor]
     whole += [(name, "param", tensor) for name, tensor in uncut(state).items()]
@@ -188,9 +188,9 @@ def _copy_into(tensor: torch.Tensor, flat: torch.Tensor) -> None:
         tensor.copy_(flat.view(tensor.shape))
 
 
-def _whole_model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def _full_model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Every parameter in its best precision, and every buffer, whole, by name; tied names share a tensor."""
-    reading, found = Reading(checkpoint), {}
+    reading, found = BatchedRead(checkpoint), {}
     for (name, kind), entry in checkpoint.tensors.items():
         if kind in ("param", "buffer"):
             best = "master" if kind == "param" and (name, "master") in checkpoint.tensors else kind
@@ -207,7 +207,7 @@ def _load_by(state: TrainingState, custom: CustomLoad, source: dict[str, torch.T
         custom(src=source, dst=module)
 
 
-def _spread(state: TrainingState) -> None:
+def _all_gather_loaded_shards(state: TrainingState) -> None:
     """Every rank has read its shard; where parameters are whole on every rank, gather them."""
     parts = state.partition
     works = []

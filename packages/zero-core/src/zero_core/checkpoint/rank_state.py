@@ -12,7 +12,7 @@ from zero_ckpt.torch import Stager
 
 from ..optimizers import OneBitOptimizer
 from ..state import TrainingState
-from .reading import Reading
+from .reading import BatchedRead
 
 logger = logging.getLogger("zero_core")
 
@@ -37,7 +37,7 @@ def is_rank_state(state: TrainingState, name: str, kind: str) -> bool:
     return name.removeprefix(_PREFIX) in optimizer.rank_state_numels()
 
 
-def load_rank_state(state: TrainingState, reading: Reading) -> None:
+def load_rank_state(state: TrainingState, reading: BatchedRead) -> None:
     """Read this rank's rows when ``reading`` runs; at another number of ranks the optimizer starts without them."""
     optimizer, parts = state.torch_optimizer, state.partition
     if not isinstance(optimizer, OneBitOptimizer):

@@ -12,7 +12,7 @@ from zero_ckpt.torch import tensor_buffer, torch_dtype
 _STAGED_BYTES = 256 << 20
 
 
-class Reading:
+class BatchedRead:
     """Collects what to read; `run` reads it with several reads in flight.
 
     CPU tensors of the stored dtype are read in place. Others go through staging memory of at most 256 MiB at a time,

@@ -21,11 +21,11 @@ from zero_partition import DeviceResidency, OwnedFragment
 from ..errors import UsageError
 from ..offloading import Offloading
 from ..state import TrainingState
-from .fragments import has_own_master, master_pieces, pieces
+from .fragments import has_own_master, master_fragments, shard_fragments
 from .names import aliases, exchanged, uncut
 from .progress import progress_of
 from .rank_state import rank_intervals
-from .tiers import stored_weights, tier_intervals
+from .tiers import tier_intervals, weight_intervals
 
 
 class Dialect(Protocol):
@@ -230,15 +230,15 @@ def state_intervals(
             continue
         if isinstance(parts.residency, DeviceResidency):
             shard = parts.residency.acquire(unit.name)
-            for fragment, piece in pieces(unit, shard, parts.rank):
+            for fragment, piece in shard_fragments(unit, shard, parts.rank):
                 entry, offset = fragment.entry, fragment.param_offset
                 yield from stager.intervals(
                     entry.name, "param", piece, shape=entry.shape, offset=offset, stays=unit.releasable
                 )
         else:
-            yield from stored_weights(parts.residency, unit, parts.rank, weights)
+            yield from weight_intervals(parts.residency, unit, parts.rank, weights)
         if has_own_master(unit):
-            for fragment, piece in master_pieces(
+            for fragment, piece in master_fragments(
                 unit, parts.owned_ranks() if replicas else range(parts.rank, parts.rank + 1)
             ):
                 entry = fragment.entry

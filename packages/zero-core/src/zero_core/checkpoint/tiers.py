@@ -14,11 +14,11 @@ from zero_ckpt.torch import dtype_name, tensor_buffer, torch_dtype
 from zero_offload import HostStore, Sealed
 from zero_partition import Fragment, Residency, StateTier, Unit
 
-from .narrow import Place, moments_in_codes, place_of, read_numbers
-from .reading import Reading
+from .quantized import StoredSlice, quantized_moments, read_dequantized, stored_slice
+from .reading import BatchedRead
 
 
-def stored_weights(store: Residency, unit: Unit, rank: int, sealed: Sealed | None) -> Iterator[Interval]:
+def weight_intervals(store: Residency, unit: Unit, rank: int, sealed: Sealed | None) -> Iterator[Interval]:
     """This rank's part of a unit's weights: linked where it is ``sealed``, read from its store when its turn comes to
     be written where that is on files, else the host memory in which it stays until the next update."""
 
@@ -77,7 +77,7 @@ def tier_intervals(
         entry = fragment.entry
         step, dtypes = tier.held(entry.name)
         for kind, dtype in dtypes.items():
-            place = place_of(kind, dtype, entry.shape, fragment.param_offset, fragment.length)
+            place = stored_slice(kind, dtype, entry.shape, fragment.param_offset, fragment.length)
             if sealed is not None and entry.name not in sealed.resident:
                 yield from _linked(sealed, f"{entry.name}/{kind}", entry.name, place, dtype)
             else:
@@ -96,7 +96,7 @@ def tier_intervals(
             yield Interval(entry.name, "step.scalar", (), dtype_name(count.dtype), 0, tensor_buffer(count))
 
 
-def _linked(sealed: Sealed, key: str, name: str, place: Place, dtype: torch.dtype) -> Iterator[Interval]:
+def _linked(sealed: Sealed, key: str, name: str, place: StoredSlice, dtype: torch.dtype) -> Iterator[Interval]:
     for extent in sealed.extents[key]:
         data = FileExtent(
             extent.path, extent.file_offset_bytes, extent.nbytes, checksum=extent.checksum or None, owner=sealed
@@ -110,7 +110,7 @@ def tier_values(
 ) -> dict[str, dict[str, Any]]:
     """What a checkpoint has of a unit for its tier; without ``optimizer`` the masters alone."""
     found: dict[str, dict[str, Any]] = {}
-    reading = Reading(checkpoint)
+    reading = BatchedRead(checkpoint)
     steps: dict[str, torch.Tensor] = {}
     for fragment in unit.layout.fragments(rank):
         name, offset = fragment.entry.name, fragment.param_offset
@@ -133,14 +133,16 @@ def tier_values(
     return found
 
 
-def _add_moment(reading: Reading, fragment: Fragment, kind: str, kinds: tuple[str, ...], state: dict[str, Any]) -> None:
+def _add_moment(
+    reading: BatchedRead, fragment: Fragment, kind: str, kinds: tuple[str, ...], state: dict[str, Any]
+) -> None:
     """A fragment's values of a kind, in the checkpoint's dtype or, where codes fit nowhere, in float32."""
     name, shape, offset, length = fragment.entry.name, fragment.entry.shape, fragment.param_offset, fragment.length
-    in_codes = kind in moments_in_codes(reading.checkpoint, name)
-    if in_codes and f"{kind}_scale" not in kinds:
-        state[kind] = read_numbers(reading.checkpoint, name, kind, offset, length)
+    quantized = kind in quantized_moments(reading.checkpoint, name)
+    if quantized and f"{kind}_scale" not in kinds:
+        state[kind] = read_dequantized(reading.checkpoint, name, kind, offset, length)
         return
-    place = place_of(kind, torch.uint8 if in_codes else torch.float32, shape, offset, length)
+    place = stored_slice(kind, torch.uint8 if quantized else torch.float32, shape, offset, length)
     entry = reading.checkpoint.tensors.get((name, place.kind))
     if entry is not None:
         state[kind] = torch.empty(place.length, dtype=torch_dtype(entry.dtype))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from zero_core.config._tool_keys import ActivationCheckpointing
 from zero_offload import offload_activations
 
-from .keepers import ContiguousKeeper, Keeper, PartitionedKeeper, PlainKeeper
+from .activation_stores import ActivationStore, ContiguousStore, PartitionedStore, PlainStore
 
 logger = logging.getLogger("zero_core")
 
@@ -58,11 +58,11 @@ class Checkpointing:
         self.section = section if section is not None else ActivationCheckpointing()
         self.profile = Profile()
         self._offload = offload_activations(_keep_nothing) if self.section.cpu_checkpointing else None
-        self._keeper: Keeper = PlainKeeper()
+        self._store: ActivationStore = PlainStore()
         if self.section.contiguous_memory_optimization and self._offload is None:
-            self._keeper = ContiguousKeeper(self.section.number_checkpoints or 0)
+            self._store = ContiguousStore(self.section.number_checkpoints or 0)
         if self.section.partition_activations and group is not None:
-            self._keeper = PartitionedKeeper(group, self._keeper)
+            self._store = PartitionedStore(group, self._store)
         elif self.section.partition_activations:
             logger.warning(
                 "activation_checkpointing.partition_activations is on, but there is no model-parallel group (mpu): "
@@ -96,19 +96,19 @@ class Checkpointing:
 
     def reset(self) -> None:
         """Give back the contiguous buffers; inputs that still wait for backward keep theirs."""
-        self._keeper.reset()
+        self._store.reset()
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
         """While a segment runs forward, what autograd saves are the segment's inputs: keep them."""
-        if isinstance(self._keeper, PlainKeeper) and self._offload is None:
+        if isinstance(self._store, PlainStore) and self._offload is None:
             yield
             return
         outer = _saved_tensors_hooks()
         with ExitStack() as stack:
             if self._offload is not None:
                 stack.enter_context(self._offload)
-            inputs = _Inputs(self._keeper, outer, _saved_tensors_hooks() if self._offload is not None else None)
+            inputs = _Inputs(self._store, outer, _saved_tensors_hooks() if self._offload is not None else None)
             stack.enter_context(saved_tensors_hooks(inputs.pack, _unpack))
             yield
 
@@ -157,11 +157,11 @@ class _Inputs:
     """The saved-tensor hook of one segment's inputs.
 
     The hooks outside are asked first: what they take (views of sharded parameters, or everything under save_on_cpu) is
-    theirs. The rest goes through the keeper, and what that leaves to ``offload``.
+    theirs. The rest goes through the store, and what that leaves to ``offload``.
     """
 
-    def __init__(self, keeper: Keeper, outer: Hooks | None, offload: Hooks | None) -> None:
-        self._keeper = keeper
+    def __init__(self, store: ActivationStore, outer: Hooks | None, offload: Hooks | None) -> None:
+        self._store = store
         self._outer = outer
         self._offload = offload
         self._position = 0
@@ -174,7 +174,7 @@ class _Inputs:
             if packed is not tensor:
                 return lambda: unpack(packed)
         self._position += 1
-        part, restore = self._keeper.keep(tensor.detach(), self._position)
+        part, restore = self._store.keep(tensor.detach(), self._position)
         if self._offload is None:
             return lambda: restore(part)
         move, bring = self._offload

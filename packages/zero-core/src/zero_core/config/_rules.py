@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from zero_core.config._optimizer_params import AdamParams, OneBitParams
-from zero_core.config._sharing import sharing_problems
+from zero_core.config._parallel_keys import Deterministic
 from zero_core.config.errors import Problem
 from zero_core.config.keys import ConfigFile
 from zero_core.config.precision import build_policy, loss_scale
@@ -215,3 +216,97 @@ def _replaced(section: Any, names: list[str], value: Any) -> Any:
     head, *rest = names
     new = _replaced(getattr(section, head), rest, value) if rest else value
     return section.model_copy(update={head: new})
+
+
+_SECONDARY = "zero_optimization.zero_hpz_partition_size"
+_COPIES = "zero_optimization.mics_shard_size"
+
+
+def sharing_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    """One problem for every group of ranks that cannot be made, or not together with another key."""
+    if config.zero_optimization.stage >= 3 and config.zero_optimization.zero_hpz_partition_size > 1:
+        yield from _secondary(config, world_size)
+    if config.zero_optimization.mics_shard_size != -1:
+        yield from _copies(config, world_size)
+
+
+def _secondary(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    size, per_node = config.zero_optimization.zero_hpz_partition_size, config.comm.ranks_per_node
+    yield from _divides(_SECONDARY, size, world_size)
+    if per_node is not None and per_node % size and world_size % size == 0:
+        action = "or backward gathers would leave the node"
+        yield Problem(_SECONDARY, f"expected a divisor of comm.ranks_per_node, {per_node}", str(size), action=action)
+    if config.zero_optimization.offload_param.device != "none":
+        action = "secondary shards stay on the device, where offload_param leaves no parameters: choose one of the two"
+        yield Problem(_SECONDARY, "expected 1 with zero_optimization.offload_param", str(size), action=action)
+
+
+def _copies(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    zero = config.zero_optimization
+    size = zero.mics_shard_size
+    if size < 1:
+        yield Problem(_COPIES, "expected a number of ranks, or -1 for all of them", str(size))
+        return
+    yield from _divides(_COPIES, size, world_size)
+    if zero.stage == 0:
+        yield Problem(_COPIES, "expected stage 1, 2 or 3 with it", "stage 0", action="at stage 0 nothing is sharded")
+    if zero.stage >= 3 and zero.zero_hpz_partition_size > 1:
+        action = "gathers of a copy stay among its ranks already"
+        yield Problem(_SECONDARY, f"expected 1 with {_COPIES}", str(zero.zero_hpz_partition_size), action=action)
+
+
+def _divides(path: str, size: int, world_size: int) -> Iterator[Problem]:
+    if world_size % size:
+        possible = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        yield Problem(path, f"expected a divisor of the number of ranks, {world_size} ({possible})", str(size))
+
+
+_KEY = "deterministic.across_world_sizes"
+_REDUCED_BY_THEMSELVES = ("lamb", "onebitadam", "onebitlamb", "zerooneadam")
+
+
+def virtual_ranks(config: ConfigFile) -> int:
+    """Return how many virtual ranks share a step; 0 when steps belong to the ranks."""
+    found = config.deterministic
+    return found.across_world_sizes if isinstance(found, Deterministic) else 0
+
+
+def virtual_rank_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    """One problem for everything that does not go with virtual ranks, or with so many."""
+    ranks = virtual_ranks(config)
+    if not ranks:
+        return
+    if ranks & (ranks - 1):
+        near = f"{1 << ranks.bit_length() - 1} or {1 << ranks.bit_length()}"
+        yield Problem(_KEY, "expected a power of two, for a binary tree", str(ranks), action=f"{near} would do")
+        return
+    if ranks % world_size:
+        possible = ", ".join(str(1 << n) for n in range(ranks.bit_length()))
+        yield Problem(_KEY, f"expected a number of ranks among {possible}", f"{world_size} ranks")
+        return
+    steps = config.gradient_accumulation_steps
+    if steps is not None and steps != ranks // world_size:
+        expected = f"expected {ranks} virtual ranks / {world_size} ranks = {ranks // world_size} micro-batches"
+        yield Problem("gradient_accumulation_steps", expected, str(steps), action="remove it: it follows")
+    yield from _other_orders(config)
+
+
+def _other_orders(config: ConfigFile) -> Iterator[Problem]:
+    """What adds up in an order that depends on the number of ranks, or was never tested with virtual ranks."""
+    zero, together = config.zero_optimization, f"with {_KEY}"
+    for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if getattr(zero, key):
+            action = "codes depend on shards"
+            yield Problem(f"zero_optimization.{key}", f"expected false {together}", "true", action=action)
+    if zero.mics_shard_size != -1:
+        yield Problem("zero_optimization.mics_shard_size", f"expected -1 {together}", str(zero.mics_shard_size))
+    if zero.zero_hpz_partition_size > 1:
+        got = str(zero.zero_hpz_partition_size)
+        yield Problem("zero_optimization.zero_hpz_partition_size", f"expected 1 {together}", got)
+    if config.offload.delayed_update:
+        yield Problem("offload.delayed_update", f"expected false {together}", "true")
+    if config.torch_autocast.enabled:
+        yield Problem("torch_autocast.enabled", f"expected false {together}", "true", action="use bf16 or fp16")
+    if config.optimizer is not None and config.optimizer.type in _REDUCED_BY_THEMSELVES:
+        action = "it adds up over the ranks by itself: use adamw"
+        yield Problem("optimizer.type", f"expected another optimizer {together}", config.optimizer.type, action=action)

@@ -11,9 +11,9 @@ from pydantic import PrivateAttr, ValidationError
 
 from zero_core.config import _batch, _rules
 from zero_core.config._base import PositiveInt, thaw
-from zero_core.config._determinism import virtual_rank_problems, virtual_ranks
 from zero_core.config._explain import explain
 from zero_core.config._prepare import Prepared, prepare
+from zero_core.config._rules import virtual_rank_problems, virtual_ranks
 from zero_core.config._source import read
 from zero_core.config.errors import ConfigError, Problem, show
 from zero_core.config.features import leaves, no_effect, refusals

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from ..text import say
 from .communication import SpokenLedger, communication_table, ledger_for
-from .instruments import PARTS, Instruments, Silent, instruments_for
+from .instruments import PARTS, Instruments, NoTimers, Silent, Timers, instruments_for
 from .memory import MEMORY_KINDS, MemoryRow, memory_rows, memory_table
-from .timers import NoTimers, Timers
 
 __all__ = [
     "Instruments",

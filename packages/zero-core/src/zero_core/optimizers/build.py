@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 from zero_core.errors import UsageError
 from zero_optim_kernels.torch import CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 
-from .lamb import Lamb
-from .lion import Lion
-from .muon import MuonWithAdam
+from .beyond_torch import Lamb, Lion, MuonWithAdam
 from .one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 if TYPE_CHECKING:

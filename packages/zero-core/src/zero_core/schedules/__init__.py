@@ -5,11 +5,9 @@ Read `protocol.py` first, then `warmup.py`.
 
 from __future__ import annotations
 
-from zero_core.schedules.base import NotSteppedError
+from zero_core.schedules.base import NotSteppedError, Scheduler
 from zero_core.schedules.build import VALID_LR_SCHEDULES, build_scheduler
-from zero_core.schedules.one_cycle import OneCycle
-from zero_core.schedules.protocol import Scheduler
-from zero_core.schedules.range_test import LRRangeTest
+from zero_core.schedules.cyclic import LRRangeTest, OneCycle
 from zero_core.schedules.state import load_plain_state, plain_state
 from zero_core.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 

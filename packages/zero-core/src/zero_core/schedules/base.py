@@ -1,15 +1,33 @@
-"""What the five schedules share: the iteration, writing rates into param groups, the state."""
+"""What every schedule is: a `Scheduler`, with rates computed from the number of steps."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from zero_core.errors import UsageError
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """A learning rate schedule: those of this package, and of torch.optim.lr_scheduler all that need no metric."""
+
+    def step(self) -> None:
+        """Move on by one optimizer step and write the learning rates into the optimizer's param groups."""
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the learning rate of each param group as last written: floats, or tensors where groups hold them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to go on from here."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was taken; the optimizer's learning rates change at the next `step`."""
+
 
 Rate = float | torch.Tensor
 """A learning rate: a float, or a 0-dimensional tensor where the optimizer holds it as one."""

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero_core.errors import UsageError
-from zero_core.schedules.one_cycle import OneCycle
-from zero_core.schedules.protocol import Scheduler
-from zero_core.schedules.range_test import LRRangeTest
+from zero_core.schedules.base import Scheduler
+from zero_core.schedules.cyclic import LRRangeTest, OneCycle
 from zero_core.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 if TYPE_CHECKING:

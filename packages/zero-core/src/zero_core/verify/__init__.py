@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .comparison import Bitwise, Difference, Judge, Within, compare
 from .recording import Recording
-from .running import Plan, run_script
+from .running import ScriptRun, run_script
 from .variants import Variant
 
-__all__ = ["Bitwise", "Difference", "Judge", "Plan", "Recording", "Variant", "Within", "compare", "run_script"]
+__all__ = ["Bitwise", "Difference", "Judge", "ScriptRun", "Recording", "Variant", "Within", "compare", "run_script"]

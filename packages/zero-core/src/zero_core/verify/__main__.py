@@ -1,4 +1,4 @@
-"""What zero-launch starts in every rank: `python -m zero_core.verify PLAN`, the path of a stored `Plan`."""
+"""What zero-launch starts in every rank: `python -m zero_core.verify PLAN`, the path of a stored `ScriptRun`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from .running import Plan, run_script
+from .running import ScriptRun, run_script
 
 if torch.accelerator.is_available():
     torch.use_deterministic_algorithms(True, warn_only=True)
-run_script(Plan.read(Path(sys.argv[1])))
+run_script(ScriptRun.read(Path(sys.argv[1])))
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()

@@ -15,7 +15,7 @@ from zero_ckpt import Interval, SoloCoordinator, save_sharded
 from zero_ckpt.torch import DistCoordinator, Stager, tensor_buffer
 from zero_core.config import Config
 from zero_core.engine import Engine
-from zero_core.observing import Observer, Unobserved
+from zero_core.training import Observer, Unobserved
 from zero_partition import StepResult, UnitLimits
 from zero_precision import cast_floating, parse_dtype
 

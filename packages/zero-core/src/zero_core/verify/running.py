@@ -19,7 +19,7 @@ from .variants import Variant
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScriptRun:
     """One recorded run: which script, under which configuration, and where the recording goes.
 
     ``target``: the path of a script, or with ``module`` a module's name. ``config``: the path of the user's file; None
@@ -40,13 +40,13 @@ class Plan:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Plan:
+    def read(cls, path: Path) -> ScriptRun:
         """The plan that `write` stored."""
         values = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{**values, "arguments": tuple(values["arguments"])})
 
 
-def run_script(plan: Plan) -> None:
+def run_script(plan: ScriptRun) -> None:
     """Run the plan's script as ``__main__`` in this process and record it; returns after the steps asked for.
 
     The environment says which rank this is. Everything the script raises passes through.
@@ -67,7 +67,7 @@ def run_script(plan: Plan) -> None:
         sys.argv, sys.path[:] = arguments, path
 
 
-def _run(plan: Plan) -> None:
+def _run(plan: ScriptRun) -> None:
     if plan.module:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(plan.target, run_name="__main__", alter_sys=True)

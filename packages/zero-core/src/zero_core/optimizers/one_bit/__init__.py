@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .adam import OneBitAdam
-from .base import OneBitOptimizer
+from .adam import OneBitAdam, OneBitOptimizer
 from .lamb import OneBitLamb
 from .zero_one import ZeroOneAdam
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from .adam import denominator
-from .base import OneBitOptimizer, corrections
+from .adam import OneBitOptimizer, corrections, denominator
 
 
 class OneBitLamb(OneBitOptimizer):

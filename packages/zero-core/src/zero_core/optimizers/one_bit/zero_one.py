@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from .adam import adam_step, denominator
-from .base import OneBitOptimizer, corrections
+from .adam import OneBitOptimizer, adam_step, corrections, denominator
 
 
 class ZeroOneAdam(OneBitOptimizer):

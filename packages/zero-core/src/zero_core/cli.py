@@ -1,14 +1,60 @@
-"""`zero-core config`: what a configuration file resolves to, and the schema of one for editors."""
+"""The command `zero-core`: look at a configuration, verify training.
+
+Starting it imports neither torch nor pydantic; a command imports what it needs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from zero_core import __version__
+from zero_core.errors import UsageError
+
+from .verify_command import add_verify_command
 
 if TYPE_CHECKING:
     from zero_core.config import Config
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0 good, 1 what was checked is not, 2 a wrong call.
+
+    ``arguments``: the words after the program's name; by default those of the process. What follows ``--`` is for the
+    script that the command runs.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    split = words.index("--") if "--" in words else len(words)
+    parser = _parser()
+    options = parser.parse_args(words[:split])
+    if words[split + 1 :] and not hasattr(options, "script_arguments"):
+        parser.error(f"{options.command} runs no script that could take {' '.join(words[split + 1 :])}")
+    options.script_arguments = tuple(words[split + 1 :])
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except UsageError as error:
+        print(f"zero-core {options.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing is left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zero-core", description="Check a configuration; verify training."
+    )
+    parser.add_argument("--version", action="version", version=f"zero-core {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    add_config_command(commands)
+    add_verify_command(commands)
+    return parser
+
 
 _CHECK = """\
 Read a configuration as `zero_core.initialize` does and print every value with its origin: user, default, derived, or
@@ -81,3 +127,7 @@ def _ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected the number of ranks, an integer >= 1, got {text!r}")
     return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

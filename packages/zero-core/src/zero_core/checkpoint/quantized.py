@@ -21,7 +21,7 @@ _SCALE = "_scale"
 _SECOND_MOMENTS = frozenset(["exp_avg_sq", "sum"])
 
 
-class Place(NamedTuple):
+class StoredSlice(NamedTuple):
     """How a checkpoint names elements [``offset``, ``offset`` + ``length``) of a kind, and the shape of all of it."""
 
     kind: str
@@ -30,31 +30,31 @@ class Place(NamedTuple):
     length: int
 
 
-def place_of(kind: str, dtype: torch.dtype, shape: tuple[int, ...], offset: int, length: int) -> Place:
+def stored_slice(kind: str, dtype: torch.dtype, shape: tuple[int, ...], offset: int, length: int) -> StoredSlice:
     """Where a checkpoint has what a tier keeps as ``kind`` for elements of a parameter of ``shape``."""
     if dtype == torch.uint8:
-        return Place(f"{kind}.{code_of(kind)}", shape, offset, length)
+        return StoredSlice(f"{kind}.{format_of(kind)}", shape, offset, length)
     if kind.endswith(_SCALE):
         moment = kind.removesuffix(_SCALE)
         blocks = -(-torch.Size(shape).numel() // BLOCK)
-        return Place(f"{moment}.{code_of(moment)}.scale", (blocks,), offset // BLOCK, -(-length // BLOCK))
-    return Place(kind, shape, offset, length)
+        return StoredSlice(f"{moment}.{format_of(moment)}.scale", (blocks,), offset // BLOCK, -(-length // BLOCK))
+    return StoredSlice(kind, shape, offset, length)
 
 
-def code_of(moment: str) -> str:
+def format_of(moment: str) -> str:
     """The 8-bit format of a moment: second moments are never negative."""
     return "u5e3" if moment in _SECOND_MOMENTS else "e4m3"
 
 
-def moments_in_codes(checkpoint: Checkpoint, name: str) -> list[str]:
+def quantized_moments(checkpoint: Checkpoint, name: str) -> list[str]:
     """The moments of a parameter of which a checkpoint has codes."""
-    kinds = [kind for stored, kind in checkpoint.tensors if stored == name]
-    return [moment for kind in kinds for moment, dot, code in [kind.rpartition(".")] if dot and code == code_of(moment)]
+    split = [kind.rpartition(".") for stored, kind in checkpoint.tensors if stored == name]
+    return [moment for moment, dot, code in split if dot and code == format_of(moment)]
 
 
-def read_numbers(checkpoint: Checkpoint, name: str, moment: str, offset: int, length: int) -> torch.Tensor:
+def read_dequantized(checkpoint: Checkpoint, name: str, moment: str, offset: int, length: int) -> torch.Tensor:
     """Elements of a moment of which a checkpoint has codes, as float32; whole blocks are read around them."""
-    code = code_of(moment)
+    code = format_of(moment)
     numel = torch.Size(checkpoint.tensors[name, f"{moment}.{code}"].shape).numel()
     begin = offset // BLOCK * BLOCK
     end = min(numel, -(-(offset + length) // BLOCK) * BLOCK)

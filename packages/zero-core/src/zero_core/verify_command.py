@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zero_core.verify.comparison import Difference, Judge
-    from zero_core.verify.running import Plan
+    from zero_core.verify.running import ScriptRun
     from zero_core.verify.variants import Variant
 
 _ABOUT = """\
@@ -64,7 +64,7 @@ def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 def _verify(options: argparse.Namespace) -> int:
     from zero_core.errors import UsageError
-    from zero_core.verify.running import Plan
+    from zero_core.verify.running import ScriptRun
     from zero_core.verify.variants import Variant
 
     if not options.module and not Path(options.target).is_file():
@@ -75,7 +75,7 @@ def _verify(options: argparse.Namespace) -> int:
         folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-core-verify-")))
         if options.keep:
             _make_new(folder)
-        plan = Plan(
+        plan = ScriptRun(
             folder=str(folder),
             variant=Variant.GIVEN.value,
             target=options.target,
@@ -95,7 +95,7 @@ class NothingToCompare(RuntimeError):
 class _Runs:
     """The runs of one script, made when they are needed."""
 
-    def __init__(self, plan: Plan, options: argparse.Namespace) -> None:
+    def __init__(self, plan: ScriptRun, options: argparse.Namespace) -> None:
         self._plan = plan
         self._nproc: int = options.nproc or _ranks()
         self._tolerance: float | None = options.tolerance

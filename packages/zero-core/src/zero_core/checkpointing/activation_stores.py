@@ -15,7 +15,7 @@ from zero_core.errors import UsageError
 Kept = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
-class Keeper(Protocol):
+class ActivationStore(Protocol):
     """Turns an input into the tensor that is kept, and a function that makes the input of it again.
 
     ``position`` counts the inputs of one segment.
@@ -25,7 +25,7 @@ class Keeper(Protocol):
     def reset(self) -> None: ...
 
 
-class PlainKeeper:
+class PlainStore:
     """Keeps the input itself."""
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
@@ -36,10 +36,10 @@ class PlainKeeper:
         """Nothing to give back."""
 
 
-class PartitionedKeeper:
+class PartitionedStore:
     """Keeps this rank's part of an input that all ranks of ``process_group`` have; the parts go to ``inner``."""
 
-    def __init__(self, process_group: dist.ProcessGroup, inner: Keeper) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, inner: ActivationStore) -> None:
         self._group = Group(process_group)
         self._inner = inner
 
@@ -66,7 +66,7 @@ class PartitionedKeeper:
         return whole[: shape.numel()].view(shape)
 
 
-class ContiguousKeeper:
+class ContiguousStore:
     """Copies inputs of one size into one buffer with room for ``number`` segments, so that memory is not cut up."""
 
     def __init__(self, number: int) -> None:

@@ -1,0 +1,231 @@
+"""Where the numbers of a run are written: CSV files, TensorBoard, Weights & Biases, Comet.
+
+A client is imported when its section of the configuration is enabled, on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from zero_core.config import Config
+
+Event = tuple[str, float, int]
+"""A name such as ``Train/Samples/train_loss``, a value, and the number of samples seen so far."""
+
+
+class Monitor(Protocol):
+    """Takes the numbers of a run.
+
+    Call order: any number of `write_events`, with sample numbers that do not decrease; then `close`.
+    """
+
+    @property
+    def enabled(self) -> bool:
+        """Whether events go anywhere."""
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Write ``events``, all of them of one step."""
+
+    def close(self) -> None:
+        """Finish what was written."""
+
+
+class NoMonitor:
+    """Takes nothing: no monitor was asked for, or this is not rank 0."""
+
+    enabled = False
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class Monitors:
+    """Several monitors as one."""
+
+    enabled = True
+
+    def __init__(self, monitors: Sequence[Monitor]) -> None:
+        self._monitors = list(monitors)
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Hand ``events`` to every monitor."""
+        for monitor in self._monitors:
+            monitor.write_events(events)
+
+    def close(self) -> None:
+        """Close every monitor."""
+        for monitor in self._monitors:
+            monitor.close()
+
+
+class CsvMonitor:
+    """Appends to ``folder/Train_Samples_train_loss.csv`` and so on, with the columns step and the name's last part.
+
+    What was written is in the file at once. Raises OSError when ``folder`` cannot be written.
+    """
+
+    enabled = True
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._files: dict[str, TextIO] = {}
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Append one line per event."""
+        for name, value, samples in events:
+            file = self._files.get(name) or self._open(name)
+            csv.writer(file, lineterminator="\n").writerow([samples, value])
+            file.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _open(self, name: str) -> TextIO:
+        path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+        file = path.open("a", encoding="utf-8", newline="")
+        if file.tell() == 0:
+            csv.writer(file, lineterminator="\n").writerow(["step", name.rpartition("/")[2]])
+        self._files[name] = file
+        return file
+
+
+class TensorBoardMonitor:
+    """Writes scalars to event files in ``folder``."""
+
+    enabled = True
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(folder))
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Write one scalar per event; all are in the file afterwards."""
+        for name, value, samples in events:
+            self._writer.add_scalar(name, value, samples)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class WandbMonitor:
+    """Logs to a new run. What the client reads from the environment (WANDB_MODE, WANDB_DIR …) holds.
+
+    ``settings``: the run's configuration, shown beside it.
+    """
+
+    enabled = True
+
+    def __init__(self, *, project: str, group: str | None, team: str | None, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(project=project, group=group, entity=team, config=dict(settings))
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Log all events of one number of samples together."""
+        steps: dict[int, dict[str, float]] = {}
+        for name, value, samples in events:
+            steps.setdefault(samples, {})[name] = value
+        for samples, values in steps.items():
+            self._run.log(values, step=samples)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class CometMonitor:
+    """Logs to a Comet experiment.
+
+    ``interval``: each name is logged when so many samples have passed since the last time. ``start``: arguments of
+    ``comet_ml.start``; those that are None come from Comet's own settings.
+    """
+
+    enabled = True
+
+    def __init__(self, *, interval: int, name: str | None, settings: Mapping[str, Any], **start: Any) -> None:
+        import comet_ml
+
+        self._experiment = comet_ml.start(**{key: value for key, value in start.items() if value is not None})
+        self._interval = interval
+        self._logged: dict[str, int] = {}
+        if name is not None:
+            self._experiment.set_name(name)
+        self._experiment.log_parameters(dict(settings))
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Log the events that are due."""
+        for name, value, samples in events:
+            last = self._logged.get(name)
+            if last is None or samples - last >= self._interval:
+                self._logged[name] = samples
+                self._experiment.log_metric(name, value, step=samples)
+
+    def close(self) -> None:
+        """End the experiment and wait until it is stored."""
+        self._experiment.end()
+
+
+_CLIENTS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""Section, which is also the name of the extra -> the client's module."""
+
+
+def check_clients(config: Config) -> None:
+    """Raise ImportError when the client of an enabled monitor is not installed; every rank asks and raises."""
+    for section, module in _CLIENTS.items():
+        if getattr(config, section).enabled and find_spec(module) is None:
+            raise ImportError(
+                f"{section}.enabled needs the package {module!r}: pip install 'zero-core[{section}]'", name=module
+            )
+
+
+def build_monitor(config: Config, rank: int) -> Monitor:
+    """The monitors that ``config`` enables; on other ranks than 0 one that takes nothing."""
+    monitors = _enabled(config) if rank == 0 else []
+    if not monitors:
+        return NoMonitor()
+    return monitors[0] if len(monitors) == 1 else Monitors(monitors)
+
+
+def _enabled(config: Config) -> list[Monitor]:
+    monitors: list[Monitor] = []
+    settings = {key: value for key, value in config.raw.items() if key != "comet"}  # that section may hold a secret
+    if config.csv_monitor.enabled:
+        monitors.append(CsvMonitor(Path(config.csv_monitor.output_path) / config.csv_monitor.job_name))
+    if config.tensorboard.enabled:
+        monitors.append(TensorBoardMonitor(Path(config.tensorboard.output_path) / config.tensorboard.job_name))
+    if config.wandb.enabled:
+        section = config.wandb
+        monitors.append(
+            WandbMonitor(project=section.project, group=section.group, team=section.team, settings=settings)
+        )
+    if config.comet.enabled:
+        comet = config.comet
+        monitors.append(
+            CometMonitor(
+                interval=comet.samples_log_interval,
+                name=comet.experiment_name,
+                settings=settings,
+                api_key=comet.api_key,
+                project=comet.project,
+                workspace=comet.workspace,
+                experiment_key=comet.experiment_key,
+                online=comet.online,
+                mode=comet.mode,
+            )
+        )
+    return monitors
