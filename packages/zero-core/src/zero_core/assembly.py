@@ -51,14 +51,15 @@ def initialize(
     config: Any = None,
     device: torch.device | str | None = None,
 ) -> tuple[Engine, Optimizer | None, Any, Scheduler | None]:
-    """Cut ``model`` over all ranks and return ``(engine, optimizer, dataloader, scheduler)``. Collective.
+    """Shard ``model`` over all ranks and return ``(engine, optimizer, dataloader, scheduler)``. Collective.
 
     ``config``: a dict, the path of a JSON file, or a `Config`.
-    ``optimizer``: a torch optimizer over the model's parameters, or a function of parameters that makes one; without
-    it the configuration's. ``model_parameters``: what to train. ``lr_scheduler``: an object or a function of the
+    ``optimizer``: a torch optimizer over the model's parameters, or a function of parameters that makes one; without it
+    the configuration's. ``model_parameters``: what to train. ``lr_scheduler``: an object or a function of the
     optimizer. ``training_data``: samples by number, of which each rank gets its own in micro-batches, shuffled, made by
-    ``collate_fn`` (default: torch's). ``mpu``: who shares a layer with whom, in tensor parallelism; states are cut over
-    its data-parallel groups only (see `model_parallel`). ``device``: by default this rank's accelerator, else the CPU.
+    ``collate_fn`` (default: torch's). ``mpu``: who shares a layer with whom, in tensor parallelism; states are sharded
+    over its data-parallel groups only (see `model_parallel`). ``device``: by default this rank's accelerator, else the
+    CPU.
 
     Initialises torch.distributed when nobody has. ``engine.module`` is ``model``; its parameters keep their identity,
     and get rank 0's values. Raises `ConfigError`, `UsageError` or `zero_partition.PartitionError`, each naming what

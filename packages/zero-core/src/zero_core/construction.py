@@ -1,4 +1,4 @@
-"""`Init`: build a model cut over the ranks, so that it never exists in one piece."""
+"""`Init`: build a model sharded over the ranks, which never exists in full."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def gathered(parameters: Any, modifier_rank: int | None = None) -> AbstractConte
 
     One parameter or an iterable; None and plain tensors in it are ignored. With ``modifier_rank`` that rank's changes
     become every rank's at exit. Without it an engine keeps changes that are the same on all ranks and refuses others;
-    what `Init` has cut and no engine owns yet loses them.
+    what `Init` has sharded and no engine owns yet loses them.
     """
     return gathered_anywhere(parameters, modifier_rank)
 
 
 class Init:
-    """Context manager: parameters of modules built inside are cut over the ranks as soon as their module is attached.
+    """Context manager: parameters of modules built inside are sharded as soon as their module is attached.
 
     ``config``: as for `initialize`; without one, or below stage 3, the context does nothing. ``enabled``: false
     switches it off. ``mpu``: as for `initialize`. Initial values equal those that one process with the same seed

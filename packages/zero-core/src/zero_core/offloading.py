@@ -46,7 +46,7 @@ _STATE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
 class Offloading:
     """What leaves the device in one engine, as `zero_optimization.offload_*` and `offload` say.
 
-    Call order: `parameter_store` and `state_tier` before the model is cut; then `forward` around every forward pass,
+    Call order: `parameter_store`, `state_tier` before the model is sharded; then `forward` around every forward pass,
     `after_step` after every step, `close`.
 
     Attributes:
@@ -75,7 +75,7 @@ class Offloading:
         self._steps = 0
         self._saved = section.trace is None
 
-    # -- before the model is cut -------------------------------------------------------------------------------------
+    # -- before the model is sharded -----------------------------------------------------------------------------
 
     def parameter_store(self, dtype: torch.dtype) -> Residency | None:
         """The store for shards of ``dtype`` that `offload_param` asks for; None for the device.

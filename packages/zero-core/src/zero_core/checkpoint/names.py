@@ -33,11 +33,11 @@ def shapes(state: TrainingState) -> dict[tuple[str, str], tuple[int, ...]]:
         (e.name, "param"): tuple(e.shape) for unit in state.partition.layout.units for e in unit.entries
     }
     ours |= {(name, "buffer"): tuple(b.shape) for name, b in state.module.named_buffers()}
-    ours |= {(name, "param"): tuple(p.shape) for name, p in uncut(state).items()}
+    ours |= {(name, "param"): tuple(p.shape) for name, p in replicated_parameters(state).items()}
     return ours
 
 
-def uncut(state: TrainingState) -> dict[str, torch.Tensor]:
+def replicated_parameters(state: TrainingState) -> dict[str, torch.Tensor]:
     """Parameters that no unit holds: every rank has them whole."""
     return {
         name: parameter.data

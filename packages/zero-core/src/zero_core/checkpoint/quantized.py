@@ -47,13 +47,13 @@ def format_of(moment: str) -> str:
 
 
 def quantized_moments(checkpoint: Checkpoint, name: str) -> list[str]:
-    """The moments of a parameter of which a checkpoint has codes."""
+    """The moments of a parameter that a checkpoint has quantized."""
     split = [kind.rpartition(".") for stored, kind in checkpoint.tensors if stored == name]
     return [moment for moment, dot, code in split if dot and code == format_of(moment)]
 
 
 def read_dequantized(checkpoint: Checkpoint, name: str, moment: str, offset: int, length: int) -> torch.Tensor:
-    """Elements of a moment of which a checkpoint has codes, as float32; whole blocks are read around them."""
+    """Elements of a moment that a checkpoint has quantized, as float32; full blocks are read around them."""
     code = format_of(moment)
     numel = torch.Size(checkpoint.tensors[name, f"{moment}.{code}"].shape).numel()
     begin = offset // BLOCK * BLOCK

@@ -22,7 +22,7 @@ from ..errors import UsageError
 from ..offloading import Offloading
 from ..state import TrainingState
 from .fragments import has_own_master, master_fragments, shard_fragments
-from .names import aliases, exchanged, uncut
+from .names import aliases, exchanged, replicated_parameters
 from .progress import progress_of
 from .rank_state import rank_intervals
 from .tiers import tier_intervals, weight_intervals
@@ -257,7 +257,7 @@ def state_intervals(
     if whole:
         for name, buffer in state.module.named_buffers():
             yield from stager.intervals(name, "buffer", buffer.detach().contiguous())
-        for name, parameter in uncut(state).items():
+        for name, parameter in replicated_parameters(state).items():
             yield from stager.intervals(name, "param", parameter.contiguous())
 
 

@@ -136,7 +136,7 @@ def tier_values(
 def _add_moment(
     reading: BatchedRead, fragment: Fragment, kind: str, kinds: tuple[str, ...], state: dict[str, Any]
 ) -> None:
-    """A fragment's values of a kind, in the checkpoint's dtype or, where codes fit nowhere, in float32."""
+    """A fragment's values of a kind, in the checkpoint's dtype or, where quantized ones fit nowhere, in float32."""
     name, shape, offset, length = fragment.entry.name, fragment.entry.shape, fragment.param_offset, fragment.length
     quantized = kind in quantized_moments(reading.checkpoint, name)
     if quantized and f"{kind}_scale" not in kinds:

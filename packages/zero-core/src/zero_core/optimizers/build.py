@@ -63,10 +63,10 @@ def build_optimizer(
     if name == "adagrad":
         return _adagrad(chosen, arguments, on_cpu=on_cpu)
     if name == "lion":
-        narrow = not arguments.pop("fp32_optimizer_states", True)
+        half_states = not arguments.pop("fp32_optimizer_states", True)
         if on_cpu:
-            return _over_stand_ins(CPULion, chosen, {**arguments, **_state_dtype(narrow)})
-        _refuse_narrow(narrow, "Lion")
+            return _over_stand_ins(CPULion, chosen, {**arguments, **_state_dtype(half_states)})
+        _refuse_half_states(half_states, "Lion")
         return Lion(chosen, **arguments)
     if name == "lamb":
         return _lamb(chosen, arguments)
@@ -79,25 +79,25 @@ def build_optimizer(
 def _adam(parameters: Any, arguments: dict[str, Any], *, decoupled: bool, on_cpu: bool) -> Optimizer:
     wants_torch = arguments.pop("torch_adam")
     arguments.pop("adam_w_mode")
-    narrow = not arguments.pop("fp32_optimizer_states")
+    half_states = not arguments.pop("fp32_optimizer_states")
     if not arguments.pop("bias_correction"):
         raise UsageError("optimizer.params.bias_correction: false is not available for Adam; remove it")
     if on_cpu and not wants_torch and not any(arguments.get(key) for key in _ADAM_ONLY_TORCH):
         kept = {key: value for key, value in arguments.items() if key not in _ADAM_ONLY_TORCH}
-        return _over_stand_ins(CPUAdamW if decoupled else CPUAdam, parameters, {**kept, **_state_dtype(narrow)})
-    _refuse_narrow(narrow, "Adam")
+        return _over_stand_ins(CPUAdamW if decoupled else CPUAdam, parameters, {**kept, **_state_dtype(half_states)})
+    _refuse_half_states(half_states, "Adam")
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     return kind(parameters, **{"fused": not arguments.get("foreach", False), **arguments})
 
 
 def _adagrad(parameters: Any, arguments: dict[str, Any], *, on_cpu: bool) -> Optimizer:
-    narrow = not arguments.pop("fp32_optimizer_states")
+    half_states = not arguments.pop("fp32_optimizer_states")
     if arguments.pop("amsgrad"):
         raise UsageError("optimizer.params.amsgrad: Adagrad has no such variant; remove it")
     if on_cpu and not any(arguments.get(key) for key in _ADAM_ONLY_TORCH):
         kept = {key: value for key, value in arguments.items() if key not in _ADAM_ONLY_TORCH}
-        return _over_stand_ins(CPUAdagrad, parameters, {**kept, **_state_dtype(narrow)})
-    _refuse_narrow(narrow, "Adagrad")
+        return _over_stand_ins(CPUAdagrad, parameters, {**kept, **_state_dtype(half_states)})
+    _refuse_half_states(half_states, "Adagrad")
     return torch.optim.Adagrad(parameters, **arguments)
 
 
@@ -119,12 +119,12 @@ def _one_bit(name: str, parameters: Any, arguments: dict[str, Any]) -> Optimizer
     return _ONE_BIT[name](parameters, **arguments)
 
 
-def _state_dtype(narrow: bool) -> dict[str, Any]:
-    return {"state_dtype": "bfloat16"} if narrow else {}
+def _state_dtype(half_states: bool) -> dict[str, Any]:
+    return {"state_dtype": "bfloat16"} if half_states else {}
 
 
-def _refuse_narrow(narrow: bool, name: str) -> None:
-    if narrow:
+def _refuse_half_states(half_states: bool, name: str) -> None:
+    if half_states:
         raise UsageError(f"optimizer.params.fp32_optimizer_states: false is for {name} on the CPU; set it to true")
 
 
