@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_core.config import Config, ConfigError
@@ -58,6 +58,7 @@ def test_contradictory_sizes_show_the_arithmetic(given_sizes, world_size, said):
     assert said in str(caught.value)
 
 
+@settings(deadline=None)
 @given(micro=st.integers(1, 64), steps=st.integers(1, 16), world_size=st.integers(1, 64), given=st.integers(1, 7))
 def test_any_sufficient_part_of_a_consistent_triangle_gives_it_back(micro, steps, world_size, given):
     whole = (micro * steps * world_size, micro, steps)
