@@ -42,7 +42,7 @@ def make(folder: Path, case: str, bf16: bool, width: int, layers: int, checkpoin
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
     for key, device in (("offload_optimizer", optimizer), ("offload_param", param)):
         if device is not None:
-            zero[key] = {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {})}
+            zero[key] = {"device": device, **({"nvme_path": tempfile.mkdtemp(dir=folder)} if device == "nvme" else {})}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
