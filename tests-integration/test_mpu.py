@@ -82,7 +82,7 @@ def steps(engine: zero_core.Engine, count: int) -> list[float]:
 def trained(stage: int, more: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
     engine = start(Grid(2), stage, **more)
     assert engine.train_batch_size() == SAMPLES and engine.training_dataloader.data_sampler.ranks == 2
-    cut = type(engine.checkpointing._keeper).__name__ == "PartitionedKeeper"
+    cut = type(engine.checkpointing._store).__name__ == "PartitionedStore"
     assert cut == ("activation_checkpointing" in more)
     norms = steps(engine, STEPS)
     result = {name: engine.full_param(p) for name, p in engine.module.named_parameters()}

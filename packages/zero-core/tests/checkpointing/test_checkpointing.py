@@ -113,7 +113,7 @@ def test_recomputation_changes_no_weight_wherever_inputs_wait(stage: int) -> Non
 
 
 def kept() -> dict[str, Any]:
-    """What the keepers hold of an input, and what they make of it again."""
+    """What the stores hold of an input, and what they make of it again."""
     x = torch.arange(15.0).view(3, 5)
     seen: dict[str, Any] = {}
     for name, inner in (("plain", PlainStore()), ("contiguous", ContiguousStore(2))):
