@@ -25,17 +25,25 @@ ALL_KEYS: frozenset[str] = frozenset({"*"})
 """As `auto_keys`: every key of the section may be "auto"."""
 
 
+_LARGEST_INTEGER = 2**63 - 1
+
+
 def _integer(value: Any) -> Any:
     integral = isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
     if isinstance(value, bool) or not integral:
         raise PydanticCustomError("integer", "an integer")
+    if abs(value) > _LARGEST_INTEGER:
+        raise PydanticCustomError("integer", "an integer of at most 64 bits")
     return int(value)
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
-        raise PydanticCustomError("number", "a number")
-    return float(value)
+    try:
+        if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+            raise PydanticCustomError("number", "a number")
+        return float(value)
+    except OverflowError:
+        raise PydanticCustomError("number", "a number of at most 1.8e308") from None
 
 
 def _finite(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ class _Object(dict[str, Any]):
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        keys = [key for key, _ in pairs]
-        self.repeated = sorted({key for key in keys if keys.count(key) > 1})
+        counts = Counter(key for key, _ in pairs)
+        self.repeated = sorted(key for key, count in counts.items() if count > 1)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -42,6 +43,10 @@ def _read_file(path: Path) -> dict[str, Any]:
         where = f"{path}, line {error.lineno}, column {error.colno}"
         action = "JSON has no comments and no commas before a closing bracket"
         raise ConfigError(Problem(where, "expected JSON", error.msg, action=action)) from error
+    except RecursionError as error:
+        raise ConfigError(Problem(str(path), "expected JSON", "objects or arrays nested too deeply")) from error
+    except ValueError as error:  # a name that no file can have, or a number of thousands of digits
+        raise ConfigError(Problem(show(str(path)), "expected a readable JSON file", str(error))) from error
     if not isinstance(data, dict):
         raise ConfigError(Problem(str(path), "expected a JSON object", type(data).__name__))
     problems = _repeated_keys(data, "")

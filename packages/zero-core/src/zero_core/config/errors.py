@@ -44,7 +44,10 @@ class ConfigError(ValueError):
 
 def show(value: Any) -> str:
     """Return a short text of a value and, where it helps, its type."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or a list of lists of lists
+        text = f"a very long {type(value).__name__}"
     if len(text) > 80:
         text = f"{text[:77]}..."
     return f"{text} (a string)" if isinstance(value, str) else text
