@@ -18,6 +18,7 @@ from zero_ckpt import CheckpointError, Interval, open_checkpoint
 from zero_ckpt.manifest import Manifest
 from zero_ckpt.torch import NodeMemory, Stager
 from zero_ckpt.torch.node_memory import partners
+from zero_ckpt.torch.transfer import Transfer, exchange
 
 ELEMENTS = 3 << 20
 
@@ -243,3 +244,22 @@ def test_a_folder_that_others_can_move_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     os.chmod(tmp_path / "shared", 0o777)
     assert "could put a directory of theirs" in on_ranks(refused, 1, tmp_path / "shared" / "mine")[0]
+
+
+def sends_more_than_there_is(rank: int, root: Path) -> tuple[str, list[str]]:
+    """Rank 0's file has become shorter than everybody was told."""
+    directory = root / f"node{rank}"
+    directory.mkdir()
+    if rank == 0:
+        (directory / "rank-00000.safetensors").write_bytes(b"short")
+    outcome = "moved"
+    try:
+        exchange(directory, [Transfer("rank-00000.safetensors", 5 << 20, 0, 1)], dist.new_group(backend="gloo"))
+    except CheckpointError as error:
+        outcome = str(error)
+    return outcome, sorted(path.name for path in directory.iterdir())
+
+
+def test_a_file_that_cannot_be_read_to_its_end_does_not_appear_elsewhere(tmp_path: Path) -> None:
+    (outcome, _), (_, names) = on_ranks(sends_more_than_there_is, 2, tmp_path)
+    assert "the file ends at byte 5" in outcome and names == []

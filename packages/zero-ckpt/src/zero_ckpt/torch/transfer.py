@@ -70,8 +70,9 @@ def batches(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
 def _run(
     transfers: Sequence[Transfer], directory: Path, rank: int, group: dist.ProcessGroup, failures: list[Exception]
 ) -> None:
-    """Move the chunks of one batch side by side."""
+    """Move the chunks of one batch side by side, and after them whether the source could read them all."""
     files = {t.name: _Incoming(directory, t.name, failures) for t in transfers if t.target == rank}
+    readable = {t.name: torch.ones(1, dtype=torch.uint8) for t in transfers}
     for begin in range(0, max((t.nbytes for t in transfers), default=0), _CHUNK_BYTES):
         works, arriving = [], []
         for transfer in transfers:
@@ -84,6 +85,7 @@ def _run(
                     source.read_at(transfer.name, begin, tensor_buffer(chunk), str(directory / transfer.name))
                 except CheckpointError as error:
                     failures.append(error)
+                    readable[transfer.name].zero_()
                 works.append(dist.isend(chunk, group_dst=transfer.target, group=group))
             else:
                 arriving.append((transfer.name, chunk))
@@ -93,8 +95,17 @@ def _run(
                 work.wait()
         for name, chunk in arriving:
             files[name].write(chunk)
-    for file in files.values():
-        file.close()
+    verdicts = [
+        dist.isend(readable[t.name], group_dst=t.target, group=group)
+        if t.source == rank
+        else dist.irecv(readable[t.name], group_src=t.source, group=group)
+        for t in transfers
+    ]
+    for verdict in verdicts:
+        if verdict is not None:
+            verdict.wait()
+    for name, file in files.items():
+        file.close(bool(readable[name]))
 
 
 class _Incoming:
@@ -119,13 +130,16 @@ class _Incoming:
         except OSError as error:
             self._give_up(error)
 
-    def close(self) -> None:
-        """All chunks were written: give the file its name."""
+    def close(self, complete: bool) -> None:
+        """All chunks were written: give the file its name, unless the source could not read them."""
         if self._file is None:
             return
         try:
             self._file.close()
-            self._partial.rename(self._target)
+            if complete:
+                self._partial.rename(self._target)
+            else:
+                self._partial.unlink()
         except OSError as error:
             self._give_up(error)
 
