@@ -47,7 +47,8 @@ class Named(Section):
     def section_of(cls, key: str, siblings: Mapping[str, Any]) -> SectionType | None:
         if key != "params":
             return None
-        return cls.known.get(cls.canonical(str(siblings.get("type"))), TorchParams)
+        name = siblings.get("type")
+        return cls.known.get(cls.canonical(name), TorchParams) if isinstance(name, str) else TorchParams
 
     @classmethod
     def _torch_class(cls, name: str) -> AnyClass | None:
