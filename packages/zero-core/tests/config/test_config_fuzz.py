@@ -48,7 +48,7 @@ def mutate(value: Any, rng: random.Random) -> Any:
         if rng.random() < 0.2:
             return value + value[index : index + 1]
         return [*value[:index], mutate(value[index], rng), *value[index + 1 :]]
-    if type(value) in (int, float) and rng.random() < 0.4:
+    if type(value) in (int, float) and -(2.0**70) < value < 2.0**70 and rng.random() < 0.4:
         return rng.choice([-value, value + 1, value * 2, value // 3, str(value), bool(value)])
     return rng.choice(ODD)
 
