@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import cycle, islice
@@ -11,6 +12,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from .errors import UsageError
+
+logger = logging.getLogger("zero_core")
 
 _Batch = TypeVar("_Batch")
 
@@ -30,6 +33,7 @@ class RankSampler(Sampler[int]):
         self.epoch = 0
         self._position = 0
         self._begun = False
+        self._loaded = False
 
     def __len__(self) -> int:
         """Samples of this rank in a whole epoch."""
@@ -42,10 +46,19 @@ class RankSampler(Sampler[int]):
         return iter(rest[self.rank :: self.ranks])
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next pass; a position that was loaded in that same epoch is kept."""
+        """Begin ``epoch`` with the next pass; a position that was loaded in that same epoch is kept.
+
+        Going back behind a position that was loaded is said: the data of these epochs come again.
+        """
+        if self._loaded and not self._begun and epoch < self.epoch and self.rank == 0:
+            logger.warning(
+                "set_epoch(%d) goes back from the checkpoint's position, epoch %d: data that were seen come again; to "
+                "go on with the next batch, loop over range(loader.data_sampler.epoch, epochs)",
+                *(epoch, self.epoch),
+            )
         if epoch != self.epoch or self._begun:
             self.epoch, self._position = epoch, 0
-        self._begun = False
+        self._begun = self._loaded = False
 
     def begin(self) -> None:
         """A pass begins: after a pass that was left early, the next epoch's."""
@@ -71,7 +84,7 @@ class RankSampler(Sampler[int]):
                 f"of {state['size']}: load it with the same data, or with engine.training_dataloader set to None"
             )
         self.epoch, self._position, self.seed = state["epoch"], state["position"], state["seed"]
-        self._begun = False
+        self._begun, self._loaded = False, True
 
     def _order(self) -> list[int]:
         if not self.shuffle:

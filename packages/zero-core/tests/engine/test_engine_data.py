@@ -99,6 +99,37 @@ def test_a_repeating_loader_goes_on_with_the_next_epoch_and_from_a_position() ->
         next(zero_core.RepeatingLoader([]))
 
 
+@pytest.mark.parametrize("ranks", (1, 3))
+def test_a_loop_over_epochs_goes_on_with_the_loaded_one_and_going_back_is_said(
+    ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def epochs_of(loader: Any, first: int) -> list[list[int]]:
+        seen = []
+        for epoch in range(first, 3):
+            loader.data_sampler.set_epoch(epoch)
+            seen.append(numbers(loader))
+        return seen
+
+    options = {"rank": 0, "ranks": ranks, "drop_last": True}
+    undisturbed = epochs_of(loader_of(20, 2, **options), 0)
+    before = loader_of(20, 2, **options)
+    before.data_sampler.set_epoch(0)
+    numbers(before)
+    before.data_sampler.set_epoch(1)
+    half = numbers(islice(before, 2))
+    after = loader_of(20, 2, **options)
+    after.load_state_dict(before.state_dict())
+    with caplog.at_level(logging.WARNING, "zero_core"):
+        rest = epochs_of(after, after.data_sampler.epoch)
+    assert [half + rest[0], *rest[1:]] == undisturbed[1:] and not caplog.records
+    after.load_state_dict(before.state_dict())
+    with caplog.at_level(logging.WARNING, "zero_core"):
+        epochs_of(after, 0)
+    (record,) = caplog.records
+    assert "set_epoch(0) goes back from the checkpoint's position, epoch 1" in record.getMessage()
+    assert "range(loader.data_sampler.epoch, epochs)" in record.getMessage()
+
+
 def test_workers_that_read_ahead_do_not_move_the_position() -> None:
     loader = loader_of(12, 2, workers=2)
     assert len(numbers(islice(loader, 2))) == 4
