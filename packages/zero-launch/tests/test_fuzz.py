@@ -65,6 +65,7 @@ failure = st.fixed_dictionaries(
         "cause": text,
         "detail": text,
         "seconds": st.floats(-9, 9),
+        "step": st.none() | small,
         "at": st.floats(-9, 9),
     }
 )

@@ -89,10 +89,15 @@ def poison(address: str, port: int, path: Path) -> int:
     return len(keys)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["--nproc", 2], pytest.param(["--elastic", "1:2", "--restarts", 1], marks=pytest.mark.soak)],
+    ids=["ordinary", "elastic"],
+)
 def test_one_machines_job_listens_on_the_loopback_interface_alone_and_a_stranger_runs_no_code(
-    start, write_script, mark, tmp_path
+    start, write_script, mark, tmp_path, words
 ):
-    job = start("--nproc", 2, write_script(MEET))
+    job = start(*words, write_script(MEET))
     wait_for_ranks(tmp_path, 2)
     sockets = listening({process.pid for process in marked_processes(mark)})
     assert {address for address, _ in sockets} == {"127.0.0.1"}

@@ -6,12 +6,13 @@ extension: a `LogsSpecs`, and the start / monitor / shutdown steps of an agent.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,14 @@ from zero_launch.desync import Record, Watcher, abandoned, explain
 from zero_launch.orders import END, Orders
 from zero_launch.presence import HostPresence, Presence
 from zero_launch.processes import end_job, exit_status, wait_for_helpers
+from zero_launch.repeats import Repeats
 from zero_launch.report import LaunchError, RankFailure, describe_exit, read_error_file, signal_name, tail
 from zero_launch.spec import SILENCE_SECONDS
+from zero_launch.standbys import Prepared, StandbyContext, Standbys
 from zero_launch.streams import Sink, Streamer
+
+_STANDBY_SECONDS = 30.0
+"""When standbys begin where ranks do not come to the store."""
 
 
 class RankFiles(LogsSpecs):
@@ -53,6 +59,9 @@ class RankFiles(LogsSpecs):
         self._own_env = own_env
         self._rings = rings
         self._takes_orders = takes_orders
+        self.standbys: Standbys | None = None
+        """Where ranks come from that have imported torch already; None for jobs without."""
+        self._only_prepares = False
         self.ranks: dict[int, Path] = {}
         """Local rank to the folder of its files, for the attempt that runs."""
         self.rings: dict[int, Path] = {}
@@ -64,8 +73,25 @@ class RankFiles(LogsSpecs):
     def root_log_dir(self) -> str:
         return str(self._folder)
 
+    def own_variables(self, local_rank: int) -> dict[str, str]:
+        """Return what a rank gets from us that is the same in every attempt."""
+        own = self._own_env[local_rank] if self._own_env else {}
+        imports = {} if self.standbys is None else self.standbys.variables(local_rank)
+        return {**self._env, **own, **imports}
+
+    @contextlib.contextmanager
+    def only_preparing(self) -> Iterator[None]:
+        """Inside, `reify` raises `Prepared` with what it gets."""
+        self._only_prepares = True
+        try:
+            yield
+        finally:
+            self._only_prepares = False
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Make the folders, and put our variables into the environments, which the agent hands over for this."""
+        if self._only_prepares:
+            raise Prepared(envs)
         stdouts, stderrs, errors = {}, {}, {}
         self.rings = {}
         attempt = max(int(env["TORCHELASTIC_RESTART_COUNT"]) for env in envs.values())
@@ -82,9 +108,7 @@ class RankFiles(LogsSpecs):
             env["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
             ring = self._rings / folder.name
             self.rings[int(env["RANK"])] = ring
-            env.update({"ZERO_COMM_RING": str(ring), **told, **self._env})
-            if self._own_env:
-                env.update(self._own_env[local_rank])
+            env.update({"ZERO_COMM_RING": str(ring), **told, **self.own_variables(local_rank)})
         return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=errors)
 
 
@@ -149,6 +173,7 @@ class Agent(LocalElasticAgent):
         self._started_at = time.time()
         self._stopping = False
         self._watcher = Watcher({})
+        self._repeats = Repeats()
         self._world_size = 0
         self._here = HostPresence({}, 0, stopped_seconds)
         self._presence = Presence(0, "")
@@ -171,7 +196,7 @@ class Agent(LocalElasticAgent):
         self._stopping = False
         self.divergence = None
         handlers = {sig: signal.getsignal(sig) for sig in self._own_signals}
-        ids: dict[int, Any] = super()._start_workers(worker_group)
+        ids = self._start_ranks(worker_group)
         for sig, handler in handlers.items():  # as below
             signal.signal(sig, handler)
         if self._asked_to_end:
@@ -195,6 +220,50 @@ class Agent(LocalElasticAgent):
         self._streamer.start()
         return ids
 
+    def _start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks, from standbys where there are any; return their pids."""
+        standbys = self._files.standbys
+        if standbys is None or not standbys.pids:
+            fresh: dict[int, Any] = super()._start_workers(worker_group)
+            return fresh
+        try:
+            with self._files.only_preparing():
+                super()._start_workers(worker_group)
+            raise RuntimeError("torch's agent started ranks without asking where their output goes")
+        except Prepared as prepared:
+            envs = prepared.envs
+        spec = worker_group.spec
+        args = {number: tuple(standbys.command(number)[1:]) for number in envs}
+        context = StandbyContext(
+            standbys,
+            name=spec.role,
+            entrypoint=spec.entrypoint,
+            args=args,
+            envs=envs,
+            logs_specs=self._files,
+        )
+        context.start()
+        self._pcontext = context
+        return context.pids()
+
+    @property
+    def _spared(self) -> set[int]:
+        """The processes of the job that outlive an attempt."""
+        return set() if self._files.standbys is None else self._files.standbys.pids
+
+    def dismiss_standbys(self) -> None:
+        """End the processes that wait for another attempt."""
+        if self._files.standbys is not None:
+            self._files.standbys.close()
+
+    def _prepare_restart(self) -> None:
+        """Begin a standby once every rank has come to the store, or long after they were started."""
+        standbys = self._files.standbys
+        if standbys is None or self._remaining_restarts <= 0:
+            return
+        if len(self._here.arrived) == len(self._records) or time.time() - self._started_at > _STANDBY_SECONDS:
+            standbys.look(len(self._records))
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._streamer.broken is not None:
             raise self._streamer.broken
@@ -214,6 +283,7 @@ class Agent(LocalElasticAgent):
             ended = [record.rank for record in self._records if record.status == 0]
             if self._watcher.look():
                 self._notice(ended)
+                self._prepare_restart()
                 stalled = self._watcher.stalled
                 self._diverged(
                     abandoned(self._watcher.records, ended) or self._explain(self._watcher.records, stalled=stalled)
@@ -267,8 +337,14 @@ class Agent(LocalElasticAgent):
     def _fail(self) -> None:
         """The attempt has failed: end what is left of it."""
         self._end(signal.SIGTERM)
-        if self._remaining_restarts > 0:
+        if self._remaining_restarts <= 0:
+            return
+        hopeless = self._repeats.look(self.failures(), self._remaining_restarts)
+        if hopeless is None:
             self._tell_restart()
+            return
+        self.notes.append(hopeless)
+        self._remaining_restarts = 0
 
     def _tell_restart(self) -> None:
         number, total = self._attempt() + 1, self._worker_group.spec.max_restarts
@@ -282,7 +358,7 @@ class Agent(LocalElasticAgent):
             record.look()
         if self._records and all(record.status == 0 for record in self._records):
             pids = [record.pid for record in self._records]
-            wait_for_helpers(self._job_id, pids, grace_seconds=self._grace_seconds)
+            wait_for_helpers(self._job_id, pids, grace_seconds=self._grace_seconds, spared=self._spared)
         self._end(death_sig)
         super()._shutdown(death_sig, 1)
         self._streamer.stop()
@@ -304,7 +380,7 @@ class Agent(LocalElasticAgent):
             for record in self._records:
                 record.status_before_stop = record.status
         pids = {record.pid for record in self._records}
-        ended = end_job(self._job_id, pids, signum=signum, grace_seconds=self._grace_seconds)
+        ended = end_job(self._job_id, pids, signum=signum, grace_seconds=self._grace_seconds, spared=self._spared)
         self.notes += [f"left behind: {text}" for pid, text in ended if pid not in pids]
         for record in self._records:
             record.look()
@@ -330,7 +406,8 @@ class Agent(LocalElasticAgent):
                 continue
             code = record.status if error is None or (record.status or 0) > 0 else None
             seconds = when - self._started_at
-            failure = RankFailure(record.rank, self._host, record.pid, code, cause, detail, seconds)
+            step = self._watcher.step_of(record.rank)
+            failure = RankFailure(record.rank, self._host, record.pid, code, cause, detail, seconds, step)
             found.append((when, failure))
         return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
 

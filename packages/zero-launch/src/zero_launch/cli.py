@@ -219,6 +219,7 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
         core_list=options.bind_core_list,
         elastic=_elastic(options),
         requeue=options.requeue,
+        standby=not options.no_standby,
     )
 
 

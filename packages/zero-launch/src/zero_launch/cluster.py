@@ -21,6 +21,7 @@ from zero_launch.messages import Message
 from zero_launch.outcome import failures_in_order, notes
 from zero_launch.peers import Inbox, Listener, Peer, call
 from zero_launch.presence import WAIT_SECONDS, Presence
+from zero_launch.repeats import Repeats
 from zero_launch.report import LaunchError, RankFailure, signal_name
 from zero_launch.requeue import LeftEarly
 from zero_launch.spec import ClusterSpec
@@ -47,11 +48,13 @@ class Cluster:
         self._attempt = 0
         self._began_at = time.time()
         self._restarting = False
+        self._finishing = False
         self._stopping: str | None = None
         self._interrupted: int | None = None
         self._asked_to_end = False
         self._left = False
         self._divergence: str | None = None
+        self._repeats = Repeats()
         self._lost: list[tuple[float, RankFailure]] = []
         self._troubles: list[str] = []
         self._handlers: dict[str, Callable[[Peer, Message], None]] = {
@@ -180,6 +183,7 @@ class Cluster:
             variables=dict(self._spec.variables),
             colours=colour,
             host=peer.name,
+            generation=peer.generation,
             address=self._addresses.of(peer),
             elastic=self._terms(peer),
         )
@@ -292,6 +296,8 @@ class Cluster:
             self._begin_round()
 
     def _begin_round(self) -> None:
+        if self._restarting and self._is_hopeless(self._attempt):
+            return
         if self._restarting:
             self._restarting = False
             error = LaunchError(self._failures(), self._world_size, divergence=self._divergence)
@@ -305,12 +311,22 @@ class Cluster:
         address = self._spec.bind_address or self._addresses.of_store(self._store_host)
         self._store_host.send("serve", address=address, port=0 if self._callers else self._spec.master_port)
 
+    def _is_hopeless(self, number: int) -> bool:
+        """Stop the job, instead of restart ``number``, when the attempt that ended failed as those before it did."""
+        why = self._repeats.look(self._failures(), self._spec.job.max_restarts - number + 1)
+        if why is not None:
+            self._troubles.append(why)
+            self._stop(why)
+        return why is not None
+
     def _on_store(self, peer: Peer, message: Message) -> None:
         if peer is not self._store_host:
             return
         address = self._addresses.of_store(peer)
         peers = self._there()
-        self._presence = Presence(sum(len(other.slots) for other in peers), f"{address}:{message['port']}")
+        ranks = sum(len(other.slots) for other in peers)
+        self._presence = Presence(ranks, f"{address}:{message['port']}")
+        first = 0
         for number, other in enumerate(peers):
             other.state = "running"
             other.send(
@@ -318,9 +334,12 @@ class Cluster:
                 attempt=self._attempt,
                 group_rank=number,
                 groups=len(peers),
+                first=first,
+                ranks=ranks,
                 address=address,
                 port=message["port"],
             )
+            first += len(other.slots)
 
     def _on_started(self, peer: Peer, message: Message) -> None:
         peer.ranks = {int(rank): pid for rank, pid in message["pids"].items()}
@@ -344,14 +363,13 @@ class Cluster:
 
     def _restart(self) -> bool:
         """Begin another attempt if there is one left and the hosts for it; whether that is so."""
-        done = any(peer.state == "done" for peer in self._there())
         enough = len(self._there()) >= self._minimum
-        if self._attempt >= self._spec.job.max_restarts or done or not enough:
+        if self._attempt >= self._spec.job.max_restarts or self._finishing or not enough:
             return False
         self._restarting = True
         self._attempt += 1
         for peer in self._there():
-            if peer.state == "running":
+            if peer.state in ("running", "done"):
                 peer.send("restart")
         return True
 
@@ -378,11 +396,14 @@ class Cluster:
 
     def _on_done(self, peer: Peer, message: Message) -> None:
         peer.state = "done"
-        if all(other.state == "done" for other in self._there()):
+        if not self._restarting and all(other.state == "done" for other in self._there()):
+            self._finishing = True
             for other in self._there():
                 other.send("finish")
 
     def _on_ended(self, peer: Peer, message: Message) -> None:
+        if peer.state == "ready":
+            peer.failures = []  # it has said them before
         peer.failures += message["failures"]
         peer.fates, peer.notes, peer.folder = message["fates"], message["notes"], message.get("folder", "")
         peer.records = {int(rank): Record.from_json(data) for rank, data in message["records"].items()}

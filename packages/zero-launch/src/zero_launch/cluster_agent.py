@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 
 from zero_launch.agent import Agent, RankFiles
 from zero_launch.channel import Channel, ChannelSink
 from zero_launch.cores import bindings
 from zero_launch.desync import Record
 from zero_launch.guard import Guard
-from zero_launch.job import core_variables, job_environment, worker_group_spec
+from zero_launch.job import core_variables, job_environment, standbys_of, worker_group_spec
 from zero_launch.meeting import Meeting
 from zero_launch.messages import Message
 from zero_launch.orders import REGROUP
@@ -64,8 +64,10 @@ class ClusterAgent(Agent):
             guard.watch(list(pids.values()))
             channel.send("started", pids={str(rank): pid for rank, pid in pids.items()})
 
+        worker_spec = worker_group_spec(spec, order["how"], rendezvous, None)
+        files.standbys = standbys_of(spec, worker_spec, files, rings)
         agent = cls(
-            worker_group_spec(spec, order["how"], rendezvous, None),
+            worker_spec,
             files,
             job_id,
             spec.grace_seconds,
@@ -79,11 +81,14 @@ class ClusterAgent(Agent):
         agent.rendezvous, agent.channel = rendezvous, channel
         agent.finish = threading.Event()
         agent._said_stalled = False
+        agent._success = None
         agent._said_presence = ([], [])
         return agent
 
     finish: threading.Event
     """Set when every host has said that its ranks are done."""
+    _success: RunResult | None
+    """How the ranks of this host ended, while those of others may still fail and all begin again."""
     _said_stalled: bool
     _said_presence: tuple[list[int], list[int]]
 
@@ -105,8 +110,29 @@ class ClusterAgent(Agent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._store = worker_group.store = None  # the last attempt's store gives its port back
+        self._success = None
         super()._rendezvous(worker_group)
         self._remaining_restarts = worker_group.spec.max_restarts - self.rendezvous.attempt
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Return the ranks that the launcher gave this host. torch's agents ask each other through the store, and wait
+        in it for a host that was lost meanwhile."""
+        first, ranks = self.rendezvous.place
+        return [
+            Worker(here, first + here, role_rank=first + here, world_size=ranks, role_world_size=ranks)
+            for here in range(spec.local_world_size)
+        ]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._success is None:
+            result = super()._monitor_workers(worker_group)
+            if result.state is not WorkerState.SUCCEEDED:
+                return result
+            self._success = result
+            self.channel.send("done")
+        return self._success if self.finish.is_set() else RunResult(state=WorkerState.HEALTHY)
 
     def _fail(self) -> None:
         self.channel.send("failed", attempt=self.rendezvous.attempt, divergence=self.divergence)
@@ -145,6 +171,4 @@ class ClusterAgent(Agent):
         return super()._explain(records, stalled=stalled)
 
     def _exit_barrier(self) -> None:
-        self.channel.send("done")
-        while not self.finish.wait(0.2):
-            continue
+        """Nothing is left to wait for: see `_monitor_workers`."""

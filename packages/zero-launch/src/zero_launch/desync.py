@@ -201,6 +201,11 @@ class Watcher:
         if progress != self._progress:
             self._progress, self._moved_at = progress, time.monotonic()
 
+    def step_of(self, rank: int) -> int | None:
+        """The optimizer step in which a rank was when last looked at; None for one without a ring."""
+        record = self.records.get(rank)
+        return record.entries[-1].step if record is not None and record.entries else None
+
     @property
     def stalled(self) -> bool:
         """Whether every rank of this host waits in a collective, and none has moved for `STALL_SECONDS`."""

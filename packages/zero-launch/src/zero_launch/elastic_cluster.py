@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from zero_launch.cluster import Cluster, title
@@ -17,6 +18,18 @@ from zero_launch.spec import ClusterSpec
 CALL_AGAIN_SECONDS = 5.0
 MEET_SECONDS = 600
 """How long a job waits for hosts while none of its ranks run."""
+_HOLD_SECONDS = 5.0
+"""How long an answer is held back for want of news; torch's algorithm asks again a second after it."""
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A host asked for the state, or put a new one in its place."""
+
+    peer: Peer
+    number: int
+    replaced: bool
+    until: float
 
 
 def host_bounds(slots: list[int], least: int, most: int) -> tuple[int, int]:
@@ -55,6 +68,7 @@ class ElasticCluster(Cluster):
         self._ranks = 0
         self._restarts = 0
         self._calls: dict[str, float] = {}
+        self._questions: list[_Question] = []
         self._ran_at = time.monotonic()
         del self._handlers["store"]
         self._handlers |= {"started": self._on_started, "state": self._on_state, "served": self._on_served}
@@ -119,6 +133,7 @@ class ElasticCluster(Cluster):
             self._next_message()
             self._find_the_silent()
             self._call_again()
+            self._answer()
             for text in self._presence.remarks():
                 self._remark(text)
             if any(peer.state in ("running", "done") for peer in self._there()):
@@ -139,14 +154,24 @@ class ElasticCluster(Cluster):
         if strange:
             self._lose(peer, f"{title(peer)} was lost: it knows of places that this job has not: {sorted(strange)[:4]}")
             return
-        answer = self._keeper.answer(message["state"], message["version"])
-        if answer["replaced"]:
+        replaced = message["state"] is not None and self._keeper.replace(message["state"], message["version"])
+        if replaced:
             self._review()
-            answer |= self._keeper.answer(None, None) | {"replaced": True}
-        peer.send("state", number=message["number"], **answer)
+        until = time.monotonic() + _HOLD_SECONDS
+        self._questions.append(_Question(peer, message["number"], replaced, until))
+
+    def _answer(self) -> None:
+        """Answer hosts for which there is news, so that none sleeps while a round begins."""
+        now = time.monotonic()
+        asked, self._questions = self._questions, []
+        for question in asked:
+            if question.until > now and self._keeper.waits(self._places[question.peer.name]):
+                self._questions.append(question)
+            else:
+                question.peer.send("state", number=question.number, replaced=question.replaced, **self._keeper.newest())
 
     def _review(self) -> None:
-        here = [peer for peer in self._there() if peer.state in ("greeted", "ready", "running")]
+        here = [peer for peer in self._there() if peer.state in ("greeted", "ready", "running", "done")]
         slots = {self._places[peer.name]: len(peer.slots) for peer in self._peers.values()}
         self._keeper.review([self._places[peer.name] for peer in here][: self._most], slots, self._least_ranks)
 
@@ -174,6 +199,8 @@ class ElasticCluster(Cluster):
         members = [p for p in self._there() if self._places[p.name] in self._keeper.participants]
         if peer not in members:
             return
+        if self._restarting and self._is_hopeless(self._restarts):
+            return
         self._tell_of_restart()
         if self._rounds and not self._restarting:
             self._attempt += 1
@@ -188,9 +215,19 @@ class ElasticCluster(Cluster):
         )
         for other in self._peers.values():
             other.failures, other.records, other.stalled, other.divergence = [], {}, False, None
-        for member in members:
+        first = 0
+        for member in self._ordered(members):
             member.state = "running"
-            member.send("meet", round=message["round"], attempt=self._attempt, address=address, port=message["port"])
+            member.send(
+                "meet",
+                round=message["round"],
+                attempt=self._attempt,
+                first=first,
+                ranks=self._ranks,
+                address=address,
+                port=message["port"],
+            )
+            first += len(member.slots)
         self._ask_to_grow()
 
     def _ordered(self, peers: list[Peer]) -> list[Peer]:
@@ -212,13 +249,12 @@ class ElasticCluster(Cluster):
                 peer.send("stop")  # it would come to the next round otherwise
 
     def _restart(self) -> bool:
-        done = any(peer.state == "done" for peer in self._there())
-        if self._restarts >= self._spec.job.max_restarts or done:
+        if self._restarts >= self._spec.job.max_restarts or self._finishing:
             return False
         self._restarts += 1
         self._restarting = True
         for peer in self._there():
-            if peer.state == "running":
+            if peer.state in ("running", "done"):
                 peer.send("again", attempt=self._attempt)
         self._attempt += 1
         return True
@@ -245,16 +281,15 @@ class ElasticCluster(Cluster):
 
     def _on_done(self, peer: Peer, message: Message) -> None:
         peer.state = "done"
-        if any(other.state == "running" for other in self._there()):
+        if self._restarting or any(other.state == "running" for other in self._there()):
             return
+        self._finishing = True
         for other in self._there():
             other.send("finish" if other.state == "done" else "stop")
             if other.state != "done":
                 other.state = "ended"  # it waited for a round that does not come
 
     def _on_ended(self, peer: Peer, message: Message) -> None:
-        if peer.state == "ready":
-            peer.failures = []  # it has said them before
         super()._on_ended(peer, message)
         self._over = not any(other.state in ("running", "done", "ready", "greeted") for other in self._there())
 

@@ -15,7 +15,11 @@ import sys
 import time
 
 # A shell waits, because it starts and ends in a millisecond; Python comes when there is something to do.
-_WATCH = 'pids=; while read -r line; do [ "$line" = done ] && exit; pids="$pids $line"; done; exec "$@" $pids'
+# A scheduler that signals every process of a job does not end it.
+_WATCH = (
+    'trap "" HUP INT TERM USR1; pids=; while read -r line; do [ "$line" = done ] && exit; pids="$pids $line"; done; '
+    'exec "$@" $pids'
+)
 _ROUNDS = 3
 _ROUND_SECONDS = 0.3
 

@@ -92,7 +92,7 @@ class Hand:
         os.environ.update(new)
         self._channel.send("environment", kept=retained)
         by_itself = own_spec is not None
-        job_id = f"{order['job_id']}@{order['host']}"
+        job_id = _end_earlier(f"{order['job_id']}@{order['host']}", order["generation"])
         if own_spec is None:
             given = order["spec"]
             elastic = given["elastic"] and tuple(given["elastic"])
@@ -168,6 +168,13 @@ class Hand:
             raise SignalException("asked to end", signal.SIGTERM)
         self._stops = True
         self._inbox.put(("", {"kind": "asked"}))
+
+
+def _end_earlier(job_id: str, generation: int) -> str:
+    """Return the job's id for this hand; end what those before it on this host left, stopped ranks for example."""
+    for number in range(generation):
+        end_job(f"{job_id}#{number}", (), grace_seconds=0.0)
+    return f"{job_id}#{generation}"
 
 
 def _run(agent: ClusterAgent) -> tuple[bool, bool]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from zero_launch.cores import bindings, threads_per_rank, usable_cores
 from zero_launch.guard import Guard
-from zero_launch.processes import CORES_VARIABLE, JOB_VARIABLE, LAUNCHER_PID_VARIABLE, end_job
+from zero_launch.processes import CORES_VARIABLE, JOB_VARIABLE, LAUNCHER_PID_VARIABLE, REQUEUE_VARIABLE, end_job
 from zero_launch.report import LaunchError, signal_name
 from zero_launch.requeue import LeftEarly
 from zero_launch.sockets import LOOPBACK, interface_variables
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-    from zero_launch.agent import Agent
+    from zero_launch.agent import Agent, RankFiles
+    from zero_launch.standbys import Standbys
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _REQUEUE_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -103,6 +104,7 @@ def _run_agent(
             takes_orders=spec.requeue,
         )
         worker_spec = worker_group_spec(spec, kind, LocalRendezvous(job_id), LOOPBACK)
+        files.standbys = standbys_of(spec, worker_spec, files, rings)
         agent = Agent(
             worker_spec,
             files,
@@ -163,6 +165,15 @@ def worker_group_spec(
     )
 
 
+def standbys_of(spec: LaunchSpec, worker_spec: WorkerSpec, files: RankFiles, rings: Path) -> Standbys | None:
+    """Return the standbys of a job's ranks on this host; None where the job has none."""
+    from zero_launch.standbys import Standbys
+
+    if spec.elastic is None or spec.program or not spec.standby:
+        return None
+    return Standbys([str(worker_spec.entrypoint), *worker_spec.args], files.own_variables, rings)
+
+
 def run_folder(log_dir: str | os.PathLike[str] | None, job_id: str) -> tuple[Path, bool]:
     """The folder for the files of this run on this host, and whether it stays when the job succeeds."""
     if log_dir is None:
@@ -195,6 +206,8 @@ def job_environment(spec: LaunchSpec, cores: list[tuple[int, ...]], job_id: str)
     env = {LAUNCHER_PID_VARIABLE: str(os.getpid()), JOB_VARIABLE: job_id}
     if "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(len(cores[0]) if cores else threads_per_rank(spec.nproc))
+    if spec.requeue:
+        env[REQUEUE_VARIABLE] = "1"
     return {**env, **spec.env}
 
 
@@ -250,4 +263,5 @@ def sweep(agent: Agent, job_id: str) -> None:
     main_thread = threading.current_thread() is threading.main_thread()
     for sig in _SIGNALS if main_thread else ():
         signal.signal(sig, signal.SIG_IGN)
+    agent.dismiss_standbys()
     agent.notes += [f"left behind: {text}" for _, text in end_job(job_id, (), grace_seconds=0.0)]

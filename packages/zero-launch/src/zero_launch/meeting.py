@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -28,6 +29,7 @@ from zero_launch.sockets import STORE_SECONDS, open_store
 _JOIN_DAYS = 30  # a host waits for the next checkpoint; the launcher knows when a job waits in vain
 _ANSWER_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
+_PAUSE_SECONDS = 0.1
 _BEAT_SECONDS = 5
 _BEATS = 120  # the launcher knows of lost hosts; clocks that differ by minutes harm nobody
 
@@ -83,6 +85,8 @@ class Meeting(DynamicRendezvousHandler):
     backend: ChannelBackend
     attempt: int
     """The number of the round that runs, as the launcher counts: 0, then one more each time."""
+    place: tuple[int, int]
+    """The first rank of this host, and the number of ranks of the round."""
     failures: list[Message]
     """Failures of the attempt that just ended; sent with `ready`."""
 
@@ -102,7 +106,7 @@ class Meeting(DynamicRendezvousHandler):
             keep_alive_interval=_BEAT_SECONDS,
             keep_alive_max_attempt=_BEATS,
         )
-        made.backend, made.attempt, made.failures = backend, 0, []
+        made.backend, made.attempt, made.place, made.failures = backend, 0, (0, 0), []
         made._channel, made._address = channel, terms["address"]
         made._meets, made._server = queue.SimpleQueue(), None
         made._restart_of, made._regroups = None, False
@@ -158,12 +162,24 @@ class Meeting(DynamicRendezvousHandler):
             self._server = open_store(self._address, 0)
             self._channel.send("served", round=number, port=self._server.port)
         order = self._wait_for_store(number)
-        self.attempt = order["attempt"]
+        self.attempt, self.place = order["attempt"], (order["first"], order["ranks"])
         address, port = order["address"], order["port"]
+        self._wait_for_server(address, port)
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
         self._bootstrap_store_info = RendezvousStoreInfo(address, port)
         self._shared_tcp_store_server = store  # torch would open one on every interface otherwise
         return PrefixStore("zero-launch", store)
+
+    def _wait_for_server(self, address: str, port: int) -> None:
+        """Return when the store answers; torch's client would try for a minute where its host was lost meanwhile."""
+        while True:
+            if self._restart_of == self.attempt:
+                raise _Again
+            try:
+                socket.create_connection((address, port), timeout=_LOOK_SECONDS).close()
+                return
+            except OSError:
+                time.sleep(_PAUSE_SECONDS)
 
     def _wait_for_store(self, number: int) -> Message:
         """Return the launcher's message about the round's store, unless the host that opens it is lost first."""

@@ -77,13 +77,27 @@ class StateKeeper:
         self._state: State | None = None
         self._version = 0
 
-    def answer(self, state: State | None, version: int | None) -> dict[str, Any]:
-        """Return the answer to a host that asks for the state (``state`` None) or to replace version ``version``."""
-        replaced = state is not None and version == (None if self._state is None else self._version)
-        if replaced:
-            self._state = copy.deepcopy(state)
-            self._version += 1
-        return {"state": self._state, "version": self._version, "replaced": replaced}
+    def replace(self, state: State, version: int | None) -> bool:
+        """Put ``state`` in the place of version ``version``; False where that is not the newest any more."""
+        if version != (None if self._state is None else self._version):
+            return False
+        self._state = copy.deepcopy(state)
+        self._version += 1
+        return True
+
+    def newest(self) -> dict[str, Any]:
+        """Return the state, None before there is one, and its version."""
+        return {"state": copy.deepcopy(self._state), "version": self._version}
+
+    def waits(self, place: str) -> bool:
+        """Return True while the handler at ``place`` can do nothing but ask again: it takes part in a round that is not
+        agreed yet, or waits for the next one."""
+        state = self._state
+        if state is None:
+            return False
+        if place in self.participants:
+            return not state["complete"] and state["deadline"] != 0.0
+        return bool(state["complete"]) and place in {node[0] for node in state["waiting"]}
 
     @property
     def participants(self) -> set[str]:

@@ -80,6 +80,12 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
         help="go on with MIN to MAX ranks when hosts or devices are lost, and grow at a checkpoint when they come back",
     )
     group.add_argument(
+        "--no_standby",
+        "--no-standby",
+        action="store_true",
+        help="with --elastic, keep no processes ready for the next start (each has torch imported: some 0.2 GB)",
+    )
+    group.add_argument(
         "--requeue",
         action="store_true",
         help="on SIGUSR1 or SIGTERM have the ranks save and end; then `scontrol requeue` under Slurm, and status 75",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from zero_launch.peers import Peer
@@ -20,9 +21,9 @@ def failures_in_order(
     for peer in peers:
         offset = 0.0 if peer.channel is None else peer.channel.clock_offset
         for message in peer.failures:
-            fields = {key: value for key, value in message.items() if key != "at"}
             at = message["at"] + offset
-            found.append((at, RankFailure(**{**fields, "seconds": at - began_at})))
+            told = {field.name: message[field.name] for field in dataclasses.fields(RankFailure)}
+            found.append((at, RankFailure(**{**told, "seconds": at - began_at})))
     return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 JOB_VARIABLE = "ZERO_LAUNCH_JOB"
 LAUNCHER_PID_VARIABLE = "ZERO_LAUNCH_PID"
 CORES_VARIABLE = "ZERO_LAUNCH_CORES"
+REQUEUE_VARIABLE = "ZERO_LAUNCH_REQUEUE"
 _POLL_SECONDS = 0.02
 _HELPER_SECONDS = 0.5
 _KILL_SECONDS = 2.0
@@ -38,14 +39,14 @@ def exit_status(pid: int) -> int | None:
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
-def job_processes(job_id: str, rank_pids: Collection[int]) -> list[psutil.Process]:
-    """The living processes of a job, ranks first; see [Note: What belongs to a job]."""
+def job_processes(job_id: str, rank_pids: Collection[int], spared: Collection[int] = ()) -> list[psutil.Process]:
+    """The living processes of a job, ranks first, without those ``spared``; see [Note: What belongs to a job]."""
     import psutil
 
     found = []
     me = os.getpid()
     for process in psutil.process_iter():
-        if process.pid == me:
+        if process.pid == me or process.pid in spared:
             continue
         try:
             if process.status() == psutil.STATUS_ZOMBIE:
@@ -59,25 +60,30 @@ def job_processes(job_id: str, rank_pids: Collection[int]) -> list[psutil.Proces
 
 
 def end_job(
-    job_id: str, rank_pids: Collection[int], *, signum: int = signal.SIGTERM, grace_seconds: float
+    job_id: str,
+    rank_pids: Collection[int],
+    *,
+    signum: int = signal.SIGTERM,
+    grace_seconds: float,
+    spared: Collection[int] = (),
 ) -> list[tuple[int, str]]:
     """End every process of a job and return those that had to be killed, or could not be, as (pid, what happened).
 
     The ranks get ``signum``, and half a second before ``grace_seconds`` are over, or as soon as the ranks have ended,
     whatever else the job left running gets SIGTERM. What still runs then gets SIGKILL. When nothing runs, this returns
-    at once.
+    at once. Processes that are ``spared`` run on.
     """
-    alive = job_processes(job_id, rank_pids)
+    alive = job_processes(job_id, rank_pids, spared)
     for process in alive:
         if process.pid in rank_pids:
             _send(process, signum)
     _wait(alive, max(0.0, grace_seconds - _HELPER_SECONDS))
-    helpers = [process for process in job_processes(job_id, rank_pids) if process.pid not in rank_pids]
+    helpers = [process for process in job_processes(job_id, rank_pids, spared) if process.pid not in rank_pids]
     for process in helpers:
         _send(process, signal.SIGTERM)
-    _wait(job_processes(job_id, rank_pids), min(_HELPER_SECONDS, grace_seconds))
+    _wait(job_processes(job_id, rank_pids, spared), min(_HELPER_SECONDS, grace_seconds))
     report = []
-    survivors = job_processes(job_id, rank_pids)
+    survivors = job_processes(job_id, rank_pids, spared)
     names = {process.pid: _name(process) for process in survivors}
     for process in survivors:
         _send(process, signal.SIGKILL)
@@ -88,9 +94,11 @@ def end_job(
     return report
 
 
-def wait_for_helpers(job_id: str, rank_pids: Collection[int], *, grace_seconds: float) -> None:
+def wait_for_helpers(
+    job_id: str, rank_pids: Collection[int], *, grace_seconds: float, spared: Collection[int] = ()
+) -> None:
     """Give processes that ranks left behind ``grace_seconds`` to end by themselves."""
-    _wait(job_processes(job_id, rank_pids), grace_seconds)
+    _wait(job_processes(job_id, rank_pids, spared), grace_seconds)
 
 
 def _wait(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:

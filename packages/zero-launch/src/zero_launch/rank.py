@@ -2,7 +2,8 @@
 
 The target runs as `__main__`, as if Python had been started with it. Around it this file does three things: the
 process dies with its launcher, lines reach the log when they are complete, and an exception that nobody caught is
-written to the engine's error file, so that the launcher can say which rank failed first and why.
+written to the engine's error file, so that the launcher can say which rank failed first and why. With `--standby N`
+before the kind it waits for its start first; see [Note: standbys] in standby.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import time
 import traceback
 from types import TracebackType
 
-from zero_launch.processes import CORES_VARIABLE, LAUNCHER_PID_VARIABLE
+from zero_launch.processes import CORES_VARIABLE, LAUNCHER_PID_VARIABLE, REQUEUE_VARIABLE
+from zero_launch.standby import OPTION, record_imports, stand_by
 
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1
@@ -30,17 +32,25 @@ def main() -> None:
     cores = os.environ.get(CORES_VARIABLE)
     if cores:
         os.sched_setaffinity(0, map(int, cores.split(",")))
-    faulthandler.enable()
-    if not sys.stdout.isatty():
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    _, kind, target, *args = sys.argv
+    _, *words = sys.argv
+    descriptor = int(words[1]) if words[0] == OPTION else None
+    kind, target, *args = words if descriptor is None else words[2:]
     sys.argv = [target, *args]
     if kind == "program":
         os.execvp(target, sys.argv)  # it keeps the cores, and dies with the launcher too
+    if kind == "script" and not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.abspath(target))
+    if os.environ.get(REQUEUE_VARIABLE):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to every process; the launcher acts upon it
+    if descriptor is None:
+        record_imports()
+    else:
+        stand_by(descriptor)
+    faulthandler.enable()
+    if not sys.stdout.isatty():
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         if kind == "script":
-            if not getattr(sys.flags, "safe_path", False):
-                sys.path[0] = os.path.dirname(os.path.abspath(target))
             runpy.run_path(target, run_name="__main__")
         elif kind == "module":
             runpy.run_module(target, run_name="__main__", alter_sys=True)

@@ -33,6 +33,8 @@ class LedRendezvous(RendezvousHandler):
         """The launcher's messages about rounds; the reader of the channel puts them here."""
         self.attempt = 0
         """The number of the attempt that runs: 0, then one more with each restart."""
+        self.place = (0, 0)
+        """The first rank of this host, and the number of ranks of the job."""
         self.failures: list[Message] = []
         """What the attempt that just ended died of; goes out with `ready`."""
         self.restart_asked = False
@@ -68,7 +70,7 @@ class LedRendezvous(RendezvousHandler):
         if order["kind"] == "serve":
             self._serve(order["address"], order["port"])
             order = self.orders.get()
-        self.attempt = order["attempt"]
+        self.attempt, self.place = order["attempt"], (order["first"], order["ranks"])
         address, port = order["address"], order["port"]
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
         info = RendezvousStoreInfo(address, port)

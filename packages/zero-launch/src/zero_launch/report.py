@@ -35,7 +35,7 @@ class RankFailure:
 
     ``exit_code`` is negative for a signal and None when the rank had to be ended after its exception; ``cause`` is one
     line; ``detail`` the traceback or, where Python had no chance to write one, the end of the rank's stderr;
-    ``seconds`` the time from the start of the ranks.
+    ``seconds`` the time from the start of the ranks; ``step`` the optimizer step, where the rank uses zero-comm.
     """
 
     rank: int
@@ -45,6 +45,12 @@ class RankFailure:
     cause: str
     detail: str
     seconds: float
+    step: int | None = None
+
+    @property
+    def traceback(self) -> bool:
+        """Whether it is an exception that nobody caught."""
+        return self.detail.startswith("Traceback ")
 
     @property
     def shell_code(self) -> int:

@@ -34,6 +34,7 @@ class LaunchSpec:
     ``silence_seconds``: a host that is not heard for so long is lost, and a rank that is stopped for so long is named.
     ``elastic``: the least and the most ranks with which the job goes on when hosts or devices come and go.
     ``requeue``: the first SIGUSR1 or SIGTERM has the ranks save and end, which `launch` reports as `LeftEarly`.
+    ``standby``: an elastic job keeps, for each rank, a process that has imported torch, to begin again with.
     ``bind_cores``: give each rank cores of its own, near each other; ``core_list`` restricts them, as in `0,2-5`.
 
     Raises ValueError for values out of range.
@@ -55,6 +56,7 @@ class LaunchSpec:
     silence_seconds: float = SILENCE_SECONDS
     elastic: tuple[int, int] | None = None
     requeue: bool = False
+    standby: bool = True
 
     def __post_init__(self) -> None:
         if not self.target:

@@ -1,0 +1,93 @@
+"""Elastic jobs begin again: with processes that have torch imported, and not for what would happen again."""
+
+from __future__ import annotations
+
+import json
+
+import psutil
+import pytest
+from conftest import marked_processes, wait_until
+
+STANDBY = """
+    import json, os, sys, time
+    ahead = "torch" in sys.modules
+    os.environ["OMP_NUM_THREADS"] = "2"
+    import torch
+    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+    print("told to standard output")
+    print("told to standard error", file=sys.stderr)
+    own = {name: os.environ.get(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "OMP_NUM_THREADS")}
+    facts = [ahead, torch.get_num_threads(), sys.argv, __file__, sys.path[0], own, sorted(os.environ), os.getcwd()]
+    with open(f"part{rank}", "w") as file:
+        json.dump(facts, file)
+    os.rename(f"part{rank}", f"told.{attempt}.{rank}")
+    while attempt == "0":
+        time.sleep(0.1)
+"""
+
+
+def test_a_rank_that_begins_again_has_torch_imported_and_is_for_its_script_a_fresh_one(
+    start, write_script, mark, tmp_path
+):
+    job = start("--elastic", "1:1", "--restarts", 1, write_script(STANDBY), "an argument", "7")
+
+    def standbys():
+        return [process for process in marked_processes(mark) if process.name() == "zero-standby"]
+
+    assert wait_until((tmp_path / "told.0.0").exists, 60)
+    assert wait_until(lambda: len(standbys()) == 1, 90)
+    (ready,) = standbys()
+    (victim,) = [p for p in marked_processes(mark) if p.environ().get("RANK") == "0"]
+    victim.kill()
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "restart 1 of 1" in err
+    first, again = (json.loads((tmp_path / f"told.{attempt}.0").read_text()) for attempt in range(2))
+    assert (first[0], again[0]) == (False, True)
+    assert again[1:] == first[1:]
+    assert first[1] == min(2, psutil.cpu_count())
+    assert out.count("[rank 0] told to standard output\n") == 2
+    assert err.count("[rank 0] told to standard error\n") == 2
+    assert not marked_processes(mark) and not ready.is_running()
+
+
+ALWAYS = """
+    import os
+    if os.environ["RANK"] == "1":
+        raise KeyError("no such column")
+    import time
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("hosts", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["one machine", "two hosts"])
+def test_a_defect_that_ends_three_attempts_alike_ends_the_job(start, write_script, tmp_path, hosts):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    words = ["--hostfile", "hosts", "--launcher", "local"] if hosts else []
+    job = start(*words, "--elastic", "1:2", "--restarts", 10, "--grace", 0.5, write_script(ALWAYS))
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert "restart 2 of 10" in err and "restart 3 of 10" not in err
+    assert "KeyError: 'no such column'" in err
+    assert "the same failure 3 times in a row: not started again, as it would happen again (8 restart(s) left)" in err
+
+
+ACCIDENT = """
+    import os, sys, time
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and os.environ["RANK"] == "1":
+        time.sleep(float(sys.argv[1]))
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.soak), 1.0])
+def test_a_rank_that_dies_after_those_of_another_host_have_ended_makes_all_begin_again(
+    start, write_script, tmp_path, late
+):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    words = ["--hostfile", "hosts", "--launcher", "local", "--elastic", "1:2", "--restarts", 1]
+    job = start(*words, write_script(ACCIDENT), late)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "rank 1 of 2 failed first: died of SIGKILL" in err and "restart 1 of 1" in err
