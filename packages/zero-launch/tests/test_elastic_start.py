@@ -51,6 +51,12 @@ def test_a_rank_that_begins_again_has_torch_imported_and_is_for_its_script_a_fre
     assert not marked_processes(mark) and not ready.is_running()
 
 
+def test_a_number_of_ranks_that_the_job_may_not_have_is_refused(run, write_script):
+    done = run("--elastic", "2:4", "--nproc", 1, write_script("pass"))
+    assert done.returncode == 2
+    assert "--nproc 1: expected from 2 to 4 ranks, as --elastic says" in done.stderr
+
+
 ALWAYS = """
     import os
     if os.environ["RANK"] == "1":

@@ -226,7 +226,10 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
 def _ranks_here(options: argparse.Namespace) -> int:
     elastic = _elastic(options)
     if elastic is None or options.nproc not in (None, "auto"):
-        return _ranks(options)
+        count = _ranks(options)
+        if elastic is not None and not elastic[0] <= count <= elastic[1]:
+            raise ValueError(f"--nproc {count}: expected from {elastic[0]} to {elastic[1]} ranks, as --elastic says")
+        return count
     return ranks_within(elastic, devices())
 
 

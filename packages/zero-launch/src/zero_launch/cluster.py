@@ -184,7 +184,7 @@ class Cluster:
             colours=colour,
             host=peer.name,
             generation=peer.generation,
-            address=self._addresses.of(peer),
+            address=self._addresses.of(peer) or peer.hello["address"],
             elastic=self._terms(peer),
         )
         if self._asked_to_end:

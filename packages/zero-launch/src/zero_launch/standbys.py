@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -19,6 +20,7 @@ from torch.distributed.elastic.utils.api import macros
 from zero_launch.standby import IMPORTS_VARIABLE, OPTION, recorded
 
 _START_SECONDS = 5.0
+_END_SECONDS = 2.0
 
 
 class Standby:
@@ -65,7 +67,8 @@ class Standby:
         """End it: it is not needed."""
         self._line.close()
         self.proc.kill()
-        self.proc.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the job's end names what SIGKILL does not end
+            self.proc.wait(_END_SECONDS)
 
 
 class Standbys:
