@@ -125,6 +125,24 @@ class Hosts:
         self._jobs.append(job)
         return job
 
+    def node(self, name: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+        """Start `zero-launch` on a host itself, as `--no_ssh` wants it; nobody reads its output."""
+        command = ["ip", "netns", "exec", self._namespaces[name], sys.executable, "-m", "zero_launch"]
+        env = {**os.environ, "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1", **variables}
+        log = (self.folder / f"node_{name}.log").open("ab")
+        job: subprocess.Popen[str] = subprocess.Popen(
+            [*command, *map(str, arguments)], cwd=self.folder, env=env, stdout=log, stderr=log, text=True
+        )
+        self._jobs.append(job)
+        return job
+
+    def listening(self, name: str) -> set[str]:
+        """The addresses on which the host's processes listen, TCP and UDP, but for its sshd; by `ss`."""
+        namespace = self.front if name == "front" else self._namespaces[name]
+        command = ["ip", "netns", "exec", namespace, "ss", "-ltunpH"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return {line.split()[4].rpartition(":")[0] for line in lines if '"sshd"' not in line}
+
     def hostfile(self, slots: int = 2) -> Path:
         """A hostfile with so many slots per host."""
         path = self.folder / f"hosts{slots}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import _elastic_training
+import psutil
 import pytest
 from launch_hosts import wait_until
 
@@ -107,6 +109,14 @@ def test_a_lost_host_shrinks_the_world_and_its_return_grows_it_at_a_checkpoint(
     print(f"from the last step before to the first after: {pauses(told(folder))} s")
 
 
+def signal_all(job: subprocess.Popen[str], signum: int) -> None:
+    """Send a signal to the launcher and to all that it has started."""
+    launcher = psutil.Process(job.pid)
+    for process in [*launcher.children(recursive=True), launcher]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signum)
+
+
 SCONTROL = """#!/bin/sh
 echo "$@" >> "$SCONTROL_CALLS"
 exit "${SCONTROL_STATUS:-0}"
@@ -138,8 +148,11 @@ def test_a_job_that_is_asked_to_end_saves_goes_back_into_the_queue_and_goes_on_w
     job = subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
     try:
         assert wait_until(lambda: (tmp_path / "checkpoints.losses").exists() and len(told(folder)) > EVERY, 60)
-        job.send_signal(signum)
-        _, err = job.communicate(timeout=30)
+        if signum == signal.SIGUSR1:  # Slurm sends it to every process of a job's step
+            signal_all(job, signum)
+        else:
+            job.send_signal(signum)
+        _, err = job.communicate(timeout=60)
     finally:
         job.kill()
     assert job.returncode == (1 if refused else 75), err

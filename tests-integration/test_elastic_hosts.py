@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from launch_hosts import NAMES, Hosts, kill
 from test_elastic import TRAINING, Line, that_count, told, undisturbed
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 STEPS = int(os.environ.get("ZERO_ELASTIC_STEPS", "400"))
 ACCIDENTS = int(os.environ.get("ZERO_ELASTIC_ACCIDENTS", "20"))
 RECOVERY_SECONDS = 15
@@ -37,7 +38,14 @@ def lines(folder: Path) -> list[Line]:
 
 
 def victims(hosts: Hosts, name: str, module: str) -> list[psutil.Process]:
-    return [p for p in hosts.processes(name) if f"zero_launch.{module}" in p.cmdline() and p.cmdline()[0] != "/bin/sh"]
+    """The hands or ranks on a host, without those that are no ranks yet."""
+    found = []
+    for process in hosts.processes(name):
+        with contextlib.suppress(psutil.Error):  # it ended while we looked
+            words = process.cmdline()
+            if f"zero_launch.{module}" in words and words[0] != "/bin/sh" and process.name() != "zero-standby":
+                found.append(process)
+    return found
 
 
 class Accidents:

@@ -198,6 +198,46 @@ def test_bad_input_is_refused_with_a_reason(hosts: Hosts, tmp_path: Path, case: 
     assert wait_until(hosts.all_gone, GONE_SECONDS)
 
 
+MEET = """
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.new_group(list(range(dist.get_world_size())))
+dist.all_reduce(torch.ones(1))
+open(f"ready{os.environ['RANK']}", "w").close()
+while not os.path.exists("enough"):
+    time.sleep(0.1)
+"""
+ADDRESSES = {"alpha": "10.77.0.1", "beta": "10.77.0.2", "gamma": "10.77.0.3"}
+
+
+@pytest.mark.parametrize("kind", ["ssh", "elastic", "no_ssh", "elastic no_ssh"])
+def test_a_job_on_several_hosts_listens_on_the_address_that_the_hosts_use_alone(
+    hosts: Hosts, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "meet.py").write_text(MEET)
+    elastic = ["--elastic", "1:3", "--restarts", 1] if "elastic" in kind else []
+    if "no_ssh" in kind:
+        jobs = [
+            hosts.node(
+                *(name, "--no_ssh", "--nnodes", 3, "--node_rank", number, "--master_addr", ADDRESSES["alpha"]),
+                *(*elastic, "--nproc", 1, "meet.py"),
+                ZERO_LAUNCH_TOKEN="a token that nobody guesses",
+            )
+            for number, name in enumerate(NAMES)
+        ]
+    else:
+        jobs = [hosts.launch(*elastic, "--hostfile", hosts.hostfile(1), "meet.py")]
+    assert wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 3, 120), (jobs[0].poll(), list(tmp_path.iterdir()))
+    found = {name: hosts.listening(name) for name in (*NAMES, "front")}
+    (tmp_path / "enough").touch()
+    ended = [job.wait(60) for job in jobs]
+    assert found.pop("front") == set()  # the launcher itself listens on nothing
+    assert found["alpha"] == {ADDRESSES["alpha"]}
+    assert all(addresses <= {ADDRESSES[name]} for name, addresses in found.items()), found
+    assert ended == [0] * len(jobs)
+
+
 def test_the_doctor_shows_every_host(hosts: Hosts, tmp_path: Path) -> None:
     command = ["ip", "netns", "exec", hosts.front, sys.executable, "-m", "zero_launch", "doctor"]
     command += ["--hostfile", str(hosts.hostfile(1)), "--launcher_args", f"-F {tmp_path}/ssh_config"]
