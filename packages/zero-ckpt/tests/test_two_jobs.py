@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_ckpt import Checkpoint, Interval, ReplacedError, open_checkpoint, restore, save_sharded, verify
+from zero_ckpt import Checkpoint, Interval, ReplacedError, catalog, open_checkpoint, restore, save_sharded, verify
 from zero_ckpt.commit import sweep
 from zero_ckpt.scripts import SCRIPT_NAME, leave_script
 
@@ -110,3 +110,27 @@ def test_the_script_beside_checkpoints_is_not_swept_while_another_save_writes_it
     finally:
         over.set()
         other.join()
+
+
+def test_a_name_that_is_there_again_when_it_is_asked_for_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    real, aside, opened = catalog.Folder, tmp_path / ".replaced-same.0123456789ab", 0
+
+    def between_two_renames(path: Path, *, follow: bool) -> catalog.Folder:
+        """The first time, a save has the name; it gives it back before anybody looks again."""
+        nonlocal opened
+        opened += 1
+        if opened > 1:
+            return real(path, follow=follow)
+        path.rename(aside)
+        try:
+            return real(path, follow=follow)
+        finally:
+            aside.rename(path)
+
+    monkeypatch.setattr(catalog, "Folder", between_two_renames)
+    assert verify(tmp_path / "same").ok and opened == 2
+    opened = 0
+    assert open_checkpoint(tmp_path, "same").step == 1 and opened == 2

@@ -63,7 +63,9 @@ def examine(tag: str, path: Path, *, in_root: bool = True) -> Candidate:
                 "`zero-ckpt repair` puts them back, and opening this path itself takes it as it is"
             )
     except CheckpointError as error:
-        moved = not exists(path) if folder is None else not folder.is_current()
+        # A name that was not there when it was opened may be there again by now: a save had it between two renames.
+        absent = isinstance(error.__cause__, FileNotFoundError) or not exists(path)
+        moved = absent if folder is None else not folder.is_current()
         return Candidate(tag, path, None, str(error), moved=moved)
     return Candidate(tag, path, manifest, None, folder)
 
