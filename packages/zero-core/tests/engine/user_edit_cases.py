@@ -87,9 +87,14 @@ class Sharded:
 
     sharded = True
 
-    def __init__(self, model: Net, dtype: torch.dtype, stage: int, tier: str, folder: str) -> None:
+    def __init__(
+        self, model: Net, dtype: torch.dtype, stage: int, tier: str, folder: str, *, persistent: bool = False
+    ) -> None:
         self.model, self.dtype, self.stage = model, dtype, stage
-        self.engine = zero_core.initialize(model=model.to(dtype), config=config(dtype, stage, tier, folder))[0]
+        settings = config(dtype, stage, tier, folder)
+        if persistent:
+            settings["zero_optimization"]["stage3_param_persistence_threshold"] = 10**6
+        self.engine = zero_core.initialize(model=model.to(dtype), config=settings)[0]
         self.gathered = self.engine.gathered
 
     def step(self, number: int) -> None:

@@ -16,6 +16,7 @@ from .access import (
     set_full_state,
 )
 from .cut import PartitionOptions
+from .data_watch import change_class, present_class
 from .errors import EditRefusedError, NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
 from .gradients import UnitGradients
@@ -27,7 +28,6 @@ from .needs import AveragingOptimizer, NormOptimizer
 from .norm import GRID, NormSquared, norm_squared
 from .optimizer import ShardedOptimizer, StepResult
 from .partition import Partition, owner_of, partition
-from .released import change_class, present_class
 from .residency import DeviceResidency, Residency
 from .tier import MakeStates, ShardNeeds, StateTier
 from .tiling import TiledLinear

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 _OWNER = "_zero_partition"  # the one attribute that a parameter of an engine carries
@@ -19,6 +20,9 @@ class Owner(Protocol):
 
     def gradient_accessed(self, parameter: nn.Parameter, *, cancels: bool) -> None:
         """Take note that ``parameter.grad`` is read, or with ``cancels`` set to None."""
+
+    def lend_data(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+        """Return what user code gets for ``parameter.data``: an alias of ``data``, of which writes are found."""
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
         """Gather a released parameter that ``call`` reads or writes, or raise by name."""
@@ -47,6 +51,11 @@ def find_owner(parameter: object) -> Owner | None:
     """The owner of a parameter, if it has one."""
     reference = getattr(parameter, _OWNER, None) if isinstance(parameter, nn.Parameter) else None
     return None if reference is None else reference.owner()
+
+
+def without_owner(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the user's attributes of ``parameter``."""
+    return {name: value for name, value in parameter.__dict__.items() if name != _OWNER}
 
 
 def own(parameter: nn.Parameter, owner: Owner) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from zero_comm import EngineGroups, Tag
 
 from .cut import PartitionOptions, agree_on_model, kept_fp32, plan_cut, unit_layout, update_dtype
+from .data_watch import unwatch_data, watch_data
 from .errors import PartitionError
 from .external import external_parameters
 from .gradients import UnitGradients
@@ -102,6 +103,7 @@ class Partition:
         for unit in self.units:
             for parameter in unit.parameters:
                 own(parameter, self)
+                watch_data(parameter)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._by_parameter = {id(p): (unit, i) for unit in self.units for i, p in enumerate(unit.parameters)}
         for module in model.modules():
@@ -144,6 +146,11 @@ class Partition:
     def gradient_accessed(self, parameter: nn.Parameter, *, cancels: bool) -> None:
         """Take note that ``parameter.grad`` is read, or with ``cancels`` set to None."""
         self.runtime.gradient_watch.accessed(parameter, cancels=cancels)
+
+    def lend_data(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+        """Return what user code gets for ``parameter.data``: an alias of ``data``, of which writes are found."""
+        unit, number = self._by_parameter[id(parameter)]
+        return unit.edits.lend(number, data)
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
         """Gather a released parameter that ``call`` reads or writes, or raise by name."""
@@ -232,6 +239,7 @@ class Partition:
         for unit in self.units:
             for parameter in unit.parameters:
                 disown(parameter)
+                unwatch_data(parameter)
 
     def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:
         elsewhere = self.world_size > 1 or not isinstance(self.residency, DeviceResidency)

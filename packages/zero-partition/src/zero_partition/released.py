@@ -24,6 +24,7 @@ from .host_facts import exchange_classes
 from .ownership import find_owner
 
 _PRESENT = "_zero_present_class"
+WATCHED = "_zero_watched_class"  # of a class of data_watch.py: the user's class that it stands for
 _VIEWS = frozenset(["H", "T", "imag", "mH", "mT", "real"])  # attributes that need the values
 _FACTS = frozenset(
     """__dir__ __format__ __hash__ __len__ __reduce_ex__ __repr__ __setstate__ __str__ _has_compatible_shallow_copy_type
@@ -73,14 +74,16 @@ def mark_present(parameters: Sequence[nn.Parameter]) -> None:
     exchange_classes(parameters, _present_class)
 
 
-def present_class(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """The class that ``parameter`` has while its values are here."""
-    return _present_class(type(parameter))
+def is_released(parameter: nn.Parameter) -> bool:
+    """Return True when torch functions ask for the values of ``parameter``."""
+    return hasattr(type(parameter), _PRESENT)
 
 
-def change_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    """Make ``kind`` the class that ``parameter`` has while its values are here; a released one stays released."""
-    parameter.__class__ = released_like(type(parameter), kind)
+def unwatched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The user's class of a parameter that has ``kind`` now, released, watched, both or none."""
+    present = _present_class(kind)
+    found: type[nn.Parameter] = getattr(present, WATCHED, present)
+    return found
 
 
 def released_like(kind: type[nn.Parameter], present: type[nn.Parameter]) -> type[nn.Parameter]:
@@ -100,8 +103,8 @@ def _released_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     if hasattr(kind, _PRESENT):
         return kind
     body = {"__torch_function__": classmethod(_call), "__module__": __name__, _PRESENT: kind}
-    if kind.__deepcopy__ is nn.Parameter.__deepcopy__:
-        body["__deepcopy__"] = _copy_with_values
+    copies = unwatched(kind).__deepcopy__
+    body["__deepcopy__"] = _copy_with_values if copies is nn.Parameter.__deepcopy__ else copies
     metaclass: Any = type(kind)
     made: type[nn.Parameter] = metaclass(f"Released{kind.__name__}", (kind,), body)
     return made
@@ -198,7 +201,7 @@ def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Param
         owner = find_owner(parameter)
         if owner is None or not owner.gathers_for_copies(parameter):
             values = _ask(parameter, "deepcopy", writes=False)
-            memo[id(parameter)] = present_class(parameter)(values.detach().clone(), parameter.requires_grad)
+            memo[id(parameter)] = unwatched(type(parameter))(values.detach().clone(), parameter.requires_grad)
         else:
             with owner.unsharded(parameter):
                 memo[id(parameter)] = copy.deepcopy(parameter, memo)

@@ -159,7 +159,7 @@ class Unit:
             return
         self.wait_gather()
         self.edits.leaving(self.views, exact=self._is_exact)
-        self.edits.forget_sums()
+        self.edits.gone()
         self._placeholders.install()
         self.flat.untyped_storage().resize_(0)
         self.state = UnitState.RELEASED
@@ -170,7 +170,7 @@ class Unit:
         if self.releasable and self.state is not UnitState.RELEASED:
             self.wait_gather()
             self.edits.leaving(self.views, exact=self._is_exact)
-            self.edits.forget_sums()
+            self.edits.gone()
             self._placeholders.install()
             with torch.inference_mode(False):
                 self._make_views(torch.empty_like(self.flat))

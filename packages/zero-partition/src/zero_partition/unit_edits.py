@@ -15,6 +15,9 @@ _HOST_CHUNK, _DEVICE_CHUNK = 1 << 14, 1 << 22  # on the host torch shares work f
 _ODD = 2_654_435_761
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_UNKNOWN = -1  # no version counter says this
+_data: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -34,7 +37,8 @@ class UnitEdits:
     """Finds the parameters of a unit that are no longer what the unit made them, and keeps their new values.
 
     An address (`Tensor.is_set_to`), a dtype and a version counter per parameter tell; nothing is read on the device.
-    A write through ``p.data`` leaves no trace there. Sums of the values, which `record` takes, tell those.
+    A write through ``p.data`` leaves no trace there: the alias that `lend` keeps has a version counter too. Sums of the
+    values, which `record` takes, tell what is written to memory that torch does not watch (NumPy, DLPack).
 
     [Note: edits wait for all ranks] A new value is `pending` until every rank has said that it found the same one. Only
     then it reaches shards and masters. A refused one leaves no trace in them.
@@ -42,21 +46,22 @@ class UnitEdits:
     Attributes:
         pending: by parameter number, the full new values; None for a write into the view where that stays installed.
         refused: by parameter number, why the new values cannot be taken over.
-        compares: whether the values of the next gather are summed, so that writes through ``.data`` are found.
-        writes_by_data: writes through ``.data`` were found in this unit before.
+        compares: whether the values of the next gather are summed, so that writes without a trace are found.
+        writes_unseen: writes without a trace were found in this unit before.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         self.pending: dict[int, torch.Tensor | None] = {}
         self.refused: dict[int, str] = {}
         self.compares = False
-        self.writes_by_data = False
+        self.writes_unseen = False
         self._names = names
         self._parameters = parameters
         self._dtype = dtype
         self._dtypes = [dtype] * len(parameters)
         self._versions = [_version(p, 0) for p in parameters]
         self._sums: list[int] | None = None
+        self._lent: dict[int, tuple[torch.Tensor, int]] = {}
 
     @property
     def versions(self) -> Sequence[int]:
@@ -64,9 +69,26 @@ class UnitEdits:
         return self._versions
 
     @property
+    def asks_for_a_look(self) -> bool:
+        """Whether addresses, dtypes and the parameters' own version counters do not tell all."""
+        return self._sums is not None or self._is_lent_written()
+
+    @property
     def recorded(self) -> bool:
         """Whether `found` will compare values."""
         return self._sums is not None
+
+    @plainly
+    def lend(self, number: int, data: torch.Tensor) -> torch.Tensor:
+        """Return what user code gets for ``data`` of a parameter: an alias of it, of which writes are found."""
+        if data.is_inference():
+            return data
+        alias, _ = self._lent.get(number, (None, 0))
+        if alias is None or not alias.is_set_to(data) or alias.dtype is not data.dtype:
+            self._lent[number] = (data, _UNKNOWN if self._is_written(number) else data._version)
+            alias = data
+        lent: torch.Tensor = torch.Tensor._make_subclass(torch.Tensor, alias)  # shares the version counter
+        return lent
 
     @plainly
     def arrived(self, views: Sequence[torch.Tensor]) -> None:
@@ -74,7 +96,7 @@ class UnitEdits:
         for number, values in self.pending.items():
             if values is not None:
                 views[number].copy_(values)
-        if self.compares or self.writes_by_data:
+        if self.compares or self.writes_unseen:
             self.record(views)
 
     @plainly
@@ -83,7 +105,7 @@ class UnitEdits:
 
         ``exact``: the views held the shards' values, not what a codec leaves of them.
         """
-        if self._sums is None and untouched(self._parameters, views, self._dtypes, self._versions):
+        if not self.asks_for_a_look and untouched(self._parameters, views, self._dtypes, self._versions):
             return
         for number in self.found(views):
             values = self._new_values(number, views[number])
@@ -100,11 +122,11 @@ class UnitEdits:
     def found(self, views: Sequence[torch.Tensor]) -> list[int]:
         """Numbers of the parameters that were replaced or written since this was asked, or values recorded, last."""
         is_untouched = untouched(self._parameters, views, self._dtypes, self._versions)
-        numbers = [] if is_untouched else self._different(views)
+        numbers = [] if is_untouched and not self._is_lent_written() else self._different(views)
         if self._sums is not None:
             before, self._sums = self._sums, _sums(views)
             written = [n for n, (old, new) in enumerate(zip(before, self._sums, strict=True)) if old != new]
-            self.writes_by_data |= bool(set(written) - set(numbers))
+            self.writes_unseen |= bool(set(written) - set(numbers))
             numbers = sorted({*numbers, *written})
         return numbers
 
@@ -113,11 +135,12 @@ class UnitEdits:
         """Keep what released parameters were given instead of their placeholders."""
         for number, (parameter, tensor) in enumerate(zip(self._parameters, placeholders, strict=True)):
             if not parameter.is_set_to(tensor) or parameter.dtype is not self._dtype:
-                problem = self._misfit(parameter.data, tensor) or _nan_in(parameter.data)
+                given = _data(parameter)
+                problem = self._misfit(given, tensor) or _nan_in(given)
                 if problem:
                     self.refused[number] = f"{problem} while it was released"
                 else:
-                    self.pending[number] = parameter.data
+                    self.pending[number] = given
 
     @plainly
     def note_in_views(self, number: int, view: torch.Tensor, *, was_cast: bool) -> None:
@@ -129,11 +152,11 @@ class UnitEdits:
             values = self._new_values(number, view)
             if values is not None:
                 self.pending[number] = values
-        elif problem := self._misfit(parameter.data, view):
+        elif problem := self._misfit(_data(parameter), view):
             self.refused[number] = problem
         else:
-            self.pending[number] = parameter.data
-        self._versions[number] = _version(parameter, self._versions[number])
+            self.pending[number] = _data(parameter)
+        self._is_known(number)
 
     @plainly
     def record(self, views: Sequence[torch.Tensor]) -> None:
@@ -146,29 +169,53 @@ class UnitEdits:
         self.pending.clear()
         self.refused.clear()
         self._sums = None
-        self._versions = [_version(p, v) for p, v in zip(self._parameters, self._versions, strict=True)]
+        for number in range(len(self._parameters)):
+            self._is_known(number)
 
     def forget_sums(self) -> None:
         """The views have other values than `record` saw."""
         self._sums = None
 
+    def gone(self) -> None:
+        """The parameters are about to be released: nothing is known of what was lent or recorded of them."""
+        self._sums = None
+        self._lent.clear()
+
+    def _is_known(self, number: int) -> None:
+        """The present value of a parameter was seen."""
+        self._versions[number] = _version(self._parameters[number], self._versions[number])
+        if number in self._lent:
+            alias, _ = self._lent[number]
+            self._lent[number] = (alias, alias._version)
+
+    def _is_lent_written(self) -> bool:
+        return bool(self._lent) and any(map(self._is_written, self._lent))
+
+    def _is_written(self, number: int) -> bool:
+        """Whether something was written through an alias that was lent."""
+        alias, version = self._lent.get(number, (None, 0))
+        return alias is not None and alias._version != version
+
     def _different(self, views: Sequence[torch.Tensor]) -> list[int]:
         return [
             number
             for number, (p, view) in enumerate(zip(self._parameters, views, strict=True))
-            if not p.is_set_to(view) or p.dtype is not self._dtype or p._version != self._versions[number]
+            if not p.is_set_to(view)
+            or p.dtype is not self._dtype
+            or p._version != self._versions[number]
+            or self._is_written(number)
         ]
 
     def _new_values(self, number: int, view: torch.Tensor) -> torch.Tensor | None:
         """A copy of what a gathered parameter was given; None when it was only cast."""
-        parameter = self._parameters[number]
-        self._versions[number] = _version(parameter, self._versions[number])
-        if parameter.shape != view.shape or parameter.is_meta:
-            self.refused[number] = self._misfit(parameter.data, view)
+        self._is_known(number)
+        given = _data(self._parameters[number])
+        if given.shape != view.shape or given.is_meta:
+            self.refused[number] = self._misfit(given, view)
             return None
-        if parameter.dtype is not self._dtype and torch.equal(view.to(parameter.dtype), parameter.data):
+        if given.dtype is not self._dtype and torch.equal(view.to(given.dtype), given):
             return None
-        return parameter.data.to(self._dtype, copy=True)
+        return given.to(self._dtype, copy=True)
 
     def _misfit(self, given: torch.Tensor, expected: torch.Tensor) -> str:
         """Why ``given`` cannot stand for ``expected``; empty when it can."""

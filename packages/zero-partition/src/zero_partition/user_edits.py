@@ -91,7 +91,7 @@ class UserEdits:
             self._settle_found(found)
         if kind == "step":
             for unit in self._staying:
-                if unit.edits.writes_by_data and unit.keeps_masters:
+                if unit.edits.writes_unseen and unit.keeps_masters:
                     unit.write_back()
             self._cast_inside.clear()
 
@@ -127,12 +127,11 @@ class UserEdits:
             raise EditRefusedError(refusal)
 
     def _record_before_step(self) -> None:
-        """Before steps 1, 2, 4, 8, … sum weights that have masters of their own: that finds writes through
-        ``.data``."""
+        """Before steps 1, 2, 4, 8, … sum weights that have masters of their own: that finds writes without a trace."""
         compares = _is_power_of_two(self._steps + 1)
         for unit in self._staying:
             unit.edits.forget_sums()
-            if compares and unit.keeps_masters and not unit.edits.writes_by_data:
+            if compares and unit.keeps_masters and not unit.edits.writes_unseen:
                 unit.edits.record(unit.views)
 
     @plainly
@@ -160,7 +159,7 @@ class UserEdits:
 
     def _are_as_left(self) -> bool:
         """Whether parameters that stay gathered are what their units made them; False where values are compared too."""
-        if any(unit.edits.recorded for unit in self._staying):
+        if any(unit.edits.asks_for_a_look for unit in self._staying):
             return False
         return untouched(self._parameters, self._views, self._dtypes, self._versions)
 

@@ -1,0 +1,105 @@
+"""The class of an engine's parameters: it tells the engine what is written through ``p.data``.
+
+[Note: writes through .data] In torch ``p.data`` is an alias of the parameter with a version counter of its own, so a
+write through it leaves no trace on the parameter. An engine's parameters have a subclass of their own class, whose
+``data`` hands out aliases that share the version counter of one alias, which the unit keeps: that counter tells whether
+anything was written, whenever it was, also through an alias that was kept. torch functions do not see the subclass:
+computing costs what it costs in torch. A released parameter's ``data`` has its own answer (released.py).
+In a compiled region ``data`` is ``detach()``, which shares the parameter's own version counter.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from .ownership import find_owner, without_owner
+from .released import WATCHED, is_released, released_like, unwatched
+
+_DATA: Any = torch.Tensor.data
+_DISABLED = torch._C._disabled_torch_function_impl
+_PARAMETER = "torch.nn.parameter"
+
+
+def watch_data(parameter: nn.Parameter) -> None:
+    """Have the owner of ``parameter`` learn what is written through its ``data``; those of classes with torch functions
+    of their own are left as they are."""
+    kind = present_class(parameter)
+    if kind.__torch_function__ is _DISABLED:
+        parameter.__class__ = released_like(type(parameter), _watching_class(kind))
+
+
+def unwatch_data(parameter: nn.Parameter) -> None:
+    """Give ``parameter`` the user's class back; a released one stays released."""
+    parameter.__class__ = released_like(type(parameter), present_class(parameter))
+
+
+def present_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """The user's class of ``parameter``: the one that it has while its values are here and no engine watches it."""
+    return unwatched(type(parameter))
+
+
+def change_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    """Make ``kind`` the user's class of ``parameter``; a released one stays released, a watched one watched."""
+    watched = hasattr(type(parameter), WATCHED)
+    parameter.__class__ = released_like(type(parameter), _watching_class(kind) if watched else kind)
+
+
+@functools.cache
+def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    body = {
+        "data": property(_get_data, _set_data),
+        "detach": _detach,
+        "__deepcopy__": _copy_unwatched,
+        "__reduce_ex__": _reduce_unwatched,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        WATCHED: kind,
+    }
+    metaclass: Any = type(kind)
+    made: type[nn.Parameter] = metaclass(kind.__name__, (kind,), body)
+    return made
+
+
+def _get_data(parameter: nn.Parameter) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return torch.Tensor.detach(parameter)
+    data: torch.Tensor = _DATA.__get__(parameter)
+    owner = None if is_released(parameter) else find_owner(parameter)
+    return data if owner is None else owner.lend_data(parameter, data)
+
+
+def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    _DATA.__set__(parameter, data)
+
+
+def _detach(parameter: nn.Parameter) -> torch.Tensor:
+    detached = torch.Tensor.detach(parameter)
+    if torch.compiler.is_compiling():
+        return detached
+    if sys._getframe(1).f_globals.get("__name__") == _PARAMETER:  # nn.Parameter(p) wants a tensor of p's own class
+        detached = detached.as_subclass(type(parameter))
+    return detached
+
+
+def _reduce_unwatched(parameter: nn.Parameter, protocol: Any) -> Any:
+    kind = present_class(parameter)
+    if kind.__reduce_ex__ is not nn.Parameter.__reduce_ex__:
+        return kind.__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = nn.Parameter(parameter.data, parameter.requires_grad)
+    plain.__dict__.update(without_owner(parameter))
+    return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _copy_unwatched(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    watching, parameter.__class__ = type(parameter), present_class(parameter)
+    try:
+        copied: nn.Parameter = parameter.__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        return copied
+    finally:
+        parameter.__class__ = watching
