@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class EngineTrainer:
                 "stage3_param_persistence_threshold": 0,
                 "stage3_prefetch_bucket_size": 50,
                 "unit_min_numel": bench.unit_min_numel,
-                **({"offload_optimizer": {"device": "cpu"}} if bench.tier == "cpu" and bench.stage else {}),
+                **bench.offload(),
             },
             **(
                 {"bf16": {"enabled": True}}
@@ -99,7 +100,9 @@ class Workbench:
         dtype: torch.dtype = torch.float64,
         tier: str = "device",
         unit_min: int = 1,
+        folder: str = "",
     ) -> None:
+        self.folder = folder
         self.plain, self.stage, self.dtype, self.tier, self.unit_min_numel = plain, stage, dtype, tier, unit_min
         self.rank = 0 if plain else dist.get_rank()
         self.world_size = 1 if plain else dist.get_world_size()
@@ -138,6 +141,17 @@ class Workbench:
         if not self.plain:
             for trainer in self.trainers:
                 trainer.engine.destroy()
+
+    def offload(self) -> dict[str, Any]:
+        """Where states go, and on disks at stage 3 shards too."""
+        if self.tier == "device" or not self.stage:
+            return {}
+        if self.tier == "cpu":
+            return {"offload_optimizer": {"device": "cpu"}}
+        folder = Path(self.folder, str(len(self.trainers)))  # a store has one owner
+        folder.mkdir(parents=True, exist_ok=True)
+        nvme = {"device": "nvme", "nvme_path": str(folder)}
+        return {"offload_optimizer": nvme} | ({"offload_param": nvme} if self.stage == 3 else {})
 
     def _mine(self) -> slice:
         return slice(self.rank * ROWS // self.world_size, (self.rank + 1) * ROWS // self.world_size)

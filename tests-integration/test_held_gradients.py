@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -73,10 +72,14 @@ def hooked_plain(early: bool) -> Weights:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def hooked(stages: tuple[int, ...], tier: dict[str, Any]) -> dict[tuple[int, bool, bool], Weights]:
+WAYS = [(stage, early, own_call) for stage in STAGES for early in (False, True) for own_call in (False, True)]
+"""Stage, whether hooks came before the engine's, whether backward is the engine's."""
+
+
+def hooked(ways: Sequence[tuple[int, bool, bool]], tier: dict[str, Any]) -> dict[tuple[int, bool, bool], Weights]:
     found = {}
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for stage, early, own_call in [(s, e, c) for s in stages for e in (False, True) for c in (False, True)]:
+    for stage, early, own_call in ways:
         model = zoo.build("plain")
         if early:
             add_hooks(model, (halve,))
@@ -93,20 +96,20 @@ def hooked(stages: tuple[int, ...], tier: dict[str, Any]) -> dict[tuple[int, boo
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stages", "tier"),
+    ("world_size", "ways", "tier"),
     [
-        (1, (1, 3), "none"),
-        (2, STAGES, "none"),
-        pytest.param(3, STAGES, "none", marks=SOAK),
-        *(pytest.param(n, STAGES, "cpu", marks=SOAK) for n in (1, 2, 3)),
+        (1, WAYS[5::9], "none"),
+        (2, WAYS[::3], "none"),
+        (3, WAYS[7::8], "cpu"),
+        *(pytest.param(n, WAYS, tier, marks=SOAK) for n in (1, 2, 3) for tier in ("none", "cpu")),
     ],
 )
 def test_hooks_act_on_gradients_as_in_plain_torch_whenever_they_were_registered(
-    world_size: int, stages: tuple[int, ...], tier: str
+    world_size: int, ways: Sequence[tuple[int, bool, bool]], tier: str
 ) -> None:
     expected = {early: hooked_plain(early) for early in (False, True)}
     offload = {} if tier == "none" else {"offload_optimizer": {"device": tier}}
-    for found in run_ranks(hooked, world_size, stages, offload):
+    for found in run_ranks(hooked, world_size, ways, offload):
         for (stage, early, own_call), weights in found.items():
             assert deviation(weights, expected[early]) <= 1e-12, (stage, early, own_call)
 
@@ -139,44 +142,48 @@ def test_a_hook_that_changes_a_part_of_an_accumulation_is_refused_by_name(world_
 # -- clipping by torch ------------------------------------------------------------------------------------------------
 
 
-def clipped(stages: tuple[int, ...]) -> dict[int, list[str]]:
-    """By stage, what torch's clipping says after an evaluation, after a forward that trains, and in an accumulation."""
+def clipped(scenes: Sequence[tuple[int, str]]) -> dict[tuple[int, str], str]:
+    """What torch's clipping says after an evaluation, after a forward that trains, and in an accumulation."""
     found = {}
-    for stage in stages:
-        texts = []
-        for between in ("nothing", "evaluation", "forward", "accumulation"):
-            run = Run(accumulation=2 if between == "accumulation" else 1)
-            engine = training.start(run, stage)
-            batch = zoo.batch(0, 0, dist.get_rank(), dist.get_world_size())
-            engine.backward(sum(engine(*batch)))
-            if between == "evaluation":
-                with torch.no_grad():
-                    engine(*batch)
-            if between == "forward":
+    for stage, between in scenes:
+        run = Run(accumulation=2 if between == "accumulation" else 1)
+        engine = training.start(run, stage)
+        batch = zoo.batch(0, 0, dist.get_rank(), dist.get_world_size())
+        engine.backward(sum(engine(*batch)))
+        if between == "evaluation":
+            with torch.no_grad():
                 engine(*batch)
-            try:
-                torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3)
-                engine.step()
-                texts.append("clipped" if abs(float(engine.get_global_grad_norm()) - 1e-3) < 1e-6 else "silent")
-            except PartitionError as error:
-                texts.append(str(error))
-            engine.destroy(whole=False)
-        found[stage] = texts
+        if between == "forward":
+            engine(*batch)
+        try:
+            torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3)
+            engine.step()
+            text = "clipped" if abs(float(engine.get_global_grad_norm()) - 1e-3) < 1e-6 else "silent"
+        except PartitionError as error:
+            text = str(error)
+        engine.destroy(whole=False)
+        found[stage, between] = text
     return found
 
 
+SCENES = [(s, between) for s in STAGES for between in ("nothing", "evaluation", "forward", "accumulation")]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "stages"), [(2, STAGES), *(pytest.param(n, STAGES, marks=SOAK) for n in (1, 3))]
+    ("world_size", "scenes"),
+    [
+        (2, [*SCENES[:4], SCENES[5], SCENES[10], *SCENES[12:]]),
+        *(pytest.param(n, SCENES, marks=SOAK) for n in (1, 2, 3)),
+    ],
 )
 def test_torchs_clipping_acts_or_is_refused_whatever_comes_between_backward_and_it(
-    world_size: int, stages: tuple[int, ...]
+    world_size: int, scenes: Sequence[tuple[int, str]]
 ) -> None:
-    for found in run_ranks(clipped, world_size, stages):
-        for stage, texts in found.items():
-            for between, text in zip(("nothing", "evaluation", "forward", "accumulation"), texts, strict=True):
-                refused = "parameter '" in text and "engine.clip_grad_norm_" in text
-                acts = stage == 0 and between in ("nothing", "evaluation")
-                assert text == "clipped" if acts else refused, (stage, between, text)
+    for found in run_ranks(clipped, world_size, scenes):
+        for (stage, between), text in found.items():
+            refused = "parameter '" in text and "engine.clip_grad_norm_" in text
+            acts = stage == 0 and between in ("nothing", "evaluation")
+            assert text == "clipped" if acts else refused, (stage, between, text)
 
 
 def cancelled(stage: int) -> bool:
@@ -198,16 +205,44 @@ def test_a_gradient_is_cancelled_after_an_evaluation_too(stage: int) -> None:
     assert all(run_ranks(cancelled, 2, stage))
 
 
-def read_by_hand(stage: int) -> tuple[list[str], str]:
-    """What code is told that reads ``p.grad`` twice by itself, and torch's clipping of a parameter in no group."""
-    engine = training.start(Run(), stage)
+def halve_all(engine: Any, wrapper: nn.Module, other: torch.optim.Optimizer) -> None:
+    for p in engine.module.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+def zero_around(engine: Any, wrapper: nn.Module, other: torch.optim.Optimizer) -> None:
+    wrapper.zero_grad()
+
+
+def zero_by_another(engine: Any, wrapper: nn.Module, other: torch.optim.Optimizer) -> None:
+    other.zero_grad()
+
+
+def step_by_another(engine: Any, wrapper: nn.Module, other: torch.optim.Optimizer) -> None:
+    other.step()
+
+
+BY_HAND = (halve_all, zero_around, zero_by_another, step_by_another)
+
+
+def read_by_hand(stage: int, accumulation: int) -> tuple[list[str], str]:
+    """What code hears that reads ``p.grad`` by itself; what torch's clipping of a parameter in no group does."""
+    heard = []
+    engine = training.start(Run(accumulation=accumulation), stage)
+    wrapper = nn.Sequential(engine.module)
+    other = torch.optim.SGD(list(engine.module.parameters()), lr=0.1)
     engine.backward(sum(engine(*zoo.batch(0, 0, dist.get_rank(), dist.get_world_size()))))
     engine.module.zero_grad(set_to_none=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for p in engine.module.parameters():
-            if p.grad is not None:
-                p.grad.mul_(0.5)
+    before = training.weights(engine)
+    for act in BY_HAND:
+        try:
+            act(engine, wrapper, other)
+            heard.append("nothing")
+        except PartitionError as refusal:
+            heard.append(str(refusal))
+        if heard[-1] != "nothing" and deviation(training.weights(engine), before):
+            heard[-1] += " but weights changed"
     engine.destroy(whole=False)
     model = zoo.build("plain")
     chosen = [p for n, p in model.named_parameters() if n != "norm.bias"]
@@ -221,14 +256,26 @@ def read_by_hand(stage: int) -> tuple[list[str], str]:
     except PartitionError as error:
         refusal = str(error)
     engine.destroy(whole=False)
-    return [str(w.message) for w in caught], refusal
+    return heard, refusal
 
 
-@pytest.mark.parametrize("stage", (0, 1, pytest.param(2, marks=SOAK), 3))
-def test_code_that_finds_no_gradient_is_told_so_once(stage: int) -> None:
-    for told, refusal in run_ranks(read_by_hand, 2, stage):
-        assert "'norm.bias'" in refusal and "in no param group" in refusal
-        assert len(told) == (stage > 0) and all("engine.full_grad" in text for text in told), told
+@pytest.mark.parametrize(
+    ("world_size", "stage", "accumulation"),
+    [
+        (2, 0, 1),
+        (1, 1, 1),
+        (2, 3, 1),
+        *(pytest.param(n, s, a, marks=SOAK) for n in (1, 2, 3) for s in STAGES for a in (1, 2)),
+    ],
+)
+def test_code_that_would_go_on_without_gradients_is_refused_by_name(
+    world_size: int, stage: int, accumulation: int
+) -> None:
+    for heard, refusal in run_ranks(read_by_hand, world_size, stage, accumulation, timeout=120):
+        assert world_size == 1 or ("'norm.bias'" in refusal and "in no param group" in refusal)
+        for act, text in zip(BY_HAND, heard, strict=True):
+            refused = "p.grad of parameter '" in text and "engine.full_grad" in text and "but weights" not in text
+            assert text == "nothing" if stage == 0 and accumulation == 1 else refused, (act.__name__, text)
 
 
 # -- parameters that forward casts ------------------------------------------------------------------------------------

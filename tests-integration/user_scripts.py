@@ -6,7 +6,6 @@ scripts do what such scripts do: touch weights, gradients and optimizers directl
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import script_gradients
@@ -27,22 +26,36 @@ def run_plain(name: str) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a script ended on a rank: what was ``refused``, what it was ``told`` by a warning, and its ``values``."""
+    """How a script ended on a rank: what was ``refused``, and its ``values``."""
 
     refused: str
-    told: str
     values: dict[str, torch.Tensor]
 
 
-def run_sharded(name: str, stage: int, tier: str, unit_min: int, dtype: torch.dtype = torch.float64) -> Outcome:
+@dataclass(frozen=True)
+class Where:
+    """Where scripts run; ``tier``: "device", "cpu", or "nvme", which takes ``folder``."""
+
+    stage: int
+    tier: str = "device"
+    unit_min: int = 1
+    dtype: torch.dtype = torch.float64
+    folder: str = ""
+
+
+def run_sharded(name: str, where: Where) -> Outcome:
     """Run the script with the engine on this rank."""
-    bench = Workbench(plain=False, stage=stage, dtype=dtype, tier=tier, unit_min=unit_min)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            SCRIPTS[name](bench)
-        except Exception as refusal:  # the caller judges it
-            return Outcome(f"{type(refusal).__name__}: {refusal}", "", {})
+    bench = Workbench(
+        plain=False,
+        stage=where.stage,
+        dtype=where.dtype,
+        tier=where.tier,
+        unit_min=where.unit_min,
+        folder=where.folder,
+    )
+    try:
+        SCRIPTS[name](bench)
+    except Exception as refusal:  # the caller judges it
+        return Outcome(f"{type(refusal).__name__}: {refusal}", {})
     bench.close()
-    told = next((str(w.message) for w in caught if "p.grad of parameter" in str(w.message)), "")
-    return Outcome("", told, bench.values)
+    return Outcome("", bench.values)

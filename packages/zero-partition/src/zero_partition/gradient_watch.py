@@ -2,16 +2,15 @@
 
 [Note: gradients that the engine holds] Between backward and step ``p.grad`` is None although there is a gradient,
 except at stage 0 after the accumulation's last backward. Code that reads it and goes on would do nothing in silence.
-For that time a parameter has a subclass of its own class, whose ``__torch_function__`` sees ``p.grad``: torch's
-clipping functions are refused, and ``p.grad = None`` forgets the gradient, as it does in plain torch. Released
-parameters have such a class already (released.py) and report here too.
+For that time a parameter has a subclass of its own class, whose ``__torch_function__`` sees ``p.grad``: reading it is
+refused, and ``p.grad = None`` forgets the gradient, as it does in plain torch. Released parameters have such a class
+already (released.py) and report here too.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -27,7 +26,9 @@ from .released import released_like, report_gradient_access
 _PLAIN = "_zero_plain_class"
 _CLIPPING = "torch.nn.utils.clip_grad"
 OtherClass = Callable[[type[nn.Parameter]], type[nn.Parameter]]
-_QUIET = ("torch.", "zero_")  # they look at p.grad for reasons of their own
+_QUIET = ("torch.", "zero_")  # they look at p.grad for reasons of their own, but for these
+_ACTING = ("torch.optim.",)
+_ZERO_GRAD = ("torch.nn.modules.module", "zero_grad")
 
 
 class GradientWatch:
@@ -44,10 +45,10 @@ class GradientWatch:
         alone: Mapping[str, nn.Parameter],
     ) -> None:
         self._gradients = list(gradients)
+        self._held = {id(p): (g, n) for g in self._gradients for n, p in enumerate(g.unit.parameters)}
         self._discard = discard
         self._alone = {id(p): (name, p) for name, p in alone.items()}
         self._alone_parameters = list(alone.values())
-        self._has_warned = False
         self._watched: list[UnitGradients] = []
         self._parameters: dict[bool, list[nn.Parameter]] = {
             shown: [p for g in self._hidden(shown=shown) for p in g.unit.parameters] for shown in (False, True)
@@ -76,7 +77,10 @@ class GradientWatch:
             self.begin(shown=self._shown and not hidden)
 
     def accessed(self, parameter: nn.Parameter, *, cancels: bool) -> None:
-        """``p.grad`` is read, or with ``cancels`` set to None. Raises `PartitionError` when torch clips."""
+        """``p.grad`` is read, or with ``cancels`` set to None.
+
+        Raises `PartitionError`, naming it, for code that would go on without the gradient.
+        """
         if id(parameter) in self._alone:
             if self._begun and not cancels:
                 self._refuse_to_clip_alone(parameter)
@@ -94,16 +98,16 @@ class GradientWatch:
                 "on, and inside an accumulation, the engine holds them, so nothing would be clipped. Call "
                 'engine.clip_grad_norm_(max_norm) instead, or set "gradient_clipping" in the configuration.'
             )
-        if not self._has_warned and not module.startswith(_QUIET):
-            self._has_warned = True
-            warnings.warn_explicit(
-                f"p.grad of parameter '{self._name(parameter)}' is None here: from stage 1 on, and inside an "
-                "accumulation, the engine holds the gradients, averaged and sharded. Code that goes on without them "
-                "changes nothing. Read engine.full_grad(p), write engine.set_full_grad(p, value) or p.grad = value, "
-                "and clip with engine.clip_grad_norm_.",
-                UserWarning,
-                frame.f_code.co_filename,
-                frame.f_lineno,
+        gradients, number = self._held[id(parameter)]
+        if not gradients.touched[number]:
+            return
+        if not module.startswith(_QUIET) or module.startswith(_ACTING) or _zeroes_alone(frame):
+            raise PartitionError(
+                f"p.grad of parameter '{self._name(parameter)}' was read in {module}.{frame.f_code.co_name} and is "
+                "not there: from stage 1 on, and inside an accumulation, the engine holds the gradients, averaged and "
+                "sharded. Code that goes on without them would change nothing. Read engine.full_grad(p), write "
+                "engine.set_full_grad(p, value) or p.grad = value, clip with engine.clip_grad_norm_, step with "
+                "engine.step and zero with engine.zero_grad. The weights were not changed."
             )
 
     def _refuse_to_clip_alone(self, parameter: nn.Parameter) -> None:
@@ -127,9 +131,8 @@ class GradientWatch:
         return [g for g in self._gradients if not (shown and g.is_shown)]
 
     def _name(self, parameter: nn.Parameter) -> str:
-        units = [g.unit for g in self._watched]
-        pairs = (pair for unit in units for pair in zip(unit.names, unit.parameters, strict=True))
-        return next((name for name, p in pairs if p is parameter), "?")
+        gradients, number = self._held[id(parameter)]
+        return gradients.unit.names[number]
 
 
 @functools.cache
@@ -171,6 +174,16 @@ def _copy_as_plain(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Paramete
         return copied
     finally:
         parameter.__class__ = watching
+
+
+def _zeroes_alone(frame: FrameType) -> bool:
+    """Return True when ``frame`` is the `zero_grad` of a module around the engine's, which discards nothing there."""
+    if (frame.f_globals.get("__name__"), frame.f_code.co_name) != _ZERO_GRAD:
+        return False
+    caller = frame.f_back
+    while caller is not None and caller.f_globals.get("__name__") != "zero_partition.zeroing":
+        caller = caller.f_back
+    return caller is None
 
 
 def _reader() -> FrameType:
