@@ -20,14 +20,29 @@ def fail(_gradient: torch.Tensor) -> None:
     raise ValueError("the user's hook fails")
 
 
+class Broken(torch.autograd.Function):
+    """A loss whose backward fails before autograd comes to the model's output."""
+
+    @staticmethod
+    def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, *_gradients: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the user's loss fails")
+
+
 def loss_of(model: Any, number: int) -> torch.Tensor:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return sum(model(*zoo.batch(number, 0, rank, ranks)))  # type: ignore[return-value]
 
 
 def scripted(model: Any, module: torch.nn.Module, step: Any, zero_grad: Any) -> None:
-    """Fails twice, and drops what came of the half pass."""
+    """Fails three times, and drops what came of the half pass."""
     for number in range(4):
+        if number == 2:
+            with pytest.raises(ValueError, match="the user's loss"):
+                Broken.apply(loss_of(model, number)).backward()
         if number in (1, 2):
             handle = module.blocks[1].down.weight.register_hook(fail)
             with pytest.raises(ValueError, match="the user's hook"):

@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,9 +72,56 @@ class Schedule:
         """A rate that stays."""
 
 
-def lives_on(stage: int, phase: str, folder: str) -> tuple[str, float]:
-    """The last rank fails and sleeps; the others say how long they were held and by what they were freed."""
+class Broken(torch.autograd.Function):
+    """A loss whose backward fails before autograd comes to the model's output."""
+
+    @staticmethod
+    def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, *_gradients: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no luck")
+
+
+def cleans_up(stage: int) -> tuple[str, float]:
+    """The last rank's ``loss.backward()`` fails before the engine has a part in it, and it stays in its handler."""
     engine = training.start(Run(), stage)
+    training.train(engine, Run(), 0, 2)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    loss = sum(engine(*zoo.batch(2, 0, rank, world_size)))
+    if rank < world_size - 1:
+        message = outcome(lambda: (loss.backward(), engine.step()))
+        freed = time.monotonic()
+        store.wait(["failed"])
+        store.add("freed", 1)
+        return message, freed - float(store.get("failed"))
+    try:
+        Broken.apply(loss).backward()
+    except ArithmeticError as error:
+        store.set("failed", str(time.monotonic()))
+        asleep = time.monotonic() + SLEEP
+        while time.monotonic() < asleep and store.add("freed", 0) < world_size - 1:
+            time.sleep(0.1)
+        return f"{type(error).__name__}: {error}", 0.0
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage"), [(2, 1), *(pytest.param(n, s, marks=pytest.mark.soak) for n in (2, 3) for s in STAGES)]
+)
+def test_a_loss_whose_own_backward_fails_frees_the_others(world_size: int, stage: int) -> None:
+    *others, (cause, _) = run_ranks(cleans_up, world_size, stage, timeout=100)
+    assert cause.startswith("ArithmeticError: no luck"), cause
+    for message, held in others:
+        assert message.startswith("PeerError") and "ArithmeticError: no luck" in message, message
+        assert held <= BOUND, (stage, held)
+
+
+def lives_on(stage: int, phase: str, folder: str, zero: dict[str, Any]) -> tuple[str, float]:
+    """The last rank fails and sleeps; the others say how long they were held and by what they were freed."""
+    engine = training.start(Run(), stage, **zero)
     training.train(engine, Run(), 0, 2)
     if phase == "load":
         engine.save_checkpoint(folder)
@@ -102,9 +150,11 @@ def outcome(scenario: Callable[[], Any]) -> str:
     return "no error"
 
 
-def check(world_size: int, stage: int, phase: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        *others, (cause, _) = run_ranks(lives_on, world_size, stage, phase, folder, timeout=100)
+def check(world_size: int, stage: int, phase: str, tier: str = "") -> None:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as swap:
+        where = {"device": tier} | ({"nvme_path": swap} if tier == "nvme" else {})
+        zero = {"offload_optimizer": where} if tier else {}
+        *others, (cause, _) = run_ranks(lives_on, world_size, stage, phase, folder, zero, timeout=100)
     assert cause.startswith("ArithmeticError: no luck"), cause
     for message, held in others:
         named = f"rank {world_size - 1} failed: ArithmeticError: no luck"
@@ -130,10 +180,12 @@ def test_a_rank_that_fails_while_its_process_lives_frees_the_others(world_size: 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "tier"), [(0, ""), *((stage, tier) for stage in (1, 2, 3) for tier in ("", "cpu", "nvme"))]
+)
 @pytest.mark.parametrize("world_size", (2, 3))
-def test_every_phase_at_every_stage_frees_the_others(world_size: int, stage: int, phase: str) -> None:
-    check(world_size, stage, phase)
+def test_every_phase_at_every_stage_frees_the_others(world_size: int, stage: int, tier: str, phase: str) -> None:
+    check(world_size, stage, phase, tier)
 
 
 def apart(stage: int, accumulation: int, ends_with: str) -> tuple[str, float]:
@@ -219,17 +271,32 @@ def test_a_rank_that_is_slow_is_waited_for() -> None:
     assert all(deviation <= 1e-12 for deviation in run_ranks(slow, 2, 2, timeout=60))
 
 
-def two_engines(stage: int) -> tuple[str, str]:
+def two_engines(stage: int, phase: str, folder: str) -> tuple[str, str]:
     """A generator and a discriminator; the discriminator fails on the last rank, whose process lives on."""
     one, other = training.start(Run(), stage), training.start(Run(), stage)
     failing = dist.get_rank() == dist.get_world_size() - 1
     training.train(one, Run(), 0, 1)
-    message = outcome(lambda: in_phase(other, "backward", "", failing))
+    message = outcome(lambda: in_phase(other, phase, folder, failing))
     return message, outcome(lambda: training.train(one, Run(), 1, 2))
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_one_of_two_engines_fails_and_the_other_goes_on(stage: int) -> None:
-    (theirs, mine_on), (ours, others_on) = run_ranks(two_engines, 2, stage, timeout=60)
-    assert ours.startswith("ArithmeticError") and "rank 1 failed: ArithmeticError" in theirs, theirs
-    assert mine_on == others_on == "no error"
+@pytest.mark.parametrize(
+    ("world_size", "stage", "phase"),
+    [
+        (2, 3, "backward"),
+        *(
+            pytest.param(n, stage, phase, marks=pytest.mark.soak)
+            for n in (2, 3)
+            for stage in STAGES
+            for phase in ("forward", "backward", "step", "save", "gathered, modified")
+        ),
+    ],
+)
+def test_one_of_two_engines_fails_and_the_other_goes_on(
+    world_size: int, stage: int, phase: str, tmp_path: Path
+) -> None:
+    *others, (ours, goes_on) = run_ranks(two_engines, world_size, stage, phase, str(tmp_path), timeout=60)
+    assert ours.startswith("ArithmeticError") and goes_on == "no error"
+    for theirs, they_go_on in others:
+        assert f"rank {world_size - 1} failed: ArithmeticError" in theirs, theirs
+        assert they_go_on == "no error"

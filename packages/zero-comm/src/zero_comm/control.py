@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -197,6 +198,7 @@ class Control:
     def goes_on(self) -> None:
         """This rank makes another call after one that failed."""
         self.watched.failed = None
+        self.watched.excused = id(sys.exc_info()[1])
 
     def _note_key(self, rank: int) -> str:
         return f"{self._name} note {rank}"

@@ -8,11 +8,13 @@ import threading
 from dataclasses import dataclass
 from types import FrameType
 
+import torch.autograd.graph
 import torch.distributed as dist
 
 from .ring import is_library
 
 _DISTRIBUTED = os.path.dirname(dist.__file__)
+_AUTOGRAD = torch.autograd.graph.__file__
 _SMALL = ("barrier", "monitored_barrier", "all_gather_object", "gather_object", "broadcast_object_list", "new_group")
 
 
@@ -25,6 +27,17 @@ class Place:
 
     def __str__(self) -> str:
         return self.text
+
+
+def failed_backward() -> BaseException | None:
+    """Return what a backward pass of torch raised, while the main thread is in the code that handles it, else None.
+    May be called by any thread."""
+    handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    failure = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
+    traceback = None if failure is None else failure.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename != _AUTOGRAD:
+        traceback = traceback.tb_next
+    return None if traceback is None else failure
 
 
 def place_of_main_thread() -> Place:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from .stacks import Place, place_of_main_thread
+from .stacks import Place, failed_backward, place_of_main_thread
 from .watched import Watched
 
 logger = logging.getLogger("zero_comm")
@@ -51,7 +51,8 @@ class Watch:
 
     [Note: the watch] A rank that waits longer asks for `Report`s. The ranks answer from this thread, so a slow one
     that computes answers and is left alone. ``give_up(reason)`` is called, from this thread, where waiting has no end:
-    by a rank that failed, was caught, and makes no further call while others wait; by one that waits outside the
+    by a rank that failed, was caught, and makes no further call while others wait (or stays in the ``except`` block
+    of a backward pass that failed before the engine had a part in it); by one that waits outside the
     engine (in a barrier of the script) while all others wait; and by a rank that waits for one that has not
     answered for ``stopped_after`` seconds: its process is stopped, or its host. ``note(reason)`` leaves a reason for
     ranks that miss this one, without giving up.
@@ -80,6 +81,7 @@ class Watch:
         self._seen: dict[int, tuple[Report | None, float]] = {}
         self._steady: dict[int, tuple[tuple[Any, ...], float]] = {}
         self._looked = 0.0
+        self._handled: tuple[int, float] | None = None
         self._thread = threading.Thread(
             target=_run, args=(weakref.ref(self), self._ended), daemon=True, name="zero-watch"
         )
@@ -118,7 +120,7 @@ class Watch:
             self._steady.clear()
             return
         self._answer()
-        failed = self._watched.failed
+        failed = self._failure(now)
         if failed is not None and not self._asked and now - failed[1] >= _FAILED_FOR:
             self._give_up(f"failed: {failed[0]}; it made no further call while others waited for it")
             self._ended.set()
@@ -127,6 +129,16 @@ class Watch:
             self._looked = now
             self._read(now)
             self._judge(now, waiting)
+
+    def _failure(self, now: float) -> tuple[str, float] | None:
+        """Return why this rank makes no call, and since when, if it failed."""
+        failure = failed_backward()
+        if self._watched.failed is not None or failure is None or id(failure) == self._watched.excused:
+            self._handled = None
+            return self._watched.failed
+        if self._handled is None or self._handled[0] != id(failure):
+            self._handled = id(failure), now
+        return f"{type(failure).__name__}: {failure} (in a backward pass of the script)", self._handled[1]
 
     def _answer(self) -> None:
         self._beat += 1

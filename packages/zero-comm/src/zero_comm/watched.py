@@ -16,6 +16,7 @@ class Watched:
         announced: bits that go with every message.
         heard: the bits that any rank announced with the last call. After the same call they are the same on every rank.
         failed: why a call of this rank failed, and when; None once another began.
+        excused: the `id` of the exception in whose handler this rank began its latest call.
     """
 
     def __init__(self) -> None:
@@ -27,3 +28,4 @@ class Watched:
         self.announced = 0
         self.heard = 0
         self.failed: tuple[str, float] | None = None
+        self.excused = id(None)
