@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -33,10 +33,20 @@ class Case:
     unit_min_numel: int
     persistence: int
     tier: str
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def on_a_tier(self) -> bool:
+        """Whether the optimizer's states are not on the device."""
+        return self.tier != "device" and self.stage > 0
+
+    def twin(self) -> Case:
+        """The same on the lowest stage that has its kernels, without disks: in 16 bits, what it has to equal."""
+        return replace(self, stage=int(self.on_a_tier), tier="cpu" if self.on_a_tier else "device")
 
     @classmethod
-    def of(cls, seed: int) -> Case:
-        """Draw the case of ``seed``."""
+    def of(cls, seed: int, dtype: torch.dtype = torch.float64) -> Case:
+        """Draw the case of ``seed``, the same in every dtype."""
         rng = random.Random(f"case {seed}")
         width = rng.choice((3, 4, 5))
         return cls(
@@ -51,7 +61,8 @@ class Case:
             accumulation=rng.choice((1, 1, 2)),
             unit_min_numel=rng.choice((1, 30, 1000)),
             persistence=rng.choice((0, 0, 10)),
-            tier=rng.choice(("device", "device", "cpu")),
+            tier=rng.choice(("device", "device", random.Random(f"tier {seed}").choice(("cpu", "nvme")))),
+            dtype=dtype,
         )
 
 
@@ -94,9 +105,9 @@ class Model(nn.Module):
 
 
 def build(case: Case) -> Model:
-    """The case's model in float64; the same values at every call."""
+    """The case's model; the same values at every call."""
     torch.manual_seed(case.seed)
-    return Model(case).double()
+    return Model(case).to(case.dtype)
 
 
 def optimizer_over(case: Case, model: Model) -> Optimizer:
@@ -115,7 +126,7 @@ def batch(case: Case, number: int, rank: int = 0, world_size: int = 1) -> tuple[
     x = torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
     y = torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
     rows = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
-    return x[rows], y[rows]
+    return x[rows].to(case.dtype), y[rows].to(case.dtype)
 
 
 def parameter_number(model: Model, number: int) -> nn.Parameter:

@@ -78,6 +78,9 @@ class Plain:
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 class Sharded:
     """The engine on this rank, used as a script would use it."""
@@ -93,8 +96,14 @@ class Sharded:
             "stage3_prefetch_bucket_size": 50,
             "unit_min_numel": case.unit_min_numel,
         }
-        if case.tier == "cpu" and case.stage > 0:
-            zero["offload_optimizer"] = {"device": "cpu"}
+        precision: dict[str, Any] = {"data_types": {"param_dtype": "fp64"}}
+        if case.dtype is torch.bfloat16:  # per micro-batch all stages have the same bits
+            precision = {"bf16": {"enabled": True}, "reduce_each_micro_batch": True}
+        if case.on_a_tier:
+            where = {"device": case.tier} | ({"nvme_path": str(folder)} if case.tier == "nvme" else {})
+            zero["offload_optimizer"] = where
+            if case.tier == "nvme" and case.stage == 3:
+                zero["offload_param"] = where
         self.engine, self.optimizer, _, _ = zero_core.initialize(
             model=self.model,
             optimizer=optimizer_over(case, self.model),
@@ -103,8 +112,8 @@ class Sharded:
                 "gradient_accumulation_steps": case.accumulation,
                 "gradient_clipping": 0.0,
                 "steps_per_print": 0,
-                "data_types": {"param_dtype": "fp64"},
                 "zero_optimization": zero,
+                **precision,
             },
         )
 
@@ -130,6 +139,7 @@ class Sharded:
 
     def write(self, how: str, number: int, value: torch.Tensor) -> None:
         parameter = parameter_number(self.model, number)
+        value = value.to(parameter.dtype)
         with torch.no_grad():
             if how == "in place":
                 parameter.mul_(0.5)
@@ -166,6 +176,9 @@ class Sharded:
             name: self.engine.full_param(p) if found(p) else p.detach().clone()
             for name, p in self.model.named_parameters()
         }
+
+    def close(self) -> None:
+        self.engine.destroy()
 
 
 Run = Plain | Sharded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def plain() -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def unfreezes_as_told(stages: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
+def unfreezes_as_told(stages: tuple[int, ...], zero: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
     found = []
     for stage in stages:
         model = zoo.build("plain")
@@ -51,7 +52,7 @@ def unfreezes_as_told(stages: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
         engine = zero_core.initialize(
             model=model,
             optimizer=torch.optim.AdamW(groups, lr=LR, weight_decay=0.01),
-            config=training.config(Run(), stage, dist.get_world_size()),
+            config=training.config(Run(), stage, dist.get_world_size(), **(zero if stage else {})),
         )[0]
         for p in joining:
             p.requires_grad_(False)
@@ -65,12 +66,22 @@ def unfreezes_as_told(stages: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "stages"), [(1, (1,)), (2, STAGES), (3, (3,))])
+@pytest.mark.parametrize(
+    ("world_size", "stages", "tier"),
+    [
+        (1, (1,), "cpu"),
+        (2, STAGES, "device"),
+        (3, (3,), "nvme"),
+        *(pytest.param(n, STAGES, t, marks=pytest.mark.soak) for n in (1, 2, 3) for t in ("device", "cpu", "nvme")),
+    ],
+)
 def test_parameters_frozen_until_their_turn_train_as_a_group_that_is_added_then(
-    world_size: int, stages: tuple[int, ...]
+    world_size: int, stages: tuple[int, ...], tier: str, tmp_path: Path
 ) -> None:
     expected = plain()
-    for found in run_ranks(unfreezes_as_told, world_size, stages):
+    where = {"device": tier} | ({"nvme_path": str(tmp_path)} if tier == "nvme" else {})
+    zero = {} if tier == "device" else {"offload_optimizer": where}
+    for found in run_ranks(unfreezes_as_told, world_size, stages, zero):
         for stage, weights in zip(stages, found, strict=True):
             assert deviation(weights, expected) <= 1e-12, stage
 

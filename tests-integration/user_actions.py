@@ -1,7 +1,8 @@
 """Random sequences of what user code does to a model and its optimizer, run with plain torch and with the engine.
 
 A sequence follows from its seed alone. Every rank runs the plain model on the batch of all ranks beside its engine, so
-values are compared where they are observed. An action that the engine refuses ends its sequence: every rank must refuse
+values are compared where they are observed; in bfloat16 a second engine, at the lowest stage, has to have the same
+bits. An action that the engine refuses ends its sequence: every rank must refuse
 it, the message must name a parameter or say what to write instead, and the weights must be those of a moment before.
 """
 
@@ -16,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from action_cases import Case
-from action_runs import Plain, Sharded
+from action_runs import Plain, Run, Sharded
 from actions import Action, draw
 
 import zero_core
 from zero_partition import PartitionError
 
-TOLERANCE = 1e-12
+TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 0.0}
 REFUSALS = (PartitionError, zero_core.UsageError, RuntimeError)
 
 
@@ -46,36 +47,42 @@ class Verdict:
     wrong: str = ""
 
 
-def run_case(seed: int) -> Verdict:
+def run_case(seed: int, dtype: torch.dtype) -> Verdict:
     """One sequence on this job's ranks."""
-    case = Case.of(seed)
+    case = Case.of(seed, dtype)
     done: list[str] = []
+    tolerance = TOLERANCE[dtype]
     with shared_folder() as folder:
-        plain, ours = Plain(case), Sharded(case, folder)
+        plain: Run = Plain(case) if dtype is torch.float64 else Sharded(case.twin(), folder / "twin")
+        ours = Sharded(case, folder)
         snapshots = [plain.weights()]
         for action in draw(case):
             done.append(action.name)
             value, failure = attempt(action, ours)
             outcomes = everyones("" if failure is None else f"{type(failure).__name__}: {failure}")
             if any(outcomes):
-                return Verdict(seed, tuple(done), refused=outcomes[0], wrong=judge(ours, outcomes, failure, snapshots))
+                plain.close()
+                complaint = judge(ours, outcomes, failure, snapshots, tolerance)
+                return Verdict(seed, tuple(done), refused=outcomes[0], wrong=complaint)
             expected = action.apply(plain)
             if action.trains:
                 snapshots.clear()
             snapshots.append(plain.weights())
             if isinstance(expected, torch.Tensor) and value is not None:
                 worst = deviation({"value": value}, {"value": expected.detach()})[0]
-                wrong = f"the value is {worst:.1e} off" if worst > TOLERANCE else ""
+                wrong = f"the value is {worst:.1e} off" if worst > tolerance else ""
             elif action.name == "read":
                 worst, where = deviation(ours.weights(), plain.weights())
-                wrong = f"'{where}' is {worst:.1e} off" if worst > TOLERANCE else ""
+                wrong = f"'{where}' is {worst:.1e} off" if worst > tolerance else ""
             else:
                 wrong = ""
             wrongs = everyones(wrong)
             if any(wrongs):
-                ours.engine.destroy()
+                plain.close()
+                ours.close()
                 return Verdict(seed, tuple(done), wrong=next(filter(None, wrongs)))
-        ours.engine.destroy()
+        plain.close()
+        ours.close()
     return Verdict(seed, tuple(done))
 
 
@@ -88,7 +95,11 @@ def attempt(action: Action, ours: Sharded) -> tuple[torch.Tensor | None, Excepti
 
 
 def judge(
-    ours: Sharded, outcomes: list[str], failure: Exception | None, snapshots: list[dict[str, torch.Tensor]]
+    ours: Sharded,
+    outcomes: list[str],
+    failure: Exception | None,
+    snapshots: list[dict[str, torch.Tensor]],
+    tolerance: float,
 ) -> str:
     """What is wrong with a refusal; "" for nothing."""
     if not all(outcomes):
@@ -103,11 +114,11 @@ def judge(
             complaint = f"after '{outcomes[0]}' weights cannot be read: {type(unreadable).__name__}: {unreadable}"
         else:
             worst = min(deviation(weights, snapshot)[0] for snapshot in snapshots)
-            if worst > TOLERANCE:
+            if worst > tolerance:
                 complaint = f"after '{outcomes[0]}' the weights are {worst:.1e} off those before"
     complaints = everyones(complaint)
     if not any(complaints):
-        ours.engine.destroy()
+        ours.close()
     return next(filter(None, complaints), "")
 
 
@@ -131,11 +142,11 @@ class shared_folder:
             self._own.cleanup()
 
 
-def run_cases(seeds: Sequence[int]) -> list[Verdict]:
+def run_cases(seeds: Sequence[int], dtype: torch.dtype = torch.float64) -> list[Verdict]:
     """Sequences of ``seeds`` up to the first that is wrong, whose engine may be beyond use."""
     verdicts = []
     for seed in seeds:
-        verdicts.append(run_case(seed))
+        verdicts.append(run_case(seed, dtype))
         if verdicts[-1].wrong:
             break
     return verdicts
