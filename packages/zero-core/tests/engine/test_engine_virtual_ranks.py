@@ -30,7 +30,7 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 def test_losses_norms_weights_and_moments_are_bitwise_equal_at_one_two_and_four_ranks(tmp_path: Path) -> None:
-    found = {n: run_ranks(product, n, CASES, 7, str(tmp_path)) for n in (1, 2, 4)}
+    found = {n: run_ranks(product, n, CASES, 4, str(tmp_path)) for n in (1, 2, 4)}
     for case in map(str, CASES):
         alone = merged([answer[case] for answer in found[1]])
         for ranks in (2, 4):
@@ -40,8 +40,8 @@ def test_losses_norms_weights_and_moments_are_bitwise_equal_at_one_two_and_four_
 @pytest.mark.parametrize(("stage", "tier"), [(3, "nvme"), pytest.param(1, "device", marks=pytest.mark.soak)])
 def test_a_run_that_resumes_at_another_number_of_ranks_goes_on_bitwise(tmp_path: Path, stage: int, tier: str) -> None:
     several, alone = tmp_path / "several", tmp_path / "alone"
-    parts = [merged(run_ranks(resumed, n, str(several), stage, tier, [2, 3, 2], k)) for k, n in enumerate((2, 4, 1))]
-    whole = merged(run_ranks(resumed, 1, str(alone), stage, tier, [7], 0))
+    parts = [merged(run_ranks(resumed, n, str(several), stage, tier, [2, 1, 1], k)) for k, n in enumerate((2, 4, 1))]
+    whole = merged(run_ranks(resumed, 1, str(alone), stage, tier, [4], 0))
     seen = {key: value for part in parts for key, value in part.items()}
     assert not differences(whole, seen)
     found = diff(open_checkpoint(alone / "0"), open_checkpoint(several / "2"))
