@@ -38,7 +38,7 @@ def test_slow_data_loaders_of_all_ranks_are_one_cause(tmp_path: Path) -> None:
 
 def test_a_slow_disk_is_named_with_its_units_and_speed(tmp_path: Path) -> None:
     found = judged(tmp_path, ranks=2, units=12, disk={0: 0.01, 1: 0.01})
-    assert found.verdict.sentence.startswith("Ranks wait for layers.0 to layers.11 (nvme in): ")
+    assert found.verdict.sentence.startswith("The ranks wait for layers.0 to layers.11 (nvme in): ")
     assert "of its peak, 5.2 GB/s (fastest step of this run)" in found.verdict.sentence
 
 
@@ -50,7 +50,8 @@ def test_a_slow_disk_of_one_rank_is_named_with_the_rank(tmp_path: Path) -> None:
 
 def test_a_run_that_waits_for_nothing_is_said_to_compute(tmp_path: Path) -> None:
     found = judged(tmp_path, ranks=2)
-    assert found.verdict.sentence.startswith("Ranks compute all the time; nothing else takes more than")
+    start = "The ranks spend their time computing; no cause of waiting takes more than "
+    assert found.verdict.sentence.startswith(start)
     assert found.verdict.tone == "good"
 
 

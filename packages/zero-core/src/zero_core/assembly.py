@@ -28,8 +28,8 @@ from .monitors import check_clients
 from .offloading import Offloading, state_block
 from .optimizers import Parameters, build_optimizer
 from .process_groups import agree_on_hyperparameters, open_groups, shard_alignment, weight_codecs
+from .recording import open_record
 from .report import config_report, startup_report
-from .run_record import open_record
 from .schedules import Scheduler, build_scheduler
 from .state import Attached, BatchSizes, TrainingState
 from .supervision import supervisor

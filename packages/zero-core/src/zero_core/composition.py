@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -19,9 +19,11 @@ from .monitors import Monitor, build_monitor
 from .offloading import Offloading
 from .parking import Parking
 from .preparation import Loaders
-from .run_record import RunRecord
 from .state import TrainingState
 from .training import Training
+
+if TYPE_CHECKING:
+    from .recording.record import RunRecord
 
 
 @dataclass(frozen=True)

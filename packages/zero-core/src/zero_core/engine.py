@@ -28,7 +28,7 @@ from .model_parallel import ModelPart
 from .monitors import Monitor
 from .offloading import Offloading
 from .preparation import compile_module
-from .run_record import report_of
+from .recording import report_of
 from .schedules import Scheduler
 from .state import TrainingState
 from .training import Observer

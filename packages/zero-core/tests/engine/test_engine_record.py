@@ -3,12 +3,16 @@ names what was made slow."""
 
 from __future__ import annotations
 
+import gc
+import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from torch import nn
 
 import zero_core
 from zero_comm import run_ranks
-from zero_report import read_run, write_report
+from zero_report import Kind, read_run, write_report
 from zero_report.analysis.analyse import analyse
 
 STEPS = 6
@@ -96,6 +100,135 @@ def test_sums_are_the_ledgers_the_memory_tables_and_the_clocks(tmp_path: Path, s
     checkpoint = next(note for note in run.last.ranks[0].notes if note["note"] == "checkpoint")
     assert checkpoint["bytes"] > 1_000_000 and checkpoint["path"].endswith(f"ckpt/{stage}")
     assert not [note for note in run.last.ranks[0].notes if note["note"] == "failure"]
+
+
+def _train_units(path: str, stage: int, changes: dict[str, Any]) -> list[str]:
+    engine = start(stage, build(blocks=3), **recorded(Path(path), **changes))
+    for number in range(4):
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(*batch(number)))
+            engine.step()
+    names = [unit.name for unit in engine.partition.units if unit.plan.trainable]
+    engine.destroy()
+    return names
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        (0, {}),
+        (1, {"gradient_accumulation_steps": 3}),
+        (2, {}),
+        (3, {}),
+        (3, {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}),
+    ],
+)
+def test_each_unit_computes_in_every_pass_inside_its_phase(tmp_path: Path, stage: int, changes: dict[str, Any]) -> None:
+    names = run_ranks(_train_units, RANKS, str(tmp_path), stage, changes)[0]
+    run = read_run(tmp_path)
+    passes = changes.get("gradient_accumulation_steps", 1)
+    offloaded = "zero_optimization" in changes
+    for record in run.last.ranks.values():
+        block = record.block(3)
+        assert block is not None
+        found: dict[tuple[str, int], int] = {}
+        for span in block.spans:
+            if span.kind == Kind.COMPUTE:
+                around = [
+                    phase.kind
+                    for phase in block.spans
+                    if phase.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+                    and phase.begin - 2 <= span.begin
+                    and span.end <= phase.end + 2
+                ]
+                assert len(around) == 1, span
+                found[span.name, around[0]] = found.get((span.name, around[0]), 0) + 1
+        for name in names:
+            assert found[name, Kind.FORWARD] >= passes
+            assert found[name, Kind.BACKWARD] == (passes if stage >= 2 else 1)
+        assert any(kind == Kind.UPDATE for _, kind in found) == offloaded
+
+
+def test_memory_of_a_step_grows_by_activations_and_falls(alone: None, tmp_path: Path) -> None:
+    engine = start(2, build(blocks=3), **recorded(tmp_path))
+    wide = torch.randn(20_000, 6, dtype=torch.float64), torch.randn(20_000, 3, dtype=torch.float64)
+    for _ in range(3):
+        engine.backward(engine(*wide))
+        engine.step()
+    engine.destroy()
+    block = read_run(tmp_path).last.first.block(3)
+    assert block is not None
+    held = [owners["activations"] for _, owners in block.memory]
+    layer = 20_000 * 512 * 8
+    assert held[0] == 0  # before the forward pass
+    assert 6 * layer < max(held) < 16 * layer
+    assert held[-1] < layer
+
+
+def test_warnings_and_the_step_of_a_checkpoint_are_events(alone: None, tmp_path: Path) -> None:
+    behind = {"checkpoint": {"writer": {"decoupled": True}}}
+    engine = start(2, **recorded(tmp_path / "record", **behind))
+    train(engine, 0, 3)
+    engine.save_checkpoint(tmp_path / "ckpt")
+    logging.getLogger("zero_ckpt").warning("the folder is %s", "slow")
+    train(engine, 3, 4)
+    engine.destroy()
+    logging.getLogger("zero_ckpt").warning("after the end")
+    notes = read_run(tmp_path / "record").last.first.notes
+    assert [note["text"] for note in notes if note["note"] == "warning"] == ["the folder is slow"]
+    saved = [note for note in notes if note["note"] == "checkpoint"]
+    assert len(saved) == 1 and saved[0]["of_step"] == 3
+    size = sum(file.stat().st_size for file in (tmp_path / "ckpt" / "global_step3").rglob("*") if file.is_file())
+    assert saved[0]["bytes"] == size
+    assert saved[0]["seconds"] >= saved[0]["blocked_s"] > 0
+
+
+def _planned(path: Path, scale: float = 1.0, **setup: int) -> str:
+    """A plan of the model in `engine_cases`, at stage 2 on one rank, in float64: weights, gradients and two moments."""
+    numel = sum(parameter.numel() for parameter in build().parameters())
+    rows = [("parameters", 8), ("gradients", 8), ("masters", 0), ("moments", 16), ("activations", 100)]
+    plan = {
+        "memory": [{"kind": kind, "tier": "device", "nbytes": int(scale * each * numel)} for kind, each in rows],
+        "setup": {"stage": 2, "world_size": 1, "accumulation": 1, "ranks_per_node": 4, **setup},
+        "time": {"least": 0.5, "most": 1.0, "binding": "disk read"},
+        "bounds": [{"resource": "disk read", "amount": 1.0, "rate": 4e9, "key": "disk.read", "seconds": 1.0}],
+    }
+    path.write_text(json.dumps(plan))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("scale", "setup", "warned"),
+    [
+        (1.0, {}, ""),
+        (0.5, {}, "100% more than the"),
+        (1.0, {"stage": 3, "world_size": 8}, "is the plan of another run: stage 3, here 2; world_size 8, here 1"),
+    ],
+)
+def test_a_plan_is_beside_what_is_measured(
+    alone: None, tmp_path: Path, scale: float, setup: dict[str, int], warned: str
+) -> None:
+    plan = _planned(tmp_path / "plan.json", scale, **setup)
+    engine = start(2, run_record={"path": str(tmp_path / "record"), "plan": plan})
+    train(engine, 0, 4)
+    engine.destroy()
+    notes = read_run(tmp_path / "record").last.first.notes
+    planned = next(note for note in notes if note["note"] == "plan")
+    numel = sum(parameter.numel() for parameter in build().parameters())
+    assert planned["bytes"] == pytest.approx(scale * 132 * numel, rel=1e-6)
+    peaks = [(note["link"], note["bytes_per_second"]) for note in notes if note["note"] == "peak"]
+    assert peaks == [("drive in", 1e9)]
+    warnings = [note["text"] for note in notes if note["note"] == "warning"]
+    assert [warned in text for text in warnings] == ([True] if warned else []), warnings
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"memory": []}'])
+def test_a_plan_that_is_none_is_an_error_that_names_it(alone: None, tmp_path: Path, content: str | None) -> None:
+    plan = tmp_path / "plan.json"
+    if content is not None:
+        plan.write_text(content)
+    with pytest.raises(zero_core.UsageError, match="run_record.plan: .*plan.json"):
+        start(2, run_record={"path": str(tmp_path / "record"), "plan": str(plan)})
 
 
 def test_a_resumed_run_goes_on_at_its_step(alone: None, tmp_path: Path) -> None:
@@ -214,6 +347,15 @@ print([name for name in sys.modules if name.startswith("zero_report")], threads)
 def test_nothing_is_imported_and_no_thread_runs_when_it_is_off() -> None:
     done = subprocess.run([sys.executable, "-c", OFF], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] []"
+
+
+def test_a_record_does_not_keep_an_engine_that_is_dropped(alone: None, tmp_path: Path) -> None:
+    engine = start(2, **recorded(tmp_path))
+    train(engine, 0, 2)
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_report_without_a_record_says_what_to_write(alone: None) -> None:

@@ -432,7 +432,8 @@ class Agent(LocalElasticAgent):
     def error(self, notes: Sequence[str]) -> LaunchError:
         """The job's failure, with what became of the other ranks, and then ``notes``."""
         notes = [*self.fates(), *self.notes, *notes]
-        return LaunchError(self.failures(), self._world_size, notes, divergence=self.divergence)
+        flight = self._watcher.records
+        return LaunchError(self.failures(), self._world_size, notes, divergence=self.divergence, flight=flight)
 
 
 def _terminal_colours() -> tuple[bool, bool]:

@@ -230,7 +230,7 @@ class Cluster:
         fates = [fate for peer in peers for fate in peer.fates]
         folders = [f"logs on {peer.name}: {peer.folder}" for peer in peers if peer.folder]
         told = [*why, *self._troubles, *fates, *notes(peers), *folders]
-        raise LaunchError(failures, self._world_size, told, divergence=divergence)
+        raise LaunchError(failures, self._world_size, told, divergence=divergence, flight=records)
 
     # -- what hosts say
 

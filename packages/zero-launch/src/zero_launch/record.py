@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
+import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from zero_launch.desync import Record
 from zero_launch.report import LaunchError
 
 RECORD_VARIABLE = "ZERO_RUN_RECORD"
 """The environment variable that tells ranks where to record."""
 _FAILURE = "failure.json"
 _REPORT_SECONDS = 120.0
+_FLIGHT_RANKS = 256
+_FLIGHT_ENTRIES = 8
 
 
 def record_variables(folder: str | None) -> dict[str, str]:
@@ -30,15 +35,29 @@ def record_failure(folder: str, error: LaunchError) -> str | None:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     lines = str(error).splitlines()
-    failure = {"at": time.time(), "text": lines[0] if lines else "the job failed", "detail": "\n".join(lines[1:])}
+    failure = {
+        "at": time.time(),
+        "text": lines[0] if lines else "the job failed",
+        "detail": "\n".join(lines[1:]),
+        "flight": [_flight(rank, record) for rank, record in sorted(error.flight.items())[:_FLIGHT_RANKS]],
+    }
     (target / _FAILURE).write_text(json.dumps(failure), encoding="utf-8")
-    command = shutil.which("zero-report")
-    if command is None:
+    if find_spec("zero_report") is None:
         return None
+    command = [sys.executable, "-m", "zero_report", str(target)]
     try:
-        made = subprocess.run(
-            [command, str(target)], capture_output=True, text=True, timeout=_REPORT_SECONDS, check=False
-        )
+        made = subprocess.run(command, capture_output=True, text=True, timeout=_REPORT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return None
     return made.stdout.strip() or None
+
+
+def _flight(rank: int, record: Record) -> dict[str, Any]:
+    """Return the last collectives of one rank, the newest last, and the one in which it waits."""
+    awaited = record.awaited
+    return {
+        "rank": rank,
+        "waits": None if awaited is None else f"{awaited.sequence}: {awaited}",
+        "last": [f"{entry.sequence}: {entry}" for entry in record.entries[-_FLIGHT_ENTRIES:]],
+        "started": record.started,
+    }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from zero_launch.desync import Record
 
 _TAIL_LINES = 15
 _TAIL_BYTES = 16_384
@@ -64,7 +66,7 @@ class LaunchError(RuntimeError):
     """A job that failed. ``failures`` holds the ranks that failed by themselves, the first cause first.
 
     ``divergence`` says where the ranks stopped asking for the same collectives, when they did; ``nproc`` is the number
-    of ranks of the job.
+    of ranks of the job; ``flight`` what the flight recorders of the ranks held, by rank, where they use zero-comm.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class LaunchError(RuntimeError):
         notes: Sequence[str] = (),
         *,
         divergence: str | None = None,
+        flight: Mapping[int, Record] | None = None,
     ) -> None:
         self.failures = tuple(failures)
+        self.flight = dict(flight or {})
         self.nproc = nproc
         self.notes = tuple(notes)
         self.divergence = divergence

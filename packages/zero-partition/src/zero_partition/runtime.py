@@ -27,6 +27,7 @@ from .reducer import Reducer
 from .released_use import ReleasedUse
 from .residency import Residency
 from .unit import Unit, UnitState
+from .unit_watch import UnitWatch
 from .user_edits import UserEdits
 from .user_gradients import UserGradients
 from .zeroing import ZeroGrad, watch_modules
@@ -64,6 +65,7 @@ class Runtime:
         self.step = 0
         self.reduces_now: Callable[[], bool] = lambda: True
         self.allows_plain_backward: Callable[[], str | None] = lambda: None
+        self.unit_watch: UnitWatch | None = None
         self.edits = UserEdits(self.units, groups.control.world_size)
         self.agreement = Agreement(groups.control, self._serve_request)
         self.gatherer = Gatherer(
@@ -375,12 +377,16 @@ class Runtime:
                 self.gatherer.need(unit)
                 self._note_present(unit)
                 self._depth[unit.index] = self._depth.get(unit.index, 0) + 1
+        if self.unit_watch is not None and not self._in_backward:
+            self.unit_watch.enters(units)
         return True
 
     def exit_module(self, name: str, units: list[Unit], aliased: list[Unit], failure: BaseException | None) -> None:
         """A hooked module's forward is over."""
         if self._paused:
             return
+        if self.unit_watch is not None and not self._in_backward:
+            self.unit_watch.leaves(units)
         for unit in aliased:
             unit.lent = True
         for unit in units:
@@ -468,6 +474,8 @@ class Runtime:
             gradient = gradient.to_dense()
         self.gradients[unit.index].add(index, gradient, more_follow=not self.reducer.active)
         if self.reducer.active and self.reducer.arrived(unit.index):
+            if self.unit_watch is not None:
+                self.unit_watch.backward_done(unit)
             self.gatherer.leave(unit)
 
     def parameter_read(self, parameter: nn.Parameter) -> None:

@@ -101,6 +101,9 @@ class Instruments(Protocol):
     def saved(self, path: Path) -> None:
         """A checkpoint was written to ``path``, or its writing goes on behind training."""
 
+    def flush(self) -> None:
+        """Somebody is about to read what was noted so far."""
+
     def close(self) -> None:
         """The engine is being destroyed."""
 
@@ -119,6 +122,9 @@ class Silent:
         """Nothing to do."""
 
     def saved(self, path: Path) -> None:
+        """Nothing to do."""
+
+    def flush(self) -> None:
         """Nothing to do."""
 
     def close(self) -> None:
@@ -191,6 +197,9 @@ class Speaking:
 
     def saved(self, path: Path) -> None:
         """Nothing to do: checkpoints are no step's."""
+
+    def flush(self) -> None:
+        """Nothing to do: what is due was said after its step."""
 
     def close(self) -> None:
         """Nothing to do: what is due was said after its step."""

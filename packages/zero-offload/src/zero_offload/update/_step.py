@@ -44,8 +44,7 @@ def run_step(
             for position, visit in enumerate(visits):
                 feed.start(position + 1)
                 loads = feed.loads(position)
-                elements = sum(load.span.length for load in loads)
-                with nullcontext() if trace is None else trace.span("compute", f"{elements} elements"):
+                with nullcontext() if trace is None else trace.span("compute", _shards(loads)):
                     for load in loads:
                         if not load.span.fragment.is_settled:
                             _prepare(rule, groups, load, visit.tensors[load.number])
@@ -60,6 +59,12 @@ def run_step(
         fragment.has_moments = True
         fragment.has_master = fragment.keeps_master
         fragment.weights_changed = False
+
+
+def _shards(loads: Sequence[Load]) -> str:
+    """The shards that are updated together, by name."""
+    names = list(dict.fromkeys(load.span.fragment.shard.name for load in loads))
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if names else ""
 
 
 def _rewritten(fragments: Collection[Fragment]) -> set[str]:

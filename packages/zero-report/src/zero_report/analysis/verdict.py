@@ -32,8 +32,8 @@ def judge(run: Run, causes: Causes, links: list[Link]) -> Verdict:
         return Verdict("No step of this run is over yet.", ended, tone or "mixed", detail)
     largest = causes.by_kind[0] if causes.by_kind else None
     if largest is None or largest.share < _WORTH_NAMING:
-        rest = "" if largest is None else f"; nothing else takes more than {_percent(largest.share)}"
-        sentence = f"Ranks compute all the time{rest}."
+        rest = "" if largest is None else f"; no cause of waiting takes more than {_percent(largest.share)} of the step"
+        sentence = f"The ranks spend their time computing{rest}."
         return Verdict(sentence, ended, tone or "good", detail)
     sentence = _SENTENCES[largest.kind](largest, causes, links)
     return Verdict(sentence, ended, tone or ("bad" if largest.share >= 0.25 else "mixed"), detail)
@@ -50,7 +50,7 @@ def _data(share: Share, causes: Causes, _links: list[Link]) -> str:
 def _rank(share: Share, causes: Causes, _links: list[Link]) -> str:
     one = _one_rank(share, causes)
     if one is None:
-        return f"The ranks wait for one another, now for one, now for another: {_percent(share.share)} of the step."
+        return f"The ranks wait for one another, and no single rank is slow: {_percent(share.share)} of the step."
     where = max(one.names, key=lambda name: one.names[name])
     during = "" if where == "between passes" else f", mostly in {where}"
     return f"Rank {one.rank} is slower than the others{during}: they wait for it {_percent(one.share)} of the step."
@@ -67,7 +67,7 @@ def _tier(share: Share, causes: Causes, links: list[Link]) -> str:
         (name.partition(":")[2].strip() for name in chosen.names if name.partition(":")[0] == worst),
         key=_natural,
     )
-    who = "Ranks wait" if one is None else f"Rank {one.rank} waits"
+    who = "The ranks wait" if one is None else f"Rank {one.rank} waits"
     link = next((link for link in links if link.name == worst), None)
     speed = (
         f"; it runs at {_percent(link.of_peak)} of its peak, {link.rate / 1e9:.2g} GB/s ({link.source})"
@@ -83,7 +83,7 @@ def _link(share: Share, _causes: Causes, links: list[Link]) -> str:
     speed = ""
     if found is not None and found.peak:
         speed = f"; {found.name} runs at {_percent(found.of_peak)} of its peak, {found.rate / 1e9:.2g} GB/s"
-    return f"Ranks wait for messages under way, most for {worst}: {_percent(share.share)} of the step{speed}."
+    return f"The ranks wait for messages under way, mostly {worst}: {_percent(share.share)} of the step{speed}."
 
 
 def _save(share: Share, causes: Causes, _links: list[Link]) -> str:

@@ -15,12 +15,12 @@ page.showRanks = (data) => {
   page.table(page.at("ranks-table"), [
     { name: "rank", number: true, show: (at) => String(rows.rank[at]) },
     { name: "host", show: (at) => rows.host[at] },
-    { name: "lost by it", number: true, show: (at) => page.percent(rows.blamed[at]) },
+    { name: "others wait for it", number: true, show: (at) => page.percent(rows.blamed[at]) },
     ...RANK_LAYERS.map(([name]) => ({ name: RANK_NAMES[name], number: true, show: (at) => page.seconds(rows[name][at]) })),
     { name: "memory, peak", number: true, show: (at) => page.bytes(rows.memory[at]) },
     { name: "record", show: (at) => (rows.closed[at] ? "closed" : "open") },
   ], listed, "No rank wrote a record.");
-  if (order.length > LISTED) page.at("ranks-table").append(page.element("p", `The ${LISTED} ranks that the others lose most by, of ${order.length}.`, "quiet"));
+  if (order.length > LISTED) page.at("ranks-table").append(page.element("p", `The ${LISTED} ranks that the others wait for most, of ${order.length}.`, "quiet"));
 };
 
 page.bars = (host, title, ranks, layers, format) => {

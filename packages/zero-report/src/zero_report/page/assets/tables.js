@@ -39,7 +39,7 @@ page.showVerdict = (data) => {
     if (cause.share >= 0.005) item.append(page.element("span", cause.most.join("; "), "most quiet"));
     list.append(item);
   }
-  if (data.verdict.steps) page.at("basis").textContent = `Shares are of the step of the rank that loses most, in ${data.verdict.steps} steps that were recorded span by span.`;
+  if (data.verdict.steps) page.at("basis").textContent = `Each share is of the step of the rank that loses most by that cause, over ${data.verdict.steps} steps that were recorded span by span.`;
   const problems = page.at("problems");
   problems.hidden = !data.problems.length;
   for (const problem of data.problems.slice(0, 20)) problems.append(page.element("li", problem));
@@ -140,7 +140,7 @@ const totalRows = (data) => {
     ["process memory, peak of a rank", page.bytes(t.process_bytes)],
     ["device memory, peak of a rank", page.bytes(t.device_bytes)],
     ["steps skipped", t.skipped.toLocaleString("en")],
-    ["steps done again after a restart", t.replayed.toLocaleString("en")],
+    ["steps repeated after a restart", t.replayed.toLocaleString("en")],
     ...Object.entries(data.versions).map(([name, value]) => [name, String(value)]),
     ...Object.entries(data.machine).map(([name, value]) => [name, String(value)]),
   ];

@@ -1,0 +1,62 @@
+"""The record of a run, as `zero_report` reads it. Read `record.py` after this; every other file watches one thing.
+
+Nothing of `zero_report` is imported, and no thread runs, unless ``run_record.path`` or the environment variable
+`RECORD_VARIABLE` names a folder.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from zero_report import Report
+
+    from ..config import Config
+    from ..instruments import Instruments
+    from .record import RunRecord
+
+RECORD_VARIABLE = "ZERO_RUN_RECORD"
+
+
+def record_folder(config: Config) -> Path | None:
+    """Return where the record goes; None when none is asked for."""
+    named = config.run_record.path or os.environ.get(RECORD_VARIABLE)
+    return Path(named) if named else None
+
+
+def open_record(config: Config, device: torch.device) -> RunRecord | None:
+    """Return this rank's open record; None when none is asked for. Collective where one is."""
+    folder = record_folder(config)
+    if folder is None:
+        return None
+    from zero_report import next_attempt
+
+    from .record import RunRecord
+
+    attempt = torch.zeros(1, dtype=torch.int64, device=device)
+    if dist.get_rank() == 0:
+        attempt.fill_(next_attempt(folder))
+    if dist.get_world_size() > 1:
+        dist.broadcast(attempt, 0)
+    return RunRecord(folder, config, device, int(attempt))
+
+
+def report_of(config: Config, instruments: Instruments) -> Report:
+    """Return the page of the run so far, which ``instruments`` may be recording. Raises `UsageError` where nothing is
+    recorded."""
+    folder = record_folder(config)
+    if folder is None:
+        raise UsageError(
+            'engine.report(): nothing is recorded; add "run_record": {"path": "run/record"} to the configuration'
+        )
+    from zero_report import make_report
+
+    instruments.flush()
+    return make_report(folder)

@@ -1,0 +1,155 @@
+"""Times, loss, checkpoints and failures of an engine, written down."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from zero_report import Kind
+
+from ..instruments import Instruments
+from .checkpoints import Checkpoints
+from .memory import MemoryLooks
+from .units import UnitTimes
+
+if TYPE_CHECKING:
+    from ..offloading import Offloading
+    from ..state import TrainingState
+    from .record import Running, RunRecord
+
+_KINDS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD, "step": Kind.UPDATE, "save": Kind.SAVE}
+
+
+class RecordingInstruments:
+    """Hands everything on to the instruments that the configuration asks for; writes down times, loss and memory."""
+
+    def __init__(
+        self, inner: Instruments, state: TrainingState, offloading: Offloading, record: RunRecord
+    ) -> None:
+        self._inner = inner
+        self._state = state
+        self._record = record
+        self._writer = record.writer
+        self._memory = MemoryLooks(state, offloading, record.writer, record.plan)
+        self._checkpoints = Checkpoints(record.writer, looks=state.reports)
+        self.units = UnitTimes(record.writer, self._memory.look)
+        self._losses: list[torch.Tensor] = []
+        self._skipped = state.counters.skipped_steps
+        self._open: list[tuple[Kind, str, float, int]] = []
+        self._idle_since = time.perf_counter()
+        self._failed = False
+        self._save_seconds = 0.0
+        self._writer.restart(state.counters.global_steps + 1)
+
+    def under_way(self) -> Running:
+        """Return the parts of a step that have begun and are not over; else, what the engine waits for to be given."""
+        return self._open.copy() or [(Kind.DATA, "data", self._idle_since, 0)]
+
+    def during(self, part: str) -> AbstractContextManager[None]:
+        """Surround one of `PARTS`, or ``save``."""
+        kind = _KINDS.get(part)
+        return self._inner.during(part) if kind is None else _Part(self, part, kind, self._inner.during(part))
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """Keep a loss until the step is over."""
+        self._inner.loss(loss)
+        self._losses.append(loss)
+
+    def after_step(self) -> None:
+        """End the step's row."""
+        self._inner.after_step()
+        state, writer = self._state, self._writer
+        counters = state.counters
+        losses, self._losses = self._losses, []
+        loss = None if not losses else float(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+        if loss is not None and loss - loss != 0:
+            writer.note("warning", text=f"the loss is {loss}")
+        skipped, self._skipped = counters.skipped_steps - self._skipped, counters.skipped_steps
+        if skipped:
+            writer.note("warning", text=f"step {counters.global_steps - 1} skipped: a gradient is not finite")
+        self._memory.after_step()
+        self._checkpoints.look()
+        writer.end_step(
+            loss=loss,
+            loss_min=loss,
+            loss_max=loss,
+            lr=float(state.learning_rates()[0]),
+            grad_norm=counters.norm,
+            loss_scale=state.loss_scale(),
+            skipped=skipped,
+            samples=state.sizes.train,
+        )
+        self._idle_since = time.perf_counter()
+
+    def saved(self, path: Path) -> None:
+        """Note a checkpoint once it is on disk."""
+        self._inner.saved(path)
+        self._checkpoints.saved(path, self._state.counters.global_steps, self._save_seconds)
+
+    def flush(self) -> None:
+        """Write what was noted so far."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """End the record."""
+        self._inner.close()
+        self._checkpoints.close()
+        self._record.close()
+
+    def begin(self, part: str, kind: Kind) -> float:
+        """Note what passed before a forward pass, outside the engine; go on at the step of a checkpoint just loaded.
+        Returns the part's begin."""
+        now = time.perf_counter()
+        if part == "forward" and torch.is_grad_enabled():
+            step = self._state.counters.global_steps + 1
+            if self._writer.step != step:
+                self._writer.restart(step)
+                self._idle_since = now = time.perf_counter()
+            if now > self._idle_since:
+                self._writer.span(Kind.DATA, "data", self._idle_since, now)
+            self._memory.begin_pass()
+            self.units.forward()
+        elif part == "backward":
+            self.units.backward()
+        now = time.perf_counter()
+        self._open.append((kind, part, now, 0))
+        return now
+
+    def end(self, part: str, kind: Kind, begin: float, error: BaseException | None) -> None:
+        """Note a part that is over."""
+        now = time.perf_counter()
+        self._open.pop()
+        self._writer.span(kind, part, begin, now)
+        if part == "save":
+            self._save_seconds = now - begin
+        else:
+            self._memory.look()
+        if error is not None and not self._failed:
+            self._failed = True
+            self._writer.note("failure", text=f"{type(error).__name__}: {error}")
+        self._idle_since = time.perf_counter()
+
+
+class _Part:
+    """One part of a step, around which something else may be timed too."""
+
+    __slots__ = ("_begin", "_inner", "_kind", "_of", "_part")
+
+    def __init__(self, of: RecordingInstruments, part: str, kind: Kind, inner: AbstractContextManager[None]) -> None:
+        self._of, self._part, self._kind, self._inner = of, part, kind, inner
+
+    def __enter__(self) -> None:
+        self._begin = self._of.begin(self._part, self._kind)
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        handled = self._inner.__exit__(kind, error, trace)
+        self._of.end(self._part, self._kind, self._begin, error)
+        return handled

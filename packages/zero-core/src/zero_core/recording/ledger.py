@@ -1,0 +1,51 @@
+"""Collectives, as spans of the record."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from zero_comm import Ledger, Tag
+from zero_report import Kind, RecordWriter
+
+_PENDING = 64  # messages of one name whose end is awaited
+
+
+class RecordedLedger(Ledger):
+    """Counts as a ledger does, and has ``inner`` count too; each collective becomes a span when it is over."""
+
+    def __init__(self, inner: Ledger, writer: RecordWriter) -> None:
+        super().__init__()
+        self._inner = None if type(inner) is Ledger else inner
+        self._writer = writer
+        self._kinds: Mapping[str, Kind] = {kind.name.lower(): kind for kind in Kind}
+        self._pending: dict[tuple[str, str], deque[tuple[float, int]]] = {}
+
+    def under_way(self) -> list[tuple[Kind, str, float, int]]:
+        """Return the collectives that have begun and are not over: kind, name, begin and bytes."""
+        return [
+            (self._kinds[phase], name, begin, nbytes)
+            for (phase, name), pending in self._pending.copy().items()
+            for begin, nbytes in pending.copy()
+        ]
+
+    def count(self, tag: Tag, sent_bytes: int, across_bytes: int = 0) -> None:
+        """Add one collective that sends ``sent_bytes`` bytes from this rank."""
+        super().count(tag, sent_bytes, across_bytes)
+        if self._inner is not None:
+            self._inner.count(tag, sent_bytes, across_bytes)
+        self._writer.sent(sent_bytes, across_bytes)
+        key = (tag.phase, tag.name)
+        pending = self._pending.get(key)
+        if pending is None:
+            pending = self._pending[key] = deque(maxlen=_PENDING)
+        pending.append((time.perf_counter(), sent_bytes))
+
+    def arrived(self, tag: Tag, open_seconds: float, waited_seconds: float) -> None:
+        """Add that a collective is over."""
+        super().arrived(tag, open_seconds, waited_seconds)
+        now = time.perf_counter()
+        pending = self._pending.get((tag.phase, tag.name))
+        nbytes = pending.popleft()[1] if pending else 0
+        self._writer.span(self._kinds[tag.phase], tag.name, now - open_seconds, now, waited_seconds, nbytes)

@@ -1,0 +1,131 @@
+"""Who holds memory, now and then."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from zero_report import RecordWriter
+
+from ..instruments import memory_rows
+from .plan import Plan, PlannedRun
+
+if TYPE_CHECKING:
+    from ..offloading import Offloading
+    from ..state import TrainingState
+
+_OWNERS = {
+    "gathered parameters": "gathered",
+    "parameter shards": "parameters",
+    "secondary shards": "parameters",
+    "placeholders": "parameters",
+    "masters": "masters",
+    "gradients": "gradients",
+    "optimizer states": "states",
+}
+_PAUSE = 1000  # a step looks at memory when this many times the cost of the last looks has passed
+_WARM = 3  # steps of which each looks: the first one fills buffers, the later ones are like all others
+_LOOKS = 96  # in one step
+
+
+class MemoryLooks:
+    """Notes who holds memory at the ends of passes and units, in some steps."""
+
+    def __init__(
+        self, state: TrainingState, offloading: Offloading, writer: RecordWriter, plan: Plan | None
+    ) -> None:
+        self._state = state
+        self._offloading = offloading
+        self._planned = None if plan is None else PlannedRun(plan, state, writer)
+        self._most: dict[str, int] = {}
+        self._writer = writer
+        self._on_host = state.device.type == "cpu"
+        self._process = psutil.Process()
+        self._buffers = sum(buffer.nbytes for buffer in state.module.buffers())
+        self._steps = 0
+        self._looks = 0
+        self._looked = 0.0
+        self._due = 0.0
+        self._before: int | None = None
+
+    def begin_pass(self) -> None:
+        """Look before a forward pass where that is due: what is held beyond it from here on is activations."""
+        if self._looks == 0 and time.perf_counter() >= self._due:
+            self._before = None
+            self._take(first=True)
+
+    def look(self) -> None:
+        """Look, where this step does."""
+        if 0 < self._looks < _LOOKS:
+            self._take()
+
+    def after_step(self) -> None:
+        """A step is over."""
+        self._steps += 1
+        if self._looks:
+            if self._steps == _WARM and self._planned is not None:
+                self._planned.compare(self._most)
+            if self._steps >= _WARM:
+                self._due = time.perf_counter() + _PAUSE * self._looked
+            self._looks, self._looked, self._most = 0, 0.0, {}
+
+    def _take(self, *, first: bool = False) -> None:
+        begin = time.perf_counter()
+        state = self._state
+        owners: dict[str, int] = {}
+        held = 0
+        for row in memory_rows(state.partition, state.optimizer):
+            if row.tier != "nvme":
+                owner = _OWNERS[row.kind]
+                owners[owner] = owners.get(owner, 0) + row.nbytes
+                held += row.nbytes if self._on_host or row.tier == "device" else 0
+        stored = sum(nbytes for tier, nbytes in self._offloading.memory().items() if tier != "nvme")
+        allocated = _malloc_bytes() if self._on_host else torch.accelerator.memory_allocated(state.device)
+        grown = 0
+        if allocated is not None:
+            if first:
+                self._before = allocated - held
+            grown = max(0, allocated - held - (self._before if self._before is not None else allocated - held))
+        owners["activations"] = max(grown, stored) if self._on_host else grown + stored
+        owners["buffers"] = self._buffers
+        process = self._process.memory_info().rss
+        device = None if self._on_host else allocated
+        counted = held + self._buffers + (owners["activations"] if self._on_host else grown)
+        owners["other"] = max(0, (process if device is None else device) - counted)
+        if self._planned is not None:
+            self._most = {owner: max(nbytes, self._most.get(owner, 0)) for owner, nbytes in owners.items()}
+        self._writer.memory(owners, process=process, device=device)
+        self._looks += 1
+        self._looked += time.perf_counter() - begin
+
+
+class _MallocState(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+        )
+    ]
+
+
+def _malloc_bytes() -> int | None:
+    """Return the bytes in use that the C library's allocator gave out; None where the library does not tell."""
+    ask = _mallinfo()
+    if ask is None:
+        return None
+    state = ask()
+    return int(state.uordblks) + int(state.hblkhd)
+
+
+@cache
+def _mallinfo() -> Callable[[], _MallocState] | None:
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is not None:
+        ask.restype = _MallocState
+    return ask

@@ -1,0 +1,93 @@
+"""What one engine tells, written down: its instruments, ledger, tiers, units and warnings."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from zero_comm import Ledger
+from zero_report import Kind, RecordWriter
+
+from .events import WarningEvents
+from .facts import head_facts
+from .instruments import RecordingInstruments
+from .ledger import RecordedLedger
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..instruments import Instruments
+    from ..offloading import Offloading
+    from ..state import TrainingState
+
+Running = list[tuple[Kind, str, float, int]]
+_UPDATE = "compute"  # the hop under which a tier's optimizer reports its kernels
+
+
+class RunRecord:
+    """Writes what one engine tells.
+
+    Call order: `ledger` and `sink` before the model is sharded, `instruments`, `close`.
+    """
+
+    def __init__(self, folder: Path, config: Config, device: torch.device, attempt: int) -> None:
+        self.folder = folder
+        self.plan = None if config.run_record.plan is None else Plan.load(config.run_record.plan)
+        self._running: list[weakref.WeakMethod[Callable[[], Running]]] = []  # an engine may be dropped while we write
+        self.writer: RecordWriter = RecordWriter(
+            folder,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            attempt=attempt,
+            facts=head_facts(config, device) if dist.get_rank() == 0 else {},
+            max_bytes=config.run_record.max_bytes,
+            under_way=self.under_way,
+        )
+        self._warnings = WarningEvents(self.writer)
+        self._warnings.start()
+
+    def under_way(self) -> Running:
+        """Return what has begun and is not over: kind, name, begin and bytes."""
+        sources = [source() for source in self._running]
+        return [found for source in sources if source is not None for found in source()]
+
+    def ledger(self, inner: Ledger) -> Ledger:
+        """Return a ledger that also writes down every collective; ``inner`` may say them."""
+        ledger = RecordedLedger(inner, self.writer)
+        self._running.append(weakref.WeakMethod(ledger.under_way))
+        return ledger
+
+    def sink(self) -> Callable[[str, str, float, float, int, bool], None]:
+        """Return what takes the transfers between tiers, from any thread."""
+        writer, lock = self.writer, threading.Lock()
+
+        def take(hop: str, name: str, begin: float, end: float, nbytes: int, waited: bool) -> None:
+            if hop == _UPDATE:
+                writer.span(Kind.COMPUTE, name, begin, end)
+                return
+            drive = hop.endswith((" in", " out"))
+            kind = Kind.TIER_WRITE if hop.endswith(" out") else Kind.TIER_READ
+            link = f"drive, {hop}" if drive else hop
+            with lock:
+                waiting = end - begin if waited else 0.0
+                writer.span(kind, f"{link}: {name}", begin, end, waiting, 0 if waited else nbytes)
+
+        return take
+
+    def instruments(self, inner: Instruments, state: TrainingState, offloading: Offloading) -> Instruments:
+        """Return instruments that also write down what they are told; the units are listened to from now on."""
+        instruments = RecordingInstruments(inner, state, offloading, self)
+        self._running.append(weakref.WeakMethod(instruments.under_way))
+        state.partition.runtime.unit_watch = instruments.units
+        return instruments
+
+    def close(self) -> None:
+        """Write the rest and end the record."""
+        self._warnings.stop()
+        self.writer.close()
