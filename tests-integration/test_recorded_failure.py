@@ -59,6 +59,7 @@ def test_a_rank_that_is_gone_is_named_with_what_the_others_wait_for(tmp_path: Pa
     assert f"report: {record / 'report.html'}" in done.stdout + done.stderr
     data = data_of(record / "report.html")
     assert data["verdict"]["ended"].startswith(FIRST[how])
+    assert "rank 1, step 7: in the data loader or the script for 1." in data["verdict"]["detail"]
     assert data["totals"]["steps"] == 6
     flight = {row["rank"]: row for row in data["flight"]}
     assert sorted(flight) == [0, 1]

@@ -35,9 +35,12 @@ class End:
 
 def how_it_ended(run: Run) -> End:
     """Return the first cause in one line, and what else is known."""
-    if run.failure is not None:
-        return End(str(run.failure.get("text", "the run failed")), str(run.failure.get("detail", "")))
     attempt = run.last
+    if run.failure is not None:
+        told = str(run.failure.get("detail", ""))
+        when = [text for record in attempt.ranks.values() if (text := _present(record))]
+        detail = "\n".join([told, *(["", "what ranks were in when they last wrote:", *when] if when else [])])
+        return End(str(run.failure.get("text", "the run failed")), detail)
     notes = [(note, rank) for rank, record in attempt.ranks.items() for note in record.notes]
     failures = sorted(
         (float(note["at"]), rank, str(note.get("text", ""))) for note, rank in notes if note["note"] == "failure"
