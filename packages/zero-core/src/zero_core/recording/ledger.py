@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from zero_comm import Ledger, Tag
 from zero_report import Kind, RecordWriter
 
+Running = list[tuple[Kind, str, float, int]]
+"""What has begun and is not over: kind, name, begin and bytes."""
 _PENDING = 64  # messages of one name whose end is awaited
 
 
@@ -22,7 +24,7 @@ class RecordedLedger(Ledger):
         self._kinds: Mapping[str, Kind] = {kind.name.lower(): kind for kind in Kind}
         self._pending: dict[tuple[str, str], deque[tuple[float, int]]] = {}
 
-    def under_way(self) -> list[tuple[Kind, str, float, int]]:
+    def under_way(self) -> Running:
         """Return the collectives that have begun and are not over: kind, name, begin and bytes."""
         return [
             (self._kinds[phase], name, begin, nbytes)

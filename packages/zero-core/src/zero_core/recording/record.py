@@ -17,7 +17,7 @@ from zero_report import Kind, RecordWriter
 from .events import WarningEvents
 from .facts import head_facts
 from .instruments import RecordingInstruments
-from .ledger import RecordedLedger
+from .ledger import RecordedLedger, Running
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ..offloading import Offloading
     from ..state import TrainingState
 
-Running = list[tuple[Kind, str, float, int]]
 _UPDATE = "compute"  # the hop under which a tier's optimizer reports its kernels
 
 
@@ -82,7 +81,7 @@ class RunRecord:
 
     def instruments(self, inner: Instruments, state: TrainingState, offloading: Offloading) -> Instruments:
         """Return instruments that also write down what they are told; the units are listened to from now on."""
-        instruments = RecordingInstruments(inner, state, offloading, self)
+        instruments = RecordingInstruments(inner, state, offloading, self.writer, self.plan, self.close)
         self._running.append(weakref.WeakMethod(instruments.under_way))
         state.partition.runtime.unit_watch = instruments.units
         return instruments
