@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -10,17 +11,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zero_report import Kind
+from zero_report import Kind, RecordWriter
 
 from ..instruments import Instruments
 from .checkpoints import Checkpoints
+from .ledger import Running
 from .memory import MemoryLooks
+from .plan import Plan
 from .units import UnitTimes
 
 if TYPE_CHECKING:
     from ..offloading import Offloading
     from ..state import TrainingState
-    from .record import Running, RunRecord
 
 _KINDS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD, "step": Kind.UPDATE, "save": Kind.SAVE}
 
@@ -29,15 +31,21 @@ class RecordingInstruments:
     """Hands everything on to the instruments that the configuration asks for; writes down times, loss and memory."""
 
     def __init__(
-        self, inner: Instruments, state: TrainingState, offloading: Offloading, record: RunRecord
+        self,
+        inner: Instruments,
+        state: TrainingState,
+        offloading: Offloading,
+        writer: RecordWriter,
+        plan: Plan | None,
+        close: Callable[[], None],
     ) -> None:
         self._inner = inner
         self._state = state
-        self._record = record
-        self._writer = record.writer
-        self._memory = MemoryLooks(state, offloading, record.writer, record.plan)
-        self._checkpoints = Checkpoints(record.writer, looks=state.reports)
-        self.units = UnitTimes(record.writer, self._memory.look)
+        self._close = close
+        self._writer = writer
+        self._memory = MemoryLooks(state, offloading, writer, plan)
+        self._checkpoints = Checkpoints(writer, looks=state.reports)
+        self.units = UnitTimes(writer, self._memory.look)
         self._losses: list[torch.Tensor] = []
         self._skipped = state.counters.skipped_steps
         self._open: list[tuple[Kind, str, float, int]] = []
@@ -99,7 +107,7 @@ class RecordingInstruments:
         """End the record."""
         self._inner.close()
         self._checkpoints.close()
-        self._record.close()
+        self._close()
 
     def begin(self, part: str, kind: Kind) -> float:
         """Note what passed before a forward pass, outside the engine; go on at the step of a checkpoint just loaded.
