@@ -13,7 +13,7 @@ from pathlib import Path
 import launch_hosts
 import psutil
 import pytest
-from launch_hosts import NAMES, Hosts, kill
+from launch_hosts import NAMES, Hosts, kill, wait_until
 from test_elastic import TRAINING, Line, that_count, told, undisturbed
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -117,3 +117,35 @@ def test_a_job_of_many_accidents_ends_by_itself_with_the_losses_of_an_undisturbe
     print("steps by number of ranks:", {w: sum(line.world == w for line in found.values()) for w in range(1, 5)})
     assert {step: line.loss for step, line in found.items()} == undisturbed(tmp_path / "reference", found, {})
     assert max(seconds for _, seconds in accidents.recoveries) <= RECOVERY_SECONDS
+
+
+LOOP = """
+import os, time
+attempt, rank, size = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
+open(f"round{attempt}.{rank}.{size}", "w").close()
+while not os.path.exists("enough"):
+    time.sleep(0.1)
+"""
+
+
+def test_a_host_that_was_frozen_and_wakes_up_later_does_no_harm_to_its_successor(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "hosts").write_text("alpha slots=1\nbeta slots=1\n")
+    job = hosts.launch("--elastic", "1:2", "--restarts", 3, "--hostfile", "hosts", "loop.py")
+    assert wait_until(lambda: len(list(tmp_path.glob("round0.*.2"))) == 2, 60)
+    (rank,), (hand,) = victims(hosts, "beta", "rank"), victims(hosts, "beta", "host")
+    hand.suspend()
+    rank.suspend()
+    assert wait_until((tmp_path / "round1.0.1").exists, 60)
+    assert wait_until(lambda: len(victims(hosts, "beta", "host")) == 2, 60)
+    time.sleep(8)  # for the new hand to say that it is ready
+    kill(*victims(hosts, "alpha", "rank"))
+    assert wait_until((tmp_path / "round2.1.2").exists, 60)
+    assert rank not in victims(hosts, "beta", "rank")  # what the frozen hand left is ended before others begin
+    hand.resume()
+    assert wait_until(lambda: len(victims(hosts, "beta", "host")) == 1, 30)
+    assert len(victims(hosts, "beta", "rank")) == 1
+    (tmp_path / "enough").touch()
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "restart 2 of 3" in err and "restart 3 of 3" not in err
