@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import re
 import shutil
@@ -168,7 +169,8 @@ def kill_once(server: Server, how: str, call: str, when: int) -> str:
     case = server.case(how)
     outcome, _ = case.second_save("-e", f"trace={call}", "-e", f"inject={call}:signal=KILL:when={when}")
     if outcome != "gone":
-        os.kill(case.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it died after the save, in the call that stops it
+            os.kill(case.pid, signal.SIGKILL)
     step = check(case.root, case.nbytes, 2 if outcome == "saved" else 1)
     shutil.rmtree(case.folder)
     return f"killed, step {step}" if outcome == "gone" else "not met"
