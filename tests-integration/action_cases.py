@@ -37,7 +37,7 @@ class Case:
 
     @property
     def on_a_tier(self) -> bool:
-        """Whether the optimizer's states are not on the device."""
+        """Return whether the optimizer's states are not on the device."""
         return self.tier != "device" and self.stage > 0
 
     def twin(self) -> Case:

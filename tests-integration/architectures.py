@@ -341,7 +341,7 @@ def build(name: str) -> nn.Module:
 
 
 def is_narrow(name: str) -> bool:
-    """Whether parts of the model compute in float32."""
+    """Return whether parts of the model compute in float32."""
     return ARCHITECTURES.get(name, ARCHITECTURES["Llama"]).narrow
 
 

@@ -170,7 +170,7 @@ class Hosts:
         return found
 
     def all_gone(self) -> bool:
-        """Whether nothing of a job runs on any host."""
+        """Return whether nothing of a job runs on any host."""
         return not any(self.processes(name) for name in NAMES)
 
 

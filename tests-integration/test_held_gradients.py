@@ -187,7 +187,7 @@ def test_torchs_clipping_acts_or_is_refused_whatever_comes_between_backward_and_
 
 
 def cancelled(stage: int) -> bool:
-    """Whether ``p.grad = None`` after an evaluation forgets the gradient."""
+    """Return whether ``p.grad = None`` after an evaluation forgets the gradient."""
     engine = training.start(Run(), stage)
     batch = zoo.batch(0, 0, dist.get_rank(), dist.get_world_size())
     engine.backward(sum(engine(*batch)))

@@ -42,7 +42,7 @@ EXPLANATIONS = {
 
 
 def said(how: str, text: str) -> bool:
-    """Whether a report says what each of the two ranks asked for."""
+    """Return whether a report says what each of the two ranks asked for."""
     return all(f"rank {rank}: gather of '{words}" in text for rank, words in enumerate(EXPLANATIONS[how]))
 
 

@@ -96,7 +96,7 @@ def test_a_plain_optimizers_state_is_loaded(world_size: int, tmp_path: Path) -> 
 
 
 def goes_back(cases: list[tuple[int, dict[str, Any], str]]) -> list[bool]:
-    """Whether steps repeat to the bit after weights and states were put back, as a learning-rate finder does."""
+    """Return whether steps repeat to the bit after weights and states were put back, as a learning-rate finder does."""
     found = []
     for stage, zero, dtype in cases:
         engine = start("adamw", stage, zero, dtype=dtype)

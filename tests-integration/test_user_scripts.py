@@ -51,7 +51,7 @@ def complaint(ended: list[user_scripts.Outcome], wanted: Values, tolerance: floa
 
 
 def is_named(refusal: str) -> bool:
-    """Whether a refusal is ours, or torch's own for a write to a released parameter."""
+    """Return whether a refusal is ours, or torch's own for a write to a released parameter."""
     kind = refusal.split(":")[0]
     ours = kind in ("EditRefusedError", "PartitionError", "ReleasedParameterError", "NonFiniteGradientError")
     ours |= kind == "UsageError"

@@ -40,7 +40,7 @@ def keys(section: type[Section] = ConfigFile, path: str = "") -> Iterator[tuple[
 
 
 def has_effect(path: str) -> bool:
-    """Whether some value of the key changes what a run does."""
+    """Return whether some value of the key changes what a run does."""
     parts = path.split(".")
     prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return not any(p in NO_EFFECT or p in _REFUSALS or f"{p}.enabled" in _REFUSALS for p in prefixes)

@@ -14,7 +14,7 @@ from zero_ckpt.scripts import SCRIPT_NAME, leave_script
 
 
 class Watch:
-    """What is created, renamed and synced, in order; every call is carried out as well."""
+    """Records what is created, renamed and synced, in order, and carries out every call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, str]] = []

@@ -21,7 +21,7 @@ STEPS = (1, 2, 3, 4)
 
 
 def content(name: str, step: int) -> bytes:
-    """What a tensor holds at a step; `linked` is written anew at every second step only."""
+    """Return the values of a tensor at a step; `linked` is written anew at every second step only."""
     changed = step if name == "w" else (step + 1) // 2
     return random.Random(f"{name} {changed}").randbytes(NBYTES)
 
@@ -60,7 +60,7 @@ def read_all(checkpoint: Checkpoint) -> None:
 
 
 def look(root: Path) -> str:
-    """What a job that resumes meets."""
+    """Return what a job that resumes meets."""
     try:
         checkpoint, _ = restore(root, read_all)
     except CheckpointError:

@@ -91,7 +91,7 @@ def read_all(path: Path) -> None:
 
 
 def check(path: Path, body: bytes) -> bool:
-    """Whether a checkpoint with this manifest is read."""
+    """Return whether a checkpoint with this manifest is read."""
     (path / "manifest.msgpack").write_bytes(seal(body))
     try:
         read_all(path)
@@ -153,7 +153,7 @@ def mangle_header(text: bytes, rng: random.Random) -> bytes:
 
 
 def check_header(text: bytes) -> bool:
-    """Whether a header is read; one that is holds entries inside of the file that do not overlap."""
+    """Return whether a header is read; one that is holds entries inside of the file that do not overlap."""
     try:
         entries, _ = parse_header(bytes(8) + text, 1 << 20, "file")
     except CheckpointError:

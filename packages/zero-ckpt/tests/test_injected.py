@@ -32,7 +32,7 @@ FAILURES = {
     **dict.fromkeys(["clone3", "clone"], ("EAGAIN",)),
     **dict.fromkeys(["io_uring_setup", "io_uring_enter", "io_uring_register", "io_submit", "io_getevents"], ("EPERM",)),
 }
-"""What each call can answer. A call that is not here is made by threads and memory alone, or by nothing."""
+"""The errors that each call can answer. A call that is not here is made by threads and memory alone, or by nothing."""
 PROMISES = ("fsync", "fdatasync", "rename", "mkdir", "pwritev2", "pwrite64", "pwritev")
 """A save must not return when one of these has failed for good."""
 
@@ -80,7 +80,7 @@ class Case:
         return int(text.partition("TracerPid:")[2].split()[0])
 
     def outcome(self) -> str:
-        """How the newest save has ended: its number and what became of it."""
+        """Return how the newest save has ended: its number and what became of it."""
         return (self.folder / "notes").read_bytes().partition(b"\0")[0].decode(errors="replace")
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 30) -> None:

@@ -199,5 +199,5 @@ def expect(step: Step, x: Operands, *, number: int = 3, **more: Any) -> referenc
 
 
 def same_bits(a: Operands, b: Operands) -> bool:
-    """Whether all memory is equal byte for byte."""
+    """Return whether all memory is equal byte for byte."""
     return all(np.array_equal(array.view(np.uint8), b.arrays[name].view(np.uint8)) for name, array in a.arrays.items())

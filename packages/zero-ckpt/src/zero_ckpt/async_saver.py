@@ -104,12 +104,12 @@ class AsyncSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way."""
+        """Return whether a save is under way."""
         return self._arenas.qsize() < self._pending
 
     @property
     def has_failed(self) -> bool:
-        """Whether a save failed whose error `check` would raise."""
+        """Return whether a save failed whose error `check` would raise."""
         return not self._failures.empty()
 
     def check(self) -> None:

@@ -19,7 +19,7 @@ def checksum(data: Buffer) -> str:
 
 
 def is_checksum(text: object) -> bool:
-    """Whether `text` is a well-formed checksum string."""
+    """Return whether `text` is a well-formed checksum string."""
     return isinstance(text, str) and _PATTERN.fullmatch(text) is not None
 
 

@@ -103,7 +103,7 @@ def _require_replaceable(target: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether a name is taken, also by a link that leads nowhere."""
+    """Return whether a name is taken, also by a link that leads nowhere."""
     return os.path.lexists(path)
 
 
@@ -220,7 +220,7 @@ def remove_directory(path: Path) -> None:
 
 
 def has_manifest(path: Path) -> bool:
-    """Whether a directory holds a manifest, valid or not."""
+    """Return whether a directory holds a manifest, valid or not."""
     return exists(path / MANIFEST_NAME)
 
 

@@ -25,7 +25,7 @@ class DiffReport:
 
     @property
     def same(self) -> bool:
-        """Whether there is no difference."""
+        """Return whether there is no difference."""
         return not (self.only_first or self.only_second or self.reshaped or self.changed or self.plain)
 
 

@@ -112,12 +112,12 @@ class DirectSink:
 
 
 def has_direct() -> bool:
-    """Whether the `nvme` extra is installed."""
+    """Return whether the `nvme` extra is installed."""
     return default_sink() is DirectSink
 
 
 def has_direct_reads(nbytes: int) -> bool:
-    """Whether so many bytes are better read past the page cache."""
+    """Return whether so many bytes are better read past the page cache."""
     return nbytes >= _DIRECT_READ_BYTES and has_direct()
 
 

@@ -26,7 +26,7 @@ _BITS = 64
 
 
 def is_tag(text: str) -> bool:
-    """Whether `text` can name a checkpoint directory."""
+    """Return whether `text` can name a checkpoint directory."""
     if not text or text.startswith(".") or "/" in text or "\0" in text:
         return False
     try:

@@ -55,7 +55,7 @@ class Stretch:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the extent."""
+        """Return whether it is all of the extent."""
         return self.nbytes == self.extent.nbytes
 
     @property

@@ -110,7 +110,7 @@ class Folder:
             os.close(fd)
 
     def is_current(self) -> bool:
-        """Whether the path still leads to this directory."""
+        """Return whether the path still leads to this directory."""
         try:
             now = os.stat(self.path)
         except OSError:

@@ -64,7 +64,7 @@ def require_root(directory: Path) -> None:
 
 
 def is_root(directory: Path) -> bool:
-    """Whether `directory` holds a checkpoint, whole or not, or what a save left."""
+    """Return whether `directory` holds a checkpoint, whole or not, or what a save left."""
     left = (".saving-", ".replaced-", ".deleting-")
     return bool(marked_directories(directory)) or any(path.name.startswith(left) for path in directory.iterdir())
 

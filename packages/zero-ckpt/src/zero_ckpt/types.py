@@ -114,7 +114,7 @@ def is_kind(text: str) -> bool:
 
 
 def is_optimizer_kind(kind: str) -> bool:
-    """Whether tensors of this kind are optimizer state."""
+    """Return whether tensors of this kind are optimizer state."""
     return kind not in MODEL_KINDS and kind != STATE_KIND
 
 

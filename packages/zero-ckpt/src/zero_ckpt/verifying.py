@@ -50,7 +50,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is as it was saved."""
+        """Return whether every byte is as it was saved."""
         return not self.problems
 
 

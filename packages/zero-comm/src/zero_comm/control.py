@@ -52,7 +52,7 @@ class Message:
         return f"{self.kind} '{self.name}' in step {self.step}{after}"
 
     def same_call(self, other: Message) -> bool:
-        """Whether both ranks are at the same point (payloads may differ)."""
+        """Return whether both ranks are at the same point (payloads may differ)."""
         return (self.kind, self.name, self.step) == (other.kind, other.name, other.step)
 
 

@@ -152,7 +152,7 @@ def call_site() -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def is_library(path: str) -> bool:
-    """Whether a source file is one of torch's, of this family's or of the interpreter's own."""
+    """Return whether a source file is one of torch's, of this family's or of the interpreter's own."""
     return path.startswith(_LIBRARIES) or any(name in path for name in _FAMILY)
 
 

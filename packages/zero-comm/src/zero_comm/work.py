@@ -57,7 +57,7 @@ class Work:
 
     @property
     def has_hops(self) -> bool:
-        """Whether `advance` has something to do: several hops, and nobody has taken them to the last one yet."""
+        """Return whether `advance` has something to do: several hops, and nobody has taken them to the last one yet."""
         return self._advance is not None
 
     def advance(self) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an `Engine` delegates to; each takes what it needs of the `TrainingState`, none the engine."""
+    """The parts an `Engine` delegates to; each takes what it needs of the `TrainingState`, none the engine."""
 
     accumulation: Accumulation
     audit: Auditor

@@ -131,7 +131,7 @@ class Engine(nn.Module):
         self._parts.training.step(lambda _scheduler: None)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch ends an accumulation."""
+        """Return whether the current micro-batch ends an accumulation."""
         return self._parts.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -180,7 +180,7 @@ class Engine(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
+        """Return whether `compile` was called."""
         return bool(self.compiled_modules)
 
     def data_loader(
@@ -361,7 +361,7 @@ class Engine(nn.Module):
         return self.training_state.counters.norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` at a boundary updated the weights."""
+        """Return whether the last `step` at a boundary updated the weights."""
         last = self.training_state.counters.last
         return last is not None and last.taken
 

@@ -26,7 +26,7 @@ class Monitor(Protocol):
 
     @property
     def enabled(self) -> bool:
-        """Whether events go anywhere."""
+        """Return whether events go anywhere."""
 
     def write_events(self, events: Sequence[Event]) -> None:
         """Write ``events``, all of them of one step."""

@@ -283,7 +283,7 @@ def state_block(config: Config) -> int:
 
 
 def _share_drive(folder: Path, paths: Sequence[str]) -> bool:
-    """Whether ``folder``, which is made if need be, is on one file system with all of ``paths``."""
+    """Return whether ``folder``, which is made if need be, is on one file system with all of ``paths``."""
     folder.mkdir(parents=True, exist_ok=True)
     return all(os.stat(folder).st_dev == os.stat(path).st_dev for path in paths)
 

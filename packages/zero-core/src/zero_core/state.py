@@ -24,7 +24,7 @@ from .virtual_ranks import MicroBatches
 
 @dataclass
 class Counters:
-    """What has happened since the start of training.
+    """Counts what has happened since the start of training.
 
     Attributes:
         global_steps: optimizer steps, taken and skipped ones.
@@ -160,7 +160,7 @@ class TrainingState:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other rank takes part, and no tier that a failure could leave half written."""
+        """Return whether no other rank takes part, and no tier that a failure could leave half written."""
         parts = self.partition
         return parts.data_world_size == 1 and self.model_part.place.size == 1 and parts.states is None
 

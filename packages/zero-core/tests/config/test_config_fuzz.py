@@ -54,7 +54,7 @@ def mutate(value: Any, rng: random.Random) -> Any:
 
 
 def check(source: Any) -> bool:
-    """Whether a configuration loads; one that does says what is in force, and loads again from that."""
+    """Return whether a configuration loads; one that does says what is in force, and loads again from that."""
     try:
         config = Config.load(source, world_size=2, model_hint=64)
     except ConfigError as error:

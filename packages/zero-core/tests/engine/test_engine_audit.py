@@ -53,7 +53,7 @@ def test_a_fault_of_each_kind_is_found_and_named_on_every_rank_before_weights_ch
 
 
 def applies(fault: str, stage: int, tier: str) -> bool:
-    """Whether there is what the fault is planted in."""
+    """Return whether there is what the fault is planted in."""
     if fault in ("weight", "own weight"):
         return stage < 3
     if fault in ("master", "moment"):

@@ -401,7 +401,7 @@ def writes_after_use(stage: int, folder: str) -> str:
 
 
 def saves_after_an_edit(stage: int, tier: str, folder: str) -> bool:
-    """Whether weights that were edited before a save are those of the checkpoint, masters too."""
+    """Return whether weights that were edited before a save are those of the checkpoint, masters too."""
     t = Sharded(Net(), torch.bfloat16, stage, tier, folder)
     t.step(0)
     if stage < 3:

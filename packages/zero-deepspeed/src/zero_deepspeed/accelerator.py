@@ -83,11 +83,11 @@ class Accelerator:
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Whether calls return when their work is done."""
+        """Return whether calls return when their work is done."""
         return self._on_cpu
 
     def use_host_timers(self) -> bool:
-        """Whether times are taken on the host."""
+        """Return whether times are taken on the host."""
         return self._on_cpu
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -96,7 +96,7 @@ class Accelerator:
             torch.accelerator.synchronize(device_index)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on this kind of device."""
+        """Return whether a tensor is on this kind of device."""
         return tensor.device.type == self._name
 
     def communication_backend_name(self) -> str:
@@ -186,17 +186,17 @@ class Accelerator:
         return tensor if self._on_cpu else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in pinned host memory (on the CPU: in host memory)."""
+        """Return whether a tensor is in pinned host memory (on the CPU: in host memory)."""
         return tensor.device.type == "cpu" if self._on_cpu else tensor.is_pinned()
 
     # -- dtypes ------------------------------------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
-        """Whether the device computes in bfloat16."""
+        """Return whether the device computes in bfloat16."""
         return True if self._on_cpu else bool(getattr(self._module, "is_bf16_supported", lambda: True)())
 
     def is_fp16_supported(self) -> bool:
-        """Whether the device computes in float16."""
+        """Return whether the device computes in float16."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -220,7 +220,7 @@ class Accelerator:
         callback()
 
     def is_triton_supported(self) -> bool:
-        """Whether Triton has a back end for the device."""
+        """Return whether Triton has a back end for the device."""
         return self._name in ("cuda", "xpu")
 
     def get_compile_backend(self) -> str:

@@ -17,7 +17,7 @@ class AsyncIOBuilder:
     NAME = "async_io"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether zero-nvme-aio is installed."""
+        """Return whether zero-nvme-aio is installed."""
         return is_available()
 
     def load(self, verbose: bool = False) -> Any:
@@ -61,11 +61,11 @@ class aio_handle:
         return int(self._options["queue_depth"])
 
     def get_single_submit(self) -> bool:
-        """Whether requests are submitted one by one."""
+        """Return whether requests are submitted one by one."""
         return bool(self._options["single_submit"])
 
     def get_overlap_events(self) -> bool:
-        """Whether completions are collected while others are submitted."""
+        """Return whether completions are collected while others are submitted."""
         return bool(self._options["overlap_events"])
 
     def get_intra_op_parallelism(self) -> int:
@@ -118,7 +118,7 @@ class aio_handle:
 
 
 def is_available() -> bool:
-    """Whether zero-nvme-aio is installed."""
+    """Return whether zero-nvme-aio is installed."""
     from importlib.util import find_spec
 
     return find_spec("zero_nvme_aio") is not None

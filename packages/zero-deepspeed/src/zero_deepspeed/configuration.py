@@ -35,7 +35,7 @@ class DeepSpeedConfig:
 
     @property
     def zero_enabled(self) -> bool:
-        """Whether anything is sharded."""
+        """Return whether anything is sharded."""
         return self._resolved.zero_optimization.stage > 0
 
     def __getattr__(self, name: str) -> Any:

@@ -259,12 +259,12 @@ class DeepSpeedEngine(nn.Module):
 
     @staticmethod
     def is_map_style_dataset(obj: object) -> bool:
-        """Whether ``obj`` has a length and items by number."""
+        """Return whether ``obj`` has a length and items by number."""
         return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
 
     @staticmethod
     def is_iterable_style_dataset(obj: object) -> bool:
-        """Whether ``obj`` is a `torch.utils.data.IterableDataset`."""
+        """Return whether ``obj`` is a `torch.utils.data.IterableDataset`."""
         return isinstance(obj, IterableDataset)
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -283,7 +283,7 @@ class DeepSpeedEngine(nn.Module):
         return [group.get("type", 0.0) for group in groups]
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts itself."""
+        """Return whether the loss scale adapts itself."""
         return self.sharded_optimizer is not None and isinstance(self.sharded_optimizer.loss_scale, DynamicLossScale)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:

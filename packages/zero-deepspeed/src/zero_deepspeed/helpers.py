@@ -66,12 +66,12 @@ def unchanged(function: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Call
 
 
 def is_zero_param(parameter: object) -> bool:
-    """Whether stage 3 or `Init` keeps a parameter in parts."""
+    """Return whether stage 3 or `Init` keeps a parameter in parts."""
     return isinstance(parameter, ZeroParameter)
 
 
 def is_zero_supported_optimizer(optimizer: object) -> bool:
-    """Whether an optimizer can be tried: every torch optimizer can, and is checked for what it needs."""
+    """Return whether an optimizer can be tried: every torch optimizer can, and is checked for what it needs."""
     return isinstance(optimizer, torch.optim.Optimizer)
 
 

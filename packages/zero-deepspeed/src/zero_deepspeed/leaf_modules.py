@@ -20,7 +20,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether ``model`` is gathered as a whole."""
+    """Return whether ``model`` is gathered as a whole."""
     return bool(getattr(model, "_z3_leaf", False))
 
 

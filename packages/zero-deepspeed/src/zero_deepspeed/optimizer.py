@@ -63,7 +63,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite."""
+        """Return whether the last step was skipped because a gradient was not finite."""
         return self._engine.get_global_grad_norm() is not None and not self._engine.was_step_applied()
 
     @property
@@ -75,7 +75,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the factor adapts itself."""
+        """Return whether the factor adapts itself."""
         return isinstance(self._sharded.loss_scale, DynamicLossScale)
 
     @property

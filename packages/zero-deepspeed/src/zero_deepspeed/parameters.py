@@ -94,7 +94,7 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Whether the whole values are in ``data`` now."""
+        """Return whether the whole values are in ``data`` now."""
         place = _place(self)
         if place is not None:
             unit = place[0]
@@ -130,7 +130,7 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_persist(self) -> bool:
-        """Whether it stays whole on every rank, as small parameters do."""
+        """Return whether it stays whole on every rank, as small parameters do."""
         place = _place(self)
         return place is not None and place[0].plan.resident
 
@@ -141,7 +141,7 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def is_external_param(self) -> bool:
-        """Whether a module that does not own it registered it."""
+        """Return whether a module that does not own it registered it."""
         return _facts(self).external
 
     @property

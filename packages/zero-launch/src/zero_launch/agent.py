@@ -364,7 +364,7 @@ class Agent(LocalElasticAgent):
         self._streamer.stop()
 
     def _stuck_after_exception(self) -> bool:
-        """Whether a rank recorded an uncaught exception and is still there when the grace is over."""
+        """Return whether a rank recorded an uncaught exception and is still there when the grace is over."""
         limit = time.time() - self._grace_seconds
         for record in self._records:
             if record.status is None:

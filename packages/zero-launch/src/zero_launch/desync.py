@@ -107,7 +107,7 @@ def difference(records: Mapping[int, Record]) -> str | None:
 
 
 def deadlocked(records: Mapping[int, Record]) -> bool:
-    """Whether ranks that all wait will wait for ever: each for what some rank of its group did not ask for.
+    """Return whether ranks that all wait will wait for ever: each for what some rank of its group did not ask for.
 
     A collective that all have asked for may be a long transfer, and whoever waits for it will go on. A group's ranks
     are those that have used it.
@@ -208,7 +208,7 @@ class Watcher:
 
     @property
     def stalled(self) -> bool:
-        """Whether every rank of this host waits in a collective, and none has moved for `STALL_SECONDS`."""
+        """Return whether every rank of this host waits in a collective, and none has moved for `STALL_SECONDS`."""
         all_wait = len(self.records) == len(self._rings) and all(record.waiting for record in self.records.values())
         return all_wait and time.monotonic() - self._moved_at > STALL_SECONDS
 

@@ -58,7 +58,7 @@ def print_manifest(options: argparse.Namespace) -> None:
 
 
 def pods_of(options: argparse.Namespace) -> Pods:
-    """What the options say of the job's pods. Raises ValueError for what cannot be."""
+    """Return what the options say of the job's pods. Raises ValueError for what cannot be."""
     for name, absent in _ELSEWHERE.items():
         if getattr(options, name) != absent:
             raise ValueError(

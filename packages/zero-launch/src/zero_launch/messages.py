@@ -22,7 +22,7 @@ def _is(kind: type) -> Check:
 
 
 def _text(value: Any) -> bool:
-    """Whether it is a string that can be written: JSON can spell halves of surrogate pairs."""
+    """Return whether it is a string that can be written: JSON can spell halves of surrogate pairs."""
     if type(value) is not str:
         return False
     try:

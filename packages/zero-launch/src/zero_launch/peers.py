@@ -62,7 +62,7 @@ class Peer:
 
     @property
     def there(self) -> bool:
-        """Whether it takes part in the job still."""
+        """Return whether it takes part in the job still."""
         return self.state not in ("ended", "lost")
 
     def send(self, kind: str, **content: Any) -> None:

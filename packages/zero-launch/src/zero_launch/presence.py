@@ -133,7 +133,7 @@ def _waits(ranks: Collection[int]) -> str:
 
 
 def _connected(pid: int, port: int) -> bool:
-    """Whether a process has a connection to that port."""
+    """Return whether a process has a connection to that port."""
     import psutil
 
     try:

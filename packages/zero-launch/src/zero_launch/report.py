@@ -51,7 +51,7 @@ class RankFailure:
 
     @property
     def traceback(self) -> bool:
-        """Whether it is an exception that nobody caught."""
+        """Return whether it is an exception that nobody caught."""
         return self.detail.startswith("Traceback ")
 
     @property

@@ -74,7 +74,7 @@ def open_store(address: str, port: int) -> TCPStore:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether ``address`` is a number of the loopback interface."""
+    """Return whether ``address`` is a number of the loopback interface."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:

@@ -38,12 +38,12 @@ class Standby:
 
     @property
     def runs(self) -> bool:
-        """Whether it is there still."""
+        """Return whether it is there still."""
         return self.proc.poll() is None
 
     @property
     def ready(self) -> bool:
-        """Whether it has imported torch."""
+        """Return whether it has imported torch."""
         return bool(select.select([self._line], [], [], 0)[0])
 
     def start(self, env: Mapping[str, str], stdout: str | None, stderr: str | None) -> bool:
@@ -88,7 +88,7 @@ class Standbys:
         return {IMPORTS_VARIABLE: str(self._record(local_rank))}
 
     def command(self, local_rank: int) -> list[str]:
-        """What starts this rank."""
+        """The command that starts this rank."""
         return [str(word) for word in macros.substitute(list(self._command), str(local_rank))]
 
     @property

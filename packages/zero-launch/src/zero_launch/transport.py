@@ -44,7 +44,7 @@ class Transport:
 
     @property
     def carries_input(self) -> bool:
-        """Whether standard input reaches the other host; pdsh does not hand it on."""
+        """Return whether standard input reaches the other host; pdsh does not hand it on."""
         return self.launcher != "pdsh"
 
     def command(self, host: str, module: str, *arguments: str) -> list[str]:

@@ -14,7 +14,7 @@ __all__ = ["AsyncIo", "available"]
 
 
 def available() -> bool:
-    """Whether DeepSpeed is installed; whether its extension can be built shows when it is."""
+    """Return whether DeepSpeed is installed; whether its extension can be built shows when it is."""
     return importlib.util.find_spec("deepspeed") is not None
 
 

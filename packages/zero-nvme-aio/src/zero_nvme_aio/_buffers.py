@@ -80,13 +80,13 @@ def checksum_of(item: Item) -> int:
 
 
 def is_tensor(buffer: Any) -> bool:
-    """Whether this is a torch tensor; an object can only be one when torch was imported by someone."""
+    """Return whether this is a torch tensor; an object can only be one when torch was imported by someone."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(buffer, torch.Tensor)
 
 
 def is_device_tensor(buffer: Any) -> bool:
-    """Whether this is a torch tensor in an accelerator's memory."""
+    """Return whether this is a torch tensor in an accelerator's memory."""
     return is_tensor(buffer) and buffer.device.type not in ("cpu", "meta")
 
 

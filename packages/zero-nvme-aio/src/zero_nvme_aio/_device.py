@@ -45,7 +45,7 @@ class DeviceRequest(Request):
         return None
 
     def done(self) -> bool:
-        """Whether the request has ended, well or not."""
+        """Return whether the request has ended, well or not."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> int:

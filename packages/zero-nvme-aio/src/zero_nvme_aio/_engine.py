@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._native.closed()
 
     def open(

@@ -29,12 +29,12 @@ class File:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._native is None
 
     @property
     def direct(self) -> bool:
-        """Whether whole pages go past the page cache."""
+        """Return whether whole pages go past the page cache."""
         return self.native.direct
 
     @property

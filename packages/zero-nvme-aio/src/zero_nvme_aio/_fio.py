@@ -15,7 +15,7 @@ ENGINES = {"libaio": [], "io_uring": ["--fixedbufs=1", "--registerfiles=1"]}
 
 
 def available() -> bool:
-    """Whether fio is installed."""
+    """Return whether fio is installed."""
     return shutil.which("fio") is not None
 
 

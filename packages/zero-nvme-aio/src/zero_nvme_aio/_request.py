@@ -47,7 +47,7 @@ class Request:
         return None if value is None else format_checksum(value)
 
     def done(self) -> bool:
-        """Whether the request has ended, well or not; never blocks."""
+        """Return whether the request has ended, well or not; never blocks."""
         return self._native.done()
 
     def wait(self, timeout: float | None = None) -> int:

@@ -50,7 +50,7 @@ class GdsRequest:
         self.nbytes = nbytes
 
     def done(self) -> bool:
-        """Whether the request has ended, well or not; never blocks."""
+        """Return whether the request has ended, well or not; never blocks."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -114,7 +114,7 @@ class GdsFile:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._handle is None
 
     @property
@@ -159,12 +159,12 @@ class GdsEngine:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers really go by GPUDirect; otherwise kvikio uses POSIX I/O."""
+        """Return whether transfers really go by GPUDirect; otherwise kvikio uses POSIX I/O."""
         return not bool(importlib.import_module("kvikio.defaults").is_compat_mode_preferred())
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._closed
 
     def open(self, path: str | os.PathLike[str], mode: str = "r") -> GdsFile:

@@ -78,7 +78,7 @@ def _unsealed(paths: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _locked(path: str) -> Iterator[bool]:
-    """Whether nobody has the store open; it cannot be opened inside."""
+    """Return whether nobody has the store open; it cannot be opened inside."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,7 +12,7 @@ class Request(Protocol):
     """A transfer under way."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Block until it has ended; return the bytes moved or raise its error."""

@@ -117,7 +117,7 @@ class Ring:
             self._hint(slot)
 
     def is_here(self, pack: Pack) -> bool:
-        """Whether `acquire` would return at once."""
+        """Return whether `acquire` would return at once."""
         slot = self._find(pack)
         return slot is not None and slot.settled()
 
@@ -290,7 +290,7 @@ class Ring:
         slot.used, slot.hinted = 0, self._clock
 
     def _is_awaited(self, slot: _Slot) -> bool:
-        """Whether a buffer was prefetched and will be used; what nobody asked for in a long time will not."""
+        """Return whether a buffer was prefetched and will be used; what nobody asked for in a long time will not."""
         return slot.used == 0 and self._clock - slot.hinted <= _PATIENCE * len(self._slots)
 
     def _touch(self, slot: _Slot) -> None:

@@ -42,11 +42,11 @@ class Record:
 
     @property
     def is_new(self) -> bool:
-        """Whether no earlier run has done anything for this output."""
+        """Return whether no earlier run has done anything for this output."""
         return not self._files
 
     def is_complete(self, file: str) -> bool:
-        """Whether an earlier run finished that file."""
+        """Return whether an earlier run finished that file."""
         return file in self._files and self._files[file] is None
 
     def done(self, file: str) -> dict[str, int]:

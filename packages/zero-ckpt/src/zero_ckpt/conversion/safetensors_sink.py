@@ -102,7 +102,7 @@ def _layout(tensors: list[ModelTensor], notes: dict[str, str]) -> tuple[list[Mod
 
 
 def _is_complete(path: Path, tensors: list[ModelTensor], notes: dict[str, str]) -> bool:
-    """Whether an earlier run of this conversion made the shard."""
+    """Return whether an earlier run of this conversion made the shard."""
     if _SOURCE not in notes or not path.is_file():
         return False
     try:

@@ -76,7 +76,7 @@ class NodeMemory:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the first of its node."""
+        """Return whether this rank is the first of its node."""
         return self._nodes.index(self.node) == self._coordinator.rank
 
     def save(self, intervals: Iterable[Interval], *, step: int, **options: Any) -> None:
@@ -93,7 +93,7 @@ class NodeMemory:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a save failed whose error was not raised yet."""
+        """Return whether a save failed whose error was not raised yet."""
         return self._saver.has_failed
 
     def wait(self) -> None:

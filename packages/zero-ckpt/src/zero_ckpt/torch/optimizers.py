@@ -81,7 +81,7 @@ class OptimizerLoader:
 
     @property
     def has_groups(self) -> bool:
-        """Whether the checkpoint holds hyperparameters for this optimizer."""
+        """Return whether the checkpoint holds hyperparameters for this optimizer."""
         return self._described is not None or isinstance(self._plain_groups, list)
 
     def kinds_of(self, name: str, by_name: dict[str, list[str]]) -> Iterable[str]:
@@ -117,7 +117,7 @@ class OptimizerLoader:
         return unknown
 
     def _knows(self, name: str, by_name: dict[str, list[str]]) -> bool:
-        """Whether a parameter without state tensors was the saved optimizer's: then it had no gradient yet."""
+        """Return whether a parameter without state tensors was the saved optimizer's: then it had no gradient yet."""
         if self._described is not None:
             return name in self._described["state"]
         return bool(by_name) and any((name, kind) in self._checkpoint.tensors for kind in MODEL_KINDS)

@@ -28,7 +28,7 @@ def digest_of(data: Any) -> str:
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two tensors of one shape, dtype and device have the same bytes."""
+    """Return whether two tensors of one shape, dtype and device have the same bytes."""
     return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 

@@ -25,5 +25,5 @@ def master_fragments(unit: Unit, ranks: range) -> Iterator[tuple[Fragment, torch
 
 
 def has_own_master(unit: Unit) -> bool:
-    """Whether masters are more than the weights themselves."""
+    """Return whether masters are more than the weights themselves."""
     return unit.master is not None and unit.master.dtype != unit.plan.dtype

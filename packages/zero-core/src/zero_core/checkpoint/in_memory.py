@@ -53,7 +53,7 @@ class InMemory:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a copy met something that was not raised yet."""
+        """Return whether a copy met something that was not raised yet."""
         return self._memory is not None and self._memory.has_failed
 
     def copied(self) -> None:

@@ -79,11 +79,11 @@ class Chooser:
 
     @property
     def saving(self) -> bool:
-        """Whether a save is not complete."""
+        """Return whether a save is not complete."""
         return self._save is not None
 
     def is_due(self) -> bool:
-        """Whether a save should follow the step that is about to be taken."""
+        """Return whether a save should follow the step that is about to be taken."""
         if self._save is not None:
             return False
         after = self._since + 1

@@ -43,5 +43,5 @@ class Notices:
 
     @property
     def due(self) -> bool:
-        """Whether the leading rank finds a save due."""
+        """Return whether the leading rank finds a save due."""
         return bool(self._heard & _DUE)

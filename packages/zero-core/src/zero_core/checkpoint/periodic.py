@@ -33,7 +33,7 @@ class Periodic(Protocol):
         ...
 
     def is_due(self) -> bool:
-        """Whether the leading rank is to tell all that a save follows the step that begins."""
+        """Return whether the leading rank is to tell all that a save follows the step that begins."""
         ...
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:

@@ -69,7 +69,7 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is under way behind training."""
+        """Return whether a save is under way behind training."""
         return self._behind is not None and self._behind.is_busy
 
     def take_waited(self) -> float:
@@ -110,7 +110,7 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a save behind met something that was not raised yet."""
+        """Return whether a save behind met something that was not raised yet."""
         return self._behind is not None and self._behind.has_failed
 
     def wait(self) -> None:
@@ -206,7 +206,7 @@ def coordinator_of(state: TrainingState) -> Coordinator:
 
 
 def _leads(group: Coordinator, node: str) -> bool:
-    """Whether this rank is the first of its node."""
+    """Return whether this rank is the first of its node."""
     nodes: list[str] = group.all_gather_object(node)
     return nodes.index(node) == group.rank
 

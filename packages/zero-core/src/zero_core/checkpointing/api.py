@@ -48,7 +48,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether `configure` has been called in this context."""
+    """Return whether `configure` has been called in this context."""
     return _CONFIGURED.get() is not None
 
 

@@ -257,7 +257,7 @@ class Speaking:
 
 
 def prints_progress(config: Config) -> bool:
-    """Whether lines of progress are asked for."""
+    """Return whether lines of progress are asked for."""
     return config.steps_per_print is not None and 0 < config.steps_per_print < math.inf
 
 

@@ -44,7 +44,7 @@ class Step:
 
     @property
     def taken(self) -> bool:
-        """Whether the weights were updated."""
+        """Return whether the weights were updated."""
         return bool(self._checkpoint.client_state["taken"])
 
     @property

@@ -45,7 +45,7 @@ class StoreFolders:
         os.close(descriptor)
 
     def shares_blocks(self, stripe: int) -> bool:
-        """Whether the files of a stripe can share blocks."""
+        """Return whether the files of a stripe can share blocks."""
         if stripe not in self._sharing:
             self._sharing[stripe] = shares_blocks(self.paths[stripe])
         return self._sharing[stripe]

@@ -22,7 +22,7 @@ def block_bytes(folder: str) -> int:
 
 
 def shares_blocks(folder: str) -> bool:
-    """Whether files in ``folder`` can share blocks, found by trying it with two files that have no name.
+    """Return whether files in ``folder`` can share blocks, found by trying it with two files that have no name.
 
     The typed error of a transfer when it cannot be tried, as on a full disk.
     """

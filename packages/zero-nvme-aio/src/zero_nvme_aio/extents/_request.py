@@ -25,7 +25,7 @@ class StoreRequest:
         self.nbytes = nbytes
 
     def done(self) -> bool:
-        """Whether all of it has ended, well or not."""
+        """Return whether all of it has ended, well or not."""
         return all(request.done() for request in self._requests)
 
     def wait(self, timeout: float | None = None) -> int:

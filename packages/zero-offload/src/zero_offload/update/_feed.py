@@ -93,7 +93,7 @@ class Feed:
 
     @staticmethod
     def is_away(tensor: torch.Tensor) -> bool:
-        """Whether a tensor is not in host memory."""
+        """Return whether a tensor is not in host memory."""
         return tensor.device.type != "cpu"
 
     def begin(self, order: Sequence[int], *, absent: Collection[str], rewritten: Collection[str]) -> None:

@@ -35,7 +35,7 @@ class Gradients(Protocol):
     """What the step reads: `prefetch` a slice (optional), `acquire` it, use it, `release` it."""
 
     def has(self, shard: str) -> bool:
-        """Whether the shard has a gradient."""
+        """Return whether the shard has a gradient."""
 
     def prefetch(self, index: int) -> None:
         """A slice will be acquired soon."""

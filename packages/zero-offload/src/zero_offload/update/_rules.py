@@ -168,7 +168,7 @@ _BY_CLASS: Sequence[tuple[type, Rule]] = (
 
 
 def has_rule(optimizer: str | type) -> bool:
-    """Whether there is a kernel for a name ("AdamW", any case) or a class.
+    """Return whether there is a kernel for a name ("AdamW", any case) or a class.
 
     A class that only builds another one differently names that one in its attribute ``same_arithmetic_as``.
     """

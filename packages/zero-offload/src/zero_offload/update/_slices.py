@@ -79,11 +79,11 @@ class Fragment:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all that is kept is on the tier, and stands for the weights that forward reads."""
+        """Return whether all that is kept is on the tier, and stands for the weights that forward reads."""
         return self.has_moments and (self.has_master or not self.keeps_master) and not self.weights_changed
 
     def keeps(self, kind: Kind) -> bool:
-        """Whether there is something of a kind that counts; a master does not once the weights were changed."""
+        """Return whether there is something of a kind that counts; a master does not once the weights were changed."""
         if kind.moment is None:
             return self.has_master and not self.weights_changed
         return self.has_moments

@@ -92,7 +92,7 @@ class OffloadedUpdate:
 
     @staticmethod
     def supports(optimizer: str | type) -> bool:
-        """Whether there is a kernel for an optimizer, by name or class."""
+        """Return whether there is a kernel for an optimizer, by name or class."""
         return has_rule(optimizer)
 
     def _make_fragments(self, shard: ShardPlan, placement: Placement) -> list[Fragment]:
@@ -129,7 +129,7 @@ class OffloadedUpdate:
         self._collected().add(shard, gradient)
 
     def has_gradient(self, shard: str) -> bool:
-        """Whether there is a gradient for the next step."""
+        """Return whether there is a gradient for the next step."""
         return self._parts.gradients.has(shard)
 
     def gradient(self, shard: str, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:

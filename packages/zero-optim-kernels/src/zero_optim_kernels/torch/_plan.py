@@ -62,7 +62,7 @@ class Cohort:
         return [local(p) for p in self.params] if self.sharded else self.params
 
     def still_true(self) -> bool:
-        """Whether parameters and state are still where they were."""
+        """Return whether parameters and state are still where they were."""
         if addresses(self.locals()) != self.param_pointers:
             return False
         return all(all(map(is_, map(itemgetter(name), self.states), tensors)) for name, tensors in self.tensors.items())

@@ -74,7 +74,7 @@ def _unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
 
 
 def _present(record: RankRecord) -> str:
-    """What a rank was in when it last wrote, in one line; empty where it ended."""
+    """Return the call a rank was in when it last wrote, in one line; empty where it ended."""
     block = record.open_block()
     if record.closed or block is None or not block.under_way:
         return ""

@@ -70,7 +70,7 @@ class RankRecord:
 
     @property
     def closed(self) -> bool:
-        """Whether the rank ended its record."""
+        """Return whether the rank ended its record."""
         return any(note["note"] == "closed" for note in self.notes)
 
     @property
@@ -88,11 +88,11 @@ class RankRecord:
         return self.block(max(self._bodies)) if self._bodies else None
 
     def looked_at_memory(self, step: int) -> bool:
-        """Whether the rank looked at its memory in a step."""
+        """Return whether the rank looked at its memory in a step."""
         return b'"memory":[[' in self._bodies.get(step, b"")
 
     def is_open(self, step: int) -> bool:
-        """Whether a step was not over."""
+        """Return whether a step was not over."""
         return b'"open":true' in self._bodies.get(step, b"")[-64:]
 
     def open_block(self) -> Block | None:

@@ -41,7 +41,7 @@ class OneBitOptimizer(Optimizer, ABC):
 
     @property
     def wants_own_gradients(self) -> bool:
-        """Whether the next step takes this rank's own gradients."""
+        """Return whether the next step takes this rank's own gradients."""
         return self._on_own(self.steps + 1)
 
     def connect(self, group: Group) -> None:
@@ -53,7 +53,7 @@ class OneBitOptimizer(Optimizer, ABC):
         return False
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """What only this rank knows and the next step needs: 1-D float32 tensors by name, none before the first
+        """State that only this rank has and the next step needs: 1-D float32 tensors by name, none before the first
         compressed step."""
         return {} if self._feedback is None else {name: getattr(self._feedback, name) for name in _ERRORS}
 
@@ -86,7 +86,7 @@ class OneBitOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _on_own(self, number: int) -> bool:
-        """Whether step ``number`` (from 1) takes this rank's own gradients."""
+        """Return whether step ``number`` (from 1) takes this rank's own gradients."""
 
     @abstractmethod
     def _update(self, number: int, own: bool) -> None:
