@@ -1,7 +1,8 @@
 """Run as a script: for each line `ROOT STORE NOTES HOW NBYTES` fork a process that saves, and print its id.
 
 The process saves step 1, stops itself, saves step 2, stops itself, and saves step 3. How each save ended is written to
-the file NOTES through memory, since system calls may be made to fail between the stops.
+the file NOTES through memory, since system calls may be made to fail between the stops. The last byte of NOTES is the
+step that may be saved: a debugger that lets go of a process can lose its stop, which must not let it go on.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Saves:
         for step in (1, 2, 3):
             intervals = self.intervals(step)
             if step > 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                self.stop_until_allowed(step)
             try:
                 options = {"step": step, "client_state": {"step": step}}
                 if behind is None:
@@ -52,10 +53,14 @@ class Saves:
             except BaseException as error:
                 outcome = f"{type(error).__name__}: {error}"
             self.note(step, outcome)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        self.stop_until_allowed(4)
+
+    def stop_until_allowed(self, step: int) -> None:
+        while self.notes[-1] < step:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def note(self, step: int, outcome: str) -> None:
-        text = f"{step} {outcome}".encode()[: len(self.notes) - 1]
+        text = f"{step} {outcome}".encode()[: len(self.notes) - 2]
         self.notes[: len(text) + 1] = text + b"\0"
 
 
