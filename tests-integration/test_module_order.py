@@ -24,9 +24,9 @@ def trained(stages: tuple[int, ...]) -> tuple[dict[int, dict[str, torch.Tensor]]
         torch.manual_seed(0)
         engine: Any = training.start(Run(), stage, zoo.Experts().double(), unit_min_numel=300)
         counted: list[int] = []
-        runtime = engine.partition.runtime
-        reduce_late = runtime.reduce_late
-        runtime.reduce_late = lambda units, counted=counted, then=reduce_late: (counted.append(len(units)), then(units))
+        held = engine.partition.runtime.held_gradients
+        reduce_late = held.reduce_late
+        held.reduce_late = lambda units, counted=counted, then=reduce_late: (counted.append(len(units)), then(units))
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(100 * step + rank)
             x = torch.randn(4, zoo.WIDTH, generator=generator, dtype=torch.float64)

@@ -65,8 +65,9 @@ def on_ranks(plan: list[list[list[int]]], prefetch: int, copies: int = 1) -> dic
     optimizer = ShardedOptimizer(inner, parts)
     started: list[int] = []
     late: list[int] = []
-    reduce_late = parts.runtime.reduce_late
-    parts.runtime.reduce_late = lambda units: (late.append(len(units)), reduce_late(units))  # type: ignore[assignment]
+    held = parts.runtime.held_gradients
+    reduce_late = held.reduce_late
+    held.reduce_late = lambda units: (late.append(len(units)), reduce_late(units))  # type: ignore[assignment]
     for step, by_rank in enumerate(plan):
         model(rows(step, dist.get_rank()), by_rank[dist.get_rank()]).backward()
         started.append(parts.runtime.reducer.started)

@@ -21,10 +21,7 @@ class Accumulation:
         self._state = state
         self._boundary: bool | None = None
         self._synchronises = True
-        runtime = state.partition.runtime
-        runtime.reduces_now = self.reduces_now
-        runtime.allows_plain_backward = self.refuse_plain_backward
-        runtime.user_gradients.refuses = self.refuse_written_gradients
+        state.partition.runtime.loop.follow(self)
 
     def is_boundary(self) -> bool:
         """Return whether the current micro-batch ends an accumulation."""

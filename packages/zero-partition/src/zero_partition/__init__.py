@@ -1,6 +1,6 @@
-"""Decide which rank owns which bytes, and have them in one piece when a module computes.
+"""Decide which rank owns which bytes, and unshard them when a module computes.
 
-Read `layout.py` first, then `unit.py`, `gatherer.py`, `reducer.py` and `runtime.py`.
+Read `layout.py` first, then `unit.py`, `gatherer.py`, `reducer.py` and `passes.py`.
 """
 
 from __future__ import annotations

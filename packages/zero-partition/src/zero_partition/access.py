@@ -1,4 +1,4 @@
-"""Whole parameters, gradients and optimizer states for the user, outside a pass. All calls are collective."""
+"""Full parameters, gradients and optimizer states for the user, outside a pass. All calls are collective."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gathered(
     *,
     read_only: bool = False,
 ) -> Iterator[None]:
-    """Have ``parameters`` whole inside the block; a single parameter or an iterable (what is not of this model is
+    """Have ``parameters`` gathered inside the block; a single parameter or an iterable (what is not of this model is
     ignored).
 
     With ``modifier_rank`` the values that this rank leaves in ``p.data`` (or copies into it) become every rank's at
@@ -37,7 +37,7 @@ def gathered(
     """
     runtime = partition.runtime
     runtime.check_alive()
-    if runtime.gatherer.active:
+    if runtime.gathers.active:
         raise PartitionError(
             "gathered(...) was opened inside a forward or backward pass; open it before or after the pass"
         )
@@ -53,7 +53,7 @@ def gathered(
         unit.wait_gather()
     held = [u for u in units if u.releasable]
     for unit in held:
-        runtime.gatherer.pin(unit)
+        unit.pin()
     runtime.released_use.gathered(held)
     for unit in units if watched else ():
         unit.edits.record(unit.views)
@@ -70,24 +70,24 @@ def gathered(
         raise
     finally:
         for unit in held:
-            runtime.gatherer.unpin(unit)
+            unit.unpin()
 
 
 @contextmanager
 def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank: int | None = None) -> Iterator[None]:
     """`gathered` for parameters of any engine, and of models built inside `Init` that no engine owns yet.
 
-    ``parameters``: one or an iterable; None, plain tensors and whole parameters in it are left as they are. Collective.
+    ``parameters``: one or an iterable; None, plain tensors and full parameters in it are left as they are. Collective.
     """
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     found = {r.number: r for p in given if (r := cut_record(p)) is not None}
     built = [found[number] for number in sorted(found)]  # every rank gathers in the same order
-    cut = [record for record in built if not record.whole]
+    released = [record for record in built if not record.whole]
     owners = {id(owner): owner for p in given if (owner := owner_of(p)) is not None}
     with ExitStack() as stack:
         for owner in owners.values():
             stack.enter_context(gathered(owner, given, modifier_rank))
-        for record in cut:
+        for record in released:
             record.gather()
             record.pinned = True
         try:
@@ -95,33 +95,33 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
             if modifier_rank is not None:
                 for record in built:
                     record.take_from(modifier_rank)
-                for record in cut:
+                for record in released:
                     record.cut()
         finally:
-            for record in cut:
+            for record in released:
                 record.pinned = False
                 record.forget_changes()
 
 
 def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tensor:
-    """A copy of the parameter's weights as the optimizer sees them (the master's dtype), whole, on every rank."""
+    """A copy of the parameter's weights as the optimizer sees them (the master's dtype), unsharded, on every rank."""
     unit, index = _find(partition, parameter)
     partition.runtime.agree("full parameter", unit.names[index], None)
     partition.settle()
     partition.runtime.edits.settle_masters([unit])
     if unit.master is not None:
-        return _whole(partition, unit, index, unit.master)
-    whole = _whole(partition, unit, index, partition.residency.acquire(unit.name))
+        return _gather_full(partition, unit, index, unit.master)
+    full = _gather_full(partition, unit, index, partition.residency.acquire(unit.name))
     partition.residency.release(unit.name, dirty=False)
     if unit.states is not None and unit.plan.dtype.itemsize < 4:
-        return _whole_on_tier(partition, unit, unit.states, index, "master", whole)
-    return whole
+        return _gather_full_from_tier(partition, unit, unit.states, index, "master", full)
+    return full
 
 
 def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor | None:
-    """A copy of the parameter's averaged gradient, whole, on every rank; None when no rank has one."""
+    """A copy of the parameter's averaged gradient, unsharded, on every rank; None when no rank has one."""
     unit, index = _find(partition, parameter)
-    partition.runtime.flush()
+    partition.runtime.held_gradients.flush()
     gradients = partition.runtime.gradients.get(unit.index)
     touched = partition.runtime.agree(
         "full gradient", unit.names[index], gradients is not None and gradients.touched[index]
@@ -129,11 +129,11 @@ def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor
     if gradients is None or not gradients.is_reduced or not any(touched):
         return None
     with gradients.averaged() as averaged:
-        return _whole(partition, unit, index, averaged.to(partition.device))
+        return _gather_full(partition, unit, index, averaged.to(partition.device))
 
 
 def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
-    """A copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter, whole, on
+    """A copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter, unsharded, on
     every rank.
 
     Zeros where a fragment has no state yet. Raises `PartitionError` for a parameter that is not trained.
@@ -145,15 +145,15 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
         partition.runtime.agree("full state", f"{unit.names[index]}.{key}", None)
         partition.settle()
         zeros = torch.zeros(unit.layout.entries[index].shape, device=partition.device)
-        return _whole_on_tier(partition, unit, unit.states, index, key, zeros)
+        return _gather_full_from_tier(partition, unit, unit.states, index, key, zeros)
     held = [o for o in optimizer.fragments if o.unit is unit and o.number == index]
     pieces = [(o, state) for o in held if (state := _state_of(optimizer, o, key)) is not None]
     entry = unit.layout.entries[index]
-    whole = any(o.fragment.length == entry.numel for o, _ in pieces)
-    answers = partition.runtime.agree("full state", f"{entry.name}.{key}", whole)
+    has_full = any(o.fragment.length == entry.numel for o, _ in pieces)
+    answers = partition.runtime.agree("full state", f"{entry.name}.{key}", has_full)
     if any(answers):
         full = torch.empty(entry.numel, dtype=partition.options.policy.update_dtype, device=partition.device)
-        if whole:
+        if has_full:
             full.copy_(pieces[0][1].flatten())
         tag = Tag("broadcast", entry.name, partition.runtime.step)
         partition.groups.broadcast(full, answers.index(True), tag)
@@ -161,7 +161,7 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
     values = torch.zeros_like(unit.master if unit.master is not None else unit.flat)
     for owned, state in pieces:
         values[owned.reduced_start : owned.reduced_start + owned.fragment.length].copy_(state)
-    return _whole(partition, unit, index, values)
+    return _gather_full(partition, unit, index, values)
 
 
 def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
         if unit.master is not None:
             _write(partition, unit, index, unit.master, flat)
         elif unit.states is not None:
-            _write_on_tier(partition, unit, unit.states, index, "master", flat)
+            _write_to_tier(partition, unit, unit.states, index, "master", flat)
         _write(partition, unit, index, unit.load_shard(), flat)
         unit.shard_loaded()
         if not unit.releasable:
@@ -187,7 +187,7 @@ def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torc
     Raises `PartitionError` when its unit has had no gradient since the last step.
     """
     unit, index = _find(partition, parameter)
-    partition.runtime.flush()
+    partition.runtime.held_gradients.flush()
     gradients = partition.runtime.gradients.get(unit.index)
     if gradients is None or not gradients.is_reduced:
         raise PartitionError(f"parameter '{unit.names[index]}' has no gradient to replace; run backward first")
@@ -213,7 +213,7 @@ def set_full_state(
         here = any(f.entry.name == name for f in unit.layout.fragments(partition.rank))
         if not all(partition.runtime.agree("set full state", key, not here or key in unit.states.kinds(name))):
             raise PartitionError(f"parameter '{name}' has no optimizer state '{key}'")
-        _write_on_tier(partition, unit, unit.states, index, key, flat)
+        _write_to_tier(partition, unit, unit.states, index, key, flat)
         return
     for owned in optimizer.fragments:
         if owned.unit is unit and owned.number == index:
@@ -226,10 +226,10 @@ def set_full_state(
             state.view(-1).copy_(flat[start : start + owned.fragment.length])
 
 
-def _whole_on_tier(
+def _gather_full_from_tier(
     partition: Partition, unit: Unit, states: StateTier, index: int, kind: str, default: torch.Tensor
 ) -> torch.Tensor:
-    """A whole parameter's ``kind`` (master or state) from the ranks' tiers; ``default`` (whole) where none is kept."""
+    """A full parameter's ``kind`` (master or state) from the ranks' tiers; ``default`` (full) where none is kept."""
     entry = unit.layout.entries[index]
     wide = torch.promote_types(unit.plan.dtype, torch.float32)
     values = torch.zeros(unit.layout.shard_numel, dtype=wide, device=partition.device)
@@ -239,13 +239,13 @@ def _whole_on_tier(
             for _, kept in states.states([entry.name]):
                 if kind in kept:
                     values[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(kept[kind])
-    return _whole(partition, unit, index, values)
+    return _gather_full(partition, unit, index, values)
 
 
-def _write_on_tier(
+def _write_to_tier(
     partition: Partition, unit: Unit, states: StateTier, index: int, kind: str, flat: torch.Tensor
 ) -> None:
-    """Put a whole parameter's ``kind`` where this rank's tier keeps its part."""
+    """Put a full parameter's ``kind`` where this rank's tier keeps its part."""
     entry = unit.layout.entries[index]
     for fragment in unit.layout.fragments(partition.rank):
         if fragment.entry is entry and kind in states.kinds(entry.name):
@@ -272,7 +272,7 @@ def _agreed_value(partition: Partition, unit: Unit, index: int, what: str, value
 
 
 def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, flat: torch.Tensor) -> None:
-    """Put a whole parameter's values where ``target`` (the full flat buffer or this rank's shard) holds them."""
+    """Put a full parameter's values where ``target`` (the full flat buffer or this rank's shard) holds them."""
     entry = unit.layout.entries[index]
     if target.numel() == unit.layout.numel:
         target[entry.offset : entry.end].copy_(flat)
@@ -328,7 +328,7 @@ def _take_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
     unit.edits.forget()
 
 
-def _whole(partition: Partition, unit: Unit, index: int, source: torch.Tensor) -> torch.Tensor:
+def _gather_full(partition: Partition, unit: Unit, index: int, source: torch.Tensor) -> torch.Tensor:
     entry = unit.layout.entries[index]
     full = source
     if source.numel() != unit.layout.numel:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .hooks import ModuleHooks, ModuleWatch, PassListener
+from .hooks import ModuleHooks, ModuleWatch
 from .unit import Unit
 
 
@@ -26,9 +26,7 @@ class CompiledRegions:
         names: of the compiled modules.
     """
 
-    def __init__(
-        self, model: nn.Module, units: list[Unit], hooks: ModuleHooks, listener: PassListener, **options: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, units: list[Unit], hooks: ModuleHooks, **options: Any) -> None:
         regions = list(_regions("", model, units))
         self.names = [name for name, _, _ in regions]
         self._modules = [module for _, module, _ in regions]
@@ -42,7 +40,7 @@ class CompiledRegions:
             for watch in inside:
                 watch.on_enter.in_graph = watch.on_leave.in_graph = True
             self._watches += inside
-            outer = ModuleWatch(name, used, listener, outermost=module is model)
+            outer = hooks.new_watch(name, used, outermost=module is model)
             compiled = torch.compile(module._call_impl, **options)
             module._compiled_call_impl = _Region(module, outer, inside, compiled)
 

@@ -1,9 +1,9 @@
-"""How to cut a model, decided before anything is cut: options, units, layouts and dtypes."""
+"""How to shard a model, decided before anything is sharded: options, units, layouts and dtypes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,13 +16,14 @@ from zero_precision import PrecisionPolicy, kept_in_fp32
 from .errors import PartitionError
 from .external import leaf_marker
 from .layout import UnitLayout
+from .messages import ModelFacts, TensorFacts
 from .scripted import report_by_enclosing_modules
 from .units import UnitLimits, UnitPlan, plan_units
 
 
 @dataclass(frozen=True)
 class PartitionOptions:
-    """How to cut and when to move; sizes in elements.
+    """How to shard and when to move; sizes in elements.
 
     ``stage``: optimizer state is sharded when >= 1, gradients when >= 2, parameters when >= 3. At stages 0 and 1 the
     backward passes of one step add up locally before they are reduced; with ``reduce_each_micro_batch`` they are
@@ -88,7 +89,7 @@ def plan_cut(
 
 
 def unit_layout(plan: UnitPlan, world_size: int, options: PartitionOptions) -> UnitLayout:
-    """Where the parameters of a unit lie in its flat buffer, cut over ``world_size`` ranks."""
+    """Where the parameters of a unit lie in its flat buffer, sharded over ``world_size`` ranks."""
     total = sum(math.prod(p.shape) for p in plan.parameters.values())
     blocks = options.entry_alignment
     wished = math.lcm(options.alignment, blocks)
@@ -107,18 +108,20 @@ def update_dtype(plan: UnitPlan, policy: PrecisionPolicy) -> torch.dtype:
 def agree_on_model(model: nn.Module, plans: list[UnitPlan], control: Control) -> None:
     """Refuse, by the first name, to train different models together, and models without values. Collective."""
     mine = [
-        [name, list(p.shape), str(p.dtype), plan.trainable] for plan in plans for name, p in plan.parameters.items()
+        TensorFacts(name, list(p.shape), str(p.dtype), plan.trainable)
+        for plan in plans
+        for name, p in plan.parameters.items()
     ]
-    mine += [[name, list(b.shape), str(b.dtype), False] for name, b in model.named_buffers()]
+    mine += [TensorFacts(name, list(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
     meta = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
-    answers = control.agree(Message("partition", "the model", 0, [mine, meta]))
-    _refuse_meta([name for _, name in answers])
-    theirs = [rows for rows, _ in answers]
-    for rank, rows in enumerate(theirs):
-        if rows != theirs[0]:
+    answers = control.agree(Message("partition", "the model", 0, ModelFacts(mine, meta).encode()))
+    models = [ModelFacts.decode(answer) for answer in answers]
+    _refuse_meta([one.on_meta for one in models])
+    for rank, one in enumerate(models):
+        if one.tensors != models[0].tensors:
+            difference = _first_difference(models[0].tensors, one.tensors)
             raise PartitionError(
-                f"rank 0 and rank {rank} have different models: {_first_difference(theirs[0], rows)}. "
-                "Build the same model on every rank."
+                f"rank 0 and rank {rank} have different models: {difference}. Build the same model on every rank."
             )
 
 
@@ -134,13 +137,8 @@ def _refuse_meta(names: list[str | None]) -> None:
             )
 
 
-def _first_difference(expected: list[list[object]], got: list[list[object]]) -> str:
+def _first_difference(expected: Sequence[TensorFacts], got: Sequence[TensorFacts]) -> str:
     for ours, theirs in zip(expected, got, strict=False):
         if ours != theirs:
-            return f"one has {_row(ours)} where the other has {_row(theirs)}"
+            return f"one has {ours} where the other has {theirs}"
     return f"one has {len(expected)} parameters and buffers, the other {len(got)}"
-
-
-def _row(row: list[object]) -> str:
-    name, shape, dtype, trained = row
-    return f"'{name}' of shape {shape}, {dtype}, {'trained' if trained else 'not trained'}"

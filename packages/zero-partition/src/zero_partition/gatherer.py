@@ -1,54 +1,37 @@
-"""Which units are present, when they come, and when they go."""
+"""Gathering units: in which order, when each one comes, and when it goes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, cast
 
+from .messages import StepNumber
+from .residency import Residency
 from .schedule import GatherSchedule, merge_orders
 from .unit import Unit, UnitState
 
 _SOON = 8  # units whose shards a slow tier is asked for before they are gathered
 
 
-class Gatherer:
-    """Brings releasable units in the agreed order of the running pass.
+class OrderedGathers:
+    """The gathers of one engine, issued in the order that the ranks have agreed for each pass.
 
-    ``prefetch_numel`` bounds the elements in flight ahead of use, ``max_live_numel`` those gathered; the unit that is
-    needed now is gathered whatever the bounds. ``request`` gathers a unit out of order with all ranks (see
-    passes.py).
-
-    Attributes:
-        before_wait: called before this rank waits for the gather of a unit.
-        before_request: called before this rank waits for the others to take part in a request.
-        soon: called with the units whose shards will be gathered after those in flight, in order.
+    Issuing a gather never waits for another rank. ``step`` is the number that each gather carries.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        request: Callable[[int], None],
-        *,
-        prefetch_numel: int,
-        max_live_numel: int,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], step: StepNumber) -> None:
         self._units = units
-        self._request = request
-        self._prefetch_numel = prefetch_numel
-        self._max_live_numel = max_live_numel
+        self._step = step
         self._releasable = [u.index for u in units if u.releasable]
         self._schedules: dict[str, GatherSchedule] = {}
         self._learned: set[str] = set()
-        self._held: dict[str, set[int]] = {}
         self._key = ""
         self._schedule: GatherSchedule | None = None
         self._used: dict[int, None] = {}
         self._fresh: set[int] = set()
-        self._pinned: dict[int, int] = {}
-        self._news: dict[str, list[int]] = {}
-        self.before_wait: Callable[[Unit], None] = lambda unit: None
-        self.before_request: Callable[[], None] = lambda: None
-        self.soon: Callable[[Sequence[Unit]], None] = lambda units: None
-        self.step = 0
+        self._observed: dict[str, list[int]] = {}
+        self._outside: list[Unit] = []
+        self._by_address: dict[int, Unit] = {}
 
     @property
     def active(self) -> bool:
@@ -56,206 +39,283 @@ class Gatherer:
         return self._schedule is not None
 
     @property
-    def order(self) -> Sequence[int]:
-        """The running pass's order, else the last one's."""
-        return self._schedules[self._key].order if self._key in self._schedules else ()
+    def key(self) -> str:
+        """Name of the running pass, else of the last one."""
+        return self._key
 
     @property
-    def used(self) -> Sequence[int]:
-        """Units that this rank has needed in the running pass, in order of first use."""
-        return list(self._used)
+    def order(self) -> Sequence[int]:
+        """The running pass's order, else the last one's."""
+        schedule = self._schedule if self._schedule is not None else self._schedules.get(self._key)
+        return () if schedule is None else schedule.order
+
+    @property
+    def used(self) -> Collection[int]:
+        """Units that this rank has used in the running pass, in order of first use."""
+        return self._used.keys()
 
     @property
     def issued(self) -> int:
         """How many gathers of the running pass's order this rank has issued."""
         return 0 if self._schedule is None else self._schedule.issued
 
+    @property
+    def remaining(self) -> Sequence[int]:
+        """Units of the running pass's order that are not issued yet."""
+        return () if self._schedule is None else self._schedule.remaining()
+
     def position(self, unit: Unit) -> int:
         """Place of a unit in the running pass's order; -1 when it is not in it."""
         return self._schedule.position(unit.index) if self._schedule is not None else -1
 
-    def issue_until(self, count: int) -> None:
-        """Have issued at least the first ``count`` gathers of the running pass's order."""
-        while self._schedule is not None and self._schedule.issued < min(count, len(self._schedule.order)):
-            self._issue(self._schedule.order[self._schedule.issued])
+    def use(self, unit: Unit) -> None:
+        """Note that this rank uses ``unit`` in the running pass."""
+        if self._schedule is not None:
+            self._used[unit.index] = None
 
-    def take_news(self) -> dict[str, list[int]]:
-        """What this rank observed since the last agreement: pass name -> units in order of use."""
-        news, self._news = self._news, {}
-        return news
+    def is_present(self, unit: Unit) -> bool:
+        """Whether ``unit`` is gathered with the values of the running pass."""
+        return unit.index in self._fresh and unit.state is UnitState.GATHERED
 
-    def learn(self, news_by_rank: Sequence[dict[str, list[int]]]) -> None:
-        """Merge the ranks' observations (rank order) into the schedules; same result on every rank."""
-        for key in dict.fromkeys(k for news in news_by_rank for k in news):
-            base = [self._schedules[key].order] if key in self._learned else []
-            order = merge_orders([*base, *(news[key] for news in news_by_rank if key in news)])
-            self._schedules[key] = GatherSchedule(order)
-            self._learned.add(key)
+    def is_used(self, unit: Unit) -> bool:
+        """Whether this rank uses ``unit`` in the running pass, and it is present."""
+        return unit.index in self._used and self.is_present(unit)
+
+    def is_coming(self, unit: Unit) -> bool:
+        """Whether the gather of ``unit`` was issued in the running pass, and it has not been released since."""
+        return unit.index in self._fresh and unit.state is not UnitState.RELEASED
 
     def begin(self, key: str, *, like_reversed: str | None = None) -> None:
         """Start the pass ``key``. Until its order is learned, it is the order of ``like_reversed`` backwards, or
         module order."""
         if key not in self._schedules:
-            known = (
-                self._schedules[like_reversed].order
-                if like_reversed in self._learned and like_reversed is not None
-                else None
-            )
-            self._schedules[key] = GatherSchedule(known[::-1] if known is not None else self._releasable)
+            order = self._releasable
+            if like_reversed is not None and like_reversed in self._learned:
+                order = self._schedules[like_reversed].order[::-1]
+            self._schedules[key] = GatherSchedule(order)
         self._key = key
         self._schedule = self._schedules[key]
         self._schedule.restart()
-        self._announce(self._schedule.remaining())
         self._used = {}
         self._fresh.clear()
 
-    def pin(self, unit: Unit) -> None:
-        """Keep a gathered unit through passes until `unpin`; pins count."""
-        self._pinned[unit.index] = self._pinned.get(unit.index, 0) + 1
+    def issue_next(self) -> Unit:
+        """Issue the next gather of the running pass's order, and return its unit; only when some are `remaining`."""
+        schedule = cast(GatherSchedule, self._schedule)
+        unit = self._units[schedule.order[schedule.issued]]
+        schedule.advance(1)
+        self._issue(unit)
+        self._fresh.add(unit.index)
+        return unit
 
-    def pinned(self, unit: Unit) -> bool:
-        """Whether a unit stays gathered through passes."""
-        return unit.index in self._pinned
+    def issue_until(self, count: int) -> None:
+        """Have issued at least the first ``count`` gathers of the running pass's order."""
+        while self._schedule is not None and self._schedule.issued < min(count, len(self._schedule.order)):
+            self.issue_next()
 
-    def unpin(self, unit: Unit) -> None:
-        """Take one pin away; the last one releases the unit, whose values the user may still hold."""
-        self._pinned[unit.index] -= 1
-        if not self._pinned[unit.index]:
-            del self._pinned[unit.index]
-            unit.hand_over()
+    def issue_through(self, unit: Unit) -> bool:
+        """Have issued the gathers up to that of ``unit``; return False where the pass cannot give it any more."""
+        ahead = self._schedule.pending_until(unit.index) if self._schedule is not None else None
+        if ahead is None:
+            return False
+        self.issue_until(self.issued + len(ahead))
+        return True
 
-    def has(self, unit: Unit) -> bool:
-        """Whether this rank has needed ``unit`` in the running pass before and it is still whole."""
-        return unit.index in self._used and unit.index in self._fresh and unit.state is UnitState.GATHERED
+    def serve(self, index: int, mine: bool) -> None:
+        """Take part in gathering a requested unit, for this rank or only for others; all ranks at the same point."""
+        self.issue_until(len(self.order))  # the group's order is the same on all ranks
+        unit = self._units[index]
+        absent = unit.state is UnitState.RELEASED
+        self._issue(unit)
+        if mine:
+            self._fresh.add(index)
+        elif absent:
+            unit.release()
 
-    def need(self, unit: Unit) -> None:
-        """Make ``unit`` present; returns when its parameters are whole."""
+    def unit_of_storage(self, address: int) -> Unit | None:
+        """The gathered unit whose flat buffer lives at ``address``."""
+        unit = self._by_address.get(address)
+        return unit if unit is not None and unit.holds_storage(address) else None
+
+    def note_outside(self, unit: Unit) -> None:
+        """``unit`` was gathered outside passes, until `release_outside`."""
+        self._outside.append(unit)
+
+    def release_outside(self) -> None:
+        """Release what was gathered outside passes; graphs keep the memory that they saved."""
+        outside, self._outside = self._outside, []
+        for unit in outside:
+            if not unit.pinned:
+                unit.release()
+
+    def close(self, *, observed: bool) -> None:
+        """The running pass is over; ``observed``: this rank has seen which units it uses."""
+        order = set(self.order)
+        if observed and (self._key not in self._learned or not order.issuperset(self._used)):
+            self._observed[self._key] = list(self._used)
+        self._schedule = None
+
+    def abandon(self) -> None:
+        """The running pass has failed; nothing is learned of it."""
+        self._schedule = None
+        self._used = {}
+        self._fresh.clear()
+
+    def take_observed(self) -> dict[str, list[int]]:
+        """What this rank observed since this was asked last: pass -> units in order of first use."""
+        observed, self._observed = self._observed, {}
+        return observed
+
+    def learn(self, observed_by_rank: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Merge the ranks' observations (rank order) into the orders; same result on every rank."""
+        for key in dict.fromkeys(k for observed in observed_by_rank for k in observed):
+            base = [self._schedules[key].order] if key in self._learned else []
+            order = merge_orders([*base, *(observed[key] for observed in observed_by_rank if key in observed)])
+            self._schedules[key] = GatherSchedule(order)
+            self._learned.add(key)
+
+    def _issue(self, unit: Unit) -> None:
+        unit.issue_gather(self._step.value)
+        self._by_address[unit.flat.untyped_storage().data_ptr()] = unit
+
+
+class GatherWaits(Protocol):
+    """What a rank has to do before it waits for a gather."""
+
+    def before_gather(self, unit: Unit, /) -> None:
+        """This rank is about to wait for the gather of ``unit``."""
+
+    def before_request(self) -> None:
+        """This rank is about to wait until every rank takes part in a requested gather."""
+
+
+class Gatherer:
+    """Gathers releasable units when modules need them, some ahead of that, and releases them.
+
+    ``waits``: is told before this rank waits. ``request``: gathers a unit (by index) that the pass's order cannot give,
+    with all ranks (see agreement.py). ``residency``: is told which shards will be needed soon. ``prefetch_numel``
+    bounds the elements in flight ahead of use, ``max_live_numel`` those gathered; the unit that is needed now is
+    gathered whatever the bounds.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        gathers: OrderedGathers,
+        waits: GatherWaits,
+        request: Callable[[int], None],
+        residency: Residency,
+        *,
+        prefetch_numel: int,
+        max_live_numel: int,
+    ) -> None:
+        self._units = units
+        self._gathers = gathers
+        self._waits = waits
+        self._request = request
+        self._residency = residency
+        self._prefetch_numel = prefetch_numel
+        self._max_live_numel = max_live_numel
+        self._kept: dict[str, set[int]] = {}
+
+    def begin(self, key: str, *, like_reversed: str | None = None) -> None:
+        """Start the pass ``key`` (see `OrderedGathers.begin`)."""
+        self._gathers.begin(key, like_reversed=like_reversed)
+        self._announce(self._gathers.remaining)
+
+    def gather(self, unit: Unit) -> None:
+        """Return when the parameters of ``unit`` are full, and have the next units on their way."""
         if not unit.releasable:
             return
-        if self._schedule is not None:
-            self._used[unit.index] = None
-        if unit.index in self._fresh and unit.state is UnitState.GATHERED:
+        self._gathers.use(unit)
+        if self._gathers.is_present(unit):
             return
-        if unit.index not in self._fresh or unit.state is UnitState.RELEASED:
-            self._bring(unit)
+        if not self._gathers.is_coming(unit):
+            self._issue(unit)
         self._wait(unit)
         self._prefetch()
         self._evict(unit)
 
-    def leave(self, unit: Unit) -> None:
-        """The unit's modules have run in this pass; release it unless it is known to be used again."""
-        if unit.releasable and unit.index not in self._held.get(self._key, ()):
+    def release(self, unit: Unit) -> None:
+        """The unit's modules have run in this pass: release it unless it is known to be used again."""
+        if unit.releasable and unit.index not in self._kept.get(self._gathers.key, ()):
             self._release(unit)
 
-    def leave_before(self, unit: Unit, may_go: Callable[[Unit], bool]) -> None:
+    def release_before(self, unit: Unit, may_go: Callable[[Unit], bool]) -> None:
         """Release gathered units that the pass's order puts more than one place before ``unit`` and that ``may_go``."""
-        order = self._schedule.order if self._schedule is not None else []
-        if unit.index in order:
-            for index in order[: max(0, order.index(unit.index) - 1)]:
-                if self._units[index].state is UnitState.GATHERED and may_go(self._units[index]):
-                    self.leave(self._units[index])
+        for index in self._gathers.order[: max(0, self._gathers.position(unit) - 1)]:
+            if self._units[index].state is UnitState.GATHERED and may_go(self._units[index]):
+                self.release(self._units[index])
 
     def end(self, *, joined: bool = False) -> None:
         """Finish the pass: join the gathers that this rank did not need, release everything.
 
         ``joined``: this rank took part for the others only, and has observed nothing.
         """
-        schedule = self._schedule
-        if schedule is None:
+        if not self._gathers.active:
             return
-        for index in schedule.remaining():
-            self._issue(index)
-            self._release(self._units[index])
+        while self._gathers.remaining:
+            self._release(self._gathers.issue_next())
         for unit in self._units:
             self._release(unit)
-        if not joined and (self._key not in self._learned or not set(self._used) <= set(schedule.order)):
-            self._news[self._key] = list(self._used)
-        self._schedule = None
+        self._gathers.close(observed=not joined)
 
     def abandon(self) -> None:
         """End a pass that failed: release everything, learn nothing. Every rank has issued the same gathers."""
-        self._schedule = None
-        self._used = {}
-        self._fresh.clear()
+        self._gathers.abandon()
         for unit in self._units:
             self._release(unit)
 
-    def serve(self, index: int, mine: bool) -> None:
-        """Take part in gathering a requested unit, for this rank or only for others; all ranks at the same point."""
-        if self._schedule is not None:
-            self.issue_until(len(self._schedule.order))  # the group's order is the same on all ranks
-        unit = self._units[index]
-        absent = unit.state is UnitState.RELEASED
-        unit.issue_gather(self.step, exact=self.pinned(unit))
-        if mine:
-            self._fresh.add(index)
-        elif absent:
-            unit.release()
-
-    def _bring(self, unit: Unit) -> None:
-        schedule = self._schedule
-        ahead = schedule.pending_until(unit.index) if schedule is not None else None
-        if ahead is not None:
-            for index in ahead:
-                self._issue(index)
+    def _issue(self, unit: Unit) -> None:
+        """Issue the gather of ``unit`` and those before it, or request it where the pass cannot give it."""
+        if self._gathers.issue_through(unit):
             return
-        if schedule is not None:
-            self._held.setdefault(self._key, set()).add(unit.index)
-            for index in schedule.remaining():
-                self._issue(index)
-        self.before_request()
+        if self._gathers.active:
+            self._kept.setdefault(self._gathers.key, set()).add(unit.index)
+            self._gathers.issue_until(len(self._gathers.order))
+        self._waits.before_request()
         self._request(unit.index)
-
-    def _issue(self, index: int) -> None:
-        """Issue the next gather of the order."""
-        if self._schedule is not None:
-            self._schedule.advance(1)
-        self._gather(self._units[index])
-
-    def _gather(self, unit: Unit) -> None:
-        unit.issue_gather(self.step, exact=self.pinned(unit))
-        self._fresh.add(unit.index)
 
     def _wait(self, unit: Unit) -> None:
         if unit.state is UnitState.GATHERING:
-            self.before_wait(unit)
+            self._waits.before_gather(unit)
             unit.wait_gather()
 
     def _release(self, unit: Unit) -> None:
-        if unit.index not in self._pinned:
+        if not unit.pinned:
             self._wait(unit)
             unit.release()
 
     def _prefetch(self) -> None:
-        if self._schedule is None:
+        """Issue the gathers that come next, as far as the bounds allow."""
+        if not self._gathers.active:
             return
         ahead = sum(u.layout.numel for u in self._units if u.state is UnitState.GATHERING)
-        live = self._live()
-        remaining = self._schedule.remaining()
+        live = self._live_numel()
+        remaining = self._gathers.remaining
         self._announce(remaining)
         for place, index in enumerate(remaining):
             numel = self._units[index].layout.numel
             if ahead + numel > self._prefetch_numel or live + numel > self._max_live_numel:
                 self._announce(remaining[place:])
                 return
-            self._issue(index)
+            self._gathers.issue_next()
             ahead, live = ahead + numel, live + numel
 
     def _announce(self, coming: Sequence[int]) -> None:
         """Ask a slow tier for the shards of the next units, all at once and before anybody waits for the first."""
-        self.soon([self._units[index] for index in coming[:_SOON]])
+        self._residency.prefetch([self._units[index].name for index in coming[:_SOON]])
 
     def _evict(self, needed: Unit) -> None:
         """Above the live bound, release gathered units that were only joined, not used, oldest first."""
-        schedule = self._schedule
-        if schedule is None or self._live() <= self._max_live_numel:
+        if not self._gathers.active or self._live_numel() <= self._max_live_numel:
             return
-        for index in schedule.order[: schedule.issued]:
-            if index != needed.index and index not in self._used:
+        for index in self._gathers.order[: self._gathers.issued]:
+            if index != needed.index and index not in self._gathers.used:
                 self._wait(self._units[index])
                 self._release(self._units[index])
-                if self._live() <= self._max_live_numel:
+                if self._live_numel() <= self._max_live_numel:
                     return
 
-    def _live(self) -> int:
+    def _live_numel(self) -> int:
         return sum(u.layout.numel for u in self._units if u.releasable and u.state is not UnitState.RELEASED)

@@ -10,12 +10,16 @@ import torch
 
 from zero_comm import Group, Reduction, Tag, Work
 
-from .digest import digest
 from .leaves import LeafTree
+from .needs import AveragingOptimizer
 from .norm import norm_squared
 from .stretches import Stretches
 from .tier import StateTier
 from .unit import Unit
+
+_BLOCK = 1 << 20
+_MULTIPLIER = 0x9E3779B97F4A7C1
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Watch = Callable[[torch.Tensor, Sequence[bool]], None]
 """Is shown a flat buffer of gradients, and which of the unit's parameters have one in it."""
@@ -36,7 +40,6 @@ class UnitGradients:
             None before the first reduction since `clear`, and always where ``states`` keeps it.
         touched: for each parameter, whether this rank has had a gradient since `clear`.
         watches: are shown the flat buffer before each reduction.
-        stays_here: whether this rank keeps its own gradient instead of the average (stage 0), the same on every rank.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class UnitGradients:
         self._square: Any = None
         self.reduced: torch.Tensor | None = None
         self.touched = [False] * len(unit.parameters)
-        self.stays_here: Callable[[], bool] = lambda: False
+        self._averaging: AveragingOptimizer | None = None
         self._reduction = reduction
         self._accumulate_dtype = accumulate_dtype
         self._wire_dtype = wire_dtype
@@ -150,7 +153,7 @@ class UnitGradients:
             watch(flat, tuple(self._present))
         self._present = [False] * len(self._present)
         own, again = self._own_reduced(flat)
-        if self.stays_here():
+        if self._stays_here():
             return self._keep_own(flat, again)
         payload = flat if flat.dtype == self._wire_dtype else flat.to(self._wire_dtype)
         self._travels = True
@@ -166,6 +169,14 @@ class UnitGradients:
             reduced.copy_(flat)
         self._let_go(flat, again)
         return Work(Tag("reduce", self.unit.name))
+
+    def averaged_by(self, optimizer: AveragingOptimizer) -> None:
+        """Have ``optimizer`` say whether this rank keeps its own gradient instead of the average (stage 0)."""
+        self._averaging = optimizer
+
+    def _stays_here(self) -> bool:
+        """Whether this rank keeps its own gradient now; the same on every rank."""
+        return self._averaging is not None and self._averaging.wants_own_gradients
 
     def _let_go(self, flat: torch.Tensor, again: bool) -> None:
         """The next gradients go elsewhere; ``flat`` is kept for those of the next step where it may be."""
@@ -218,10 +229,10 @@ class UnitGradients:
             self._whole.all_gather(found, own, tag).wait()
         return found
 
-    def gather_whole(self, step: int) -> Work | None:
+    def gather_full(self, step: int) -> Work | None:
         """Give every rank the whole averaged gradient (stage 0); call once, after the last reduction before the
         step."""
-        if self._whole is None or self.reduced is None or self.stays_here():
+        if self._whole is None or self.reduced is None or self._stays_here():
             return None
         return self._whole.all_gather(self.reduced, self._slice(self.reduced), Tag("reduce", self.unit.name, step))
 
@@ -249,13 +260,13 @@ class UnitGradients:
                     averaged[start:end].zero_()
 
     def full(self, number: int) -> torch.Tensor:
-        """A copy of one parameter's averaged gradient, in its shape, after `gather_whole`."""
+        """A copy of one parameter's averaged gradient, in its shape, after `gather_full`."""
         entry = self.unit.layout.entries[number]
         return cast(torch.Tensor, self.reduced)[entry.offset : entry.end].view(entry.shape).clone()
 
     def digest(self) -> int:
-        """A digest of the averaged gradient, after `gather_whole`."""
-        return digest(cast(torch.Tensor, self.reduced))
+        """A digest of the averaged gradient, after `gather_full`."""
+        return _digest_of(cast(torch.Tensor, self.reduced))
 
     def adopt_shown(self) -> None:
         """Take over what was changed in the tensors of `visible`; elements that were not keep all their digits."""
@@ -272,7 +283,7 @@ class UnitGradients:
 
     def visible(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
         """Yield (parameter, its averaged gradient in its own shape and dtype, whether this rank touched it) after
-        `gather_whole`."""
+        `gather_full`."""
         if self._whole is None or self.reduced is None:
             return
         shown = self.reduced if self.reduced.dtype == self.unit.plan.dtype else self._narrowed(self.reduced)
@@ -330,3 +341,18 @@ class UnitGradients:
         for start, end in layout.gaps:
             self._flat[start:end].zero_()
         self._views = self._views or self._stretches(self._flat)
+
+
+def _digest_of(x: torch.Tensor) -> int:
+    """Return a 64-bit digest of a contiguous 1-D tensor's bits: equal for equal bits, else different by all odds.
+
+    Every element's bits are multiplied by an odd number of their position; products wrap around and are added up on the
+    tensor's device.
+    """
+    bits = x.view(_INTEGERS[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, bits.numel(), _BLOCK):
+        block = bits[start : start + _BLOCK].to(torch.int64)
+        position = torch.arange(start, start + block.numel(), dtype=torch.int64, device=x.device)
+        total += ((block + 1) * ((position * _MULTIPLIER) | 1)).sum()
+    return int(total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .calls import ModuleCalls, RunningCall
 from .errors import PartitionError, ReleasedParameterError
 from .gradient_hook import GradientHook
 from .scripted import reports_calls, takes_hooks
@@ -22,16 +23,27 @@ from .unit import Unit, UnitState
 
 
 class PassListener(Protocol):
-    """What the hooks report; `Runtime` answers."""
+    """What the hooks report to; see [Note: the order of events] in passes.py."""
 
-    def enter_module(self, name: str, units: list[Unit]) -> bool: ...
-    def exit_module(self, name: str, units: list[Unit], aliased: list[Unit], failure: BaseException | None) -> None: ...
-    def parameter_returned(self, name: str, parameter: nn.Parameter) -> None: ...
-    def keeper_done(self, name: str, units: list[Unit]) -> None: ...
-    def before_backward(self, units: list[Unit]) -> None: ...
-    def gradient_ready(self, unit: Unit, index: int, hook: GradientHook) -> None: ...
-    def unit_of_storage(self, address: int) -> Unit | None: ...
-    def values_loaded(self, units: list[Unit]) -> None: ...
+    def enter_module(self, name: str, units: Sequence[Unit], /) -> bool: ...
+    def exit_module(
+        self, name: str, units: Sequence[Unit], aliased: Sequence[Unit], failure: BaseException | None, /
+    ) -> None: ...
+    def keeper_done(self, name: str, units: Sequence[Unit], /) -> None: ...
+    def before_backward(self, units: Sequence[Unit], /) -> None: ...
+    def gradient_ready(self, unit: int, number: int, hook: GradientHook, /) -> None: ...
+
+
+class FindsByParameter(Protocol):
+    """Knows which releasable unit a parameter belongs to."""
+
+    def unit_of(self, parameter: nn.Parameter, /) -> Unit | None: ...
+
+
+class FindsByStorage(Protocol):
+    """Knows which unit gathered memory belongs to."""
+
+    def unit_of_storage(self, address: int, /) -> Unit | None: ...
 
 
 class ModuleHooks:
@@ -43,14 +55,25 @@ class ModuleHooks:
 
     Attributes:
         watches: by module name, what reports that module's calls.
+        listener, calls, parameters, memory: as given.
     """
 
-    def __init__(self, model: nn.Module, units: list[Unit], listener: PassListener) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        listener: PassListener,
+        calls: ModuleCalls,
+        parameters: FindsByParameter,
+        memory: FindsByStorage,
+    ) -> None:
         self.watches: dict[str, ModuleWatch] = {}
         self._handles: list[RemovableHandle | GradientHook] = []
-        self._listener = listener
+        self.listener = listener
+        self.calls = calls
+        self.parameters = parameters
+        self.memory = memory
         self._model = weakref.ref(model)
-        self._units = {unit.index: unit for unit in units}
         for name, module in model.named_modules():
             touched = [u for u in units if _belongs(name, module, u)]
             if (touched or module is model) and takes_hooks(module):
@@ -69,9 +92,12 @@ class ModuleHooks:
         elif unit not in self.watches[name].units:
             self.watches[name].use(unit)
 
-    def keep_around(self, name: str, unit: Unit) -> str:
-        """Have the module that calls the one called ``name`` report the end of its calls for ``unit``, which it does
-        not gather; return its name."""
+    def new_watch(self, name: str, units: list[Unit], *, outermost: bool) -> ModuleWatch:
+        """A watch for the calls of the module called ``name``, which is not registered with any module."""
+        return ModuleWatch(name, units, self, outermost=outermost)
+
+    def keep_around(self, name: str, unit: Unit) -> None:
+        """Have ``unit`` stay until the module that calls the one called ``name`` is done, which does not gather it."""
         around, module = name, self._model()
         while around and module is not None:  # a container that has no forward calls nothing
             around = around.rpartition(".")[0]
@@ -82,12 +108,7 @@ class ModuleHooks:
         watch = self.watches[around]
         if unit not in watch.keeps:
             watch.keeps.append(unit)
-        return around
-
-    def forget_calls(self) -> None:
-        """No module's call is running any more: an exception may have skipped hooks that say so."""
-        for watch in self.watches.values():
-            watch.forget_calls()
+        self.calls.keep(unit, around)
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -96,7 +117,7 @@ class ModuleHooks:
         self._handles.clear()
 
     def _hook_module(self, name: str, module: nn.Module, units: list[Unit], *, outermost: bool) -> None:
-        watch = ModuleWatch(name, units, self._listener, outermost=outermost)
+        watch = self.new_watch(name, units, outermost=outermost)
         self.watches[name] = watch
         if any(u.releasable for u in units):
             hook = Hook(_released_as_meta(units))
@@ -104,21 +125,17 @@ class ModuleHooks:
             refuse = Hook(_refuse_to_load(units))
             self._handles.append(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
         loaded = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            Hook(lambda *_: self._listener.values_loaded(units))
+            Hook(lambda *_: _take_loaded_values(units))
         )
         self._handles.append(loaded)
         self._handles.append(module.register_forward_pre_hook(watch.on_enter))
         self._handles.append(module.register_forward_hook(watch.on_leave, always_call=True))
 
-    def gradient_ready(self, unit: int, index: int, hook: GradientHook) -> None:
-        """Parameter ``index`` of the unit with that plan index has its gradient."""
-        self._listener.gradient_ready(self._units[unit], index, hook)
 
-
-def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, index: int, hook: GradientHook) -> None:
+def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, number: int, hook: GradientHook) -> None:
     owner = hooks()
     if owner is not None:
-        owner.gradient_ready(unit, index, hook)
+        owner.listener.gradient_ready(unit, number, hook)
 
 
 class ModuleWatch:
@@ -128,40 +145,37 @@ class ModuleWatch:
         keeps: units whose parameters its submodules return, and which stay until it is done.
     """
 
-    def __init__(self, name: str, units: list[Unit], listener: PassListener, *, outermost: bool) -> None:
+    def __init__(self, name: str, units: list[Unit], hooks: ModuleHooks, *, outermost: bool) -> None:
         self.name = name
         self.units = units
         self.on_enter = Hook(eager(self.enter))
         self.on_leave = Hook(eager(self.leave))
-        self._listener = listener
+        self._hooks = hooks
+        self._listener = hooks.listener
         self.keeps: list[Unit] = []
         self._outermost = outermost
         self._watches_outputs = outermost or any(u.releasable for u in units)
-        self._entered: list[tuple[bool, BaseException | None]] = []
+        self._entered = hooks.calls.stack()
 
     def use(self, unit: Unit) -> None:
         """The module uses one more unit."""
         self.units.append(unit)
         self._watches_outputs = self._watches_outputs or unit.releasable
 
-    def forget_calls(self) -> None:
-        """No call of the module is running."""
-        self._entered.clear()
-
     def enter(self, _module: nn.Module, _args: Any) -> None:
         """Before the module's forward."""
         before = sys.exc_info()[1]
-        self._entered.append((True, before))
+        self._entered.append(RunningCall(True, before))
         if not self._listener.enter_module(self.name, self.units):
-            self._entered[-1] = (False, before)
+            self._entered[-1] = RunningCall(False, before)
 
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """After the module's forward, also when it raised."""
         raised = sys.exc_info()[1]
-        reported, before = self._entered.pop() if self._entered else (True, None)
-        if not reported:
+        call = self._entered.pop() if self._entered else RunningCall(True, None)
+        if not call.in_pass:
             return
-        failure = raised if raised is not before else None
+        failure = raised if raised is not call.handled else None
         watches = (self._watches_outputs or self.keeps) and failure is None
         aliased = list(self._watch_outputs(output)) if watches else []
         self._listener.exit_module(self.name, self.units, aliased, failure)
@@ -174,11 +188,13 @@ class ModuleWatch:
             if not isinstance(leaf, torch.Tensor):
                 continue
             if isinstance(leaf, nn.Parameter):  # it becomes a placeholder itself when its unit is released
-                self._listener.parameter_returned(self.name, leaf)
+                returned = self._hooks.parameters.unit_of(leaf)
+                if returned is not None and self.name:
+                    self._hooks.keep_around(self.name, returned)
                 continue
             if leaf.requires_grad and leaf.grad_fn is not None and (self.units or self._outermost):
                 leaf.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
-            owner = self._listener.unit_of_storage(_address(leaf))
+            owner = self._hooks.memory.unit_of_storage(_address(leaf))
             if owner is not None:
                 yield owner
 
@@ -230,10 +246,16 @@ class SavedViews:
 
     Other tensors go through the hooks that were active outside, if any (save_on_cpu and the like), else are saved as
     they are.
+
+    ``unit_of_storage``: finds the gathered unit by the address of its memory. ``before_backward``: gathers units that
+    backward is about to read.
     """
 
-    def __init__(self, listener: PassListener) -> None:
-        self._listener = listener
+    def __init__(
+        self, unit_of_storage: Callable[[int], Unit | None], before_backward: Callable[[Sequence[Unit]], None]
+    ) -> None:
+        self._unit_of_storage = unit_of_storage
+        self._before_backward = before_backward
         self._outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
         self._context: saved_tensors_hooks | None = None
 
@@ -250,7 +272,7 @@ class SavedViews:
             self._context = None
 
     def _make_pack(self, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Callable[[torch.Tensor], Any]:
-        find = self._listener.unit_of_storage
+        find = self._unit_of_storage
 
         def pack(tensor: torch.Tensor) -> Any:
             unit = find(_address(tensor))
@@ -271,7 +293,7 @@ class SavedViews:
                 f"parameter '{packed.unit.layout.name_at(view.storage_offset())}' was modified in place after forward "
                 "had used it, so gradients would be wrong; plain torch raises too. Write before it, or after backward."
             )
-        self._listener.before_backward([packed.unit])
+        self._before_backward([packed.unit])
         return view
 
 
@@ -333,6 +355,13 @@ def _reported_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[
     for key, child in module.named_children():
         if not reports_calls(child):
             yield from _reported_parameters(child, f"{prefix}{key}.")
+
+
+def _take_loaded_values(units: list[Unit]) -> None:
+    """``load_state_dict`` has written parameters: masters and shards follow."""
+    for unit in units:
+        if not unit.releasable:
+            unit.write_back()
 
 
 def _belongs(name: str, module: nn.Module, unit: Unit) -> bool:

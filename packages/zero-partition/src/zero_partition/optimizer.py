@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,13 +15,13 @@ from zero_precision import LossScale, NoLossScale
 
 from .errors import NonFiniteGradientError, PartitionError
 from .groups import AddParamGroup, check_groups
+from .messages import StepReport
 from .model_parts import ModelParts, WholeModel
 from .needs import AveragingOptimizer, Need, NormOptimizer, check_repeats, need_of
 from .norm import ExactSums, NormSquared, NormSums, RankOrderSums, grid_norm, norm_squared
 from .optimizer_states import ListedParameter, OptimizerStates, sharded_state
 from .partition import Partition
 from .updates import OwnedFragment, connect_norms, start_in_reduced, update_for
-from .user_gradients import WrittenGradients, as_message
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
 
@@ -34,16 +34,25 @@ class StepResult:
     taken: bool
 
 
+class _AgreedGradients(NamedTuple):
+    """What all ranks know of a step's gradients: by unit, which parameters had one anywhere; the global sum of squares;
+    the first parameter whose gradient is not finite, empty when all are."""
+
+    touched: dict[int, list[bool]]
+    square: float
+    culprit: str
+
+
 class ShardedOptimizer:
     """Wraps any ``torch.optim.Optimizer`` built over the model's parameters.
 
     The optimizer object stays the user's: its param groups keep their dicts and hyperparameters, only their
     ``params`` become what this rank updates. So schedulers and ``group["lr"] = …`` work. An elementwise optimizer gets
-    one tensor per parameter and shard; one that needs whole parameters (Muon, Adafactor) gets those that this rank
-    owns, whole.
+    one tensor per parameter and shard; one that needs full parameters (Muon, Adafactor) gets those that this rank
+    owns.
 
     ``clip``: maximal global norm, 0 for off. ``skip_non_finite``: skip the step instead of raising when the norm is
-    not finite and there is no loss scale. ``parts``: what this rank's model is of the whole one.
+    not finite and there is no loss scale. ``parts``: what this rank's model is of the full one.
 
     Raises `PartitionError` naming what is wrong: foreign or duplicate parameters, an optimizer that would be wrong
     here.
@@ -78,13 +87,13 @@ class ShardedOptimizer:
         self.fragments: list[OwnedFragment] = []
         self._listed: list[list[ListedParameter]] = []
         self._stepping = False
-        self._update = update_for(optimizer, partition, whole=_needs_whole(optimizer, partition, self._parts))
+        self._update = update_for(optimizer, partition, full=_needs_full_parameters(optimizer, partition, self._parts))
         self._adopt(optimizer)
         connect_norms(optimizer, partition, self.fragments)
         if isinstance(optimizer, AveragingOptimizer):
             optimizer.connect(partition.groups.gather)
             for gradients in partition.runtime.gradients.values():
-                gradients.stays_here = lambda: optimizer.wants_own_gradients
+                gradients.averaged_by(optimizer)
         self._states = OptimizerStates(optimizer, self._listed, partition.states)
         self._states.move_to_tier()
         optimizer.register_step_pre_hook(self._refuse_direct_step)
@@ -110,29 +119,29 @@ class ShardedOptimizer:
         nothing skips it.
         """
         runtime = self._partition.runtime
-        runtime.refuse_torn("step")
+        runtime.held_gradients.refuse_torn("step")
         check_groups(self.inner, len(self.fragments))
         runtime.end_backward()
         runtime.gradient_watch.end()
         runtime.released_use.step_begins()
         self._refuse_incomplete()
-        touched, total, culprit = self._agree_on_gradients()
-        runtime.hide_gradients()
-        norm = math.sqrt(total) / self.loss_scale.scale if total >= 0 else math.nan
-        finite = math.isfinite(total)
+        agreed = self._agree_on_gradients()
+        runtime.held_gradients.hide()
+        norm = math.sqrt(agreed.square) / self.loss_scale.scale if agreed.square >= 0 else math.nan
+        finite = math.isfinite(agreed.square)
         if not finite and isinstance(self.loss_scale, NoLossScale) and not self._skip_non_finite:
-            runtime.forget_gradients()
+            runtime.held_gradients.forget()
             raise NonFiniteGradientError(
                 f"the gradient norm of step {runtime.step} is {norm}: the first gradient that is not finite belongs to "
-                f"parameter '{culprit}'. The weights were not changed. Check the loss and the data of this step, lower "
-                "the learning rate, or set bf16.check_grad_overflow to true to skip such steps."
+                f"parameter '{agreed.culprit}'. The weights were not changed. Check the loss and the data of this "
+                "step, lower the learning rate, or set bf16.check_grad_overflow to true to skip such steps."
             )
         taken = self.loss_scale.update(not finite)
         if taken:
             self._partition.readers.wait()
-            self._update.run(touched, self._factor(norm), self._step_inner)
+            self._update.run(agreed.touched, self._factor(norm), self._step_inner)
             self._partition.publish()
-        runtime.forget_gradients()
+        runtime.held_gradients.forget()
         return StepResult(norm, taken)
 
     def synchronise(self) -> bool:
@@ -142,8 +151,7 @@ class ShardedOptimizer:
     def gradient_norm(self) -> float:
         """The global norm of the unscaled gradients so far; where ranks keep their own, the root mean square of their
         norms, which the norm of the average never exceeds. Collective."""
-        _, total, _ = self._agree_on_gradients()
-        return math.sqrt(total) / self.loss_scale.scale
+        return math.sqrt(self._agree_on_gradients().square) / self.loss_scale.scale
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the reduced gradients (clipping outside the step)."""
@@ -159,38 +167,39 @@ class ShardedOptimizer:
             factor *= min(1.0, self.clip / (norm + _CLIP_EPSILON))
         return factor
 
-    def _agree_on_gradients(self) -> tuple[dict[int, list[bool]], float, str]:
-        """Return which parameters of each unit had a gradient on any rank, the global sum of squares, and the name of
-        the first parameter whose gradient is not finite. One message, unless gradients came late on some rank."""
+    def _agree_on_gradients(self) -> _AgreedGradients:
+        """Meet the other ranks with what this one knows of the step's gradients. One message, unless gradients came
+        late on some rank."""
         runtime = self._partition.runtime
         apart = isinstance(self.inner, AveragingOptimizer) and self.inner.wants_own_gradients
-        whole = self._partition.options.stage == 0 and not apart
+        full = self._partition.options.stage == 0 and not apart
         user = runtime.user_gradients
         user.take(stepping=True)
         while True:
             squares = self._squares()
             mine = sum(squares) if apart else squares[self._partition.rank]
             culprit = "" if math.isfinite(mine) else self._first_non_finite()
-            late, report = runtime.reducer.unreduced(), as_message(user.report())
-            answers = runtime.agree("step", "", [late, self._sums.pack(mine), self._untouched(), culprit, report])
-            reports = [WrittenGradients(**answer[4]) for answer in answers]
-            if user.settle(reports):
+            report = StepReport(
+                runtime.reducer.unreduced(), self._sums.pack(mine), self._untouched(), culprit, user.report()
+            )
+            reports = [StepReport.decode(answer) for answer in runtime.agree("step", "", report.encode())]
+            if user.settle([one.written for one in reports]):
                 continue
-            if not any(answer[0] for answer in answers):
+            if not any(one.late for one in reports):
                 break
-            runtime.reduce_late({unit for answer in answers for unit in answer[0]})
-        user.check(reports, [answer[2] for answer in answers])
-        shards = answers[: self._partition.world_size]  # other copies have the same shards
-        if whole:
+            runtime.held_gradients.reduce_late({unit for one in reports for unit in one.late})
+        user.check([one.written for one in reports], [one.untouched for one in reports])
+        shards = reports[: self._partition.world_size]  # other replicas have the same shards
+        if full:
             total = self._sums.total([self._sums.pack(square) for square in squares])
         else:
-            total = self._sums.total([answer[1] / len(answers) if apart else answer[1] for answer in shards])
+            total = self._sums.total([one.square / len(reports) if apart else one.square for one in shards])
         touched = {i: [True] * len(g.touched) for i, g in runtime.gradients.items() if g.is_reduced}
         for index, flags in touched.items():
-            for number in set.intersection(*(set(answer[2].get(str(index), ())) for answer in answers)):
+            for number in set.intersection(*(set(one.untouched.get(index, ())) for one in reports)):
                 flags[number] = False
-        culprit = next((answer[3] for answer in answers if answer[3]), "")
-        return touched, *self._parts.total(runtime.step, total, culprit)
+        culprit = next((one.culprit for one in reports if one.culprit), "")
+        return _AgreedGradients(touched, *self._parts.total(runtime.step, total, culprit))
 
     def _refuse_incomplete(self) -> None:
         """Refuse a step of virtual ranks some of whose micro-batches are missing; all ranks have as many."""
@@ -218,12 +227,10 @@ class ShardedOptimizer:
                     squares[rank] = squares[rank] + self._norms[index, rank](part)
         return squares
 
-    def _untouched(self) -> dict[str, list[int]]:
+    def _untouched(self) -> dict[int, list[int]]:
         """By unit, the numbers of the parameters that had no gradient here."""
         present = {i: g.touched for i, g in self._partition.runtime.gradients.items() if g.is_reduced}
-        return {
-            str(i): [k for k, t in enumerate(touched) if not t] for i, touched in present.items() if not all(touched)
-        }
+        return {i: [k for k, t in enumerate(touched) if not t] for i, touched in present.items() if not all(touched)}
 
     def _first_non_finite(self) -> str:
         for gradients in self._partition.runtime.gradients.values():
@@ -291,8 +298,8 @@ class ShardedOptimizer:
         return unit.names[index], tuple(self._update.own(unit, index))
 
 
-def _needs_whole(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
-    """Whether ``optimizer`` needs whole parameters; refuses one that would be wrong on a part of the model."""
+def _needs_full_parameters(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
+    """Whether ``optimizer`` needs full parameters; refuses one that would be wrong on a part of the model."""
     need, kind = need_of(optimizer), type(optimizer).__name__
     if partition.options.virtual_ranks:
         check_repeats(optimizer, need)

@@ -1,4 +1,4 @@
-"""Cut a model over ranks, and give the parts back in one piece: the composition of this package."""
+"""Shard a model over ranks, and gather it again: the composition of this package."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from .initialisation import cut_record, forget_cut
 from .layout import Layout, UnitLayout
 from .leaves import LeafTree
 from .ownership import disown, find_owner, own
-from .readers import Readers
-from .residency import DeviceResidency, Residency
+from .residency import DeviceResidency, Readers, Residency
 from .route import Route, Secondary
 from .runtime import Runtime
 from .shared_storage import refuse_shared_storage
@@ -39,17 +38,17 @@ class UpdatesWeights(Protocol):
 
 
 class Partition:
-    """A model cut into units over the ranks of ``groups``; made by `partition`.
+    """A model sharded over the ranks of ``groups``, unit by unit; made by `partition`.
 
     Attributes:
         layout: which rank owns which elements.
         units: the units at run time, in module order.
         runtime: the passes.
-        uncut: parameter name -> why every rank keeps it whole.
+        uncut: parameter name -> why it is replicated on every rank.
         states: the tier that keeps masters, moments and gradients; None where they are on the device.
         readers: who reads shards, masters and states beside training.
-        rank, world_size: among the ranks that have one copy of the model between them: whose shards these are.
-        data_rank, data_world_size: among all ranks, those of other copies too.
+        rank, world_size: among the ranks that shard one replica of the model: whose shards these are.
+        data_rank, data_world_size: among all ranks, those of other replicas too.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Partition:
         return range(self.world_size) if self.options.stage == 0 else range(self.rank, self.rank + 1)
 
     def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Have ``parameter`` whole whenever ``module``, which is part of the model, runs."""
+        """Gather ``parameter`` whenever ``module``, which is part of the model, runs."""
         found = self.find(parameter)
         name = self._names.get(id(module))
         if found is not None and name is not None:
@@ -158,8 +157,8 @@ class Partition:
 
     def gathers_for_copies(self, parameter: nn.Parameter) -> bool:
         """Return True when a copy of ``parameter`` made now has to be preceded by `unsharded`, on every rank."""
-        found, gatherer = self.find(parameter), self.runtime.gatherer
-        return found is not None and not gatherer.active and not gatherer.pinned(found[0])
+        found = self.find(parameter)
+        return found is not None and not self.runtime.gathers.active and not found[0].pinned
 
     @contextmanager
     def unsharded(self, parameter: nn.Parameter) -> Iterator[None]:
@@ -226,7 +225,7 @@ class Partition:
         if not self.runtime.failed:
             self.runtime.agree("close", "", None)
             self.settle()
-            self.runtime.hide_gradients()
+            self.runtime.held_gradients.hide()
             for unit in self.units:
                 if unit.releasable and whole:
                     unit.issue_gather(self.runtime.step, exact=True)
@@ -354,12 +353,13 @@ def partition(
     residency: Residency | None = None,
     make_states: MakeStates | None = None,
 ) -> Partition:
-    """Cut ``model`` in place over ``groups`` and install the hooks that bring its parameters when modules compute.
+    """Shard ``model`` in place over ``groups`` and install the hooks that bring its parameters when modules compute.
 
     ``trainable``: the parameters that an optimizer will update (default: all that require gradients). ``residency``:
     where shards live (default: on the device). ``make_states``: makes the tier for masters, moments and gradients
     (default: on the device; stages 1 to 3). Parameters keep their identity. Every rank ends up with rank 0's
-    values. Collective. Raises `PartitionError` by name when ranks have different models or a parameter cannot be cut.
+    values. Collective. Raises `PartitionError` by name when ranks have different models or a parameter cannot be
+    sharded.
     """
     chosen = None if trainable is None else {id(p) for p in trainable}
     where = device if device is not None else torch.device("cpu")

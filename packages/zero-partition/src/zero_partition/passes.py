@@ -1,13 +1,341 @@
-"""Agreement between ranks on what happens next, so that none waits for a collective that another will not issue."""
+"""The forward and the backward pass of a partitioned model.
+
+[Note: the order of events] A **forward pass** is the call of the outermost hooked module.
+
+1. `enter_module` of the outermost module begins it: gradients that the user wrote are taken over, averages that
+   ``.grad`` shows are hidden (autograd would add to them), and casts of parameters are noted.
+2. Where parameters are sharded, the ranks agree on the pass, its order of gathers begins, and what autograd saves
+   is watched.
+3. `enter_module` of every module gathers its units; the gathers that come next are issued ahead.
+4. `exit_module` releases the units whose modules have all run.
+5. `exit_module` of the outermost module ends the pass: gathers that this rank did not need are joined, and everything
+   is released. A pass that failed is left instead (recovery.py).
+
+A **backward pass** lasts from `begin_backward` to `end_backward`. When the user calls ``loss.backward()``, the first
+gradient, or the first use of a unit, begins it, and the end of autograd's run ends it.
+
+6. `begin_backward`: gradients that the user wrote are taken over, averages that ``.grad`` shows are hidden.
+7. Where it gathers or reduces, the ranks agree on the pass. Its agreed orders of gathers and of reductions begin, and
+   where it does both, they are interleaved.
+8. `before_backward` gathers the units that autograd is about to read, and releases frozen ones that it is done with.
+9. `gradient_ready` puts a finished gradient into its unit's buffer (arrivals.py). With the last one of a unit its
+   reduction is started, as soon as those before it in the order are, and the unit is released.
+10. `end_backward`: gradients left to the user's hooks are taken, and reductions that are not started yet are started.
+11. Gathers that this rank did not need are joined, everything is released, and the reductions are waited for.
+12. Where every rank keeps full averages (stage 0), ``.grad`` shows them; elsewhere it is watched (gradient_watch.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from zero_comm import Control, Message
+import torch
 
-_REQUEST = "request"
+from zero_comm import Control
+
+from .agreement import Agreement, Liveness
+from .arrivals import GradientArrivals
+from .calls import ModuleCalls
+from .errors import PartitionError
+from .gatherer import Gatherer, OrderedGathers
+from .gradient_hook import GradientHook
+from .gradient_watch import GradientWatch
+from .held_gradients import HeldGradients
+from .hooks import SavedViews, wraps_tensors
+from .interleaving import Interleaving
+from .recovery import Recovery, advise
+from .reducer import Reducer
+from .released_use import ReleasedUse
+from .training_loop import TrainingLoop
+from .unannounced import UnannouncedUse
+from .unit import Unit
+from .unit_watch import WatchedUnits
+from .user_edits import UserEdits
+from .user_gradients import UserGradients
+
+BACKWARD = "backward"
+FORWARD = "forward"
+STEP = "step"
+
+
+@dataclass(frozen=True)
+class PassParts:
+    """What a pass works with; each is described by its class."""
+
+    units: Sequence[Unit]
+    loop: TrainingLoop
+    control: Control
+    liveness: Liveness
+    calls: ModuleCalls
+    edits: UserEdits
+    user_gradients: UserGradients
+    gathers: OrderedGathers
+    agreement: Agreement
+    interleaving: Interleaving
+    gatherer: Gatherer
+    reducer: Reducer
+    unannounced: UnannouncedUse
+    arrivals: GradientArrivals
+    held_gradients: HeldGradients
+    gradient_watch: GradientWatch
+    released_use: ReleasedUse
+    watched_units: WatchedUnits
+    recovery: Recovery
+
+
+class Passes:
+    """Runs the passes of one partitioned model, whose hooks report here: see [Note: the order of events]."""
+
+    def __init__(self, parts: PassParts) -> None:
+        self._units = parts.units
+        self._loop = parts.loop
+        self._control = parts.control
+        self._liveness = parts.liveness
+        self._calls = parts.calls
+        self._edits = parts.edits
+        self._user_gradients = parts.user_gradients
+        self._gathers = parts.gathers
+        self._agreement = parts.agreement
+        self._interleaving = parts.interleaving
+        self._gatherer = parts.gatherer
+        self._reducer = parts.reducer
+        self._unannounced = parts.unannounced
+        self._arrivals = parts.arrivals
+        self._held_gradients = parts.held_gradients
+        self._gradient_watch = parts.gradient_watch
+        self._released_use = parts.released_use
+        self._watched_units = parts.watched_units
+        self._recovery = parts.recovery
+        self._sharded = any(unit.releasable for unit in parts.units)
+        self._frozen = [
+            (n, p) for u in parts.units for n, p in zip(u.names, u.parameters, strict=True) if not p.requires_grad
+        ]
+        self._saved = SavedViews(self._gathers.unit_of_storage, self.before_backward)
+        self._last_forward: str | None = None
+
+    # -- the forward pass --------------------------------------------------------------------------------------------
+
+    def enter_module(self, name: str, units: Sequence[Unit]) -> bool:
+        """A hooked module's forward begins; return whether it is a part of a pass.
+
+        What torch.func's transforms (`grad`, `jvp`, …) compute is none: their derivatives concern no parameter's
+        ``.grad``, and tensors that are made inside have no memory to send. They need the parameters gathered.
+        """
+        if self._calls.paused:
+            return False
+        if self._calls.outermost is None:
+            if wraps_tensors():
+                self._check_present()
+                return False
+            self._calls.outermost = name
+            self._control.goes_on()
+            self._unannounced.trains = torch.is_grad_enabled()
+            self._check_frozen()
+            if not self._calls.in_backward:
+                self._begin_forward(name)
+        for unit in units:
+            if self._unannounced.trains:
+                self._reducer.mark_ran(unit.index)
+            if unit.releasable:
+                self._gatherer.gather(unit)
+                self._calls.enter(unit)
+        watch = self._watched_units.watch
+        if watch is not None and not self._calls.in_backward:
+            watch.enters(units)
+        return True
+
+    def exit_module(
+        self, name: str, units: Sequence[Unit], aliased: Sequence[Unit], failure: BaseException | None
+    ) -> None:
+        """A hooked module's forward is over; ``aliased``: units whose memory its output shares."""
+        if self._calls.paused:
+            return
+        watch = self._watched_units.watch
+        if watch is not None and not self._calls.in_backward:
+            watch.leaves(units)
+        for unit in aliased:
+            unit.lent = True
+        for unit in units:
+            if unit.releasable:
+                self._calls.leave(unit, name)
+                self._release_when_done(unit)
+        if name == self._calls.outermost:
+            self._calls.outermost = None
+            if not self._calls.in_backward:
+                self._end_forward(failure)
+
+    def keeper_done(self, name: str, units: Sequence[Unit]) -> None:
+        """A module whose submodules return parameters of ``units`` is done; it may return them again."""
+        for unit in units:
+            self._calls.note_run(unit, name)
+            self._release_when_done(unit)
+
+    def _begin_forward(self, name: str) -> None:
+        self._gradient_watch.pause()
+        self._user_gradients.take()
+        if self._unannounced.trains:
+            self._held_gradients.hide()
+        key = forward_key(name)
+        self._edits.forward_begins(key)
+        if not self._sharded:
+            return
+        self._calls.restart()
+        self._agreement.agree(FORWARD, name)
+        self._gatherer.begin(key)
+        self._last_forward = key
+        if self._unannounced.trains:
+            self._saved.open()
+
+    def _release_when_done(self, unit: Unit) -> None:
+        if not self._calls.in_backward and self._calls.is_done(unit):
+            self._gatherer.release(unit)
+
+    def _end_forward(self, failure: BaseException | None) -> None:
+        self._edits.forward_ends()
+        self._gradient_watch.resume(hidden=self._unannounced.trains)
+        if not self._sharded:
+            return
+        self._saved.close()
+        if failure is not None:
+            self.failed_in(FORWARD, failure)
+            return
+        self._gatherer.end()
+        if self._unannounced.trains:
+            self._released_use.forward_ended()
+
+    # -- the backward pass -------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Start a backward pass; agreed by all ranks when it gathers or reduces."""
+        self._liveness.check()
+        self._control.goes_on()
+        if self._agreement.synced:
+            raise PartitionError(
+                "backward was called inside synced(), where ranks may do different things; leave it first"
+            )
+        self._held_gradients.refuse_torn(BACKWARD)
+        self._gradient_watch.end()
+        self._user_gradients.take()
+        self._held_gradients.hide()
+        reduces = self._loop.reduces_now()
+        self._calls.in_backward = True
+        if not self._sharded and not reduces:
+            return
+        pending = self._agreement.agree(BACKWARD, "", self._reducer.pending() if reduces else [])
+        if self._sharded:
+            self._gatherer.begin(BACKWARD, like_reversed=self._last_forward)
+        if self._sharded and reduces:
+            self._interleaving.begin()
+        if reduces:
+            self._reducer.begin({unit for units in pending for unit in units})
+
+    def before_backward(self, units: Sequence[Unit]) -> None:
+        """Backward is about to read the units' parameters."""
+        if not self._calls.in_backward:
+            self._begin_plain_backward()
+        for unit in units:
+            if unit.releasable:
+                self._gatherer.gather(unit)
+                if self._unannounced.trains:
+                    self._reducer.mark_ran(unit.index)
+                if torch.is_grad_enabled():  # create_graph: the new graph saves views, and nothing brings those back
+                    unit.lent = True
+                self._gatherer.release_before(unit, self._idle_in_backward)
+
+    def gradient_ready(self, unit: int, number: int, hook: GradientHook) -> None:
+        """Autograd has finished parameter ``number`` of a unit."""
+        if not self._calls.in_backward:
+            self._arrivals.take_left()
+            parameter = self._units[unit].parameters[number]
+            gradient, parameter.grad = parameter.grad, None  # else the pass would take it for the user's
+            self._begin_plain_backward()
+            parameter.grad = gradient
+        self._arrivals.ready(unit, number, hook)
+
+    def end_backward(self) -> None:
+        """Finish the backward pass: flush reductions, release units."""
+        if not self._calls.in_backward:
+            return
+        self._liveness.check()  # a pass that ended the engine leaves reductions that nobody answers
+        self._arrivals.take_left()
+        self._reducer.start_rest()
+        self._interleaving.leave_lock_step()
+        self._gatherer.end()
+        self._reducer.finish()
+        self._reducer.refuse_late()
+        self._interleaving.end()
+        self._calls.in_backward = False
+        shown = self._loop.reduces_now()
+        if shown:
+            self._held_gradients.show()
+        self._gradient_watch.begin(shown=shown)
+
+    def _begin_plain_backward(self) -> None:
+        """The user has called ``loss.backward()``: begin the pass, and end it when autograd's run is over."""
+        refusal = self._loop.refuse_plain_backward()
+        if refusal is not None:
+            raise RuntimeError(refusal)
+        self.begin_backward()
+        end = EndOfBackward(self.end_backward, self._leave_failed_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _leave_failed_backward(self) -> None:
+        """``loss.backward()`` has raised: end the pass, or tell the other ranks where they may wait for this one."""
+        if self._calls.in_backward and not self._liveness.failed:
+            cause = "loss.backward() raised on this rank before its gradients were complete"
+            self.failed_in(BACKWARD, PartitionError(cause))
+
+    def _idle_in_backward(self, unit: Unit) -> bool:
+        """Frozen units have no gradient that says when backward is done with them; those with one member go by the
+        order."""
+        return not unit.plan.trainable and len(unit.plan.members) == 1 and not self._calls.is_running(unit)
+
+    # -- failures ----------------------------------------------------------------------------------------------------
+
+    def failed_in(self, call: str, failure: BaseException, *, awaited: bool = False) -> bool:
+        """Make the next pass possible after ``failure`` in ``call`` where no other rank can be waiting for this one,
+        else end the engine; return whether it goes on.
+
+        ``awaited``: others wait for this rank though no pass is open. May be called again."""
+        if self._liveness.failed:
+            return False
+        in_backward = self._calls.in_backward
+        try:
+            goes_on = self._recovery.leave_pass(call, failure, awaited=awaited)
+        except Exception as second:  # out of memory again, a tier that fails: the first cause is what counts
+            self._liveness.end(failure)
+            raise failure from second
+        if not goes_on:
+            self._liveness.end(failure)
+            return False
+        self._arrivals.forget_left()
+        if in_backward or call == STEP:
+            self._reducer.torn = f"{type(failure).__name__}: {failure}"
+        self._saved.close()
+        self._calls.forget()
+        self._recovery.tell(call, failure)
+        advise(failure, torn=self._reducer.torn is not None)
+        return True
+
+    # -- refusals ----------------------------------------------------------------------------------------------------
+
+    def _check_present(self) -> None:
+        absent = next((unit for unit in self._units if unit.releasable and not unit.pinned), None)
+        if absent is not None:
+            raise PartitionError(
+                "the model was called inside a transform of torch.func (grad, vjp, jacrev, hessian, jvp, …), where "
+                f"sharded parameters such as '{absent.names[0]}' cannot be gathered. Open "
+                "engine.gathered(model.parameters()) around the transform, or use torch.autograd.grad."
+            )
+
+    def _check_frozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise PartitionError(
+                    f"parameter '{name}' was frozen when the engine was made and requires gradients now: it has no "
+                    "master, no gradient buffer and no optimizer state. Call destroy() and initialize again."
+                )
 
 
 class EndOfBackward:
@@ -29,52 +357,6 @@ class EndOfBackward:
             self._failed()
 
 
-class Agreement:
-    """Keeps the ranks together; ``serve(unit, mine)`` takes part in a requested gather, ``mine`` if this rank wants it.
-
-    Every rank passes the same points in the same order: the start of a forward or backward pass, the step, a
-    gather by the user.
-
-    [Note: requests] Within a pass, gathers follow the agreed order and each unit comes once. A rank that needs a unit
-    the order cannot give (released already, or never learned) joins what is left of the order and then sends a
-    *request* at its next agreement point. The other ranks meet the request at their next point, whatever that is,
-    serve it, and repeat their own message. So nobody hangs and nobody has to guess what another rank will compute.
-    """
-
-    def __init__(self, control: Control, serve: Callable[[int, bool], None]) -> None:
-        self._control = control
-        self._serve = serve
-
-    def start(self, kind: str, name: str, step: int, payload: Any = None, beside: str | None = None) -> list[Any]:
-        """Meet the other ranks at ``kind``/``name``; return their payloads in rank order.
-
-        Ranks may be at ``beside`` instead. Raises `DesyncError` listing every rank's call when they differ otherwise.
-        """
-        messages = self._exchange(Message(kind, name, step, payload))
-        self._control.check_same([m for m in messages if m.kind != beside])
-        return [m.payload for m in messages]
-
-    def meet(self, kind: str, step: int, payload: Any) -> list[Message]:
-        """Meet the other ranks, whatever they are at, as long as those that are not at ``kind`` are at the same;
-        return their messages in rank order."""
-        messages = self._exchange(Message(kind, "", step, payload))
-        self._control.check_same([m for m in messages if m.kind != kind])
-        return messages
-
-    def request(self, unit: int, step: int) -> None:
-        """Have every rank take part in gathering ``unit`` outside the order; return when it was issued."""
-        self._serve_requests(self._control.exchange(Message(_REQUEST, "", step, unit)))
-
-    def _exchange(self, message: Message) -> list[Message]:
-        """Exchange ``message``, again after every round in which somebody requested a unit."""
-        while True:
-            messages = self._control.exchange(message)
-            if not self._serve_requests(messages):
-                return messages
-
-    def _serve_requests(self, messages: list[Message]) -> bool:
-        wanted = dict.fromkeys(m.payload for m in messages if m.kind == _REQUEST)
-        mine = messages[self._control.rank]
-        for unit in wanted:
-            self._serve(unit, mine.kind == _REQUEST and mine.payload == unit)
-        return bool(wanted)
+def forward_key(name: str) -> str:
+    """Name of the forward pass of the module called ``name``, by which its order is learned."""
+    return f"forward of {name or 'the model'}"

@@ -7,9 +7,10 @@ from typing import Any
 
 from zero_comm import CommError, EngineGroups
 
-from .gatherer import Gatherer
-from .pace import Pace
-from .reducer import Reducer
+from .gatherer import Gatherer, OrderedGathers
+from .interleaving import Interleaving
+from .messages import PassProgress, StepNumber
+from .reducer import OrderedReductions, Reducer
 
 logger = logging.getLogger("zero_partition")
 
@@ -22,44 +23,62 @@ class Recovery:
     [Note: caught failures] A failure ends the engine only where other ranks may wait for what this rank will not send.
     With one rank, or no pass open that communicates, there are none. With a pass open, the ranks meet once: when all
     have failed in the same call, each issues the gathers and reductions that another has issued already, so that the
-    channels are at one place again on all of them, and drops what came of it.
+    process groups are at one place again on all of them, and drops what came of it.
     """
 
-    def __init__(self, groups: EngineGroups, gatherer: Gatherer, reducer: Reducer, pace: Pace) -> None:
+    def __init__(
+        self,
+        groups: EngineGroups,
+        step: StepNumber,
+        gathers: OrderedGathers,
+        reductions: OrderedReductions,
+        interleaving: Interleaving,
+        gatherer: Gatherer,
+        reducer: Reducer,
+    ) -> None:
         self._groups = groups
+        self._step = step
+        self._gathers = gathers
+        self._reductions = reductions
+        self._interleaving = interleaving
         self._gatherer = gatherer
         self._reducer = reducer
-        self._pace = pace
 
-    def leave_pass(self, call: str, step: int, failure: BaseException, *, awaited: bool) -> bool:
-        """End the open pass after ``failure`` in ``call``; whether the engine can go on.
+    def leave_pass(self, call: str, failure: BaseException, *, awaited: bool) -> bool:
+        """End the open pass after ``failure`` in ``call``; return whether the engine can go on.
 
         ``awaited``: others wait for this rank though no pass is open.
         """
         if isinstance(failure, CommError):
             return False
-        waited_for = self._groups.control.world_size > 1 and (awaited or self._gatherer.active or self._reducer.active)
-        if waited_for and not (isinstance(failure, Exception) and self._is_shared(call, step, failure)):
+        in_pass = self._gathers.active or self._reductions.active
+        waited_for = self._groups.control.world_size > 1 and (awaited or in_pass)
+        if waited_for and not (isinstance(failure, Exception) and self._is_shared(call, failure)):
             return False
-        self._pace.stop()
+        self._interleaving.end()
         self._reducer.abandon()
         self._gatherer.abandon()
         return True
 
-    def _is_shared(self, call: str, step: int, failure: BaseException) -> bool:
-        """Whether all ranks failed in ``call``; then their channels are at one place."""
-        told = self._confer(call, step, failure, [self._gatherer.issued, self._reducer.started])
-        if told is None:
+    def tell(self, call: str, failure: BaseException) -> None:
+        """Leave word of ``failure`` for the ranks that will wait for this one, should it make no further call."""
+        self._groups.control.failed(f"{_describe(failure)} (in {call} of step {self._step.value})")
+
+    def _is_shared(self, call: str, failure: BaseException) -> bool:
+        """Whether all ranks failed in ``call``; then their process groups are at one place."""
+        answers = self._confer(call, failure, PassProgress(self._gathers.issued, self._reductions.started).encode())
+        if answers is None:
             return False
-        self._pace.stop()
-        self._gatherer.issue_until(max(gathers for gathers, _ in told))
-        self._reducer.start_until(max(reductions for _, reductions in told))
-        issued = self._confer(call, step, failure, self._groups.issued())
+        progress = [PassProgress.decode(answer) for answer in answers]
+        self._interleaving.end()
+        self._gathers.issue_until(max(one.gathers for one in progress))
+        self._interleaving.start_until(max(one.reductions for one in progress))
+        issued = self._confer(call, failure, self._groups.issued())
         return issued is not None and all(counts == issued[0] for counts in issued)
 
-    def _confer(self, call: str, step: int, failure: BaseException, payload: Any) -> list[Any] | None:
-        reason = f"{type(failure).__name__}: {failure} (in step {step})"
-        return self._groups.control.confer(call, step, reason, payload, PATIENCE)
+    def _confer(self, call: str, failure: BaseException, payload: Any) -> list[Any] | None:
+        reason = f"{_describe(failure)} (in step {self._step.value})"
+        return self._groups.control.confer(call, self._step.value, reason, payload, PATIENCE)
 
 
 def advise(failure: BaseException, *, torn: bool) -> None:
@@ -71,3 +90,7 @@ def advise(failure: BaseException, *, torn: bool) -> None:
         failure.add_note(words)
     else:
         logger.warning("after %s: %s", type(failure).__name__, words)
+
+
+def _describe(failure: BaseException) -> str:
+    return f"{type(failure).__name__}: {failure}"

@@ -1,74 +1,261 @@
-"""When each unit's gradients are averaged: one agreed order, as much as possible while backward runs."""
+"""Reducing gradients: in one agreed order, as much as possible while backward runs."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 
 from zero_comm import Work
 
 from .errors import PartitionError
+from .gatherer import OrderedGathers
 from .gradients import UnitGradients
+from .messages import Completion, ReductionsSeen, StepNumber
 
 _IN_FLIGHT = 2  # reductions whose local sum is still to do: one travels while the next unit fills
-_LEARNING_PASSES = 3  # passes whose order and gates are learned at most, when they do not repeat before
+_LEARNING_PASSES = 3  # passes whose order is learned at most, when they do not repeat before
 
 
-class Reducer:
-    """Starts the reductions of one backward pass in the agreed order.
+class StartedReduction(NamedTuple):
+    """A reduction of the running pass: its number there, its unit, and how many gathers have to be issued before
+    anybody waits for it (see [Note: waits] in interleaving.py)."""
 
-    A unit is due when all the gradients that it had last time have arrived, or when its modules did not run here:
-    then it contributes zeros without waiting. What is not due by the end of the pass is flushed there. Gradients that
-    arrive after their unit was reduced stay, are announced at the next agreement point, and are reduced then.
+    number: int
+    unit: int
+    gathers_first: int
+    numel: int
+    work: Work
 
-    ``complete``: every pass reduces every unit, and a unit whose modules ran waits for all its gradients or for the end
-    of the pass, whatever it had last time; late gradients are refused (`refuse_late`).
+
+class OrderedReductions:
+    """The reductions of one engine, started in the order that the ranks have agreed.
+
+    Starting a reduction never waits for another rank. At most two are meant to travel at a time, and ``bucket_numel``
+    elements: see `crowded`. ``complete``: every pass reduces every unit, when it has all its gradients.
 
     Attributes:
-        before_wait: called with a reduction's number in this pass and its gate (pace.py) before this rank waits for it.
-        gather_order: the gathers of this pass.
-        used: the units that this rank has needed so far in this pass.
-        started: how many reductions this pass has started.
-        settled: the order and the gates are learned.
-        torn: why the gradients hold a part of a backward pass only, which failed; None where they do not.
+        started: how many reductions the last pass has started.
+        settled: the order is learned.
         complete: as given.
     """
 
     def __init__(
-        self, gradients: Sequence[UnitGradients], device: torch.device, *, bucket_numel: int, complete: bool = False
+        self,
+        gradients: Sequence[UnitGradients],
+        gathers: OrderedGathers,
+        step: StepNumber,
+        device: torch.device,
+        *,
+        bucket_numel: int,
+        complete: bool = False,
     ) -> None:
         self._by_unit = {g.unit.index: g for g in gradients}
+        self._gathers = gathers
+        self._step = step
         self._device = device
         self._bucket_numel = bucket_numel
         self.complete = complete
         self._order = [g.unit.index for g in reversed(gradients)]
-        self._expected = {g.unit.index: len(g.unit.parameters) for g in gradients}
-        self._arrived = dict.fromkeys(self._by_unit, 0)
-        self._finished: dict[int, int] = {}
-        self._used_then: list[int] = []
-        self._steady = True
         self._queue: deque[int] | None = None
-        self._works: deque[tuple[int, int, Work]] = deque()
-        self._ran: set[int] = set()
+        self._travelling: deque[StartedReduction] = deque()
+        self._completions: dict[int, int] = {}
+        self._gathered: list[int] = []
+        self._steady = True
         self._learned = 0
         self._last_needed: dict[int, int | None] = {}
-        self._gates: dict[int, int] = {}
-        self.before_wait: Callable[[int, int], None] = lambda number, gate: None
-        self.gather_order: Callable[[], Sequence[int]] = lambda: ()
-        self.used: Callable[[], Sequence[int]] = lambda: ()
+        self._gathers_first: dict[int, int] = {}
         self.started = 0
         self.settled = False
-        self.torn: str | None = None
-        self.step = 0
 
     @property
     def active(self) -> bool:
         """Whether a reducing backward pass is running."""
         return self._queue is not None
+
+    @property
+    def next_unit(self) -> int | None:
+        """The unit whose reduction comes next; None when all of the pass are started."""
+        return self._queue[0] if self._queue else None
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more travels than is meant to."""
+        travelling = self._travelling
+        return len(travelling) > _IN_FLIGHT or sum(one.numel for one in travelling) > self._bucket_numel
+
+    @property
+    def oldest(self) -> StartedReduction | None:
+        """The first of the reductions that travel."""
+        return self._travelling[0] if self._travelling else None
+
+    def begin(self, units: Iterable[int]) -> None:
+        """Start a reducing pass over ``units``, the same set on every rank."""
+        chosen = set(units)
+        self._queue = deque(index for index in self._order if index in chosen)
+        self._completions = {}
+        self._steady = True
+        self.started = 0
+        self._gathers_first = self._find_gathers_first()
+
+    def comes_within(self, position: int | None) -> bool:
+        """Whether the next reduction has to be started before anybody waits for the gather at ``position`` of the
+        pass's order (None: for anything else than this pass)."""
+        if not self._queue:
+            return False
+        return position is None or self._gathers_first[self._queue[0]] <= position
+
+    def start_next(self) -> None:
+        """Start the next reduction with the gradients that are there; only when there is a `next_unit`."""
+        if self._queue:
+            self.start(self._queue.popleft())
+
+    def start(self, index: int) -> None:
+        """Start the reduction of a unit."""
+        gradients = self._by_unit[index]
+        work = gradients.start_reduce(self._step.value, self._device)
+        first = self._gathers_first.get(index, 0)
+        self._travelling.append(StartedReduction(self.started, index, first, gradients.unit.layout.numel, work))
+        self.started += 1
+
+    def in_order(self, units: Iterable[int]) -> list[int]:
+        """``units`` in the agreed order."""
+        chosen = set(units)
+        return [index for index in self._order if index in chosen]
+
+    def older_in_hops(self) -> Iterator[StartedReduction]:
+        """Yield the reductions of several hops that travel, but for the newest one."""
+        yield from [one for one in list(self._travelling)[:-1] if one.work.has_hops]
+
+    def advance_within(self, position: int | None) -> None:
+        """Take the reductions that `comes_within` said yes to to their last hop; all ranks start them here."""
+        for one in self._travelling:
+            if position is None or one.gathers_first <= position:
+                one.work.advance()
+
+    def advance_first(self, count: int) -> None:
+        """Take the pass's first ``count`` reductions, which every rank has started, to their last hop."""
+        for one in self._travelling:
+            if one.number < count:
+                one.work.advance()
+
+    def finish_oldest(self) -> None:
+        """Wait for the first of the reductions that travel."""
+        one = self._travelling.popleft()
+        one.work.wait()
+        self._by_unit[one.unit].end_reduce()
+
+    def close(self) -> None:
+        """The running pass is over: its reductions have arrived."""
+        self._queue = None
+
+    def note_complete(self, index: int) -> None:
+        """This rank has all gradients of a unit that the running pass brings."""
+        self._completions.setdefault(index, len(self._gathers.used))
+
+    def note_late(self, index: int) -> None:
+        """A unit had another number of gradients than in the pass before, which shows when autograd is done."""
+        self._completions[index] = len(self._gathers.used)
+        self._steady = False
+
+    def is_complete(self, index: int) -> bool:
+        """Whether `note_complete` was called for a unit in the running pass."""
+        return index in self._completions
+
+    def note_end(self) -> None:
+        """Autograd is done."""
+        self._gathered = list(self._gathers.used)
+
+    def forget_observed(self) -> None:
+        """Nothing is learned of the last pass."""
+        self._completions = {}
+
+    def observed(self) -> ReductionsSeen | None:
+        """What this rank saw in the last pass, until an order is settled."""
+        if self.settled or self.active or not self._completions:
+            return None
+        return ReductionsSeen([Completion(*c) for c in self._completions.items()], self._gathered, self._steady)
+
+    def learn(self, observed: Sequence[ReductionsSeen | None]) -> None:
+        """Adopt the order of the first rank that saw one, and the gathers that every rank needed before each unit was
+        complete (rank order); same result on every rank."""
+        seen = [one for one in observed if one is not None]
+        first = [completion.unit for completion in seen[0].completions]
+        self._order = [*first, *(i for i in self._order if i not in first)]
+        place = {unit: number for number, unit in enumerate(self._gathers.order)}
+        needed: dict[int, set[int]] = {}
+        for one in seen:
+            for unit, count in one.completions:
+                needed.setdefault(unit, set()).update(one.gathered[:count])
+        self._last_needed = {
+            unit: max((u for u in units if u in place), key=place.__getitem__, default=None)
+            for unit, units in needed.items()
+        }
+        self._learned += 1
+        self.settled = all(one.steady for one in seen) or self._learned >= _LEARNING_PASSES
+        self._completions = {}
+
+    def _find_gathers_first(self) -> dict[int, int]:
+        """By unit, the gathers that must have been issued before anybody waits for its reduction."""
+        order = self._gathers.order
+        after: dict[int | None, int] = {unit: number + 1 for number, unit in enumerate(order)}
+        after[None] = 0
+        unknown = len(order)
+        last = self._last_needed
+        counts = [after.get(last[u], unknown) if u in last else unknown for u in self._order]
+        return dict(zip(self._order, accumulate(counts, max), strict=True))
+
+
+class StartsReductions(Protocol):
+    """Starts reductions and waits for them, where this rank may."""
+
+    def start_next(self) -> None:
+        """Start the next reduction of the pass with the gradients that are there, and make room for it."""
+
+    def reduce(self, units: Iterable[int], /) -> None:
+        """Reduce ``units`` outside a pass."""
+
+    def finish_all(self) -> None:
+        """Wait for every reduction that was started."""
+
+
+class Reducer:
+    """Decides when each unit's gradients are averaged.
+
+    A unit is due when all the gradients that it had last time have arrived, or when its modules did not run here:
+    then it contributes zeros without waiting. What is not due by the end of the pass is reduced there. Gradients that
+    arrive after their unit was reduced stay, are announced at the next agreement point, and are reduced then.
+
+    Where passes are complete (see `OrderedReductions`), a unit whose modules ran waits for all its gradients or for the
+    end of the pass, whatever it had last time; late gradients are refused (`refuse_late`).
+
+    Attributes:
+        torn: why the gradients hold a part of a backward pass only, which failed; None where they do not.
+    """
+
+    def __init__(
+        self, gradients: Sequence[UnitGradients], reductions: OrderedReductions, starts: StartsReductions
+    ) -> None:
+        self._by_unit = {g.unit.index: g for g in gradients}
+        self._reductions = reductions
+        self._starts = starts
+        self._expected = {g.unit.index: len(g.unit.parameters) for g in gradients}
+        self._arrived = dict.fromkeys(self._by_unit, 0)
+        self._ran: set[int] = set()
+        self.torn: str | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether a reducing backward pass is running."""
+        return self._reductions.active
+
+    @property
+    def started(self) -> int:
+        """How many reductions the last pass has started."""
+        return self._reductions.started
 
     def mark_ran(self, unit: int) -> None:
         """Note that the unit's modules run in a forward whose gradients may come."""
@@ -77,113 +264,56 @@ class Reducer:
 
     def pending(self) -> list[int]:
         """Units of this rank that a reducing backward pass has to consider."""
-        return sorted(self._by_unit if self.complete else self._ran | set(self.unreduced()))
+        return sorted(self._by_unit if self._reductions.complete else self._ran | set(self.unreduced()))
 
     def unreduced(self) -> list[int]:
         """Units with gradients that no reduction has taken."""
         return [index for index, g in self._by_unit.items() if g.has_unreduced]
 
-    def observed(self) -> dict[str, Any] | None:
-        """What this rank saw in the last pass, until an order is settled: units in order of completion, with how many
-        of the ``used`` units it had needed by then."""
-        if self.settled or self.active or not self._finished:
-            return None
-        return {"finished": list(self._finished.items()), "used": self._used_then, "steady": self._steady}
-
-    def learn(self, observed: Sequence[dict[str, Any] | None]) -> None:
-        """Adopt the order of the first rank that saw one, and gates that fit what every rank saw (rank order)."""
-        seen = [o for o in observed if o is not None]
-        first = [unit for unit, _ in seen[0]["finished"]]
-        self._order = [*first, *(i for i in self._order if i not in first)]
-        place = {unit: number for number, unit in enumerate(self.gather_order())}
-        needed: dict[int, set[int]] = {}
-        for one in seen:
-            for unit, count in one["finished"]:
-                needed.setdefault(unit, set()).update(one["used"][:count])
-        self._last_needed = {
-            unit: max((u for u in units if u in place), key=place.__getitem__, default=None)
-            for unit, units in needed.items()
-        }
-        self._learned += 1
-        self.settled = all(o["steady"] for o in seen) or self._learned >= _LEARNING_PASSES
-        self._finished = {}
-
-    def begin(self, units: set[int]) -> None:
+    def begin(self, units: Iterable[int]) -> None:
         """Start a reducing pass over ``units`` (those that any rank has to consider); the same set on every rank."""
-        self._queue = deque(index for index in self._order if index in units)
         self._arrived = dict.fromkeys(self._by_unit, 0)
-        self._finished = {}
-        self._steady = True
-        self.started = 0
-        self._gates = self._find_gates()
-        self._advance()
+        self._reductions.begin(units)
+        self._start_due()
 
     def arrived(self, index: int) -> bool:
-        """Count one gradient of a unit; True when it was the last one expected in this pass."""
+        """Count one gradient of a unit; return True when it was the last one expected in this pass."""
         self._arrived[index] += 1
         last = self._arrived[index] == self._expected[index]
-        ready = self._by_unit[index].has_all if self.complete else last
-        if ready and index not in self._finished:
-            self._finished[index] = len(self.used())
-            self._advance()
+        ready = self._by_unit[index].has_all if self._reductions.complete else last
+        if ready and not self._reductions.is_complete(index):
+            self._reductions.note_complete(index)
+            self._start_due()
         return last
-
-    def give_way(self, position: int | None) -> None:
-        """Start the reductions whose gates are at most ``position`` in the gathers' order (None: all of them), with
-        the gradients that are there."""
-        while self._queue and (position is None or self._gates[self._queue[0]] <= position):
-            self._start(self._queue.popleft())
-
-    def start_until(self, count: int) -> None:
-        """Have started the pass's first ``count`` reductions, with the gradients that are there."""
-        while self._queue and self.started < count:
-            self._start(self._queue.popleft())
-
-    def abandon(self) -> None:
-        """End a pass that failed: wait for the reductions that were started, which every rank has started."""
-        self._drain()
-        self._queue = None
-        self._ran.clear()
-        self._finished = {}
-
-    def take_far(self, position: int | None) -> None:
-        """Take the reductions whose gates are at most ``position`` (None: all of them) to their last hop; they have
-        been started by `give_way`, here and wherever they are needed."""
-        for index, _, work in self._works:
-            if position is None or self._gates[index] <= position:
-                work.advance()
-
-    def take_far_started(self, count: int) -> None:
-        """Take the pass's first ``count`` reductions, which every rank has started, to their last hop."""
-        first = self.started - len(self._works)
-        for number, (_, _, work) in enumerate(self._works, start=first):
-            if number < count:
-                work.advance()
 
     def start_rest(self) -> None:
         """All gradients of the pass are there: start what is left, in order."""
-        if self._queue is None:
+        if not self.active:
             return
         for index, count in self._arrived.items():
-            if count and self.complete:
-                self._finished.setdefault(index, len(self.used()))
+            if count and self._reductions.complete:
+                self._reductions.note_complete(index)
             if count and self._expected[index] != count:
                 self._expected[index] = count
-                self._finished[index] = len(self.used())
-                self._steady = False
-        self._used_then = list(self.used())
-        while self._queue:
-            self._start(self._queue.popleft())
+                self._reductions.note_late(index)
+        self._reductions.note_end()
+        while self._reductions.next_unit is not None:
+            self._starts.start_next()
 
     def finish(self) -> None:
         """End the pass: wait for every reduction."""
-        self._drain()
-        self._queue = None
+        self._starts.finish_all()
+        self._reductions.close()
         self._ran.clear()
+
+    def abandon(self) -> None:
+        """End a pass that failed: wait for the reductions that were started, which every rank has started."""
+        self.finish()
+        self._reductions.forget_observed()
 
     def refuse_late(self) -> None:
         """Where passes are complete: refuse, by name, gradients that came after their unit was reduced."""
-        late = self.unreduced() if self.complete else []
+        late = self.unreduced() if self._reductions.complete else []
         if late:
             gradients = self._by_unit[late[0]]
             name = next(n for n, p in zip(gradients.unit.names, gradients.present, strict=True) if p)
@@ -194,12 +324,9 @@ class Reducer:
                 "the parameter inside its module's forward, and non-reentrant activation checkpointing."
             )
 
-    def reduce_now(self, units: set[int]) -> None:
+    def reduce_now(self, units: Iterable[int]) -> None:
         """Reduce ``units`` outside a pass (late gradients); the same set on every rank."""
-        for index in self._order:
-            if index in units:
-                self._start(index)
-        self._drain()
+        self._starts.reduce(units)
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -208,50 +335,11 @@ class Reducer:
         for gradients in self._by_unit.values():
             gradients.clear()
 
-    def _advance(self) -> None:
-        while self._queue and self._due(self._queue[0]):
-            self._start(self._queue.popleft())
+    def _start_due(self) -> None:
+        while (index := self._reductions.next_unit) is not None and self._due(index):
+            self._starts.start_next()
 
     def _due(self, index: int) -> bool:
-        if self._by_unit[index].has_all if self.complete else self._arrived[index] >= self._expected[index]:
-            return True
-        return index not in self._ran and not self._by_unit[index].has_unreduced
-
-    def _find_gates(self) -> dict[int, int]:
-        """By unit, the gathers that must have been issued before anybody waits for its reduction."""
-        order = self.gather_order()
-        after: dict[int | None, int] = {unit: number + 1 for number, unit in enumerate(order)}
-        after[None] = 0
-        unknown = len(order)
-        gates = [after.get(self._last_needed[u], unknown) if u in self._last_needed else unknown for u in self._order]
-        return dict(zip(self._order, accumulate(gates, max), strict=True))
-
-    def _start(self, index: int) -> None:
         gradients = self._by_unit[index]
-        work = gradients.start_reduce(self.step, self._device)
-        self._works.append((index, gradients.unit.layout.numel, work))
-        self.started += 1
-        self._advance_older()
-        while len(self._works) > _IN_FLIGHT or sum(numel for _, numel, _ in self._works) > self._bucket_numel:
-            self._wait_first()
-
-    def _advance_older(self) -> None:
-        """The reductions before the newest go on to their last hop, where they have several, while the next unit
-        computes."""
-        first = self.started - len(self._works)
-        for number, (index, _, work) in enumerate(list(self._works)[:-1], start=first):
-            if work.has_hops:
-                if self.active:
-                    self.before_wait(number, self._gates[index])
-                work.advance()
-
-    def _wait_first(self) -> None:
-        index, _, work = self._works.popleft()
-        if self.active:
-            self.before_wait(self.started - len(self._works) - 1, self._gates[index])
-        work.wait()
-        self._by_unit[index].end_reduce()
-
-    def _drain(self) -> None:
-        while self._works:
-            self._wait_first()
+        has_all = gradients.has_all if self._reductions.complete else self._arrived[index] >= self._expected[index]
+        return has_all or (index not in self._ran and not gradients.has_unreduced)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from .errors import ReleasedParameterError
-from .gatherer import Gatherer
+from .gatherer import OrderedGathers
 from .released import mark_released
+from .unannounced import UnannouncedUse
 from .unit import Unit, UnitState
 
 
@@ -18,22 +19,18 @@ class ReleasedUse:
 
     [Note: when a use gathers] Inside a forward or backward pass the unit is gathered as any other. Between a forward
     that trains and the step, with gradients enabled, a use is a part of the loss: this rank requests the unit, and the
-    others serve it at their next engine call (see passes.py), whether or not they use it too. The unit's memory then
+    others serve it at their next engine call (see agreement.py), whether or not they use it too. The unit's memory then
     belongs to the graph of the loss. Anywhere else another rank may never come to an engine call, so the use is
     refused, except that a single rank gathers at once. Facts about a parameter, such as its dtype, never come here.
 
-    ``bring``: makes a unit's parameters present. ``alone``: there is a single rank.
+    ``alone``: there is a single rank.
     """
 
-    def __init__(
-        self, units: Mapping[int, Unit], gatherer: Gatherer, bring: Callable[[Unit], None], *, alone: bool
-    ) -> None:
-        self._units = units
-        self._gatherer = gatherer
-        self._bring = bring
+    def __init__(self, unannounced: UnannouncedUse, gathers: OrderedGathers, *, alone: bool) -> None:
+        self._unannounced = unannounced
+        self._gathers = gathers
         self._alone = alone
         self._in_training = False
-        self._brought: list[Unit] = []
 
     def forward_ended(self) -> None:
         """A forward that trains is over; what is computed from here to the step may be a part of its loss."""
@@ -48,11 +45,13 @@ class ReleasedUse:
 
         Raises `ReleasedParameterError`, naming it, where it cannot be gathered.
         """
-        unit = self._units[id(parameter)]
-        if self._gatherer.active:
-            self._bring(unit)
+        unit = self._unannounced.unit_of(parameter)
+        if unit is None:
             return
-        if self._gatherer.pinned(unit):
+        if self._gathers.active:
+            self._unannounced.gather(unit)
+            return
+        if unit.pinned:
             return
         name = unit.names[next(i for i, p in enumerate(unit.parameters) if p is parameter)]
         if writes:
@@ -67,9 +66,9 @@ class ReleasedUse:
                 "forward and its step. Elsewhere open `with gathered([parameter])` on every rank."
             )
         if unit.state is not UnitState.GATHERED:
-            self._bring(unit)
+            self._unannounced.gather(unit)
             unit.lent = True
-            self._brought.append(unit)
+            self._gathers.note_outside(unit)
             _answer_with_views(unit)
 
     def gathered(self, units: Iterable[Unit]) -> None:
@@ -77,13 +76,6 @@ class ReleasedUse:
         if self._in_training:
             for unit in units:
                 _answer_with_views(unit)
-
-    def release(self) -> None:
-        """Give back what was brought outside passes; graphs keep the memory that they saved."""
-        brought, self._brought = self._brought, []
-        for unit in brought:
-            if not self._gatherer.pinned(unit):
-                unit.release()
 
 
 def _answer_with_views(unit: Unit) -> None:

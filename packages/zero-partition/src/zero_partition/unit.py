@@ -13,15 +13,15 @@ from zero_comm import Tag, Work
 from .host_facts import install
 from .layout import UnitLayout
 from .placeholder import Placeholders
-from .readers import Readers
 from .released import mark_present
-from .residency import Residency
+from .residency import Readers, Residency
 from .route import Route
 from .tier import StateTier
 from .unit_edits import UnitEdits
 from .units import UnitPlan
 
 _FOLLOWED = 1 << 15  # elements; torch shares work among threads from more on
+
 
 class UnitState(enum.Enum):
     """Where a unit's parameters are.
@@ -52,6 +52,7 @@ class Unit:
         states: the tier that keeps this unit's masters and moments and updates its shard.
         edits: what user code did to the parameters.
         readers: who reads shard, master and states beside training.
+        pins: how many gathers of the user's keep the parameters through passes.
         hidden: between `hide` and `show`.
         keeps_masters: this rank has masters that are more than the weights.
     """
@@ -88,6 +89,7 @@ class Unit:
         self._stale_masters = False
         self._is_exact = True
         self.hidden = False
+        self.pins = 0
         self.keeps_masters = False
         self.edits = UnitEdits(self.names, self.parameters, plan.dtype)
 
@@ -123,9 +125,10 @@ class Unit:
     def issue_gather(self, step: int, *, exact: bool = False) -> None:
         """Start bringing the parameters, or refreshing them where they are present already.
 
-        ``exact``: bring the weights themselves also where passes compute with what a codec leaves of them. Every rank
-        of the group issues gathers in the same order.
+        ``exact``: bring the weights themselves also where passes compute with what a codec leaves of them, as for a
+        unit that is pinned. Every rank of the group issues gathers in the same order.
         """
+        exact = exact or self.pinned
         self.wait_gather()
         if self.state is UnitState.GATHERED and self.releasable:
             self.edits.leaving(self.views, exact=self._is_exact)
@@ -177,6 +180,21 @@ class Unit:
             self.flat.untyped_storage().resize_(0)
             self.state = UnitState.RELEASED
             self.lent = False
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the parameters stay gathered through passes."""
+        return self.pins > 0
+
+    def pin(self) -> None:
+        """Keep the gathered parameters through passes until `unpin`; pins count."""
+        self.pins += 1
+
+    def unpin(self) -> None:
+        """Take one pin away; the last one releases the unit, whose values the user may still hold."""
+        self.pins -= 1
+        if not self.pinned:
+            self.hand_over()
 
     def hide(self) -> None:
         """Have gathered parameters that are never released read NaN, until `show`: their memory is about to go."""

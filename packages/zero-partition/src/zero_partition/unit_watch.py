@@ -19,3 +19,10 @@ class UnitWatch(Protocol):
 
     def backward_done(self, unit: Unit) -> None:
         """Autograd has finished the last of the unit's gradients in this pass, and its reduction may have begun."""
+
+
+class WatchedUnits:
+    """Who is told of units, None where nobody is: `Runtime.watch_units` names one."""
+
+    def __init__(self) -> None:
+        self.watch: UnitWatch | None = None

@@ -51,18 +51,18 @@ class Update(Protocol):
 
 
 def start_in_reduced(unit: Unit, fragment: Fragment) -> int:
-    """First element of a fragment in the unit's master and reduced gradient, which are whole at stage 0."""
-    whole = unit.master is not None and unit.master.numel() == unit.layout.numel
-    return (fragment.rank * unit.layout.shard_numel if whole else 0) + fragment.shard_offset
+    """First element of a fragment in the unit's master and reduced gradient, which are full at stage 0."""
+    full = unit.master is not None and unit.master.numel() == unit.layout.numel
+    return (fragment.rank * unit.layout.shard_numel if full else 0) + fragment.shard_offset
 
 
 class FragmentUpdate:
-    """The optimizer's parameters are views of the masters, one per fragment; with ``whole`` (stage 0), one per
+    """The optimizer's parameters are views of the masters, one per fragment; with ``full`` (stage 0), one per
     parameter."""
 
-    def __init__(self, partition: Partition, *, whole: bool) -> None:
+    def __init__(self, partition: Partition, *, full: bool) -> None:
         self._partition = partition
-        self._whole = whole
+        self._full = full
         self.fragments: list[OwnedFragment] = []
         self._of_unit: dict[int, tuple[list[OwnedFragment], Stretches]] = {}
 
@@ -73,7 +73,7 @@ class FragmentUpdate:
         for fragment in self._parts(unit, unit.layout.entries[number]):
             start = start_in_reduced(unit, fragment)
             view = unit.master[start : start + fragment.length]
-            tensor = nn.Parameter(view.view(fragment.entry.shape) if self._whole else view)
+            tensor = nn.Parameter(view.view(fragment.entry.shape) if self._full else view)
             owned = OwnedFragment(unit, number, fragment, tensor)
             self.fragments.append(owned)
             yield owned
@@ -105,13 +105,13 @@ class FragmentUpdate:
             yield index, (fragments, Stretches(places, numel, [o.tensor.shape for o in fragments]))
 
     def _parts(self, unit: Unit, entry: Entry) -> list[Fragment]:
-        if self._whole:
+        if self._full:
             return [Fragment(entry, 0, 0, entry.offset, entry.numel)]
         return [f for rank in self._partition.owned_ranks() for f in unit.layout.fragments(rank) if f.entry is entry]
 
 
 class ParameterUpdate:
-    """For optimizers that need whole parameters while masters are sharded: every parameter has one rank that updates
+    """For optimizers that need full parameters while masters are sharded: every parameter has one rank that updates
     it and keeps its state.
 
     A step gathers a unit's gradients and masters, updates each parameter at its owner, and sends it to all; that is
@@ -125,7 +125,7 @@ class ParameterUpdate:
         self.fragments: list[OwnedFragment] = []
 
     def own(self, unit: Unit, number: int) -> Iterator[OwnedFragment]:
-        """Yield the whole parameter at its owner, nothing on other ranks."""
+        """Yield the full parameter at its owner, nothing on other ranks."""
         if unit.master is None:
             return
         self._listed.setdefault(unit.index, set()).add(number)
@@ -176,12 +176,12 @@ class ParameterUpdate:
             if not touched[number]:
                 continue
             entry = unit.layout.entries[number]
-            whole = mine[number].flatten() if number in mine else shard.new_empty(entry.numel)
+            full = mine[number].flatten() if number in mine else shard.new_empty(entry.numel)
             tag = Tag("broadcast", entry.name, self._partition.runtime.step)
-            group.broadcast(whole, self._owner[entry.name], tag).wait()
+            group.broadcast(full, self._owner[entry.name], tag).wait()
             for fragment in unit.layout.fragments(rank):
                 if fragment.entry is entry:
-                    part = whole[fragment.param_offset : fragment.param_offset + fragment.length]
+                    part = full[fragment.param_offset : fragment.param_offset + fragment.length]
                     shard[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(part)
 
 
@@ -227,7 +227,7 @@ class NormReduction:
         self._rank = {id(o.tensor): o.fragment.rank for o in fragments}
 
     def __call__(self, partial: PartialNorms) -> list[tuple[float, ...]]:
-        """Norms of whole parameters, in the order of ``partial``. Collective."""
+        """Norms of full parameters, in the order of ``partial``. Collective."""
         mine: dict[str, dict[str, list[float]]] = {}
         for tensor, norms in partial:
             mine.setdefault(str(self._rank[id(tensor)]), {})[self._key[id(tensor)]] = list(norms)
@@ -256,17 +256,17 @@ def step_with(fragments: Sequence[OwnedFragment], factor: float, step: Callable[
             owned.tensor.grad = None
 
 
-def update_for(optimizer: Optimizer, partition: Partition, *, whole: bool) -> Update:
-    """Choose how ``optimizer`` runs; ``whole``: it needs whole parameters."""
+def update_for(optimizer: Optimizer, partition: Partition, *, full: bool) -> Update:
+    """Choose how ``optimizer`` runs; ``full``: it needs full parameters."""
     if partition.states is not None:
         return TierUpdate(partition, partition.states)
-    if whole and partition.options.stage >= 1:
+    if full and partition.options.stage >= 1:
         return ParameterUpdate(partition)
-    return FragmentUpdate(partition, whole=whole)
+    return FragmentUpdate(partition, full=full)
 
 
 def connect_norms(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
-    """Have an optimizer that needs norms of whole parameters get them from all ranks."""
+    """Have an optimizer that needs norms of full parameters get them from all ranks."""
     if isinstance(optimizer, NormOptimizer):
         optimizer.reduce_norms = NormReduction(partition, fragments)
 

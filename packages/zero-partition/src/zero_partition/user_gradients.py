@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,19 +12,9 @@ from torch import nn
 from .errors import PartitionError
 from .gradients import UnitGradients
 from .host_facts import any_gradient, gradients_are
+from .messages import WrittenGradients
+from .training_loop import TrainingLoop
 from .unit_edits import plainly
-
-
-@dataclass(frozen=True)
-class WrittenGradients:
-    """What one rank says about gradients that its user wrote since the last step; travels with the step's message.
-
-    ``written``: by unit, the numbers of the parameters whose ``.grad`` was assigned, edited or taken away.
-    ``edited``: by unit, a digest of what in-place changes left of the average (stage 0).
-    """
-
-    written: dict[str, list[int]] = field(default_factory=dict)
-    edited: dict[str, int] = field(default_factory=dict)
 
 
 class UserGradients:
@@ -38,13 +26,14 @@ class UserGradients:
     pass or a step begins. A parameter that backward gave a gradient is written on every rank or on none: a part of an
     average cannot be taken back.
 
+    ``loop`` says whether gradients may be written now.
+
     Attributes:
-        refuses: returns why gradients must not be written now, None when they may.
         discards: a digest of what was discarded since the last step after it was reduced; the same on every rank.
     """
 
-    def __init__(self, gradients: Sequence[UnitGradients]) -> None:
-        self.refuses: Callable[[], str | None] = lambda: None
+    def __init__(self, gradients: Sequence[UnitGradients], loop: TrainingLoop) -> None:
+        self._loop = loop
         self.discards = 0
         self._gradients = {g.unit.index: g for g in gradients}
         self._parameters = [p for g in gradients for p in g.unit.parameters]
@@ -123,8 +112,8 @@ class UserGradients:
     def report(self) -> WrittenGradients:
         """What this rank's user wrote since the last step."""
         return WrittenGradients(
-            {str(index): sorted(numbers) for index, numbers in self._written.items()},
-            {str(index): self._gradients[index].digest() for index in sorted(self._edited)},
+            {index: sorted(numbers) for index, numbers in self._written.items()},
+            {index: self._gradients[index].digest() for index in sorted(self._edited)},
         )
 
     @plainly
@@ -134,32 +123,32 @@ class UserGradients:
         ``reports``: every rank's, in rank order. Raises `PartitionError` on every rank where only some ranks made any.
         """
         edited = {index for report in reports for index in report.edited}
-        for index in sorted(edited, key=int):
+        for index in sorted(edited):
             without = [rank for rank, report in enumerate(reports) if index not in report.edited]
             if without:
-                unit = self._gradients[int(index)].unit
+                unit = self._gradients[index].unit
                 editor = next(rank for rank in range(len(reports)) if rank not in without)
                 raise PartitionError(
                     f"gradients of the unit of parameter '{unit.names[0]}' were changed in place on rank {editor} and "
                     f"not on rank {without[0]}. Change p.grad on every rank or on none. The weights were not changed."
                 )
-        apart = {int(index) for index in edited if len({report.edited.get(index) for report in reports}) > 1}
+        apart = {index for index in edited if len({report.edited.get(index) for report in reports}) > 1}
         self._resend(apart)
         return bool(apart)
 
-    def check(self, reports: Sequence[WrittenGradients], untouched: Sequence[dict[str, list[int]]]) -> None:
+    def check(self, reports: Sequence[WrittenGradients], untouched: Sequence[Mapping[int, Sequence[int]]]) -> None:
         """Refuse, on every rank alike, gradients that some ranks have written and others have from backward.
 
         ``untouched``: by rank and unit, the numbers of the parameters that have no gradient there.
         """
-        for index in sorted({int(index) for report in reports for index in report.written}):
-            wrote = [set(report.written.get(str(index), ())) for report in reports]
+        for index in sorted({index for report in reports for index in report.written}):
+            wrote = [set(report.written.get(index, ())) for report in reports]
             for number in sorted(set.union(*wrote)):
                 writers = [rank for rank, numbers in enumerate(wrote) if number in numbers]
                 others = [
                     rank
                     for rank in range(len(reports))
-                    if rank not in writers and number not in untouched[rank].get(str(index), ())
+                    if rank not in writers and number not in untouched[rank].get(index, ())
                 ]
                 if others:
                     raise PartitionError(
@@ -244,7 +233,7 @@ class UserGradients:
         return known is not None and shown is not None and shown._version != known
 
     def _check_allowed(self, name: str) -> None:
-        refusal = self.refuses()
+        refusal = self._loop.refuse_written_gradients()
         if refusal is not None:
             raise PartitionError(f"the gradient of parameter '{name}' was written: {refusal}")
 
@@ -279,8 +268,3 @@ class UserGradients:
             for index, g in self._gradients.items()
         }
         return {index: numbers for index, numbers in found.items() if numbers}
-
-
-def as_message(report: WrittenGradients) -> dict[str, Any]:
-    """A report as plain data; empty in an ordinary step."""
-    return asdict(report) if report.written or report.edited else {}

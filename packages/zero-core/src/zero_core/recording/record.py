@@ -83,7 +83,7 @@ class RunRecord:
         """Return instruments that also write down what they are told; the units are listened to from now on."""
         instruments = RecordingInstruments(inner, state, offloading, self.writer, self.plan, self.close)
         self._running.append(weakref.WeakMethod(instruments.under_way))
-        state.partition.runtime.unit_watch = instruments.units
+        state.partition.runtime.watch_units(instruments.units)
         return instruments
 
     def close(self) -> None:

@@ -1,0 +1,197 @@
+"""Agreement between ranks on what happens next, so that none waits for a collective that another will not issue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from zero_comm import CommError, Message
+
+from .errors import PartitionError
+from .gatherer import OrderedGathers
+from .messages import LockStep, Observations, StepNumber
+from .reducer import OrderedReductions
+from .unit import Unit
+from .user_edits import UserEdits
+from .user_gradients import UserGradients
+
+_REQUEST = "request"
+DONE = "done in synced()"
+
+
+class ControlGroup(Protocol):
+    """The process group that messages travel on; `zero_comm.Control` is one."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def exchange(self, message: Message, /) -> list[Message]:
+        """Return every rank's message, in rank order."""
+
+    def check_same(self, messages: Sequence[Message], /) -> None:
+        """Raise `DesyncError` unless all ``messages`` (in rank order) are of the same call."""
+
+
+class Liveness:
+    """Whether the engine can go on, or an earlier failure has ended it.
+
+    ``abort``: tells the other ranks why this one leaves, so that nobody waits for it. ``sharded``: parameters are.
+    """
+
+    def __init__(self, abort: Callable[[BaseException], None], *, sharded: bool) -> None:
+        self._abort = abort
+        self._sharded = sharded
+        self._failure: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether an earlier failure has ended the engine."""
+        return self._failure is not None
+
+    def end(self, failure: BaseException) -> None:
+        """This rank cannot go on: tell the others why and leave the data groups."""
+        if self._failure is None:
+            self._failure = f"{type(failure).__name__}: {failure}"
+            self._abort(failure)
+
+    def check(self) -> None:
+        """Raise `CommError` when an earlier failure has ended the engine."""
+        if self._failure is not None:
+            here = (
+                "What this rank has of the weights is its shards, which cannot be gathered any more."
+                if self._sharded
+                else "The model's parameters are whole on this rank: torch.save(model.state_dict()) writes them."
+            )
+            raise CommError(
+                f"this engine has failed earlier and cannot go on: {self._failure}. {here} Make a new engine on every "
+                "rank and load a checkpoint."
+            )
+
+
+class Agreement:
+    """Where the ranks of one engine meet.
+
+    Every rank passes the same points in the same order: the start of a forward or backward pass, the step, a
+    gather by the user. What a rank has observed since the last meeting goes along with its message (`Observations`).
+
+    [Note: requests] Within a pass, gathers follow the agreed order and each unit comes once. A rank that needs a unit
+    the order cannot give (released already, or never learned) joins what is left of the order and then sends a
+    *request* at its next agreement point. The other ranks meet the request at their next point, whatever that is,
+    serve it, and repeat their own message. So nobody hangs and nobody has to guess what another rank will compute.
+
+    Attributes:
+        synced: ranks may be at a forward pass or done (see `meet_done`), until it is false again.
+    """
+
+    def __init__(
+        self,
+        control: ControlGroup,
+        liveness: Liveness,
+        units: Sequence[Unit],
+        step: StepNumber,
+        gathers: OrderedGathers,
+        reductions: OrderedReductions,
+        edits: UserEdits,
+        user_gradients: UserGradients,
+    ) -> None:
+        self._control = control
+        self._liveness = liveness
+        self._units = units
+        self._step = step
+        self._gathers = gathers
+        self._reductions = reductions
+        self._edits = edits
+        self._user_gradients = user_gradients
+        self._sharded = any(unit.releasable for unit in units)
+        self._changed: set[int] = set()
+        self.synced = False
+
+    def agree(self, kind: str, name: str, payload: Any = None) -> list[Any]:
+        """Meet the other ranks at ``kind``/``name``; return their payloads (plain data) in rank order.
+
+        Raises `DesyncError` listing every rank's call when they differ, and what the observations are refused with.
+        """
+        self._liveness.check()
+        if not self._gathers.active:
+            self._gathers.release_outside()
+        messages = self._exchange(self._message(kind, name, payload))
+        self._control.check_same([m for m in messages if not (self.synced and m.kind == DONE)])
+        return self._learn(messages, kind)
+
+    def agree_in_lock_step(self, message: LockStep) -> list[LockStep]:
+        """Meet the other ranks before a wait in a backward pass; return their messages in rank order."""
+        return [LockStep.decode(data) for data in self.agree("learning", "", message.encode())]
+
+    def meet_done(self) -> str | None:
+        """Meet the other ranks, having nothing to do; return the name of the forward pass that some rank begins, None
+        when all are done."""
+        self._liveness.check()
+        messages = self._exchange(self._message(DONE, "", None))
+        running = [message for message in messages if message.kind != DONE]
+        self._control.check_same(running)
+        self._learn(messages, DONE)
+        return running[0].name if running else None
+
+    def request(self, unit: int) -> None:
+        """Have every rank take part in gathering ``unit`` outside the order; return when it was issued."""
+        self._serve_requests(self._control.exchange(Message(_REQUEST, "", self._step.value, unit)))
+
+    def note_changed(self, unit: Unit) -> None:
+        """This rank alone has written other weights into its shard; all ranks learn it when they next agree."""
+        self._changed.add(unit.index)
+
+    def _message(self, kind: str, name: str, payload: Any) -> Message:
+        """A message with what this rank has observed."""
+        observed = Observations(
+            gathers=self._gathers.take_observed() if self._sharded else {},
+            reductions=self._reductions.observed(),
+            changed=sorted(self._changed),
+            edits=self._edits.report(kind, in_pass=self._gathers.active),
+            discards=self._user_gradients.discards,
+        )
+        self._changed.clear()
+        return Message(kind, name, self._step.value, [payload, *observed.encode()])
+
+    def _learn(self, messages: Sequence[Message], kind: str) -> list[Any]:
+        """Take over what the ranks have observed, the same on every rank; return their payloads."""
+        observed = [Observations.decode(message.payload[1:]) for message in messages]
+        if any(one.gathers for one in observed):
+            self._gathers.learn([one.gathers for one in observed])
+        if any(one.reductions for one in observed):
+            self._reductions.learn([one.reductions for one in observed])
+        for index in {index for one in observed for index in one.changed}:
+            self._units[index].route.weights_changed()
+        self._edits.settle([one.edits for one in observed], kind)
+        _check_discards([one.discards for one in observed])
+        return [message.payload[0] for message in messages]
+
+    def _exchange(self, message: Message) -> list[Message]:
+        """Exchange ``message``, again after every round in which somebody requested a unit."""
+        while True:
+            messages = self._control.exchange(message)
+            if not self._serve_requests(messages):
+                return messages
+
+    def _serve_requests(self, messages: Sequence[Message]) -> bool:
+        """Gather what some ranks request; return whether any does."""
+        wanted = dict.fromkeys(m.payload for m in messages if m.kind == _REQUEST)
+        mine = messages[self._control.rank]
+        for unit in wanted:
+            self._gathers.serve(unit, mine.kind == _REQUEST and mine.payload == unit)
+        return bool(wanted)
+
+
+def _check_discards(discards: Sequence[int]) -> None:
+    """Raise `PartitionError` when the ranks have discarded different averaged gradients."""
+    apart = next((rank for rank, other in enumerate(discards) if other != discards[0]), None)
+    if apart is not None:
+        did, did_not = (0, apart) if discards[0] else (apart, 0)
+        how = "of other parameters" if discards[did_not] else "not"
+        raise PartitionError(
+            f"rank {did} discarded gradients that were averaged already (zero_grad) and rank {did_not} did {how}: "
+            "each rank would be left with a part. Call zero_grad on every rank at the same point. The weights were "
+            "not changed."
+        )

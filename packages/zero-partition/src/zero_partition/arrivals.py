@@ -1,0 +1,90 @@
+"""Gradients on their way from autograd into the units' buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .agreement import Liveness
+from .errors import PartitionError
+from .gatherer import Gatherer
+from .gradient_hook import GradientHook
+from .gradients import UnitGradients
+from .reducer import Reducer
+from .unit import Unit
+from .unit_watch import WatchedUnits
+
+
+class GradientArrivals:
+    """Takes the gradients that autograd has finished, unless hooks of the user's still run on them: then later.
+
+    ``units``: all of them, by index; ``gradients``: those of trained units, by index.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        gradients: Mapping[int, UnitGradients],
+        gatherer: Gatherer,
+        reducer: Reducer,
+        liveness: Liveness,
+        watched_units: WatchedUnits,
+    ) -> None:
+        self._units = units
+        self._gradients = gradients
+        self._gatherer = gatherer
+        self._reducer = reducer
+        self._liveness = liveness
+        self._watched_units = watched_units
+        self._left: list[tuple[int, int, GradientHook]] = []
+
+    def ready(self, unit: int, number: int, hook: GradientHook) -> None:
+        """Autograd has finished parameter ``number`` of a unit."""
+        self.take_left()
+        if hook.goes_on:
+            self._left.append((unit, number, hook))
+        else:
+            self._take(unit, number, hook)
+
+    def take_left(self) -> None:
+        """Take the gradients that are left where autograd and the user's hooks have put them."""
+        left, self._left = self._left, []
+        for unit, number, hook in left:
+            self._take(unit, number, hook)
+
+    def forget_left(self) -> None:
+        """Drop the gradients that are left: their backward pass has failed."""
+        for unit, number, _ in self._left:
+            self._units[unit].parameters[number].grad = None
+        self._left.clear()
+
+    def _take(self, index: int, number: int, hook: GradientHook) -> None:
+        """Add one parameter's gradient to its unit's; reduce and release the unit when it was the last one."""
+        unit, gradients = self._units[index], self._gradients[index]
+        parameter = unit.parameters[number]
+        gradient, parameter.grad = parameter.grad, None
+        if hook.changed(gradient) and gradients.touched[number]:
+            raise PartitionError(
+                f"a post-accumulate-grad hook changed the gradient of parameter '{unit.names[number]}' after the first "
+                "backward pass since the last step. In torch it sees the sum of the passes, here each pass's alone. "
+                "Use parameter.register_hook, which sees each pass's alone in torch too, or one backward pass a step. "
+                "Weights were not changed; call engine.zero_grad() before you go on."
+            )
+        if gradient is None:
+            return
+        if gradient.requires_grad:
+            refusal = PartitionError(
+                f"backward(create_graph=True) reached parameter '{unit.names[number]}', but the engine takes gradients "
+                "as numbers and leaves no .grad to go on from. Use torch.autograd.grad(..., create_graph=True), and "
+                "give the loss that contains its result to engine.backward."
+            )
+            self._liveness.end(refusal)
+            raise refusal
+        if gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
+        gradients.add(number, gradient, more_follow=not self._reducer.active)
+        if self._reducer.active and self._reducer.arrived(index):
+            if self._watched_units.watch is not None:
+                self._watched_units.watch.backward_done(unit)
+            self._gatherer.release(unit)

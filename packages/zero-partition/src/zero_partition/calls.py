@@ -1,0 +1,82 @@
+"""Which modules run, so that it is known when a unit's parameters are no longer needed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .unit import Unit
+
+
+class RunningCall(NamedTuple):
+    """A module's forward that has begun: whether it is part of a pass, and the exception that was being handled."""
+
+    in_pass: bool
+    handled: BaseException | None
+
+
+class ModuleCalls:
+    """The running calls of modules, and for each unit the modules that have run in this pass.
+
+    A unit's modules are its members, and those that `keep` names: modules whose submodules return parameters of it.
+
+    Attributes:
+        outermost: name of the module whose call is the forward pass, None between forward passes.
+        in_backward: a backward pass is running.
+        paused: calls of modules are not followed.
+    """
+
+    def __init__(self) -> None:
+        self.outermost: str | None = None
+        self.in_backward = False
+        self.paused = False
+        self._stacks: list[list[RunningCall]] = []
+        self._depth: dict[int, int] = {}
+        self._have_run: dict[int, set[str]] = {}
+        self._keepers: dict[int, set[str]] = {}
+
+    def stack(self) -> list[RunningCall]:
+        """A new stack for the running calls of one module; `forget` empties it."""
+        stack: list[RunningCall] = []
+        self._stacks.append(stack)
+        return stack
+
+    def enter(self, unit: Unit) -> None:
+        """A module that uses ``unit`` begins."""
+        self._depth[unit.index] = self._depth.get(unit.index, 0) + 1
+
+    def leave(self, unit: Unit, module: str) -> None:
+        """A module that uses ``unit`` is done."""
+        self._depth[unit.index] = max(self._depth.get(unit.index, 0) - 1, 0)
+        self.note_run(unit, module)
+
+    def note_run(self, unit: Unit, module: str) -> None:
+        """``module`` has run, and with it what it needs of ``unit``."""
+        self._have_run.setdefault(unit.index, set()).add(module)
+
+    def keep(self, unit: Unit, module: str) -> None:
+        """Count ``module`` among those that have to run before ``unit`` is done."""
+        self._keepers.setdefault(unit.index, set()).add(module)
+
+    def is_running(self, unit: Unit) -> bool:
+        """Whether a module that uses ``unit`` is running."""
+        return self._depth.get(unit.index, 0) > 0
+
+    def is_done(self, unit: Unit) -> bool:
+        """Whether all modules of ``unit`` have run in this pass, and none is running."""
+        run = self._have_run.get(unit.index, ())
+        if self.is_running(unit):
+            return False
+        return all(module in run for module in (*unit.plan.members, *self._keepers.get(unit.index, ())))
+
+    def restart(self) -> None:
+        """A pass begins: no module has run in it yet."""
+        self._have_run.clear()
+        self._depth.clear()
+
+    def forget(self) -> None:
+        """No call is running any more: an exception may have skipped the hooks that say so."""
+        self.outermost = None
+        self.in_backward = False
+        self.restart()
+        for stack in self._stacks:
+            stack.clear()

@@ -1,0 +1,82 @@
+"""Averaged gradients between backward and step, which the engine holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import nn
+
+from .agreement import Agreement
+from .calls import ModuleCalls
+from .errors import PartitionError
+from .gradients import UnitGradients
+from .messages import StepNumber
+from .reducer import Reducer
+from .user_gradients import UserGradients
+
+
+class HeldGradients:
+    """Shows, discards and forgets the gradients that backward passes have left since the last step."""
+
+    def __init__(
+        self,
+        gradients: Sequence[UnitGradients],
+        user_gradients: UserGradients,
+        reducer: Reducer,
+        agreement: Agreement,
+        calls: ModuleCalls,
+        step: StepNumber,
+    ) -> None:
+        self._gradients = gradients
+        self._user_gradients = user_gradients
+        self._reducer = reducer
+        self._agreement = agreement
+        self._calls = calls
+        self._step = step
+
+    def show(self) -> None:
+        """Where every rank keeps full averaged gradients (stage 0): make them the parameters' ``.grad``."""
+        works = [work for g in self._gradients if (work := g.gather_full(self._step.value)) is not None]
+        for work in works:
+            work.wait()
+        self._user_gradients.show()
+
+    def hide(self) -> None:
+        """Take the averaged gradients off the parameters again: autograd would add to them in place."""
+        self._user_gradients.hide()
+
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
+        """Forget the gradients of ``parameters`` (None: of all) since the last step, as ``zero_grad`` does; every rank
+        does it at the same point. Raises `PartitionError` inside a backward pass."""
+        if self._calls.in_backward:
+            raise PartitionError(
+                "zero_grad was called inside a backward pass, while gradients are on their way; call it before or after"
+            )
+        self._user_gradients.discard(parameters, set_to_none=set_to_none)
+        if parameters is None:
+            self._reducer.torn = None
+
+    def forget(self) -> None:
+        """A step is over: there are no gradients before the next backward pass."""
+        self._reducer.clear()
+        self._user_gradients.forget()
+
+    def flush(self) -> None:
+        """Reduce gradients that came after their unit's turn, on any rank; all ranks call it at the same point."""
+        self._user_gradients.take()
+        late = self._agreement.agree("flush", "", self._reducer.unreduced())
+        self.reduce_late({unit for units in late for unit in units})
+
+    def reduce_late(self, units: Collection[int]) -> None:
+        """Reduce ``units`` (the same on every rank) outside a backward pass."""
+        if units:
+            self._reducer.reduce_now(units)
+            self.show()
+
+    def refuse_torn(self, call: str) -> None:
+        """Raise `PartitionError` where the gradients hold a part of a backward pass that failed."""
+        if self._reducer.torn is not None:
+            raise PartitionError(
+                f"{call}: an earlier backward pass failed ({self._reducer.torn}) and has left a part of its gradients; "
+                "call engine.zero_grad() before the next backward or step"
+            )

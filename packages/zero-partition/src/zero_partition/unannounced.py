@@ -1,0 +1,65 @@
+"""Uses of parameters that no hook announces, and which unit a parameter belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from .agreement import Liveness
+from .errors import ReleasedParameterError
+from .gatherer import Gatherer, OrderedGathers
+from .reducer import Reducer
+from .unit import Unit, UnitState
+
+
+class UnannouncedUse:
+    """Gathers units for code that reads a parameter where no hook has announced it.
+
+    Attributes:
+        trains: gradients are enabled in the running forward, or were in the last one.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        gathers: OrderedGathers,
+        gatherer: Gatherer,
+        reducer: Reducer,
+        liveness: Liveness,
+    ) -> None:
+        self._gathers = gathers
+        self._gatherer = gatherer
+        self._reducer = reducer
+        self._liveness = liveness
+        self._unit_of = {id(p): u for u in units if u.releasable for p in u.parameters}
+        self.trains = False
+
+    def gather(self, unit: Unit) -> None:
+        """Return when the parameters of a releasable unit are full; in a pass or outside. Raises `CommError` after a
+        failure."""
+        self._liveness.check()
+        self._gatherer.gather(unit)
+        if self.trains:
+            self._reducer.mark_ran(unit.index)
+
+    def unit_of(self, parameter: nn.Parameter) -> Unit | None:
+        """The releasable unit of ``parameter``, if it has one."""
+        return self._unit_of.get(id(parameter))
+
+    def parameter_read(self, parameter: nn.Parameter) -> None:
+        """Code asked a module for a parameter: gather it when a pass of this engine runs on this rank."""
+        unit = self.unit_of(parameter)
+        if unit is not None and self._gathers.active and not self._gathers.is_used(unit):
+            self.gather(unit)
+
+    def refuse_pickle(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise when one of the parameters is released: what would be written down is NaN."""
+        for parameter in parameters:
+            unit = self.unit_of(parameter)
+            if unit is not None and unit.state is not UnitState.GATHERED:
+                name = next(n for n, p in zip(unit.names, unit.parameters, strict=True) if p is parameter)
+                raise ReleasedParameterError(
+                    f"parameter '{name}' is released, and a pickle of its module would hold NaN. Write it inside "
+                    "`engine.gathered(list(model.parameters()))`, or use engine.consolidated_state_dict()."
+                )
