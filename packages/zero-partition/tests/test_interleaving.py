@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_groups import MemoryRank, run_threads
 
-from zero_comm import Message
+from zero_partition.agreement import Agreement, Liveness
 from zero_partition.gatherer import Gatherer, OrderedGathers
 from zero_partition.interleaving import Interleaving
-from zero_partition.messages import LockStep, ReductionsSeen, StepNumber
+from zero_partition.messages import LockStep, StepNumber
 from zero_partition.reducer import OrderedReductions, Reducer
+from zero_partition.training_loop import FollowedLoop
+from zero_partition.user_edits import UserEdits
+from zero_partition.user_gradients import UserGradients
 
 UNITS = 4
 
@@ -31,12 +34,15 @@ class Made:
         self.reductions = OrderedReductions(
             self.gradients, self.gathers, step, torch.device("cpu"), bucket_numel=1000, complete=complete
         )
+        edits, users = UserEdits(self.units, 1), UserGradients(self.gradients, FollowedLoop())
+        alive = Liveness(lambda failure: None, sharded=True)
+        self.agreement = Agreement(rank.control, alive, self.units, step, self.gathers, self.reductions, edits, users)
         self.interleaving = Interleaving(self.gathers, self.reductions, self.meet)
         self.gatherer = Gatherer(
             self.units,
             self.gathers,
             self.interleaving,
-            self.refuse_request,
+            self.agreement.request,
             rank.residency,
             prefetch_numel=prefetch,
             max_live_numel=1000,
@@ -45,22 +51,11 @@ class Made:
         self.meetings = 0
 
     def exchange(self, data: Any) -> list[Any]:
-        return [message.payload for message in self.rank.control.exchange(Message("test", "", 0, data))]
+        return self.agreement.agree("flush", "", data)
 
     def meet(self, message: LockStep) -> list[LockStep]:
         self.meetings += 1
-        return [LockStep.decode(data) for data in self.exchange(message.encode())]
-
-    def refuse_request(self, index: int) -> None:
-        raise AssertionError(f"unit {index} was requested")
-
-    def learn(self) -> None:
-        """What the ranks tell each other between passes."""
-        self.gathers.learn(self.exchange(self.gathers.take_observed()))
-        seen = self.reductions.observed()
-        told = self.exchange(None if seen is None else seen.encode())
-        if any(told):
-            self.reductions.learn([None if data is None else ReductionsSeen.decode(data) for data in told])
+        return self.agreement.agree_in_lock_step(message)
 
     def backward(self, used: list[int]) -> None:
         """Gather the units ``used`` in that order, and give each the gradients of a rank that used it."""
@@ -98,7 +93,6 @@ def train(rank: MemoryRank, plan: list[list[list[int]]], prefetch: int, complete
         made.reducer.reduce_now(made.late())
         averages.append([float(g.reduced[0]) if g.reduced is not None else None for g in made.gradients])
         made.reducer.clear()
-        made.learn()
     return {"averages": averages, "meetings": meetings, "order": (rank.gather.issued, rank.reduce.issued)}
 
 
@@ -124,7 +118,8 @@ def test_every_gradient_is_averaged_and_collectives_match(name: str, complete: b
     plan = PLANS[name]
     results = run_threads(train, len(plan[0]), plan, prefetch, complete)
     for result in results:
-        assert result["averages"] == [expected(by_rank) for by_rank in plan]
+        for averages, by_rank in zip(result["averages"], plan, strict=True):
+            assert averages == pytest.approx(expected(by_rank), rel=1e-12)
         assert result["order"] == results[0]["order"]
 
 
@@ -135,7 +130,8 @@ ORDERS = st.lists(st.integers(0, UNITS - 1), unique=True, max_size=UNITS)
 @given(plan=st.lists(st.lists(ORDERS, min_size=3, max_size=3), min_size=1, max_size=4))
 def test_any_units_in_any_order_on_any_rank(plan: list[list[list[int]]]) -> None:
     for result in run_threads(train, 3, plan, 0, False):
-        assert result["averages"] == [expected(by_rank) for by_rank in plan]
+        for averages, by_rank in zip(result["averages"], plan, strict=True):
+            assert averages == pytest.approx(expected(by_rank), rel=1e-12)
 
 
 def test_ranks_meet_in_lock_step_only_until_the_order_is_learned() -> None:
@@ -150,6 +146,8 @@ def test_passes_that_have_to_be_complete_stay_in_lock_step() -> None:
 
 def travelling(rank: MemoryRank) -> list[int]:
     made = Made(rank)
+    for index in BACK:
+        made.reducer.mark_ran(index)
     made.reducer.begin(range(UNITS))
     counts = []
     for index in BACK:
@@ -168,6 +166,8 @@ def test_a_unit_is_reduced_as_soon_as_its_last_gradient_is_there() -> None:
 def test_a_failed_pass_starts_what_another_rank_has_started_and_learns_nothing() -> None:
     def check(rank: MemoryRank) -> None:
         made = Made(rank)
+        for index in BACK:
+            made.reducer.mark_ran(index)
         made.reducer.begin(range(UNITS))
         made.interleaving.start_until(2)
         assert made.reducer.started == 2
