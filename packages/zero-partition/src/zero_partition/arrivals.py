@@ -41,7 +41,8 @@ class GradientArrivals:
 
     def ready(self, unit: int, number: int, hook: GradientHook) -> None:
         """Autograd has finished parameter ``number`` of a unit."""
-        self.take_left()
+        if self._left:
+            self.take_left()
         if hook.goes_on:
             self._left.append((unit, number, hook))
         else:
@@ -83,8 +84,9 @@ class GradientArrivals:
             raise refusal
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        gradients.add(number, gradient, more_follow=not self._reducer.active)
-        if self._reducer.active and self._reducer.arrived(index):
+        reduces = self._reducer.active
+        gradients.add(number, gradient, more_follow=not reduces)
+        if reduces and self._reducer.arrived(index):
             if self._watched_units.watch is not None:
                 self._watched_units.watch.backward_done(unit)
             self._gatherer.release(unit)

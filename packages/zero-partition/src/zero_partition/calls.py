@@ -15,7 +15,7 @@ class RunningCall(NamedTuple):
 
 
 class ModuleCalls:
-    """The running calls of modules, and for each unit the modules that have run in this pass.
+    """The running calls of modules, and for each unit the modules that have not run in this pass yet.
 
     A unit's modules are its members, and those that `keep` names: modules whose submodules return parameters of it.
 
@@ -31,7 +31,7 @@ class ModuleCalls:
         self.paused = False
         self._stacks: list[list[RunningCall]] = []
         self._depth: dict[int, int] = {}
-        self._have_run: dict[int, set[str]] = {}
+        self._not_run: dict[int, set[str]] = {}
         self._keepers: dict[int, set[str]] = {}
 
     def stack(self) -> list[RunningCall]:
@@ -51,26 +51,24 @@ class ModuleCalls:
 
     def note_run(self, unit: Unit, module: str) -> None:
         """``module`` has run, and with it what it needs of ``unit``."""
-        self._have_run.setdefault(unit.index, set()).add(module)
+        self._still_to_run(unit).discard(module)
 
     def keep(self, unit: Unit, module: str) -> None:
         """Count ``module`` among those that have to run before ``unit`` is done."""
         self._keepers.setdefault(unit.index, set()).add(module)
+        self._still_to_run(unit).add(module)
 
     def is_running(self, unit: Unit) -> bool:
-        """Whether a module that uses ``unit`` is running."""
+        """Return whether a module that uses ``unit`` is running."""
         return self._depth.get(unit.index, 0) > 0
 
     def is_done(self, unit: Unit) -> bool:
-        """Whether all modules of ``unit`` have run in this pass, and none is running."""
-        run = self._have_run.get(unit.index, ())
-        if self.is_running(unit):
-            return False
-        return all(module in run for module in (*unit.plan.members, *self._keepers.get(unit.index, ())))
+        """Return whether all modules of ``unit`` have run in this pass, and none is running."""
+        return not self.is_running(unit) and not self._still_to_run(unit)
 
     def restart(self) -> None:
         """A pass begins: no module has run in it yet."""
-        self._have_run.clear()
+        self._not_run.clear()
         self._depth.clear()
 
     def forget(self) -> None:
@@ -80,3 +78,9 @@ class ModuleCalls:
         self.restart()
         for stack in self._stacks:
             stack.clear()
+
+    def _still_to_run(self, unit: Unit) -> set[str]:
+        found = self._not_run.get(unit.index)
+        if found is None:
+            found = self._not_run[unit.index] = {*unit.plan.members, *self._keepers.get(unit.index, ())}
+        return found
