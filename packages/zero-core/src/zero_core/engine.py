@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zero_ckpt import LoadReport
 from zero_comm import Ledger
+from zero_optim import Scheduler
 from zero_partition import Partition, ShardedOptimizer
 
 from . import report
@@ -29,7 +30,6 @@ from .monitors import Monitor
 from .offloading import Offloading
 from .preparation import compile_module
 from .recording import report_of
-from .schedules import Scheduler
 from .state import TrainingState
 from .training import Observer
 

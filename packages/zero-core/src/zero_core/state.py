@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_comm import EngineGroups, Ledger
+from zero_optim import Scheduler
 from zero_partition import Partition, ShardedOptimizer, StepResult
 from zero_precision import PrecisionPolicy, parse_dtype
 
@@ -18,7 +19,6 @@ from .config import Config
 from .data_loader import RankLoader
 from .errors import UsageError
 from .model_parallel import ModelPart
-from .schedules import Scheduler
 from .virtual_ranks import MicroBatches
 
 

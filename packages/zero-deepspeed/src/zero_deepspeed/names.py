@@ -205,7 +205,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "AsyncIOBuilder": "zero_deepspeed.aio:",
     },
     "deepspeed.ops.lamb": {
-        "FusedLamb": "zero_core.optimizers.beyond_torch:Lamb",
+        "FusedLamb": "zero_optim:Lamb",
     },
     "deepspeed.ops.lion": {
         "DeepSpeedCPULion": "zero_deepspeed.cpu_optimizers:",
@@ -244,12 +244,12 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "DeepSpeedEngine": "zero_deepspeed.engine:",
     },
     "deepspeed.runtime.lr_schedules": {
-        "LRRangeTest": "zero_core.schedules:",
-        "OneCycle": "zero_core.schedules:",
-        "VALID_LR_SCHEDULES": "zero_core.schedules.build:",
-        "WarmupCosineLR": "zero_core.schedules:",
-        "WarmupDecayLR": "zero_core.schedules:",
-        "WarmupLR": "zero_core.schedules:",
+        "LRRangeTest": "zero_optim:",
+        "OneCycle": "zero_optim:",
+        "VALID_LR_SCHEDULES": "zero_optim.schedules:",
+        "WarmupCosineLR": "zero_optim:",
+        "WarmupDecayLR": "zero_optim:",
+        "WarmupLR": "zero_optim:",
     },
     "deepspeed.runtime.pipe": Unavailable(_PIPELINE),
     "deepspeed.runtime.sequence_parallel": Unavailable(_SEQUENCE),

@@ -9,8 +9,8 @@ import torch
 
 from zero_ckpt import Interval
 from zero_ckpt.torch import Stager
+from zero_optim import OneBitOptimizer
 
-from ..optimizers import OneBitOptimizer
 from ..state import TrainingState
 from .reading import BatchedRead
 

@@ -6,8 +6,7 @@ import logging
 import math
 from typing import Any, Literal
 
-from zero_core.errors import UsageError
-from zero_core.schedules.base import ParamGroups, Rate, Schedule, group_rates, natural, per_group
+from .base import ParamGroups, Rate, Schedule, group_rates, natural, per_group
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +18,7 @@ class Ramp:
 
     def __init__(self, steps: int, kind: str) -> None:
         if kind not in ("log", "linear"):
-            raise UsageError(f"warmup_type: expected 'log' or 'linear', got {kind!r}")
+            raise ValueError(f"warmup_type: expected 'log' or 'linear', got {kind!r}")
         self.steps = max(2, natural("warmup_num_steps", steps, least=1))
         self.kind = kind
         self._per_log = 1.0 / math.log(self.steps)

@@ -9,8 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from zero_core.errors import UsageError
-
 
 @runtime_checkable
 class Scheduler(Protocol):
@@ -39,7 +37,7 @@ class ParamGroups(Protocol):
     param_groups: list[dict[str, Any]]
 
 
-class NotSteppedError(UsageError, AssertionError):
+class NotSteppedError(ValueError, AssertionError):
     """The learning rate was asked for before the schedule set one."""
 
 
@@ -80,7 +78,7 @@ class Schedule(ABC):
         """Continue after the iteration in `state_dict`; the rates are written at the next `step`."""
         iteration = state_dict.get("last_batch_iteration")
         if isinstance(iteration, bool) or not isinstance(iteration, int):
-            raise UsageError(
+            raise ValueError(
                 f"{type(self).__name__}.load_state_dict: expected an integer 'last_batch_iteration', got {iteration!r} "
                 f"(the state holds {sorted(state_dict)}); load the state of the schedule that was saved"
             )
@@ -89,7 +87,7 @@ class Schedule(ABC):
     def _write(self, rates: Sequence[Rate]) -> list[Rate]:
         groups = self.optimizer.param_groups
         if len(groups) != len(rates):
-            raise UsageError(
+            raise ValueError(
                 f"{type(self).__name__} was built for {len(rates)} param groups, the optimizer now has {len(groups)}: "
                 "build the schedule after the last add_param_group"
             )
@@ -106,10 +104,10 @@ def per_group(optimizer: ParamGroups, name: str, value: Any) -> list[Any]:
     count = len(optimizer.param_groups)
     values = list(value) if isinstance(value, list | tuple) else [value] * count
     if len(values) != count:
-        raise UsageError(f"{name}: expected one number, or one for each of the {count} param groups, got {len(values)}")
+        raise ValueError(f"{name}: expected one number, or one for each of the {count} param groups, got {len(values)}")
     for each in values:
         if isinstance(each, bool) or not isinstance(each, Real | torch.Tensor):
-            raise UsageError(f"{name}: expected a number or a list of numbers, got {value!r}")
+            raise ValueError(f"{name}: expected a number or a list of numbers, got {value!r}")
     return values
 
 
@@ -120,9 +118,9 @@ def group_rates(optimizer: ParamGroups) -> list[Rate]:
 
 
 def natural(name: str, value: Any, *, least: int) -> int:
-    """Return an integer (or a float without a fraction) of at least `least`, or raise `UsageError` by name."""
+    """Return an integer (or a float without a fraction) of at least `least`, or raise `ValueError` by name."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name}: expected an integer >= {least}, got {value!r}")
+        raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
     return value

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base import AdamHyperparameters, adam_defaults
 from .adam import OneBitOptimizer, corrections, denominator
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class OneBitLamb(OneBitOptimizer):
@@ -26,10 +30,7 @@ class OneBitLamb(OneBitOptimizer):
         self,
         params: Any,
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
+        *,
         freeze_step: int = 100_000,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
@@ -37,10 +38,9 @@ class OneBitLamb(OneBitOptimizer):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
+        **adam: Unpack[AdamHyperparameters],
     ) -> None:
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        limits = {"max_coeff": max_coeff, "min_coeff": min_coeff}
-        super().__init__(params, {**defaults, **limits, "bias_correction": bias_correction})
+        super().__init__(params, {**adam_defaults(lr, **adam), "max_coeff": max_coeff, "min_coeff": min_coeff})
         self.freeze_step = freeze_step
         self.coeff_beta = coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
@@ -52,7 +52,7 @@ class OneBitLamb(OneBitOptimizer):
         numbers = {"lamb_coeff_freeze": 0.0, "last_factor": 1.0, "scaling_coeff": 1.0}
         return {**super()._new_state(p), **{k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}}
 
-    def _update(self, number: int, own: bool) -> None:
+    def _take_step(self, number: int, own: bool) -> None:
         if own:
             self._compressed(number)
             return

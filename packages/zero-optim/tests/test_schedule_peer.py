@@ -12,7 +12,7 @@ import schedule_cases as cases
 import torch
 from schedule_frozen import AT, FROZEN
 
-from zero_core import schedules
+from zero_optim import schedules
 
 pytestmark = pytest.mark.peer
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base import AdamHyperparameters, adam_defaults
 from .adam import OneBitOptimizer, adam_step, corrections, denominator
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ZeroOneAdam(OneBitOptimizer):
@@ -24,17 +28,14 @@ class ZeroOneAdam(OneBitOptimizer):
         self,
         params: Any,
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
+        *,
         var_freeze_step: int = 100_000,
         var_update_scaler: int = 16,
         local_step_scaler: int = 32_678,
         local_step_clipper: int = 16,
+        **adam: Unpack[AdamHyperparameters],
     ) -> None:
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "bias_correction": bias_correction})
+        super().__init__(params, adam_defaults(lr, **adam))
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
         self._alone: list[_Alone] = []
@@ -66,7 +67,7 @@ class ZeroOneAdam(OneBitOptimizer):
     def _on_own(self, number: int) -> bool:
         return self.variance_steps(number) == self.variance_steps(number - 1)
 
-    def _update(self, number: int, own: bool) -> None:
+    def _take_step(self, number: int, own: bool) -> None:
         interval = self.interval(number)
         if own and interval > 1 and not self._alone:
             self._alone = [_Alone(p) for _, p in self._parameters()]

@@ -6,8 +6,7 @@ import logging
 import math
 from typing import Any
 
-from zero_core.errors import UsageError
-from zero_core.schedules.base import ParamGroups, Rate, Schedule, natural, per_group
+from .base import ParamGroups, Rate, Schedule, natural, per_group
 
 
 class LRRangeTest(Schedule):
@@ -54,9 +53,9 @@ class Cycle:
         self.first = float(first)
         self.second = self.first if second is None else float(second)
         if not self.first > 0:
-            raise UsageError(f"cycle_first_step_size: expected a number of iterations > 0, got {first!r}")
+            raise ValueError(f"cycle_first_step_size: expected a number of iterations > 0, got {first!r}")
         if not self.second >= 0:
-            raise UsageError(f"cycle_second_step_size: expected a number of iterations >= 0, got {second!r}")
+            raise ValueError(f"cycle_second_step_size: expected a number of iterations >= 0, got {second!r}")
         self.first_stairs = natural("cycle_first_stair_count", first_stairs, least=0)
         chosen = first_stairs if second_stairs is None else second_stairs
         self.second_stairs = natural("cycle_second_stair_count", chosen, least=0)

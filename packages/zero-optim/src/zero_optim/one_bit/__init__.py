@@ -1,4 +1,4 @@
-"""Optimizers that send one bit per element instead of gradients; read `base.py` first, then `adam.py`."""
+"""Optimizers that send one bit per element instead of gradients; read `adam.py` first."""
 
 from __future__ import annotations
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import Optimizer
 
 from zero_comm import FeedbackAverage, Group, Tag
 from zero_precision import SignCodec
 
-from ..beyond_torch import loss_of
+from ..base import AdamHyperparameters, ClosureOptimizer, adam_defaults
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _BLOCK = 512  # elements that share a scale: 1.0625 bits per element
 _ERRORS = ("worker_error", "server_error")
 
 
-class OneBitOptimizer(Optimizer, ABC):
+class OneBitOptimizer(ClosureOptimizer):
     """Replaces the average of gradients by the average of something that one bit per element and error feedback can
     carry. A `zero_partition.AveragingOptimizer`; without `connect` there is one rank, and nothing is lost.
 
@@ -71,25 +73,22 @@ class OneBitOptimizer(Optimizer, ABC):
             for name in _ERRORS:
                 getattr(feedback, name).copy_(state[name])
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def update(self) -> None:
         """Update every parameter; collective when the gradients are this rank's own."""
-        loss = loss_of(closure)
         number = self.steps + 1
         for _, p in self._parameters():
             if not self.state[p]:
                 self.state[p].update(self._new_state(p))
-        self._update(number, own=self._on_own(number))
+        self._take_step(number, own=self._on_own(number))
         for group in self.param_groups:
             group["steps"] = number
-        return loss
 
     @abstractmethod
     def _on_own(self, number: int) -> bool:
         """Return whether step ``number`` (from 1) takes this rank's own gradients."""
 
     @abstractmethod
-    def _update(self, number: int, own: bool) -> None:
+    def _take_step(self, number: int, own: bool) -> None:
         """Take step ``number``."""
 
     def _new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -144,23 +143,15 @@ class OneBitAdam(OneBitOptimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
-        freeze_step: int = 100_000,
+        self, params: Any, lr: float = 1e-3, *, freeze_step: int = 100_000, **adam: Unpack[AdamHyperparameters]
     ) -> None:
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "bias_correction": bias_correction})
+        super().__init__(params, adam_defaults(lr, **adam))
         self.freeze_step = freeze_step
 
     def _on_own(self, number: int) -> bool:
         return number > self.freeze_step
 
-    def _update(self, number: int, own: bool) -> None:
+    def _take_step(self, number: int, own: bool) -> None:
         for group, p in self._parameters():
             if own or p.grad is not None:
                 self._advance_moments(group, p, variance=not own)
