@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_core.config import ConfigError
+from zero_config import ConfigError
 from zero_core.errors import UsageError
 from zero_deepspeed.accelerator import compute_device, get_accelerator
 from zero_deepspeed.communication import get_all_ranks_from_group, get_global_rank, init_distributed

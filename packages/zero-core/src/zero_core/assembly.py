@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_comm import EngineGroups, default_device, init, starting_together
+from zero_config import Config, autocast_modules, loss_scale, precision_policy
 from zero_optim import Scheduler
 from zero_partition import GRID, Partition, PartitionOptions, ShardedOptimizer, UnitLimits, leaf_marker, partition
 from zero_precision import autocast_dtypes, parse_dtype
@@ -20,7 +21,6 @@ from zero_precision import autocast_dtypes, parse_dtype
 from . import kernels
 from .checkpoint import Dialect, OwnDialect
 from .composition import compose
-from .config import Config, autocast_modules, loss_scale, precision_policy
 from .engine import Engine
 from .errors import UsageError
 from .instruments import ledger_for, memory_rows, memory_table

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zero_ckpt import LoadReport
 from zero_comm import Ledger
+from zero_config import Config
 from zero_optim import Scheduler
 from zero_partition import Partition, ShardedOptimizer
 
@@ -21,7 +22,6 @@ from .audit import Auditor
 from .checkpoint import CustomLoad, Resumed, Wanted
 from .checkpointing import Checkpointing
 from .composition import EngineParts
-from .config import Config
 from .data_loader import RankLoader
 from .delegation import Delegated
 from .instruments import Instruments, communication_table, memory_rows, memory_table

@@ -15,8 +15,7 @@ from zero_optim.schedules import VALID_LR_SCHEDULES
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from zero_core.config import Config
-    from zero_core.config._optim_keys import Scheduler as ScheduleSection
+    from zero_config import Config, SchedulerSection
 
 _METHODS = ("step", "get_last_lr", "state_dict", "load_state_dict")
 
@@ -49,7 +48,7 @@ def build_scheduler(
     return _checked(given, optimizer, "lr_scheduler")
 
 
-def _by_name(section: ScheduleSection, optimizer: Optimizer) -> Scheduler:
+def _by_name(section: SchedulerSection, optimizer: Optimizer) -> Scheduler:
     name = section.type
     if name in VALID_LR_SCHEDULES:
         kind: Any = getattr(schedules, name)

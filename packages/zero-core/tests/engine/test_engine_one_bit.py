@@ -12,7 +12,7 @@ from torch import nn
 
 import zero_core
 from zero_comm import run_ranks
-from zero_core.config import ConfigError
+from zero_config import ConfigError
 from zero_optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from zero_partition import PartitionError
 
