@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-TOOL = Path(__file__).resolve().parents[4] / "tools" / "config_page.py"
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "config_page.py"
 
 
 def test_the_page_is_what_the_tables_of_the_code_make_of_it() -> None:
