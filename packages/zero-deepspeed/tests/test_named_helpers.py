@@ -131,7 +131,7 @@ def test_the_estimators_print_a_table(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_activation_checkpointing_is_configured_by_deepspeeds_call() -> None:
     from zero_core import checkpointing
-    from zero_deepspeed.checkpointing import configure
+    from zero_deepspeed.helpers import configure
 
     def configured(*arguments: Any, **options: Any) -> bool:
         configure(*arguments, **options)

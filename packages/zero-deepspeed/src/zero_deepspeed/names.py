@@ -220,7 +220,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "checkpoint": "zero_core.checkpointing:",
-        "configure": "zero_deepspeed.checkpointing:",
+        "configure": "zero_deepspeed.helpers:",
         "is_configured": "zero_core.checkpointing:",
         "non_reentrant_checkpoint": "zero_core.checkpointing:",
         "reset": "zero_core.checkpointing:",
