@@ -30,7 +30,6 @@ from .parameters import adopt, release
 from .state_files import state_files
 
 if TYPE_CHECKING:
-
     pass
 
 logger = logging.getLogger("DeepSpeed")
