@@ -102,7 +102,7 @@ class Attached:
 
 @dataclass
 class Lifetime:
-    """Whether the engine can be used: ``destroyed`` for good, or ``parked`` until its states are reloaded."""
+    """When an engine cannot be used: ``destroyed`` for good, or ``parked`` until its states are reloaded."""
 
     destroyed: bool = False
     parked: bool = False

@@ -392,8 +392,8 @@ class _TouchMode(TorchFunctionMode):
 
 
 def _leaves_meta(args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether ``empty_like`` was asked to give a floating parameter on the meta device memory, as `nn.Module.to_empty`
-    does."""
+    """Return whether ``empty_like`` was asked to give memory to a floating parameter on the meta device, as
+    `nn.Module.to_empty` does."""
     there, like = keywords.get("device"), args[0] if args else None
     if not isinstance(like, nn.Parameter) or not like.is_meta or there is None:
         return False

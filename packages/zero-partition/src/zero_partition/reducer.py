@@ -73,7 +73,7 @@ class OrderedReductions:
 
     @property
     def active(self) -> bool:
-        """Whether a reducing backward pass is running."""
+        """Return whether a reducing backward pass is running."""
         return self._queue is not None
 
     @property
@@ -83,7 +83,7 @@ class OrderedReductions:
 
     @property
     def crowded(self) -> bool:
-        """Whether more travels than is meant to."""
+        """Return whether more travels than is meant to."""
         travelling = self._travelling
         return len(travelling) > _IN_FLIGHT or sum(one.numel for one in travelling) > self._bucket_numel
 
@@ -102,8 +102,8 @@ class OrderedReductions:
         self._gathers_first = self._find_gathers_first()
 
     def comes_within(self, position: int | None) -> bool:
-        """Whether the next reduction has to be started before anybody waits for the gather at ``position`` of the
-        pass's order (None: for anything else than this pass)."""
+        """Return whether the next reduction must start before anybody waits for the gather at ``position`` of the
+        pass's order (None: for anything that is not of this pass)."""
         if not self._queue:
             return False
         return position is None or self._gathers_first[self._queue[0]] <= position
@@ -162,7 +162,7 @@ class OrderedReductions:
         self._steady = False
 
     def is_complete(self, index: int) -> bool:
-        """Whether `note_complete` was called for a unit in the running pass."""
+        """Return whether `note_complete` was called for a unit in the running pass."""
         return index in self._completions
 
     def note_end(self) -> None:
@@ -249,7 +249,7 @@ class Reducer:
 
     @property
     def active(self) -> bool:
-        """Whether a reducing backward pass is running."""
+        """Return whether a reducing backward pass is running."""
         return self._reductions.active
 
     @property
