@@ -134,9 +134,7 @@ def loss_of(model: Model, call: Callable[..., torch.Tensor], loss: str, number: 
     return value + LOSSES[loss](model) if loss else value
 
 
-def trained(
-    inside: str, loss: str, stage: int, dtype: torch.dtype, zero: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
+def trained(inside: str, loss: str, stage: int, dtype: torch.dtype, zero: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The weights after some steps, and the bytes that are still gathered."""
     model = build(inside, torch.float64 if dtype == torch.float64 else torch.float32)
     section = {} if dtype == torch.float64 else {"bf16": {"enabled": True}, "data_types": {}}

@@ -61,7 +61,9 @@ TIERS = ("none", "cpu", "nvme")
 
 @pytest.mark.parametrize(
     ("stage", "world_size", "tier"),
-    some_of([(0, 1, "none"), (1, 3, "none"), (2, 2, "cpu"), (3, 2, "none"), (3, 3, "nvme")], range(4), (1, 2, 3), TIERS)
+    some_of(
+        [(0, 1, "none"), (1, 3, "none"), (2, 2, "cpu"), (3, 2, "none"), (3, 3, "nvme")], range(4), (1, 2, 3), TIERS
+    ),
 )
 def test_copies_have_values_and_pickles_and_loads_of_released_parameters_are_refused(
     stage: int, world_size: int, tier: str, tmp_path: Path
