@@ -101,6 +101,11 @@ class UnitGradients:
         return self._whole is not None
 
     @property
+    def is_alone(self) -> bool:
+        """Whether `is_shown`, and no other rank takes part in the average."""
+        return self._whole is not None and self._whole.world_size == 1
+
+    @property
     def is_reduced(self) -> bool:
         """Return whether there has been a reduction since `clear`; the same on every rank."""
         return self._states.has_gradient(self.unit.name) if self._states is not None else self.reduced is not None
