@@ -170,6 +170,17 @@ def test_an_ignored_hangup_stays_ignored(start, write_script, tmp_path):
     assert (process.returncode, out) == (0, "[rank 0] survived\n"), err
 
 
+def test_a_recorded_job_that_is_interrupted_leaves_word_of_it_and_no_failure(start, write_script, tmp_path):
+    script = write_script("import time; print('up', flush=True); time.sleep(60)")
+    process = start("--nproc", 1, "--record", "record", script)
+    while "up" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    failure = json.loads((tmp_path / "record" / "failure.json").read_text())
+    assert (failure["text"], failure["detail"], failure["interrupted"]) == ("interrupted by SIGINT", "", True), err
+
+
 def test_a_recorded_job_that_fails_leaves_the_first_cause_in_its_record(run, write_script, tmp_path):
     script = write_script(
         """

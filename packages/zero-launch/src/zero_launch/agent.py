@@ -429,11 +429,15 @@ class Agent(LocalElasticAgent):
                 fates.append(f"rank {record.rank} was stopped by zero-launch ({how})")
         return fates
 
+    @property
+    def flight(self) -> Mapping[int, Record]:
+        """What the flight recorders of the ranks held when last looked at, by rank."""
+        return self._watcher.records
+
     def error(self, notes: Sequence[str]) -> LaunchError:
         """The job's failure, with what became of the other ranks, and then ``notes``."""
         notes = [*self.fates(), *self.notes, *notes]
-        flight = self._watcher.records
-        return LaunchError(self.failures(), self._world_size, notes, divergence=self.divergence, flight=flight)
+        return LaunchError(self.failures(), self._world_size, notes, divergence=self.divergence, flight=self.flight)
 
 
 def _terminal_colours() -> tuple[bool, bool]:

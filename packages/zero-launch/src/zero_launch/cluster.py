@@ -21,6 +21,7 @@ from zero_launch.messages import Message
 from zero_launch.outcome import failures_in_order, notes
 from zero_launch.peers import Inbox, Listener, Peer, call
 from zero_launch.presence import WAIT_SECONDS, Presence
+from zero_launch.record import record_interruption
 from zero_launch.repeats import Repeats
 from zero_launch.report import LaunchError, RankFailure, signal_name
 from zero_launch.requeue import LeftEarly
@@ -212,12 +213,15 @@ class Cluster:
 
     def _conclude(self) -> None:
         failures = self._failures()
-        if self._interrupted is not None:
-            name = signal_name(self._interrupted)
-            self._say(f"interrupted by {name}; every process of the job has ended on every host")
-            signal.raise_signal(self._interrupted)
-            raise LaunchError([], self._world_size, [f"interrupted by {name}"])
         peers = list(self._peers.values())
+        if self._interrupted is not None:
+            why = f"interrupted by {signal_name(self._interrupted)}"
+            self._say(f"{why}; every process of the job has ended on every host")
+            flight = {rank: record for peer in peers for rank, record in peer.records.items()}
+            if (report := record_interruption(self._spec.job.env, why, flight)) is not None:
+                self._say(f"report: {report}")
+            signal.raise_signal(self._interrupted)
+            raise LaunchError([], self._world_size, [why])
         if self._stopping is None and not failures:
             for note in notes(peers):
                 self._say(note)

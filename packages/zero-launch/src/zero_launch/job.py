@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from zero_launch.cores import bindings, threads_per_rank, usable_cores
 from zero_launch.guard import Guard
 from zero_launch.processes import CORES_VARIABLE, JOB_VARIABLE, LAUNCHER_PID_VARIABLE, REQUEUE_VARIABLE, end_job
+from zero_launch.record import record_interruption
 from zero_launch.report import LaunchError, signal_name
 from zero_launch.requeue import LeftEarly
 from zero_launch.sockets import LOOPBACK, interface_variables
@@ -62,9 +63,12 @@ def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "c
     if interrupted is not None:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-        _say(f"interrupted by {signal_name(interrupted)}; every process of the job has ended")
+        why = f"interrupted by {signal_name(interrupted)}"
+        _say(f"{why}; every process of the job has ended")
+        if (report := record_interruption(spec.env, why, agent.flight)) is not None:
+            _say(f"report: {report}")
         signal.raise_signal(interrupted)
-        raise LaunchError([], spec.nproc, [f"interrupted by {signal_name(interrupted)}"])
+        raise LaunchError([], spec.nproc, [why])
     if failed:
         raise agent.error([f"logs of every rank: {folder}"])
     for note in agent.notes:

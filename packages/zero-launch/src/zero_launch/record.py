@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,30 @@ def record_failure(folder: str, error: LaunchError) -> str | None:
 
     Return the report's path; None where none was made, as when no rank had begun to record.
     """
+    first, *others = str(error).splitlines() or ["the job failed"]
+    return _record(folder, first, others, error.flight, interrupted=False)
+
+
+def record_interruption(environment: Mapping[str, str], why: str, flight: Mapping[int, Record]) -> str | None:
+    """As `record_failure`, for a job that a signal ended, and that records where ``environment`` says so.
+
+    ``flight``: what the flight recorders of the ranks held, by rank.
+    """
+    folder = environment.get(RECORD_VARIABLE)
+    return None if folder is None else _record(folder, why, [], flight, interrupted=True)
+
+
+def _record(
+    folder: str, first: str, others: Sequence[str], flight: Mapping[int, Record], *, interrupted: bool
+) -> str | None:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    lines = str(error).splitlines()
     failure = {
         "at": time.time(),
-        "text": lines[0] if lines else "the job failed",
-        "detail": "\n".join(lines[1:]),
-        "flight": [_flight(rank, record) for rank, record in sorted(error.flight.items())[:_FLIGHT_RANKS]],
+        "text": first,
+        "detail": "\n".join(others),
+        "interrupted": interrupted,
+        "flight": [_flight(rank, record) for rank, record in sorted(flight.items())[:_FLIGHT_RANKS]],
     }
     (target / _FAILURE).write_text(json.dumps(failure), encoding="utf-8")
     if find_spec("zero_report") is None:
