@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_config import Config, ConfigError, resolve_auto
-
     from . import checkpointing
     from .assembly import initialize
+    from .config import Config, ConfigError
+    from .config.auto import resolve_auto
     from .construction import (
         Init,
         TiledLinear,
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
-    "AuditError": ".errors",
-    "Config": "zero_config",
-    "ConfigError": "zero_config",
-    "Engine": ".engine",
-    "Init": ".construction",
-    "RepeatingLoader": ".data_loader",
-    "TiledLinear": ".construction",
-    "UsageError": ".errors",
-    "checkpointing": ".",
-    "gathered": ".construction",
-    "initialize": ".assembly",
-    "register_external_parameter": ".construction",
-    "resolve_auto": "zero_config",
-    "set_leaf_modules": ".construction",
-    "unregister_external_parameter": ".construction",
+    "AuditError": "errors",
+    "Config": "config",
+    "ConfigError": "config",
+    "Engine": "engine",
+    "Init": "construction",
+    "RepeatingLoader": "data_loader",
+    "TiledLinear": "construction",
+    "UsageError": "errors",
+    "checkpointing": "",
+    "gathered": "construction",
+    "initialize": "assembly",
+    "register_external_parameter": "construction",
+    "resolve_auto": "config.auto",
+    "set_leaf_modules": "construction",
+    "unregister_external_parameter": "construction",
 }
 
 __all__ = [
@@ -68,10 +68,10 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: Any
-    if _LAZY[name] == ".":
-        value = import_module(f"{__name__}.{name}")
+    if _LAZY[name]:
+        value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
     else:
-        value = getattr(import_module(_LAZY[name], __name__), name)
+        value = import_module(f"{__name__}.{name}")
     globals()[name] = value
     return value
 

@@ -1,10 +1,12 @@
-"""Warnings of the family's packages, as events of the record."""
+"""Warnings of the family's packages, and what runs in place of something faster, as events of the record."""
 
 from __future__ import annotations
 
 import logging
 
 from zero_report import RecordWriter
+
+from ..config import Config
 
 _LOGGERS = ("zero_ckpt", "zero_comm", "zero_core", "zero_offload", "zero_partition", "DeepSpeed")
 
@@ -29,3 +31,19 @@ class WarningEvents(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Note one."""
         self._writer.note(record.levelname.lower(), text=record.getMessage())
+
+
+def note_degraded(config: Config, writer: RecordWriter) -> None:
+    """Note it where files are read and written by something slower than the fastest that could be."""
+    zero = config.zero_optimization
+    if "nvme" not in (zero.offload_param.device, zero.offload_optimizer.device):
+        return
+    from zero_nvme_aio import probe
+
+    found = probe()
+    best = found.backends[0]
+    if not best.available and found.chosen is not None:
+        writer.note(
+            "degraded",
+            text=f"files are read and written with {found.chosen}: {best.name} does not run here ({best.reason})",
+        )

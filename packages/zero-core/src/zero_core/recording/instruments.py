@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zero_comm import PeerError
 from zero_report import Kind, RecordWriter
 
 from ..instruments import Instruments
@@ -18,6 +19,7 @@ from .checkpoints import Checkpoints
 from .ledger import Running
 from .memory import MemoryLooks
 from .plan import Plan
+from .tokens import TokenCount
 from .units import UnitTimes
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class RecordingInstruments:
         self._memory = MemoryLooks(state, offloading, writer, plan)
         self._checkpoints = Checkpoints(writer, looks=state.reports)
         self.units = UnitTimes(writer, self._memory.look)
+        self._tokens = TokenCount(state.module, state.partition.data_world_size, writer)
         self._losses: list[torch.Tensor] = []
         self._skipped = state.counters.skipped_steps
         self._open: list[tuple[Kind, str, float, int]] = []
@@ -79,7 +82,7 @@ class RecordingInstruments:
             writer.note("warning", text=f"the loss is {loss}")
         skipped, self._skipped = counters.skipped_steps - self._skipped, counters.skipped_steps
         if skipped:
-            writer.note("warning", text=f"step {counters.global_steps - 1} skipped: a gradient is not finite")
+            writer.note("warning", text=f"step {counters.global_steps} skipped: a gradient is not finite")
         self._memory.after_step()
         self._checkpoints.look()
         writer.end_step(
@@ -106,6 +109,7 @@ class RecordingInstruments:
     def close(self) -> None:
         """End the record."""
         self._inner.close()
+        self._tokens.close()
         self._checkpoints.close()
         self._close()
 
@@ -139,7 +143,8 @@ class RecordingInstruments:
             self._memory.look()
         if error is not None and not self._failed:
             self._failed = True
-            self._writer.note("failure", text=f"{type(error).__name__}: {error}")
+            facts = {"follows": True} if isinstance(error, PeerError) else {}
+            self._writer.note("failure", text=f"{type(error).__name__}: {error}", **facts)
         self._idle_since = time.perf_counter()
 
 

@@ -14,15 +14,14 @@ import torch.distributed as dist
 from zero_comm import Ledger
 from zero_report import Kind, RecordWriter
 
-from .events import WarningEvents
+from .events import WarningEvents, note_degraded
 from .facts import head_facts
 from .instruments import RecordingInstruments
 from .ledger import RecordedLedger, Running
 from .plan import Plan
 
 if TYPE_CHECKING:
-    from zero_config import Config
-
+    from ..config import Config
     from ..instruments import Instruments
     from ..offloading import Offloading
     from ..state import TrainingState
@@ -85,6 +84,7 @@ class RunRecord:
         instruments = RecordingInstruments(inner, state, offloading, self.writer, self.plan, self.close)
         self._running.append(weakref.WeakMethod(instruments.under_way))
         state.partition.runtime.watch_units(instruments.units)
+        note_degraded(state.config, self.writer)
         return instruments
 
     def close(self) -> None:

@@ -10,11 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_core.errors import UsageError
-from zero_optim import Lamb, Lion, MuonWithAdam, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zero_optim_kernels.torch import CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 
+from .beyond_torch import Lamb, Lion, MuonWithAdam
+from .one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
+
 if TYPE_CHECKING:
-    from zero_config import Config
+    from zero_core.config import Config
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 _ONE_BIT: dict[str, Callable[..., Optimizer]] = {

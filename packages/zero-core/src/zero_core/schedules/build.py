@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero_core.errors import UsageError
-from zero_optim import Scheduler, schedules
-from zero_optim.schedules import VALID_LR_SCHEDULES
+from zero_core.schedules.base import Scheduler
+from zero_core.schedules.cyclic import LRRangeTest, OneCycle
+from zero_core.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from zero_config import Config, SchedulerSection
+    from zero_core.config import Config
+    from zero_core.config._optim_keys import Scheduler as ScheduleSection
 
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+"""Names of the schedules of this package, as `scheduler.type` in the configuration spells them."""
+
+_OURS = {kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 _METHODS = ("step", "get_last_lr", "state_dict", "load_state_dict")
 
 
@@ -48,10 +54,10 @@ def build_scheduler(
     return _checked(given, optimizer, "lr_scheduler")
 
 
-def _by_name(section: SchedulerSection, optimizer: Optimizer) -> Scheduler:
+def _by_name(section: ScheduleSection, optimizer: Optimizer) -> Scheduler:
     name = section.type
-    if name in VALID_LR_SCHEDULES:
-        kind: Any = getattr(schedules, name)
+    if name in _OURS:
+        kind: Any = _OURS[name]
         arguments = section.params.model_dump()  # with its nulls: for WarmupDecayLR null is not the default
     else:
         kind = getattr(torch.optim.lr_scheduler, name, None)
@@ -63,6 +69,8 @@ def _by_name(section: SchedulerSection, optimizer: Optimizer) -> Scheduler:
         arguments = section.params.kwargs()
     try:
         made = kind(optimizer, **arguments)
+    except UsageError:
+        raise
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise UsageError(f"scheduler.params: {name} refused {arguments}: {error}") from error
     return _checked(made, optimizer, f"scheduler.type {name!r}")

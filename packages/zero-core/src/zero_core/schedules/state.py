@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zero_core.errors import UsageError
-from zero_optim import Scheduler
+from zero_core.schedules.base import Scheduler
 
 
 def plain_state(scheduler: Scheduler) -> dict[str, Any]:

@@ -1,0 +1,161 @@
+"""What all sections share: strict number types, and how aliases, "auto" and null are declared."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    Strict,
+)
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import CoreSchema
+
+ALL_KEYS: frozenset[str] = frozenset({"*"})
+"""As `auto_keys`: every key of the section may be "auto"."""
+
+
+_LARGEST_INTEGER = 2**63 - 1
+
+
+def _integer(value: Any) -> Any:
+    integral = isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
+    if isinstance(value, bool) or not integral:
+        raise PydanticCustomError("integer", "an integer")
+    if abs(value) > _LARGEST_INTEGER:
+        raise PydanticCustomError("integer", "an integer of at most 64 bits")
+    return int(value)
+
+
+def _number(value: Any) -> Any:
+    try:
+        if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+            raise PydanticCustomError("number", "a number")
+        return float(value)
+    except OverflowError:
+        raise PydanticCustomError("number", "a number of at most 1.8e308") from None
+
+
+def _finite(value: Any) -> Any:
+    number = _number(value)
+    if math.isinf(number):
+        raise PydanticCustomError("number", "a finite number")
+    return number
+
+
+Flag = Annotated[bool, Strict()]
+Int = Annotated[int, BeforeValidator(_integer)]
+PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_integer)]
+NaturalInt = Annotated[int, Field(ge=0), BeforeValidator(_integer)]
+Float = Annotated[float, BeforeValidator(_finite)]
+FloatOrInf = Annotated[float, BeforeValidator(_number)]
+NaturalFloat = Annotated[float, Field(ge=0), BeforeValidator(_finite)]
+PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(_finite)]
+Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(_finite)]
+Text = Annotated[str, Strict()]
+
+
+class FrozenMap(Mapping[str, Any]):
+    """An immutable mapping of plain data."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = {key: freeze(value) for key, value in items.items()}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+def freeze(value: Any) -> Any:
+    """Return plain data with every list as a tuple and every mapping as a `FrozenMap`."""
+    if isinstance(value, Mapping):
+        return FrozenMap(value)
+    return tuple(map(freeze, value)) if isinstance(value, (list, tuple)) else value
+
+
+def thaw(value: Any) -> Any:
+    """Return frozen data as new lists and dicts."""
+    if isinstance(value, Mapping):
+        return {key: thaw(item) for key, item in value.items()}
+    return [thaw(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+FreeForm = Annotated[Mapping[str, Any], AfterValidator(freeze), PlainSerializer(thaw)]
+"""An object whose keys belong to a feature that is not available: refused unless its section is switched off."""
+
+
+def no_keys() -> FrozenMap:
+    """Return an empty object."""
+    return FrozenMap({})
+
+
+class Section(BaseModel):
+    """One JSON object of the configuration; immutable, and every key is known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Older or shorter names of keys, each with the name used here."""
+
+    auto_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys whose value may be "auto"."""
+
+    @classmethod
+    def accepts_auto(cls, key: str) -> bool:
+        """True when "auto" stands for a value that somebody fills in for `key`."""
+        return key in cls.model_fields and (cls.auto_keys is ALL_KEYS or key in cls.auto_keys)
+
+    @classmethod
+    def section_of(cls, key: str, siblings: Mapping[str, Any]) -> type[Section] | None:
+        """Return the section that the value of `key` is, if it is one; `siblings` are the object's other keys."""
+        field = cls.model_fields.get(key)
+        return None if field is None else _section_in(field.annotation)
+
+    @classmethod
+    def written_keys(cls) -> list[str]:
+        """Return every key that may be written, aliases included."""
+        return [*cls.model_fields, *cls.aliases]
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        described = handler.resolve_ref_schema(handler(schema))
+        properties = described.get("properties", {})
+        for key in properties:
+            if cls.accepts_auto(key):
+                properties[key] = {"anyOf": [properties[key], {"const": "auto"}]}
+        properties.update({alias: properties[key] for alias, key in cls.aliases.items()})
+        return described
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType, Annotated):
+        return next(filter(None, map(_section_in, get_args(annotation))), None)
+    if origin is None and isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return None
+
+
+def null_is_default(value: Any) -> Any:
+    """Read `null` as an empty section."""
+    return {} if value is None else value

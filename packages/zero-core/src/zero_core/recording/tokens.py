@@ -1,0 +1,38 @@
+"""How many tokens a step trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_report import RecordWriter
+
+_NAMES = ("input_ids", "decoder_input_ids")
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class TokenCount:
+    """Counts the tokens that ``module`` is given where gradients are recorded, until `close`.
+
+    Tokens are the elements of ``input_ids``, else of the first argument, where that is a tensor of two dimensions in
+    int32 or int64. A rank counts its own times ``ranks``, so that the mean over ranks is the number of all.
+    """
+
+    def __init__(self, module: nn.Module, ranks: int, writer: RecordWriter) -> None:
+        self._ranks = ranks
+        self._writer = writer
+        self._hook = module.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def close(self) -> None:
+        """Count no more."""
+        self._hook.remove()
+
+    def _count(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            named = (kwargs[name] for name in _NAMES if name in kwargs)
+            given = next(named, args[0] if args else None)
+            if isinstance(given, torch.Tensor) and given.dim() == 2 and given.dtype in _INTEGERS:
+                self._writer.count("tokens", given.numel() * self._ranks)
