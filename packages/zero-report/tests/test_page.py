@@ -68,11 +68,62 @@ def test_the_flight_records_of_all_ranks_are_in_the_page(tmp_path: Path) -> None
     assert data["flight"] == FLIGHT
 
 
-def live_ranks(path: Path, steps: tuple[int, ...], *, began: float = 0.0) -> None:
-    """Records of ranks that live: rank r has ended ``steps[r]`` steps and is in a reduction since ``began``."""
+def test_each_start_and_how_the_one_before_it_ended_are_events(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(ranks=2, steps=12, close=False))
+    simulate(tmp_path, Simulation(ranks=3, steps=6, attempt=1, first_step=10))
+    simulate(tmp_path, Simulation(ranks=3, steps=4, attempt=2, first_step=16))
+    events = [(row["kind"], row["step"], row["text"]) for row in data_of(write_report(tmp_path))["events"]]
+    assert events == [
+        ("end", 12, "start 1: Both ranks stopped after step 12: they were killed, or their machine was lost."),
+        ("start", 10, "start 2 goes on at step 10 with 3 ranks; 3 steps are done again"),
+        ("end", 15, "start 2 ended"),
+        ("start", 16, "start 3 goes on at step 16 with 3 ranks"),
+    ]
+
+
+def test_a_rank_that_stopped_without_a_word_comes_before_failures_that_followed(tmp_path: Path) -> None:
+    for rank in range(3):
+        writer = RecordWriter(tmp_path, rank=rank, world_size=3, background=False)
+        writer.end_step(loss=1.0)
+        writer.flush()
+        if rank != 1:
+            writer.note("failure", text="PeerError: rank 1 left", follows=True)
+            writer.close()
+    assert data_of(write_report(tmp_path))["verdict"]["ended"].startswith("Rank 1 stopped after step 1: it was killed")
+    with_cause = RecordWriter(tmp_path, rank=2, world_size=3, attempt=1, background=False)
+    with_cause.note("failure", text="PeerError: rank 0 left", follows=True)
+    with_cause.note("failure", text="ValueError: bad batch")
+    with_cause.close()
+    assert data_of(write_report(tmp_path))["verdict"]["ended"] == "Rank 2 failed first: ValueError: bad batch"
+
+
+def test_an_interrupted_step_that_hung_is_named_with_the_rank_that_others_waited_for(tmp_path: Path) -> None:
+    live_ranks(tmp_path, (4, 4), began=90.0, apart=1)
+    failure = {"at": time.time(), "text": "interrupted by SIGINT", "interrupted": True}
+    (tmp_path / "failure.json").write_text(json.dumps(failure))
+    verdict = data_of(write_report(tmp_path))["verdict"]
+    assert verdict["ended"] == (
+        "Step 5 hung: it had lasted 90 s, 90 times the usual, when the run was ended; "
+        "rank 1 was in the data loader or the script, and others waited for it."
+    )
+    assert verdict["detail"].splitlines() == [
+        "interrupted by SIGINT",
+        "",
+        "what ranks were in when they last wrote:",
+        "rank 0, step 5: in backward for 90.0 s, reduce of h.1 under way for 90.0 s",
+        "rank 1, step 5: in the data loader or the script for 90.0 s",
+        "rank 0 has waited 5 s",
+    ]
+
+
+def live_ranks(path: Path, steps: tuple[int, ...], *, began: float = 0.0, apart: int | None = None) -> None:
+    """Records of ranks that live: rank r has ended ``steps[r]`` steps and is in a reduction since ``began``; rank
+    ``apart`` waits for its data."""
     clocks = [100.0] * len(steps)
     for rank, count in enumerate(steps):
         running = [(Kind.BACKWARD, "backward", 100.0 + count, 0), (Kind.REDUCE, "h.1", 100.0 + count, 8)]
+        if rank == apart:
+            running = [(Kind.DATA, "data", 100.0 + count, 0)]
         writer = RecordWriter(
             path,
             rank=rank,
@@ -87,6 +138,8 @@ def live_ranks(path: Path, steps: tuple[int, ...], *, began: float = 0.0) -> Non
             writer.end_step(loss=1.0)
         clocks[rank] += began
         writer._unix = time.time() - clocks[rank]
+        if apart is not None and rank != apart:
+            writer.note("warning", text=f"rank {rank} has waited 5 s")
         writer.flush()
 
 
@@ -102,7 +155,7 @@ def test_a_step_that_lasts_much_longer_than_others_is_said_to_hang_with_what_eac
     live_ranks(tmp_path, (4, 3), began=90.0)
     data = data_of(write_report(tmp_path))
     verdict = data["verdict"]
-    assert verdict["ended"] == "Step 4 has lasted 90 s, 90 times the usual: the run may hang."
+    assert verdict["ended"] == "Step 4 has lasted 90 s, 90 times the usual, and may hang."
     assert verdict["detail"].splitlines() == [
         "rank 0, step 5: in backward for 90.0 s, reduce of h.1 under way for 90.0 s",
         "rank 1, step 4: in backward for 90.0 s, reduce of h.1 under way for 90.0 s",
@@ -116,11 +169,7 @@ def test_the_first_rank_that_stopped_writing_is_named(tmp_path: Path) -> None:
     for rank, seconds in enumerate((100.0, 40.0, 100.0)):
         clock = [0.0]
         writer = RecordWriter(
-            tmp_path,
-            rank=rank,
-            world_size=3,
-            background=False,
-            clock=lambda clock=clock: clock[0],  # type: ignore[misc]
+            tmp_path, rank=rank, world_size=3, background=False, clock=lambda clock=clock: clock[0]  # type: ignore[misc]
         )
         writer._unix = 1.7e9
         clock[0] = seconds
@@ -140,6 +189,7 @@ def test_what_was_done_for_each_unit_adds_up(tmp_path: Path) -> None:
         assert row["read"] == 50 << 20  # twice, by one rank of two
         assert row["computed"] == pytest.approx(0.010, rel=0.05)
         assert 0.009 < row["waited"] < 0.025
+        assert re.match(r"\d+ %: nvme in: layers.\d on rank 0$", row["cause"])
 
 
 def test_a_noted_peak_of_drives_is_that_of_every_drive_in_its_direction(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from .codec import Codec
 from .group import Group
-from .packets import Codec, Packets
+from .packets import Packets
 from .tag import Tag
 from .work import Work
 

@@ -13,8 +13,9 @@ from collections import deque
 
 import torch
 
+from .codec import Codec
 from .group import Group
-from .packets import Codec, Packets
+from .packets import Packets
 from .tag import Tag
 from .work import Work
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .errors import PlanError, at_least_one
+from ._checks import at_least_one
+from .errors import PlanError
 
 Tier = Literal["cpu", "none"]
 

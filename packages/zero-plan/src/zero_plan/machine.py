@@ -9,7 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .errors import PlanError, nearest
+from ._checks import nearest
+from .errors import PlanError
 from .quantities import EXAMPLES, parse_quantity, show
 
 if sys.version_info >= (3, 11):

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .errors import PlanError, nearest
+from ._checks import nearest
+from .errors import PlanError
 from .transformer import Transformer
 
 SHAPES = {

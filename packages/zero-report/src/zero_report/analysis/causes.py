@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..record.reader import Attempt, Block
+from .units import thing_of
 from .waiting import Cause, CauseKind, Loss, losses
 
 _SPANS = 300_000  # read for the analysis at most
@@ -31,7 +32,8 @@ class Share:
 
 @dataclass
 class Causes:
-    """Where the time of ``steps`` went. ``seconds``: of all ranks together."""
+    """Where the time of ``steps`` went. ``seconds``: of all ranks together; ``by_name``: seconds by unit, parameter or
+    message that was waited for, and by cause in words."""
 
     steps: list[int]
     ranks: int
@@ -39,6 +41,7 @@ class Causes:
     by_kind: list[Share]
     by_rank: list[Share]
     longest: list[Loss]
+    by_name: dict[str, dict[str, float]]
 
     def of_kind(self, kind: CauseKind) -> list[Share]:
         """The causes of one kind, one per rank, the largest first."""
@@ -70,6 +73,7 @@ class CauseSums:
         self._total: dict[int, float] = defaultdict(float)
         self._lost: dict[_Key, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._names: dict[_Key, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._by_name: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._longest: list[tuple[float, int, Loss]] = []
         self._count = 0
 
@@ -82,6 +86,7 @@ class CauseSums:
             key = (loss.cause.kind, loss.cause.rank)
             self._lost[key][loss.rank] += loss.us / 1e6
             self._names[key][_what(loss)] += loss.us / 1e6
+            self._by_name[thing_of(loss.span)][cause_text(loss.cause)] += loss.us / 1e6
             self._count += 1
             if len(self._longest) < _LONGEST:
                 heapq.heappush(self._longest, (loss.us, -self._count, loss))
@@ -98,6 +103,7 @@ class CauseSums:
             _largest_first(_kinds(self._lost, self._total, self._names)),
             _largest_first(by_rank),
             [loss for *_, loss in sorted(self._longest, key=lambda item: -item[0])],
+            {name: dict(by) for name, by in self._by_name.items()},
         )
 
 

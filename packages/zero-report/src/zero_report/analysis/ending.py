@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..record.reader import Attempt, RankRecord, Run
+from ..record.reader import Attempt, Block, RankRecord, Run
 from ..record.schema import COLLECTIVES, Kind
 
 _FRESH = 5.0  # seconds since the last sign of a rank that lives; a record is written twice a second
@@ -36,41 +36,106 @@ class End:
 def how_it_ended(run: Run) -> End:
     """Return the first cause in one line, and what else is known."""
     attempt = run.last
-    if run.failure is not None:
-        told = str(run.failure.get("detail", ""))
-        when = [text for record in attempt.ranks.values() if (text := _present(record))]
-        detail = "\n".join([told, *(["", "what ranks were in when they last wrote:", *when] if when else [])])
-        return End(str(run.failure.get("text", "the run failed")), detail)
+    if run.failure is None:
+        return how_attempt_ended(attempt, over=False)
+    told, text = str(run.failure.get("detail", "")), str(run.failure.get("text", "the run failed"))
+    hung = _hung(attempt, list(attempt.ranks.values())) if run.failure.get("interrupted") else ""
+    if hung:
+        told, text = "\n".join(filter(None, (text, told))), hung
+    when = _detail(attempt)
+    detail = "\n".join([told, *(["", "what ranks were in when they last wrote:", when] if when else [])])
+    return End(text, detail.strip("\n"))
+
+
+def how_attempt_ended(attempt: Attempt, *, over: bool = True) -> End:
+    """Return how one start ended, as its own ranks tell; ``over``: it is known not to go on."""
     notes = [(note, rank) for rank, record in attempt.ranks.items() for note in record.notes]
     failures = sorted(
-        (float(note["at"]), rank, str(note.get("text", ""))) for note, rank in notes if note["note"] == "failure"
+        (bool(note.get("follows")), float(note["at"]), rank, str(note.get("text", "")))
+        for note, rank in notes
+        if note["note"] == "failure"
     )
-    if failures:
-        detail = "\n".join(f"rank {rank}: {text}" for _, rank, text in failures)
-        return End(f"Rank {failures[0][1]} failed first: {(failures[0][2].splitlines() or [''])[0]}", detail)
+    failed = {rank for *_, rank, _ in failures}
     unfinished = [record for record in attempt.ranks.values() if not record.closed]
+    silent = [record for record in unfinished if record.rank not in failed]
+    if failures and not (failures[0][0] and silent):
+        detail = "\n".join(f"rank {rank}: {text}" for *_, rank, text in failures)
+        *_, rank, text = failures[0]
+        return End(f"Rank {rank} failed first: {(text.splitlines() or [''])[0]}", detail)
+    if silent and (failures or over):
+        return _stopped(attempt, silent)
     return _unfinished(attempt, unfinished) if unfinished else End(badly=False)
 
 
 def _unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
-    """What is known of ranks that did not end their records."""
+    """What is known of ranks that did not end their records, and may go on."""
+    if time.time() - min(record.last_sign() for record in unfinished) >= _FRESH:
+        return _stopped(attempt, unfinished)
+    last = min(unfinished, key=lambda record: record.steps[-1:] or [0])
+    block, usual = last.open_block(), _usual(last)
+    if block is not None and _hangs(block, usual):
+        lasts = f"has lasted {_lasted(block, usual)}"
+        return End(f"Step {block.step} {lasts} and may hang{_reason(attempt)}.", _detail(attempt))
+    return End(f"The run goes on; it is {_where(last)}.", _detail(attempt), badly=False)
+
+
+def _stopped(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
+    """What is known of ranks that stopped writing."""
     signs = {record.rank: record.last_sign() for record in unfinished}
     first = min(unfinished, key=lambda record: signs[record.rank])
-    detail = "\n".join(text for record in attempt.ranks.values() if (text := _present(record)))
-    if time.time() - signs[first.rank] < _FRESH:
-        last = min(unfinished, key=lambda record: record.steps[-1:] or [0])
-        block, usual = last.open_block(), _usual(last)
-        if block is not None and usual and block.us / 1e6 > _LONG * max(1.0, usual):
-            lasts = f"has lasted {block.us / 1e6:.0f} s, {block.us / 1e6 / usual:,.0f} times the usual"
-            return End(f"Step {block.step} {lasts}: the run may hang.", detail)
-        return End(f"The run goes on; it is {_where(last)}.", detail, badly=False)
+    detail = _detail(attempt)
     together = max(signs.values()) - signs[first.rank] <= _TOGETHER
     if together and len(unfinished) == attempt.world_size > 1:
+        if hung := _hung(attempt, unfinished):
+            return End(hung, detail)
         who = "Both ranks" if attempt.world_size == 2 else f"All {attempt.world_size} ranks"
         return End(f"{who} stopped {_where(first)}: they were killed, or their machine was lost.", detail)
     also = "" if len(unfinished) == 1 else f"; {len(unfinished) - 1} more did later"
     text = f"Rank {first.rank} stopped{' first' if also else ''} {_where(first)}{also}"
     return End(f"{text}: it was killed, or its machine was lost.", detail)
+
+
+def _hung(attempt: Attempt, ended: Sequence[RankRecord]) -> str:
+    """Say that the last step hung before the run was ended; empty where it did not."""
+    last = min(ended, key=lambda record: record.steps[-1:] or [0])
+    block, usual = last.open_block(), _usual(last)
+    if block is None or not _hangs(block, usual):
+        return ""
+    return f"Step {block.step} hung: it had lasted {_lasted(block, usual)} when the run was ended{_reason(attempt)}."
+
+
+def _hangs(block: Block, usual: float) -> bool:
+    return bool(usual) and block.us / 1e6 > _LONG * max(1.0, usual)
+
+
+def _lasted(block: Block, usual: float) -> str:
+    return f"{block.us / 1e6:.0f} s, {block.us / 1e6 / usual:,.0f} times the usual,"
+
+
+def _reason(attempt: Attempt) -> str:
+    """Name the one rank that is in no collective while others are; empty where there is not one such."""
+    blocks = {rank: block for rank, record in attempt.ranks.items() if (block := record.open_block()) is not None}
+    apart = [
+        rank
+        for rank, block in blocks.items()
+        if not any(span.kind in COLLECTIVES for span in block.spans[len(block.spans) - block.under_way :])
+    ]
+    if len(apart) != 1 or len(blocks) < 2:
+        return ""
+    block = blocks[apart[0]]
+    kinds = [Kind(span.kind) for span in block.spans[len(block.spans) - block.under_way :]]
+    where = _PARTS.get(kinds[-1]) if kinds else None
+    return "" if where is None else f"; rank {apart[0]} was in {where}, and others waited for it"
+
+
+def _detail(attempt: Attempt) -> str:
+    """What every rank was in when it last wrote, and what was warned of in that step."""
+    found = dict.fromkeys(text for record in attempt.ranks.values() if (text := _present(record)))
+    for record in attempt.ranks.values():
+        block = record.open_block()
+        step = None if block is None else block.step
+        found.update({str(n.get("text")): None for n in record.notes if n["note"] == "warning" and n["step"] == step})
+    return "\n".join(found)
 
 
 def _present(record: RankRecord) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..record.reader import Block
+from ..record.reader import Block, Span
 from ..record.schema import COLLECTIVES, TIERS, Kind
 
 
@@ -37,6 +37,11 @@ _BYTES = {
 }
 
 
+def thing_of(span: Span) -> str:
+    """Return the unit, parameter or message that a span is for: of a tier's span what stands after the colon."""
+    return span.name.partition(":")[2].strip() or span.name if span.kind in TIERS else span.name
+
+
 class AllUnits:
     """Adds up spans by what they are for, step by step."""
 
@@ -51,7 +56,7 @@ class AllUnits:
                     self._of(span.name).computed += span.duration / 1e6
                 elif span.kind in COLLECTIVES or span.kind in TIERS:
                     tier = span.kind in TIERS
-                    unit = self._of(span.name.partition(":")[2].strip() or span.name if tier else span.name)
+                    unit = self._of(thing_of(span))
                     column = _BYTES[Kind(span.kind)]
                     setattr(unit, column, getattr(unit, column) + span.nbytes)
                     unit.messages += not tier

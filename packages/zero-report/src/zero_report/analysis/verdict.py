@@ -10,6 +10,7 @@ from .ending import how_it_ended
 from .links import Link
 
 _WORTH_NAMING = 0.05  # of the step
+_OTHERS = "; the other ranks wait for it"
 _ONE_RANK = 0.6  # of all that a kind of cause took; then the rank is named
 
 
@@ -43,7 +44,7 @@ def _data(share: Share, causes: Causes, _links: list[Link]) -> str:
     one = _one_rank(share, causes)
     if one is None:
         return f"The ranks wait for their data, between passes: {_percent(share.share)} of the step."
-    follow = "; the other ranks wait for it" if causes.ranks > 1 else ""
+    follow = "" if causes.ranks == 1 else "; the other rank waits for it" if causes.ranks == 2 else _OTHERS
     return f"Rank {one.rank} waits for its data, between passes: {_percent(one.share)} of the step{follow}."
 
 
@@ -52,8 +53,12 @@ def _rank(share: Share, causes: Causes, _links: list[Link]) -> str:
     if one is None:
         return f"The ranks wait for one another, and no single rank is slow: {_percent(share.share)} of the step."
     where = max(one.names, key=lambda name: one.names[name])
+    took = f"{_percent(one.share)} of the step"
     during = "" if where == "between passes" else f", mostly in {where}"
-    return f"Rank {one.rank} is slower than the others{during}: they wait for it {_percent(one.share)} of the step."
+    if causes.ranks == 2:
+        other = f"rank {one.loser}"
+        return f"Rank {one.rank} is slower than {other}{during}: {other} waits for it {took}."
+    return f"Rank {one.rank} is slower than the others{during}: they wait for it {took}."
 
 
 def _tier(share: Share, causes: Causes, links: list[Link]) -> str:

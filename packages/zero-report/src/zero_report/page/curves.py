@@ -15,7 +15,7 @@ _BAND = 8  # ranks from which on a band leaves out the outermost 5 % on either s
 WAITS = ("gather_wait_s", "reduce_wait_s", "control_wait_s", "tier_wait_s")
 _MEANS = ("lr", "grad_norm", "loss_scale", "began")
 _SECONDS = ("seconds", "data_s", "forward_s", "backward_s", "update_s", "save_s", *WAITS)
-_COUNTS = ("samples", "tokens", "skipped")
+_COUNTS = ("samples", "skipped")
 
 
 def tables(run: Run) -> Iterator[tuple[RankRecord, dict[str, Array]]]:
@@ -51,6 +51,7 @@ def curves(run: Run) -> dict[str, Any]:
     for name in _COUNTS:
         lead = [(t, t[name] / t["steps"]) for record, t in found if record.rank == _reporter(run)]
         mean[name] = bins.mean(lead)
+    mean["tokens"] = bins.mean([(table, table["tokens"] / table["steps"]) for _, table in found])
     losses = bins.by_rank([(record.rank, table, table["loss"]) for record, table in found])
     process = bins.by_rank([(record.rank, table, table["process_bytes"]) for record, table in found])
     out: dict[str, Any] = dict(mean)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from ..analysis.analyse import Analysis
 from ..analysis.causes import Share, cause_text
+from ..analysis.ending import how_attempt_ended
 from ..record.reader import Array, Attempt, RankRecord, Run
 from ..record.schema import OWNERS, Kind
 from .curves import WAITS, tables
@@ -34,9 +36,8 @@ def totals(run: Run) -> dict[str, Any]:
     rank_seconds = total("seconds") or 1.0
     waits = {name.removesuffix("_s"): total(name) for name in WAITS}
     phases = {name: total(f"{name}_s") for name in ("data", "forward", "backward", "update", "save")}
-    last = [table["loss"][~np.isnan(table["loss"])][-10:] for table in lead[-1:]]
     samples = float(sum(np.nansum(table["samples"]) for table in lead))
-    tokens = float(sum(np.nansum(table["tokens"]) for table in lead))
+    tokens = float(sum(np.nansum(t["tokens"]) / record.head.get("world_size", 1) for record, t in tables(run)))
     return {
         "steps": steps,
         "seconds": seconds,
@@ -44,7 +45,7 @@ def totals(run: Run) -> dict[str, Any]:
         "samples": samples,
         "samples_per_second": samples / seconds if seconds else 0.0,
         "tokens_per_second": tokens / seconds if seconds else 0.0,
-        "loss": float(last[0].mean()) if last and len(last[0]) else None,
+        "loss": _last_loss(run.last),
         "skipped": float(sum(np.nansum(table["skipped"]) for table in lead)),
         "replayed": run.replayed,
         "rank_seconds": rank_seconds,
@@ -56,6 +57,13 @@ def totals(run: Run) -> dict[str, Any]:
         "device_bytes": peak("device_bytes"),
         "memory": {owner: peak(f"{owner}_bytes") for owner in OWNERS},
     }
+
+
+def _last_loss(attempt: Attempt) -> float | None:
+    """The loss of the newest step that has one, mean over ranks."""
+    known = [losses[~np.isnan(losses)] for record in attempt.ranks.values() for losses in [record.table["loss"]]]
+    newest = [float(losses[-1]) for losses in known if len(losses)]
+    return sum(newest) / len(newest) if newest else None
 
 
 def rank_rows(attempt: Attempt, analysis: Analysis) -> dict[str, Any]:
@@ -164,7 +172,30 @@ def event_rows(run: Run) -> list[dict[str, Any]]:
         )
         if record.rank not in row["ranks"]:
             row["ranks"].append(record.rank)
-    return sorted(rows.values(), key=lambda row: float(row["at"]))[-_EVENTS:]
+    return sorted([*rows.values(), *_starts(run)], key=lambda row: float(row["at"]))[-_EVENTS:]
+
+
+def _starts(run: Run) -> list[dict[str, Any]]:
+    """Return how each start but the last ended, and with what each later one went on."""
+    rows = []
+    for before, attempt in pairwise(run.attempts):
+        first, began = attempt.first.table["first"], attempt.first.table["began"]
+        how = how_attempt_ended(before).text
+        text = f"start {before.number + 1}: {how}" if how else f"start {before.number + 1} ended"
+        last = max(record.last_sign() for record in before.ranks.values())
+        rows.append({"kind": "end", "step": _last_step(before), "at": last, "text": text, "ranks": []})
+        if len(first):
+            again = max(0, _last_step(before) - int(first[0]) + 1)
+            repeats = f"; {again} {'step is' if again == 1 else 'steps are'} done again" if again else ""
+            ranks = f"{attempt.world_size} {'rank' if attempt.world_size == 1 else 'ranks'}"
+            text = f"start {attempt.number + 1} goes on at step {first[0]:.0f} with {ranks}{repeats}"
+            rows.append({"kind": "start", "step": int(first[0]), "at": float(began[0]), "text": text, "ranks": []})
+    return rows
+
+
+def _last_step(attempt: Attempt) -> int:
+    table = attempt.first.table
+    return int(table["first"][-1] + table["steps"][-1] - 1) if len(table["first"]) else 0
 
 
 def flight_rows(run: Run) -> list[dict[str, Any]]:
@@ -193,9 +224,18 @@ def unit_rows(analysis: Analysis) -> list[dict[str, Any]]:
             "written": unit.written / scale,
             "messages": unit.messages / scale,
             "waited": unit.waited / scale,
+            "cause": _main_cause(analysis.causes.by_name.get(unit.name, {})),
         }
         for unit in rows
     ]
+
+
+def _main_cause(seconds: dict[str, float]) -> str:
+    """What most of a unit's waits were for, with its part of them."""
+    if not seconds:
+        return ""
+    cause = max(seconds, key=lambda name: seconds[name])
+    return f"{100 * seconds[cause] / sum(seconds.values()):.0f} %: {cause}"
 
 
 def configuration_rows(attempt: Attempt) -> list[list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from .lines import encode_text, json_text
@@ -35,12 +36,18 @@ class StepBlock(NamedTuple):
         for kind, name, begin, end, waited, nbytes in zip(flat, flat, flat, flat, flat, flat, strict=True):
             numbers += (kind, name, (begin - began) * 1e6, (end - begin) * 1e6, waited * 1e6, nbytes)
         spans = ",".join([_FORMAT] * (len(numbers) // SPAN_NUMBERS)) % tuple(numbers)
-        memory = [[round((at - began) * 1e6), owners] for at, owners in self.memory]
+        memory = json_text([[round((at - began) * 1e6), owners] for at, owners in self.memory]) if self.memory else "[]"
         return encode_text(
             f'{{"step":{self.step},"began":{unix + began:.6f},"us":{(self.end - began) * 1e6:.0f},'
-            f'"names":{json_text(list(self.names))},"spans":[{spans}],"left_out":{self.left_out},"memory":{json_text(memory)}'
+            f'"names":{_listed(tuple(self.names))},"spans":[{spans}],"left_out":{self.left_out},"memory":{memory}'
             f"{tail}}}"
         )
+
+
+@lru_cache(maxsize=32)
+def _listed(names: tuple[str, ...]) -> str:
+    """The names as JSON; those of one step are those of the next."""
+    return json_text(list(names))
 
 
 class OpenBlock(NamedTuple):
@@ -59,3 +66,4 @@ class OpenBlock(NamedTuple):
 
     def _running(self) -> Iterable[tuple[Kind, str, float, int]]:
         return (item for item in self.under_way if item[2] <= self.block.end)
+

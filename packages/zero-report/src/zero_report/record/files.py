@@ -71,19 +71,25 @@ class Appended:
 
 
 class Table:
-    """The steps of a rank in at most ``max_bytes``: rows are merged two by two when the file is full."""
+    """The steps of a rank in at most ``max_bytes``: rows are merged two by two when the file would be too large."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._file = Appended(path)
         self._head = encode(COLUMN_NAMES)
         self._max_bytes = max_bytes
+        self._line_bytes = 0
         self._rows: list[Row] = []
         self._written = 0
+        self._merged = False
         self._stride = 1
         self._file.append(self._head)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add steps, one row each."""
+        if rows and not self._line_bytes:
+            self._line_bytes = len(_line(rows[0]))
+        while self._line_bytes * (len(self._rows) + len(rows) // self._stride) > self._max_bytes:
+            self._merge()
         at = 0
         while at < len(rows):
             room = self._stride - int(self._rows[-1]["steps"]) if self._rows else 0
@@ -98,18 +104,27 @@ class Table:
         """Write what came since the last time; the last row too, in place."""
         if not self._rows:
             return
-        new = b"".join(map(_line, self._rows[self._written : -1]))
-        self._file.append(new, _line(self._rows[-1]))
-        self._written = len(self._rows) - 1
-        if self._file.whole_bytes > self._max_bytes:
+        self._write()
+        if self._file.whole_bytes > self._max_bytes:  # lines grew
+            self._line_bytes = -(-self._file.whole_bytes // len(self._rows))
             self._merge()
+            self._write()
 
     def close(self) -> None:
         """Write the rest and close the file."""
         self.flush()
         self._file.close()
 
+    def _write(self) -> None:
+        if self._merged:
+            self._file.replace(self._head + b"".join(map(_line, self._rows[:-1])))
+            self._file.append(b"", _line(self._rows[-1]))
+        else:
+            self._file.append(b"".join(map(_line, self._rows[self._written : -1])), _line(self._rows[-1]))
+        self._written, self._merged = len(self._rows) - 1, False
+
     def _merge(self) -> None:
+        """Let a row cover twice the steps; the file is written anew by the next `flush`."""
         self._stride *= 2
         merged: list[Row] = []
         for row in self._rows:
@@ -117,9 +132,7 @@ class Table:
                 merge(merged[-1], row)
             else:
                 merged.append(row)
-        self._rows, self._written = merged, len(merged) - 1
-        self._file.replace(self._head + b"".join(map(_line, merged[:-1])))
-        self._file.append(b"", _line(merged[-1]))
+        self._rows, self._merged = merged, True
 
 
 class Timeline:
@@ -131,18 +144,23 @@ class Timeline:
         self._blocks: list[tuple[int, bytes]] = []
         self._bytes = 0
         self._stride = 1
+        self._coarser = False
 
     def kept(self, first: int, count: int) -> list[int]:
         """Return the places of those of ``count`` steps that are over, from step ``first`` on, for which the file still
-        has room."""
+        has room; what it holds makes room for them."""
         old = max(0, count - RECENT_STEPS)
+        each = self._bytes / len(self._blocks) if self._blocks else 0.0
+        held = self._bytes
+        while held + each * (old // self._stride) > self._max_bytes and self._stride < first + count:
+            self._stride, held, self._coarser = 2 * self._stride, held // 2, True
         return [*range(-first % self._stride, old, self._stride), *range(old, count)]
 
     def append(self, lines: Sequence[tuple[int, bytes]], under_way: bytes) -> None:
         """Write lines of steps that are over, each with its step, and the line of the one that is not."""
         self._blocks += lines
         self._bytes += sum(len(line) for _, line in lines)
-        if self._bytes > self._max_bytes:
+        if self._coarser or self._bytes > self._max_bytes:
             self._thin()
             lines = ()
         self._file.append(b"".join(line for _, line in lines), under_way)
@@ -162,7 +180,7 @@ class Timeline:
             self._stride *= 2
         while self._bytes > self._max_bytes and len(recent) > 1:
             self._bytes -= len(recent.pop(0)[1])
-        self._blocks = old + recent
+        self._blocks, self._coarser = old + recent, False
         self._file.replace(b"".join(line for _, line in self._blocks))
 
 

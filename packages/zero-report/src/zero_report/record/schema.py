@@ -8,8 +8,9 @@ readers, which say so.
 `notes`: objects. The first has `"note": "head"`: `schema`, `rank`, `world_size`, `attempt`, `host`, `pid`, `began`
 (Unix seconds) and the writer's `facts`. Each other one is an event with `note` (its kind), `at` (Unix seconds) and
 facts of its own; `"note": "closed"` is the last one of a rank that ended its record. `checkpoint` has `path`,
-`of_step`, `bytes` or null, `seconds` until it was on disk, and `blocked_s`; `failure`, `warning` and `error` have
-`text`; `plan` has `bytes`, what was planned for one rank's device; `peak` has `link` (one of the page's links, or
+`of_step`, `bytes` or null, `seconds` until it was on disk, and `blocked_s`; `failure`, `warning`, `error` and
+`degraded` (what runs in place of something faster) have `text`; a `failure` with `follows` is what the end of another
+rank led to; `plan` has `bytes`, what was planned for one rank's device; `peak` has `link` (one of the page's links, or
 `drive in`, `drive out` for all drives), `bytes_per_second` of one rank, and `source`.
 
 `table`: arrays of numbers or null. The first line is the names of the columns (see `COLUMNS`); each other one is a row,
@@ -23,9 +24,10 @@ steps that are not multiples of a power of two are dropped, except the last `REC
 is a step that was not over; its last `under_way` spans had begun and were not over either, and are written as if they
 ended with the block. The name of a tier's span is `link: thing`, as in `nvme in: layers.3`.
 
-`failure.json`, beside the attempts, is a launcher's word about how the last attempt ended: `at`
-(Unix seconds), `text`, one line with the first cause, `detail`, lines about all ranks, and `flight`: one object per
-rank with `rank`, `waits` (the collective in which it waited, or null) and `last` (its last collectives, as lines).
+`failure.json`, beside the attempts, is a launcher's word about how the last attempt ended: `at` (Unix seconds), `text`,
+one line with the first cause, `detail`, lines about all ranks, `interrupted`, whether a signal to the launcher ended
+it, and `flight`: one object per rank with `rank`, `waits` (the collective in which it waited, or null) and `last` (its
+last collectives, as lines).
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ COLUMNS = (
     Column("loss_scale", "last", "loss scale"),
     Column("skipped", "sum", "steps skipped because a gradient was not finite"),
     Column("samples", "sum", "samples of all ranks"),
-    Column("tokens", "sum", "tokens of all ranks, where the script says"),
+    Column("tokens", "sum", "tokens of all ranks, if each had as many as this one; the mean over ranks is exact"),
     Column("sent_bytes", "sum", "bytes that this rank sent to other ranks"),
     Column("across_bytes", "sum", "those of them that left the node"),
     Column("collectives", "sum", "collectives of this rank that sent something"),

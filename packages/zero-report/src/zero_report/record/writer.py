@@ -182,12 +182,13 @@ class RecordWriter:
             raise ValueError(f"end_step: expected columns of the table, got {', '.join(unknown)}; see COLUMNS")
         now = self._clock()
         row = self._sums
-        row.update(self._peaks)
+        if self._peaks:
+            row.update(self._peaks)
         for name, value in values.items():
             if value is not None:
                 row[name] = value
-        row["first"], row["steps"] = self._step, 1
-        row["began"], row["seconds"] = self._unix + self._began, now - self._began
+        began = self._began
+        row["first"], row["steps"], row["began"], row["seconds"] = self._step, 1, self._unix + began, now - began
         with self._lock:
             step = self._step, self._began, now, self._spans, self._names, self._left_out, self._memory
             self._finished.append((row, step))
@@ -255,3 +256,4 @@ class RecordWriter:
     def _work(self) -> None:
         while not self._wake.wait(_FLUSH_SECONDS):
             self.flush()
+

@@ -70,8 +70,9 @@ const chartKey = (event, plot) => {
   if (act) { event.preventDefault(); act(); }
 };
 
-// Lines. `lines`: {name, colour, values, format, dash, scale}; `band`: {low, high, colour}.
-page.lines = (host, title, x, lines, { band = null, xName = "step", height = 220, zero = false } = {}) => {
+// Lines. `lines`: {name, colour, values, format, dash, scale}; `band`: {low, high, colour}; `doubling`: a logarithmic
+// axis of powers of two.
+page.lines = (host, title, x, lines, { band = null, xName = "step", height = 220, zero = false, doubling = false } = {}) => {
   const known = lines.filter((line) => line.values?.some((value) => value !== null));
   if (!x.length || !known.length) { nothing(host, title); return null; }
   const summary = `${title}: ${known.map((line) => `${line.name} ${describe(line)}`).join("; ")}`;
@@ -106,7 +107,7 @@ page.lines = (host, title, x, lines, { band = null, xName = "step", height = 220
     const range = zero ? (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.05 : 1] : undefined;
     return {
       data,
-      options: { series, bands, axes, scales: { x: { time: false }, ...(range ? { y: { range } } : {}) }, legend: { live: true }, cursor: { drag: { x: true, y: false } } },
+      options: { series, bands, axes, scales: { x: { time: false }, ...(range ? { y: { range } } : doubling ? { y: { distr: 3, log: 2 } } : {}) }, legend: { live: true }, cursor: { drag: { x: true, y: false } } },
     };
   }, height);
 };

@@ -24,7 +24,7 @@ page.showCurves = (data) => {
   const small = { height: 130 };
   page.lines(page.at("norm"), "Gradient norm", x, [{ name: "norm", colour: "backward", values: c.grad_norm, format: number }], small);
   page.lines(page.at("rate"), "Learning rate", x, [{ name: "rate", colour: "publish", values: c.lr, format: number }], small);
-  optional("scale", "Loss scale", x, { name: "loss scale", colour: "gather", values: c.loss_scale, format: page.scaled }, (value) => value !== 1, small);
+  optional("scale", "Loss scale", x, { name: "loss scale", colour: "gather", values: c.loss_scale, format: page.scaled }, (value) => value !== 1, { ...small, doubling: true });
   optional("skipped", "Skipped steps, share of the steps", x, { name: "skipped", colour: "reduce", values: c.skipped, format: page.percent }, (value) => value > 0, { ...small, zero: true });
   page.stack(page.at("phases"), "Seconds per step, mean over ranks", x, timeLayers(c), page.seconds);
 };

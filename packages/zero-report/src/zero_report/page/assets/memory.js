@@ -3,11 +3,21 @@
 const OWNER_COLOURS = { parameters: "update", masters: "backward", states: "forward", gradients: "reduce", gathered: "gather", activations: "tier", buffers: "publish", other: "other" };
 const OWNER_ORDER = ["masters", "states", "parameters", "buffers", "gradients", "gathered", "activations", "other"];
 
+// What the process holds beyond the known owners is left out where it would leave no room for them.
+const RESERVED = 4;
+const drawable = (layers) => {
+  const most = (chosen) => Math.max(0, ...chosen[0].values.map((_, at) => chosen.reduce((sum, layer) => sum + (layer.values[at] ?? 0), 0)));
+  const known = layers.filter((layer) => layer.name !== "other"), rest = layers.filter((layer) => layer.name === "other");
+  if (!known.length || !rest.length || !most(known) || most(rest) < RESERVED * most(known)) return { layers, note: "" };
+  return { layers: known, note: `; without what the process holds beyond these, ${page.bytes(most(rest))}` };
+};
+
 page.showMemoryOfRun = (data) => {
   const c = data.curves;
   const looked = c.step.map((_, at) => at).filter((at) => OWNER_ORDER.some((owner) => c.memory?.[owner]?.[at] != null));
   const layers = OWNER_ORDER.map((owner) => ({ name: owner, colour: OWNER_COLOURS[owner], values: looked.map((at) => c.memory[owner][at]) }));
-  page.stack(page.at("memory-run"), "Over the run, peaks of the steps in which it was looked at, mean over ranks", looked.map((at) => c.step[at]), layers, page.bytes, { level: planLevel(data) });
+  const drawn = drawable(layers);
+  page.stack(page.at("memory-run"), `Over the run, peaks of the steps in which it was looked at, mean over ranks${drawn.note}`, looked.map((at) => c.step[at]), drawn.layers, page.bytes, { level: planLevel(data) });
 };
 
 const planLevel = (data) => (data.plan ? { name: "plan", value: data.plan } : null);
@@ -29,7 +39,8 @@ page.showMemoryOfStep = (data, shown, chosen) => {
     return { name: owner, colour: OWNER_COLOURS[owner], values: rank.memory.map((sample) => sample[column]) };
   });
   const nearest = step === shown ? "" : ", the nearest in which memory was looked at";
-  page.stack(host, `Over step ${step.step}${nearest}; rank ${rank.rank}, which holds most`, x, layers, page.bytes, {
+  const drawn = drawable(layers);
+  page.stack(host, `Over step ${step.step}${nearest}; rank ${rank.rank}, which holds most${drawn.note}`, x, drawn.layers, page.bytes, {
     xName: "ms", xFormat: (value) => `${page.digits(value, 5)} ms`, level: planLevel(data), stepped: x.length > 1,
   });
 };

@@ -3,19 +3,23 @@
 const CAUSE_NAMES = { data: "Data loaders", tier: "Host and drives", rank: "Slower ranks", link: "Links", save: "Checkpoints" };
 const CAUSE_COLOURS = { data: "data", tier: "tier", rank: "reduce", link: "gather", save: "save" };
 
+const counted = (number, thing) => `${number.toLocaleString("en")} ${thing}${number === 1 ? "" : "s"}`;
+
 page.showHead = (data) => {
   document.title = `${data.title}: report`;
   page.at("title").textContent = data.title;
   const t = data.totals;
   const facts = [
-    `${data.ranks} ${data.ranks === 1 ? "rank" : "ranks"}`,
-    `${t.steps.toLocaleString("en")} steps in ${page.seconds(t.seconds)}`,
+    counted(data.ranks, "rank"),
+    `${counted(t.steps, "step")} in ${page.seconds(t.seconds)}`,
     `${page.seconds(t.step_seconds)} per step`,
   ];
   if (t.tokens_per_second) facts.push(`${page.scaled(t.tokens_per_second)} tokens/s`);
   else if (t.samples_per_second) facts.push(`${page.scaled(t.samples_per_second)} samples/s`);
   if (t.loss !== null) facts.push(`loss ${page.digits(t.loss)}`);
+  if (t.skipped) facts.push(`${counted(t.skipped, "step")} skipped`);
   if (data.attempts > 1) facts.push(`${data.attempts} starts`);
+  if (t.replayed) facts.push(`${counted(t.replayed, "step")} done again`);
   page.at("facts").textContent = facts.join(" · ");
   page.at("footer").textContent = `Made ${page.time(data.made)} by zero-report ${data.version} from ${data.path}.`;
 };
@@ -94,6 +98,7 @@ page.showTables = (data) => {
   page.table(page.at("units-table"), [
     { name: "unit, parameter or message", code: true, show: (row) => row.name },
     { name: "waited for", number: true, show: (row) => page.seconds(row.waited) },
+    { name: "mostly for", show: (row) => row.cause },
     { name: "computes", number: true, show: (row) => page.seconds(row.computed) },
     { name: "messages", number: true, show: (row) => page.digits(row.messages) },
     { name: "gathers send", number: true, show: (row) => page.bytes(row.gathered) },
@@ -140,7 +145,7 @@ const totalRows = (data) => {
     ["process memory, peak of a rank", page.bytes(t.process_bytes)],
     ["device memory, peak of a rank", page.bytes(t.device_bytes)],
     ["steps skipped", t.skipped.toLocaleString("en")],
-    ["steps repeated after a restart", t.replayed.toLocaleString("en")],
+    ["steps done again after a restart", t.replayed.toLocaleString("en")],
     ...Object.entries(data.versions).map(([name, value]) => [name, String(value)]),
     ...Object.entries(data.machine).map(([name, value]) => [name, String(value)]),
   ];
