@@ -373,7 +373,8 @@ def test_files_that_move_by_something_slower_than_the_best_are_an_event(tmp_path
     assert done.returncode == 0, done.stderr
     notes = read_run(tmp_path / "record").last.first.notes
     texts = [note["text"] for note in notes if note["note"] == "degraded"]
-    assert len(texts) == 1 and texts[0].startswith("files are read and written with libaio: io_uring does not run here (")
+    start = "files are read and written with libaio: io_uring does not run here ("
+    assert len(texts) == 1 and texts[0].startswith(start)
 
 
 class _Reads(nn.Module):
