@@ -215,13 +215,13 @@ class Cluster:
         failures = self._failures()
         peers = list(self._peers.values())
         if self._interrupted is not None:
-            why = f"interrupted by {signal_name(self._interrupted)}"
-            self._say(f"{why}; every process of the job has ended on every host")
+            ended_by = f"interrupted by {signal_name(self._interrupted)}"
+            self._say(f"{ended_by}; every process of the job has ended on every host")
             flight = {rank: record for peer in peers for rank, record in peer.records.items()}
-            if (report := record_interruption(self._spec.job.env, why, flight)) is not None:
+            if (report := record_interruption(self._spec.job.env, ended_by, flight)) is not None:
                 self._say(f"report: {report}")
             signal.raise_signal(self._interrupted)
-            raise LaunchError([], self._world_size, [why])
+            raise LaunchError([], self._world_size, [ended_by])
         if self._stopping is None and not failures:
             for note in notes(peers):
                 self._say(note)
