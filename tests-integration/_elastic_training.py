@@ -20,7 +20,7 @@ from torch import nn
 
 import zero_core
 
-EVERY = 3
+EVERY = int(os.environ.get("ELASTIC_EVERY", "3"))  # steps between two checkpoints on disk
 PACE = float(os.environ.get("ELASTIC_PACE", "0"))  # seconds a step
 
 

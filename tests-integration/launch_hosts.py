@@ -6,8 +6,10 @@ configuration live in the test's folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -84,7 +86,22 @@ class Hosts:
             _ip("-n", namespace, "addr", "add", f"10.77.0.{number}/24", "dev", "net0")
             _ip("-n", namespace, "link", "set", "net0", "up")
 
+    @property
+    def memory(self) -> Path:
+        """A folder that is in each host's own memory, for what runs there over ssh."""
+        return self.folder / "memory"
+
+    def lose(self, name: str) -> None:
+        """Have everything on the host end at once, and its memory be empty, as after a power cut."""
+        for process in self.processes(name):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        daemon = self._daemons[NAMES.index(name)].pid
+        words = ["nsenter", "-t", str(daemon), "-m", "find", str(self.memory), "-mindepth", "1", "-delete"]
+        subprocess.run(words, check=True)
+
     def _start_daemons(self) -> None:
+        self.memory.mkdir(mode=0o700)
         for name in ("host_key", "user_key"):
             path = str(self.folder / name)
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
@@ -100,8 +117,9 @@ class Hosts:
                 f"AuthorizedKeysFile {self.folder}/user_key.pub\nStrictModes no\nUsePAM no\nUseDNS no\n"
                 "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
             )
-            shell = f"hostname {name}; exec {SSHD} -D -e -f {config}"
-            command = ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-c", shell]
+            memory = shlex.quote(str(self.memory))
+            shell = f"hostname {name}; mount -t tmpfs -o mode=700 none {memory} && exec {SSHD} -D -e -f {config}"
+            command = ["ip", "netns", "exec", namespace, "unshare", "--uts", "--mount", "sh", "-c", shell]
             log = (self.folder / f"sshd_{name}.log").open("wb")
             self._daemons.append(subprocess.Popen(command, stdout=log, stderr=log))
         (self.folder / "ssh_config").write_text("\n".join(lines) + "\n")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -117,6 +119,40 @@ def test_a_job_of_many_accidents_ends_by_itself_with_the_losses_of_an_undisturbe
     print("steps by number of ranks:", {w: sum(line.world == w for line in found.values()) for w in range(1, 5)})
     assert {step: line.loss for step, line in found.items()} == undisturbed(tmp_path / "reference", found, {})
     assert max(seconds for _, seconds in accidents.recoveries) <= RECOVERY_SECONDS
+
+
+def test_one_lost_host_goes_on_from_its_neighbours_memory_and_two_from_the_disk(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoints"
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("alpha slots=1\nbeta slots=1\ngamma slots=1\n")
+    changes = {"checkpoint": {"in_memory": {"every": 2, "path": str(hosts.memory / "copies")}}}
+    words = ["--elastic", "1:3", "--restarts", 4, "--hostfile", hostfile, TRAINING, 90, folder, json.dumps(changes)]
+    job = hosts.launch(*words, ELASTIC_PACE="0.3", ELASTIC_EVERY="30")
+    assert wait_until(lambda: len(lines(folder)) >= 35 or job.poll() is not None, 120)
+    assert job.poll() is None, job.communicate()[1][-6000:]
+    hosts.lose("beta")
+    assert wait_until(lambda: any(line.world == 2 for line in lines(folder)), 60)
+    count = len(lines(folder))
+    assert wait_until(lambda: any(line.world == 3 for line in lines(folder)[count:]), 120)
+    assert wait_until(lambda: lines(folder)[-1].step >= 65, 120)
+    for name in ("beta", "gamma"):
+        hosts.lose(name)
+    _, err = job.communicate(timeout=240)
+    assert job.returncode == 0, err[-6000:]
+    sources = re.findall(r"resumed from (memory|disk) after step (\d+)", err)
+    print(sources)
+    from_disk = [int(step) for source, step in sources if source == "disk"]
+    assert sources[0][0] == "memory" and int(sources[0][1]) >= 34
+    assert from_disk == [60]
+    found = that_count(lines(folder))
+    left = {int(step) for step in re.findall(r"leaving after step (\d+)", err)}  # inside `step`, before it is told of
+    assert sorted(found) == [step for step in range(1, 91) if step not in left]
+    monkeypatch.setenv("ELASTIC_EVERY", "2")  # the number of ranks changes after steps that are in memory alone
+    worlds = found | {step: found[step - 1] for step in left}
+    expected = undisturbed(tmp_path / "reference", worlds, {})
+    assert {step: line.loss for step, line in found.items()} == {step: expected[step] for step in found}
 
 
 LOOP = """
