@@ -9,45 +9,66 @@ import pytest
 from conftest import marked_processes, wait_until
 
 STANDBY = """
-    import json, os, sys, time
-    ahead = "torch" in sys.modules
+    import json, os, random, sys, time
+    ahead = [name for name in ("torch", "torch._dynamo", "aheadly.engine", "aheadly.rest") if name in sys.modules]
     os.environ["OMP_NUM_THREADS"] = "2"
     import torch
+    os.environ["AHEADLY"] = "set before the package is imported"
+    import aheadly.engine, aheadly.rest
     attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
     print("told to standard output")
     print("told to standard error", file=sys.stderr)
     own = {name: os.environ.get(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "OMP_NUM_THREADS")}
-    facts = [ahead, torch.get_num_threads(), sys.argv, __file__, sys.path[0], own, sorted(os.environ), os.getcwd()]
+    facts = [torch.get_num_threads(), sys.argv, __file__, sys.path[0], own, sorted(os.environ), os.getcwd()]
+    facts += [aheadly.engine.VALUE, os.getsid(0) == os.getpid()]
     with open(f"part{rank}", "w") as file:
-        json.dump(facts, file)
+        json.dump([ahead, os.getppid(), random.random(), facts], file)
     os.rename(f"part{rank}", f"told.{attempt}.{rank}")
     while attempt == "0":
         time.sleep(0.1)
+    sys.exit(3 if attempt == "1" else 0)
 """
 
 
-def test_a_rank_that_begins_again_has_torch_imported_and_is_for_its_script_a_fresh_one(
+@pytest.fixture
+def aheadly(tmp_path):
+    """A package of which one module may be imported ahead."""
+    folder = tmp_path / "aheadly"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("__import_ahead__ = ('aheadly.engine',)")
+    (folder / "engine.py").write_text("import os\nVALUE = os.environ.get('AHEADLY')")
+    (folder / "rest.py").write_text("")
+
+
+@pytest.mark.usefixtures("aheadly")
+def test_ranks_that_begin_again_have_torch_imported_and_are_for_their_script_fresh_ones(
     start, write_script, mark, tmp_path
 ):
-    job = start("--elastic", "1:1", "--restarts", 1, write_script(STANDBY), "an argument", "7")
+    job = start("--elastic", "2:2", "--nproc", 2, "--restarts", 2, write_script(STANDBY), "an argument", "7")
 
     def standbys():
         return [process for process in marked_processes(mark) if process.name() == "zero-standby"]
 
-    assert wait_until((tmp_path / "told.0.0").exists, 60)
+    assert wait_until(lambda: len(list(tmp_path.glob("told.0.?"))) == 2, 60)
     assert wait_until(lambda: len(standbys()) == 1, 90)
     (ready,) = standbys()
-    (victim,) = [p for p in marked_processes(mark) if p.environ().get("RANK") == "0"]
+    (victim,) = [p for p in marked_processes(mark) if p.environ().get("RANK") == "1"]
     victim.kill()
     out, err = job.communicate(timeout=60)
     assert job.returncode == 0, err
-    assert "restart 1 of 1" in err
-    first, again = (json.loads((tmp_path / f"told.{attempt}.0").read_text()) for attempt in range(2))
-    assert (first[0], again[0]) == (False, True)
-    assert again[1:] == first[1:]
-    assert first[1] == min(2, psutil.cpu_count())
-    assert out.count("[rank 0] told to standard output\n") == 2
-    assert err.count("[rank 0] told to standard error\n") == 2
+    assert "rank 1 of 2 failed first: died of SIGKILL" in err and "restart 2 of 2" in err
+    assert "failed first: exit status 3" in err
+    numbers = set()
+    for rank in range(2):
+        first, *again = (json.loads((tmp_path / f"told.{attempt}.{rank}").read_text()) for attempt in range(3))
+        assert [told[0] for told in (first, *again)] == [[], *2 * [["torch", "aheadly.engine"]]]
+        assert [told[1] == ready.pid for told in (first, *again)] == [False, True, True]
+        assert [told[3] for told in again] == 2 * [first[3]]
+        assert first[3][0] == min(2, psutil.cpu_count())
+        numbers |= {told[2] for told in (first, *again)}
+        assert out.count(f"[rank {rank}] told to standard output\n") == 3
+        assert err.count(f"[rank {rank}] told to standard error\n") == 3
+    assert len(numbers) == 6  # none has another's random numbers
     assert not marked_processes(mark) and not ready.is_running()
 
 

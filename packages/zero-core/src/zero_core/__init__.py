@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+__import_ahead__ = ("zero_core.assembly",)
+"""What zero-launch may import before the script of a rank that begins again does; importing it has no other effects."""
+
 _LAZY = {
     "AuditError": "errors",
     "Config": "config",

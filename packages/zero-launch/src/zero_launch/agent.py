@@ -31,8 +31,8 @@ from zero_launch.spec import SILENCE_SECONDS
 from zero_launch.standbys import Prepared, StandbyContext, Standbys
 from zero_launch.streams import Sink, Streamer
 
-_STANDBY_SECONDS = 30.0
-"""When standbys begin where ranks do not come to the store."""
+_STANDBY_SECONDS = 10.0
+"""When standbys begin where it cannot be seen that ranks train."""
 
 
 class RankFiles(LogsSpecs):
@@ -122,6 +122,7 @@ class RankRecord:
     seen_alive: float
     status: int | None = None
     status_before_stop: int | None = None
+    status_of: Callable[[int], int | None] = exit_status
     left_for: str | None = None
     """The order that it has left for; kept here, as the folder of orders goes before the job is accounted for."""
 
@@ -129,7 +130,7 @@ class RankRecord:
         if self.status is None:
             now = time.time()
             try:
-                self.status = exit_status(self.pid)
+                self.status = self.status_of(self.pid)
             except ChildProcessError:  # it outlived SIGKILL for a while, and the engine was there when it ended
                 self.status = -signal.SIGKILL
             if self.status is None:
@@ -205,7 +206,10 @@ class Agent(LocalElasticAgent):
             signal.signal(sig, signal.SIG_IGN)
         folders = {worker.global_rank: self._files.ranks[worker.local_rank] for worker in worker_group.workers}
         self._records = [
-            RankRecord(worker.global_rank, ids[worker.local_rank], folders[worker.global_rank], time.time())
+            RankRecord(
+                *(worker.global_rank, ids[worker.local_rank], folders[worker.global_rank], time.time()),
+                status_of=self._status_of,
+            )
             for worker in worker_group.workers
         ]
         self._world_size = worker_group.workers[0].world_size
@@ -246,6 +250,12 @@ class Agent(LocalElasticAgent):
         self._pcontext = context
         return context.pids()
 
+    def _status_of(self, pid: int) -> int | None:
+        """Return how a rank has ended, None while it runs; see `exit_status`."""
+        standbys = self._files.standbys
+        forked = None if standbys is None else standbys.rank(pid)
+        return exit_status(pid) if forked is None else forked.poll()
+
     @property
     def _spared(self) -> set[int]:
         """The processes of the job that outlive an attempt."""
@@ -257,11 +267,12 @@ class Agent(LocalElasticAgent):
             self._files.standbys.close()
 
     def _prepare_restart(self) -> None:
-        """Begin a standby once every rank has come to the store, or long after they were started."""
+        """Begin a standby once every rank trains, or some time after they were started."""
         standbys = self._files.standbys
         if standbys is None or self._remaining_restarts <= 0:
             return
-        if len(self._here.arrived) == len(self._records) or time.time() - self._started_at > _STANDBY_SECONDS:
+        trains = all(self._watcher.step_of(record.rank) for record in self._records)
+        if trains or time.time() - self._started_at > _STANDBY_SECONDS:
             standbys.look(len(self._records))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -65,7 +65,7 @@ class ClusterAgent(Agent):
             channel.send("started", pids={str(rank): pid for rank, pid in pids.items()})
 
         worker_spec = worker_group_spec(spec, order["how"], rendezvous, None)
-        files.standbys = standbys_of(spec, worker_spec, files, rings)
+        files.standbys = standbys_of(spec, worker_spec, files, rings, lambda text: channel.send("notice", text=text))
         agent = cls(
             worker_spec,
             files,

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
@@ -108,7 +108,7 @@ def _run_agent(
             takes_orders=spec.requeue,
         )
         worker_spec = worker_group_spec(spec, kind, LocalRendezvous(job_id), LOOPBACK)
-        files.standbys = standbys_of(spec, worker_spec, files, rings)
+        files.standbys = standbys_of(spec, worker_spec, files, rings, _say)
         agent = Agent(
             worker_spec,
             files,
@@ -169,13 +169,15 @@ def worker_group_spec(
     )
 
 
-def standbys_of(spec: LaunchSpec, worker_spec: WorkerSpec, files: RankFiles, rings: Path) -> Standbys | None:
-    """Return the standbys of a job's ranks on this host; None where the job has none."""
+def standbys_of(
+    spec: LaunchSpec, worker_spec: WorkerSpec, files: RankFiles, rings: Path, say: Callable[[str], object]
+) -> Standbys | None:
+    """Return the standbys of a job's ranks on this host; None where the job has none. ``say`` is told why later."""
     from zero_launch.standbys import Standbys
 
     if spec.elastic is None or spec.program or not spec.standby:
         return None
-    return Standbys([str(worker_spec.entrypoint), *worker_spec.args], files.own_variables, rings)
+    return Standbys([str(worker_spec.entrypoint), *worker_spec.args], files.own_variables, rings, say)
 
 
 def run_folder(log_dir: str | os.PathLike[str] | None, job_id: str) -> tuple[Path, bool]:

@@ -83,7 +83,7 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
         "--no_standby",
         "--no-standby",
         action="store_true",
-        help="with --elastic, keep no processes ready for the next start (each has torch imported: some 0.2 GB)",
+        help="with --elastic, keep no process ready from which ranks start again (it has torch imported: some 0.3 GB)",
     )
     group.add_argument(
         "--requeue",

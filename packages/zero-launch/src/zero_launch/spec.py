@@ -34,7 +34,7 @@ class LaunchSpec:
     ``silence_seconds``: a host that is not heard for so long is lost, and a rank that is stopped for so long is named.
     ``elastic``: the least and the most ranks with which the job goes on when hosts or devices come and go.
     ``requeue``: the first SIGUSR1 or SIGTERM has the ranks save and end, which `launch` reports as `LeftEarly`.
-    ``standby``: an elastic job keeps, for each rank, a process that has imported torch, to begin again with.
+    ``standby``: an elastic job keeps a process that has imported torch, from which ranks that begin again are forked.
     ``bind_cores``: give each rank cores of its own, near each other; ``core_list`` restricts them, as in `0,2-5`.
 
     Raises ValueError for values out of range.

@@ -1,10 +1,14 @@
-"""A rank before its start: it has imported torch, and waits to be told what it is.
+"""A process that has torch imported, and starts ranks when it is told to.
 
-[Note: standbys] Importing torch is most of the time in which ranks start. The agent of an elastic job keeps a process
-per rank that has done so already; when all ranks begin again, each of these becomes one. For the script that is the
-same as a fresh start: the variables that it changes before it imports torch are recorded when it first runs, and hold
-when a standby imports torch. What a standby gets when it begins is the environment, the files for its output and
-nothing else.
+[Note: standbys] Importing torch and the engine is most of the time in which ranks start. The agent of an elastic job
+keeps a process that has done so already, and that forks the ranks of its host whenever all begin again. For the script
+that is the same as a fresh start: the variables that it changes before it imports what is imported ahead are recorded
+when it first runs, and hold when a standby imports the same. What a rank gets when it begins is the environment, the
+files for its output and nothing else. Nothing that runs is inherited: a standby that has threads of Python's, or that
+has opened a device, starts no ranks.
+
+Imported ahead are torch, the part of it that the first optimizer imports, and the modules that a package names in its
+`__import_ahead__`, as far as the script imports them.
 """
 
 from __future__ import annotations
@@ -15,78 +19,174 @@ import importlib
 import importlib.abc
 import json
 import os
+import select
+import signal
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+from zero_launch.processes import exit_status
 
 IMPORTS_VARIABLE = "ZERO_LAUNCH_IMPORTS"
 OPTION = "--standby"
-_IMPORTED_AHEAD = "torch"
+Changes = dict[str, str | None]
+"""Variables and their values, None for those that are gone."""
+Imports = Sequence[tuple[str, Changes]]
+"""Modules in the order of their import, and how the environment then differs from that of the rank's start."""
+
+_TORCH = ("torch", "torch._dynamo")
+_DECLARATION = "__import_ahead__"
 _NAME = b"zero-standby"
-_PR_SET_NAME, _PR_GET_NAME = 15, 16
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_GET_NAME = 1, 15, 16
 _NAME_BYTES = 16
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
+_HELD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that schedulers send to every process of a job: a standby ends when the agent says so."""
 
 
 class _Recorder(importlib.abc.MetaPathFinder):
-    """Writes down, when torch is first imported, how the script has changed the environment."""
+    """Writes down which of the modules that can be imported ahead are imported, and in which environment."""
 
     def __init__(self, path: Path, before: Mapping[str, str]) -> None:
         self._path, self._before = path, before
+        self._found: dict[str, Changes] = {}
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         """Find nothing: the import goes on as it would have."""
-        if fullname == _IMPORTED_AHEAD and self in sys.meta_path:
-            sys.meta_path.remove(self)
+        if fullname not in self._found and _can_be_ahead(fullname):
+            self._found[fullname] = _changes(self._before, os.environ)
             part = self._path.with_name(f"{self._path.name}.part")
-            part.write_text(json.dumps(_changes(self._before, os.environ)), encoding="utf-8")
+            part.write_text(json.dumps(list(self._found.items())), encoding="utf-8")
             os.replace(part, self._path)
 
 
-def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+def _can_be_ahead(name: str) -> bool:
+    package = sys.modules.get(name.partition(".")[0])
+    return name in _TORCH or (package is not None and name in vars(package).get(_DECLARATION, ()))
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> Changes:
     """The variables that differ, None for those that are gone."""
     names = before.keys() | after.keys()
     return {name: after.get(name) for name in sorted(names) if before.get(name) != after.get(name)}
 
 
 def record_imports() -> None:
-    """Have the import of torch recorded where the environment says, for the standby that follows this rank."""
+    """Have imports recorded where the environment says, for the standby that starts the ranks after this one."""
     path = os.environ.get(IMPORTS_VARIABLE)
     if path:
         sys.meta_path.insert(0, _Recorder(Path(path), dict(os.environ)))
 
 
-def recorded(path: Path, env: Mapping[str, str]) -> dict[str, str] | None:
-    """Return ``env`` as the script changes it before it imports torch; None when it has not imported it (yet)."""
+def recorded(path: Path) -> str:
+    """Return what a rank has imported so far of what can be imported ahead, as JSON of `Imports`; empty for nothing."""
     try:
-        changes: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return None
-    changed = {**env, **changes}
-    return {name: value for name, value in changed.items() if value is not None}
+        return ""
 
 
 def stand_by(descriptor: int) -> None:
-    """Import torch, say so on the socket ``descriptor``, and return as a rank when the agent says which.
+    """Import what the agent says on the socket ``descriptor``, then fork a rank for each of its orders; return in each.
 
-    Ends this process when the agent closes the socket instead.
+    Ends this process when the agent closes the socket. Answers are lines of JSON: first `why_not`, a reason for which
+    no rank can be forked, or None; then `pid` of each rank, and `status` when it has ended, which leaves a zombie until
+    the next order.
     """
-    name, order = _set_name(_NAME), b""
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _HELD}
+    name, own = _set_name(_NAME), _silence()
     with socket.socket(fileno=descriptor) as line:
-        own = _silence()
+        reader = line.makefile("rb")
+        _import_ahead(json.loads(reader.readline() or b"[]"))
+        _say(line, why_not=_why_not())
+        wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, _heed)
+        signal.set_wakeup_fd(woken)
+        start = _start_ranks(line, reader, wake)
+        signal.set_wakeup_fd(-1)
+        reader.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for descriptor in (wake, woken):
+        os.close(descriptor)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    _begin(start, name, own)
+
+
+def _import_ahead(imports: Imports) -> None:
+    before = dict(os.environ)
+    for name, changes in imports:
+        _set_environment({**before, **changes})
         with contextlib.suppress(Exception):  # the script meets it again, with somebody to read it
-            importlib.import_module(_IMPORTED_AHEAD)
-        with contextlib.suppress(OSError):  # the agent may have given its order already, and gone
-            line.sendall(b"\n")
-        with contextlib.suppress(OSError), line.makefile("rb") as reader:
-            order = reader.readline()
-    if not order.endswith(b"\n"):
-        sys.exit(0)
-    start: dict[str, Any] = json.loads(order)
+            importlib.import_module(name)
+
+
+def _why_not() -> str | None:
+    """Return why what is here must not be forked."""
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+        return f"importing ahead began threads ({names})"
+    opened = [link for link in _open_files() if link.startswith(_DEVICES)]
+    return f"importing ahead opened {opened[0]}" if opened else None
+
+
+def _open_files() -> list[str]:
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return links
+
+
+def _start_ranks(line: socket.socket, reader: Any, wake: int) -> dict[str, Any]:
+    """Fork a rank for every order; return its order in each."""
+    running: set[int] = set()
+    ended: set[int] = set()
+    parent = os.getpid()
+    while True:
+        ready = select.select([line.fileno(), wake], [], [])[0]
+        if wake in ready:
+            os.read(wake, 4096)
+        for pid in sorted(running):
+            status = exit_status(pid)
+            if status is not None:
+                running.discard(pid)
+                ended.add(pid)
+                _say(line, pid=pid, status=status)
+        if line.fileno() not in ready:
+            continue
+        order = reader.readline()
+        if not order.endswith(b"\n"):
+            sys.exit(0)
+        while ended:
+            os.waitpid(ended.pop(), 0)
+        pid = os.fork()
+        if not pid:
+            _die_with(parent)
+            start: dict[str, Any] = json.loads(order)
+            return start
+        running.add(pid)
+        _say(line, pid=pid)
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(f"the standby (pid {parent}) was gone before this rank began")
+
+
+def _begin(start: dict[str, Any], name: bytes, own: dict[int, int]) -> None:
+    """Be the rank that ``start`` describes."""
+    os.setsid()
     _set_name(name)
-    os.environ.clear()
-    os.environ.update(start["env"])
+    random = sys.modules.get("numpy.random")
+    if random is not None:
+        random.seed()  # as in a process of its own; Python's own generator does that itself
+    _set_environment(start["env"])
     for number, path in ((1, start["stdout"]), (2, start["stderr"])):
         if path:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -95,6 +195,22 @@ def stand_by(descriptor: int) -> None:
         else:
             os.dup2(own[number], number)
         os.close(own[number])
+
+
+def _set_environment(variables: Mapping[str, str | None]) -> None:
+    wanted = {name: value for name, value in variables.items() if value is not None}
+    if wanted != dict(os.environ):
+        os.environ.clear()
+        os.environ.update(wanted)
+
+
+def _say(line: socket.socket, **answer: object) -> None:
+    with contextlib.suppress(OSError):  # the agent is gone, and so is this process soon
+        line.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _heed(signum: int, frame: FrameType | None) -> None:
+    """Let the signal wake the select."""
 
 
 def _silence() -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""The agent's standbys: processes that become ranks when all ranks begin again. See [Note: standbys] in standby.py."""
+"""The agent's standbys: processes that fork the ranks when all begin again. See [Note: standbys] in standby.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import select
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,72 +21,177 @@ from torch.distributed.elastic.utils.api import macros
 
 from zero_launch.standby import IMPORTS_VARIABLE, OPTION, recorded
 
+_READY_SECONDS = 15.0
+"""How long ranks wait for a standby that still imports, as fresh processes would do too."""
 _START_SECONDS = 5.0
+_TELL_SECONDS = 1.0
 _END_SECONDS = 2.0
 
 
-class Standby:
-    """One process that waits. Once it is a rank, torch's agent asks of it what it asks of those it starts itself."""
+@dataclass(frozen=True)
+class Kind:
+    """What ranks have in common that can be forked from one process; ``imports`` as recorded."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], local_rank: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            words = [*command[:3], OPTION, str(number), *command[3:]]
-            self.proc = subprocess.Popen(words, env=dict(env), pass_fds=[number], start_new_session=True)
-        ours.settimeout(_START_SECONDS)
-        self.local_rank_id = local_rank
-        self._line = ours
+    command: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]
+    imports: str
 
-    @property
-    def runs(self) -> bool:
-        """Return whether it is there still."""
-        return self.proc.poll() is None
 
-    @property
-    def ready(self) -> bool:
-        """Return whether it has imported torch."""
-        return bool(select.select([self._line], [], [], 0)[0])
+class ForkedRank:
+    """A rank that a standby has forked; torch's agent asks of it what it asks of those that it starts itself."""
 
-    def start(self, env: Mapping[str, str], stdout: str | None, stderr: str | None) -> bool:
-        """Let it be a rank, with its output going to these files; False when it cannot be one."""
-        order = {"env": dict(env), "stdout": stdout, "stderr": stderr}
-        for path in filter(None, (stdout, stderr)):
-            Path(path).touch()  # who shows them looks for them at once
-        try:
-            self._line.sendall(json.dumps(order).encode() + b"\n")
-        except OSError:
-            self.dismiss()
-            return False
-        self._line.close()
-        return self.runs
+    def __init__(self, standby: Standby, pid: int, local_rank: int) -> None:
+        self.pid, self.local_rank_id = pid, local_rank
+        self.proc = self
+        self.returncode: int | None = None
+        self._standby = standby
+
+    def poll(self) -> int | None:
+        """Return its exit status (a signal is negative), None while it runs. It ends with its standby."""
+        if self.returncode is None:
+            # Its standby tells of its end a moment after others can see it.
+            self.returncode = self._standby.status_of(self.pid, _TELL_SECONDS if _has_ended(self.pid) else 0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit status when it has ended; raises `subprocess.TimeoutExpired`."""
+        if self.returncode is None:
+            self.returncode = self._standby.status_of(self.pid, timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
+        return self.returncode
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Send it, and what it has started in its session, a signal."""
-        os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, death_sig or signal.SIGTERM)
+
+
+class Standby:
+    """One process that waits, and forks the ranks of one kind in each attempt."""
+
+    def __init__(self, kind: Kind) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            words = [*kind.command[:3], OPTION, str(number), *kind.command[3:]]
+            env = {**os.environ, **dict(kind.env)}
+            self.proc = subprocess.Popen(words, env=env, pass_fds=[number], start_new_session=True)
+        ours.settimeout(_START_SECONDS)
+        self.kind = kind
+        self.why_not: str | None = None
+        """Why it can fork no ranks."""
+        self._line, self._rest = ours, b""
+        self._is_ready, self._is_over = False, False
+        self._forked: list[int] = []
+        self._statuses: dict[int, int] = {}
+        self._send(json.loads(kind.imports))
+
+    @property
+    def runs(self) -> bool:
+        """Return whether it is there still, and of use."""
+        return self.proc.poll() is None and not self._is_over
+
+    @property
+    def ready(self) -> bool:
+        """Return whether it has imported all."""
+        self._read(0.0)
+        return self._is_ready
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether a rank that it has forked runs."""
+        self._read(0.0)
+        return self.runs and any(pid not in self._statuses for pid in self._forked)
+
+    def start(
+        self, local_rank: int, env: Mapping[str, str], stdout: str | None, stderr: str | None, wait: float
+    ) -> ForkedRank | None:
+        """Let it fork a rank, whose output goes to these files; None when it cannot, or is not ready in ``wait`` s."""
+        self._read_until(lambda: self._is_ready, wait)
+        if not self._is_ready or self.why_not is not None:
+            return None
+        for path in filter(None, (stdout, stderr)):
+            Path(path).touch()  # who shows them looks for them at once
+        before = len(self._forked)
+        self._send({"env": dict(env), "stdout": stdout, "stderr": stderr})
+        self._read_until(lambda: len(self._forked) > before, _START_SECONDS)
+        return ForkedRank(self, self._forked[-1], local_rank) if len(self._forked) > before else None
+
+    def status_of(self, pid: int, timeout: float | None) -> int | None:
+        """Return the exit status of a rank when it has ended within ``timeout`` seconds, else None."""
+        self._read_until(lambda: pid in self._statuses, timeout)
+        return -signal.SIGKILL if self._is_over and pid not in self._statuses else self._statuses.get(pid)
 
     def dismiss(self) -> None:
         """End it: it is not needed."""
+        self._is_over = True
         self._line.close()
         self.proc.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # the job's end names what SIGKILL does not end
             self.proc.wait(_END_SECONDS)
 
+    def _send(self, content: object) -> None:
+        try:
+            self._line.sendall(json.dumps(content).encode() + b"\n")
+        except OSError:
+            self._is_over = True
+
+    def _read_until(self, condition: Callable[[], bool], seconds: float | None) -> None:
+        end = None if seconds is None else time.monotonic() + seconds
+        self._read(0.0)
+        while not condition() and not self._is_over:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            self._read(left)
+
+    def _read(self, seconds: float | None) -> None:
+        """Take in what it has said, waiting for something at most so long."""
+        while not self._is_over and select.select([self._line], [], [], seconds)[0]:
+            seconds = 0.0
+            try:
+                came = self._line.recv(1 << 16)
+            except OSError:
+                came = b""
+            if not came:
+                self._is_over = True
+                return
+            *lines, self._rest = (self._rest + came).split(b"\n")
+            for answer in map(json.loads, lines):
+                self._take(answer)
+
+    def _take(self, answer: Mapping[str, Any]) -> None:
+        if "why_not" in answer:
+            self._is_ready, self.why_not = True, answer["why_not"]
+        elif "status" in answer:
+            self._statuses[answer["pid"]] = answer["status"]
+        else:
+            self._forked.append(answer["pid"])
+
 
 class Standbys:
-    """The standbys of one host, by local rank. They start one after another, and only once the ranks run.
+    """The standbys of one host, one for each kind of rank. They start one after another, and only once the ranks run.
 
     ``command``: what starts a rank, with torch's macros in it. ``env``: by local rank, what a rank gets on top of this
-    process's environment, as far as it is known beforehand. ``folder``: where ranks record what they change before they
-    import torch.
+    process's environment, as far as it is known beforehand. ``folder``: where ranks record what they import. ``say``
+    is told why there is none.
     """
 
-    def __init__(self, command: Sequence[str], env: Callable[[int], Mapping[str, str]], folder: Path) -> None:
-        self._command, self._env, self._folder = command, env, folder
-        self._waiting: dict[int, Standby] = {}
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Callable[[int], Mapping[str, str]],
+        folder: Path,
+        say: Callable[[str], object],
+    ) -> None:
+        self._command, self._env, self._folder, self._say = command, env, folder, say
+        self._standbys: list[Standby] = []
+        self._ranks: dict[int, ForkedRank] = {}
+        self._given_up = False
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """What tells a rank where to record its import of torch."""
+        """What tells a rank where to record its imports."""
         return {IMPORTS_VARIABLE: str(self._record(local_rank))}
 
     def command(self, local_rank: int) -> list[str]:
@@ -94,35 +201,72 @@ class Standbys:
     @property
     def pids(self) -> set[int]:
         """The processes that wait."""
-        return {standby.proc.pid for standby in self._waiting.values()}
+        return {standby.proc.pid for standby in self._standbys}
+
+    def rank(self, pid: int) -> ForkedRank | None:
+        """Return the rank with that pid, where a standby has forked it last."""
+        return next((rank for rank in self._ranks.values() if rank.pid == pid), None)
 
     def look(self, ranks: int) -> None:
         """Begin the next one for ``ranks`` ranks, when the last one is ready."""
-        self._waiting = {number: standby for number, standby in self._waiting.items() if standby.runs}
-        if not all(standby.ready for standby in self._waiting.values()):
+        if self._given_up:
             return
-        for number in range(ranks):
-            env = None if number in self._waiting else self._environment(number)
-            if env is not None:
-                self._waiting[number] = Standby(self.command(number), env, number)
+        wanted = [kind for kind in map(self._kind, range(ranks)) if kind is not None]
+        for standby in list(self._standbys):
+            why = standby.why_not if standby.ready else None if standby.runs else "importing ahead ended the process"
+            if why is not None:
+                self._give_up(why)
                 return
+            if not standby.is_used and (not standby.runs or standby.kind not in wanted):
+                self._standbys.remove(standby)
+                standby.dismiss()
+        if not all(standby.ready for standby in self._standbys):
+            return
+        there = [standby.kind for standby in self._standbys]
+        missing = next((kind for kind in wanted if kind not in there), None)
+        if missing is not None:
+            self._standbys.append(Standby(missing))
 
-    def take(self, local_rank: int, env: Mapping[str, str], stdout: str | None, stderr: str | None) -> Standby | None:
-        """Start the standby for a rank; None when there is none."""
-        standby = self._waiting.pop(local_rank, None)
-        return standby if standby is not None and standby.start(env, stdout, stderr) else None
+    def take(
+        self, local_rank: int, env: Mapping[str, str], stdout: str | None, stderr: str | None, wait: float
+    ) -> ForkedRank | None:
+        """Start a rank from a standby; None when there is none that can within ``wait`` seconds."""
+        kind = self._kind(local_rank)
+        standby = next((standby for standby in self._standbys if standby.kind == kind), None)
+        rank = None if standby is None else standby.start(local_rank, env, stdout, stderr, wait)
+        self._ranks.pop(local_rank, None)
+        if rank is not None:
+            self._ranks[local_rank] = rank
+        return rank
 
     def close(self) -> None:
         """End those that wait."""
-        for standby in self._waiting.values():
+        for standby in self._standbys:
             standby.dismiss()
-        self._waiting.clear()
+        self._standbys.clear()
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = True
+        self.close()
+        self._say(f"no standbys, every restart imports anew: {why}")
 
     def _record(self, local_rank: int) -> Path:
         return self._folder / f"imports{local_rank}.json"
 
-    def _environment(self, local_rank: int) -> dict[str, str] | None:
-        return recorded(self._record(local_rank), {**os.environ, **self._env(local_rank)})
+    def _kind(self, local_rank: int) -> Kind | None:
+        """Return what a rank has in common with others; None while it has imported nothing that can be ahead."""
+        imports = recorded(self._record(local_rank))
+        env = {name: value for name, value in self._env(local_rank).items() if name != IMPORTS_VARIABLE}
+        kind = Kind(tuple(self.command(local_rank)), tuple(sorted(env.items())), imports)
+        return kind if imports else None
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[:1] in (["Z"], ["X"])
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 class Prepared(Exception):
@@ -134,20 +278,21 @@ class Prepared(Exception):
 
 
 class StandbyContext(SubprocessContext):
-    """Ranks that were standbys, and fresh processes where there are none."""
+    """Ranks from standbys, and fresh processes where there are none."""
 
     def __init__(self, standbys: Standbys, **options: Any) -> None:
         super().__init__(**options)
         self._standbys = standbys
 
     def _start(self) -> None:
-        self.subprocess_handlers = {number: self._begin(number) for number in range(self.nprocs)}
+        end = time.monotonic() + _READY_SECONDS
+        self.subprocess_handlers = {number: self._begin(number, end) for number in range(self.nprocs)}
 
-    def _begin(self, number: int) -> Any:
+    def _begin(self, number: int, end: float) -> Any:
         env, out, err = self.envs[number], self.stdouts[number] or None, self.stderrs[number] or None
-        standby = self._standbys.take(number, {**os.environ, **env}, out, err)
-        if standby is not None:
-            return standby
+        forked = self._standbys.take(number, {**os.environ, **env}, out, err, max(0.0, end - time.monotonic()))
+        if forked is not None:
+            return forked
         return get_subprocess_handler(
             entrypoint=str(self.entrypoint),
             args=self.args[number],
