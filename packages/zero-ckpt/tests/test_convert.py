@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillRuns
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from zero_ckpt import CheckpointError, DamagedError, Interval, convert, open_che
 from zero_ckpt.conversion import open_source, output_nbytes  # noqa: E402
 from zero_ckpt.conversion.dtypes import convert_dtype  # noqa: E402
 from zero_ckpt.conversion.model import parse_size  # noqa: E402
+from zero_ckpt.locking import root_lock  # noqa: E402
 from zero_ckpt.torch import dtype_name, tensor_buffer, torch_dtype  # noqa: E402
 from zero_ckpt.zero_to_fp32 import (  # noqa: E402
     get_fp32_state_dict_from_zero_checkpoint,
@@ -291,12 +294,17 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
         convert(tmp_path / "c", tmp_path / "o", dtype="fp7")
 
 
-def test_a_universal_checkpoint_holds_everything_and_is_read_back(tmp_path: Path) -> None:
+def _trained(root: Path) -> None:
+    """A checkpoint after one step."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    zero_ckpt.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer}, step=1)
+    zero_ckpt.save(root, {"model": model, "optimizer": optimizer}, step=1)
+
+
+def test_a_universal_checkpoint_holds_everything_and_is_read_back(tmp_path: Path) -> None:
+    _trained(tmp_path / "ckpt")
     (written,) = convert(tmp_path / "ckpt", tmp_path / "out", to="deepspeed-universal")
     assert (tmp_path / "out" / "latest_universal").read_text() == written.name == "global_step1"
     common = torch.load(written / "zero" / "optimizer_state.pt", weights_only=True)
@@ -352,6 +360,20 @@ def test_an_interrupted_pytorch_file_goes_on_where_it_stopped(tmp_path: Path, sh
     for file in files:
         with zipfile.ZipFile(file) as archive:
             assert archive.testzip() is None
+
+
+def test_a_universal_checkpoint_appears_under_the_lock_of_its_root(tmp_path: Path) -> None:
+    _trained(tmp_path / "ckpt")
+    root = tmp_path / "out"
+    root.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        with root_lock(root):
+            work = pool.submit(convert, tmp_path / "ckpt", root, to="deepspeed-universal")
+            with pytest.raises(StillRuns):
+                work.result(timeout=1.0)
+            assert not (root / "latest_universal").exists() and not (root / "global_step1").exists()
+        assert work.result(timeout=30) == [root / "global_step1"]
+    assert (root / "latest_universal").read_text() == "global_step1"
 
 
 def test_an_interrupted_universal_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from ..commit import exists, remove_directory, staging_path
 from ..durable import fsync_directory, make_directories, replace_durably
 from ..errors import CheckpointError
 from ..filing import share_file, sync_file
+from ..locking import root_lock
 from ..types import is_optimizer_kind, numel, state_key
 from .dtypes import output_dtype
 from .filled import Frame, empty_tensor, write_filled
@@ -62,12 +63,13 @@ def write_universal(source: Source, root: Path, *, workers: int, progress: Progr
             remove_directory(staging)
         raise
     record.close(keep=False)
-    if exists(root / tag):
-        refuse_existing(root / tag, overwrite)
-        remove_directory(root / tag)
-    staging.rename(root / tag)
-    fsync_directory(root)
-    replace_durably(root / "latest_universal", tag.encode())
+    with root_lock(root):
+        if exists(root / tag):
+            refuse_existing(root / tag, overwrite)
+            remove_directory(root / tag)
+        staging.rename(root / tag)
+        fsync_directory(root)
+        replace_durably(root / "latest_universal", tag.encode())
     return root / tag
 
 
