@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 FINDER = """
@@ -43,6 +44,7 @@ def test_files_of_killed_ranks_are_shown_and_removed_on_request(tmp_path):
     assert doctor(tmp_path, "--swap", str(drive)).returncode == 0
 
 
-def test_removing_needs_to_be_told_where(tmp_path):
-    done = doctor(tmp_path, "--remove")
+def test_removing_needs_to_be_told_where_also_by_the_installed_command():
+    command = Path(sysconfig.get_path("scripts")) / "zero-launch"
+    done = subprocess.run([command, "doctor", "--remove"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, "--remove needs --swap DIR" in done.stderr) == (2, True)
