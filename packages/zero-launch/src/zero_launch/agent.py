@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from zero_launch.desync import Record, Watcher, abandoned, explain
 from zero_launch.orders import END, Orders
 from zero_launch.presence import HostPresence, Presence
-from zero_launch.processes import end_job, exit_status, wait_for_helpers
+from zero_launch.processes import REQUEUE_VARIABLE, end_job, exit_status, kill_heedless, wait_for_helpers
 from zero_launch.repeats import Repeats
 from zero_launch.report import LaunchError, RankFailure, describe_exit, read_error_file, signal_name, tail
 from zero_launch.spec import SILENCE_SECONDS
@@ -68,6 +68,11 @@ class RankFiles(LogsSpecs):
         """Rank to its ring, for the attempt that runs."""
         self.orders = Orders(rings / "orders")
         """The order that the ranks of the running attempt have."""
+
+    @property
+    def takes_requests(self) -> bool:
+        """Return whether the job has `--requeue`."""
+        return REQUEUE_VARIABLE in self._env
 
     @property
     def root_log_dir(self) -> str:
@@ -178,7 +183,8 @@ class Agent(LocalElasticAgent):
         self._world_size = 0
         self._here = HostPresence({}, 0, stopped_seconds)
         self._presence = Presence(0, "")
-        self._asked_to_end = False
+        self.asked_to_end = False
+        """Whether the ranks are to save and leave."""
         self.left_for: str | None = None
         """The order that the ranks have left for, when that is how the job ended."""
         self.divergence: str | None = None
@@ -200,7 +206,7 @@ class Agent(LocalElasticAgent):
         ids = self._start_ranks(worker_group)
         for sig, handler in handlers.items():  # as below
             signal.signal(sig, handler)
-        if self._asked_to_end:
+        if self.asked_to_end:
             self._files.orders.give(END)
         for sig in self._ignored:  # `nohup` and `&` ignore these; the engine's start put a handler in their place
             signal.signal(sig, signal.SIG_IGN)
@@ -313,7 +319,7 @@ class Agent(LocalElasticAgent):
 
     def ask_to_end(self) -> None:
         """Have the ranks save and leave after the step that they are in; those of a later attempt too."""
-        self._asked_to_end = True
+        self.asked_to_end = True
         self._files.orders.give(END)
 
     def _have_left(self, order: str) -> RunResult:
@@ -391,6 +397,8 @@ class Agent(LocalElasticAgent):
             for record in self._records:
                 record.status_before_stop = record.status
         pids = {record.pid for record in self._records}
+        if self._files.takes_requests:
+            kill_heedless(pids, signum)
         ended = end_job(self._job_id, pids, signum=signum, grace_seconds=self._grace_seconds, spared=self._spared)
         self.notes += [f"left behind: {text}" for pid, text in ended if pid not in pids]
         for record in self._records:
@@ -448,7 +456,12 @@ class Agent(LocalElasticAgent):
     def error(self, notes: Sequence[str]) -> LaunchError:
         """The job's failure, with what became of the other ranks, and then ``notes``."""
         notes = [*self.fates(), *self.notes, *notes]
-        return LaunchError(self.failures(), self._world_size, notes, divergence=self.divergence, flight=self.flight)
+        return LaunchError(
+            *(self.failures(), self._world_size, notes),
+            divergence=self.divergence,
+            flight=self.flight,
+            asked=self.asked_to_end,
+        )
 
 
 def _terminal_colours() -> tuple[bool, bool]:

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from zero_launch.cluster_launch import launch_cluster
@@ -24,7 +24,7 @@ from zero_launch.nodes import Node, discover_node
 from zero_launch.options import parser
 from zero_launch.record import record_failure, record_variables
 from zero_launch.report import LaunchError
-from zero_launch.requeue import LeftEarly, requeue
+from zero_launch.requeue import LeftEarly, hold, requeue
 from zero_launch.schedulers import mpirun_command, srun_command
 from zero_launch.spec import ClusterSpec, LaunchSpec
 from zero_launch.stand_ins import search_paths
@@ -55,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run(options)
     except LaunchError as error:
         print(f"zero-launch: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        if not error.asked:
+            return error.exit_code
+        status, text = requeue(os.environ, saved=False)
+        _say(text)
+        return status
     except LeftEarly as left:
         status, text = requeue(os.environ if left.leads else {})
         _say(text)
@@ -98,11 +102,11 @@ def _run(options: argparse.Namespace) -> None:
             variables = _variables(options).variables
             _become(mpirun_command(job, hosts, options.master_addr, variables, _arguments(options)))
         elif hosts is None:
-            launch(_job(options, _ranks_here(options)))
+            launch(_held(options, _ranks_here))
         elif len(hosts.hosts) == 1 and _is_here(next(iter(hosts.hosts))) and not options.force_multi:
             slots = next(iter(hosts.hosts.values()))
             env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if options.include or options.exclude else {}
-            job = _job(options, len(slots))
+            job = _held(options, lambda options: len(slots))
             launch(dataclasses.replace(job, env={**job.env, **env}))
         else:
             _run_hosts(options, hosts)
@@ -113,7 +117,7 @@ def _run_hosts(options: argparse.Namespace, hosts: Hostfile) -> None:
     if maximum is not None and maximum < len(hosts.hosts):
         hosts = hosts.first(hosts=maximum)
     chosen = _variables(options)
-    job = _job(options, 1)
+    job = _held(options, lambda options: 1)
     job.check_target()
     if not options.quiet:
         _say(_greeting(hosts, chosen))
@@ -133,7 +137,7 @@ def _run_hosts(options: argparse.Namespace, hosts: Hostfile) -> None:
 
 
 def _run_node(options: argparse.Namespace, node: Node) -> None:
-    job = _job(options, _ranks(options))
+    job = _held(options, _ranks) if node.rank == 0 else _job(options, _ranks(options))
     job.check_target()
     if not 0 <= node.rank < node.nodes:
         raise ValueError(f"--node_rank must be from 0 to {node.nodes - 1}, got {node.rank}")
@@ -221,6 +225,13 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
         requeue=options.requeue,
         standby=not options.no_standby,
     )
+
+
+def _held(options: argparse.Namespace, ranks: Callable[[argparse.Namespace], int]) -> LaunchSpec:
+    """The job, of which signals wait from here on that ask it to save and end, until it can act upon them."""
+    if options.requeue:
+        hold()
+    return _job(options, ranks(options))
 
 
 def _ranks_here(options: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from zero_launch.presence import WAIT_SECONDS, Presence
 from zero_launch.record import record_interruption
 from zero_launch.repeats import Repeats
 from zero_launch.report import LaunchError, RankFailure, signal_name
-from zero_launch.requeue import LeftEarly
+from zero_launch.requeue import SIGNALS, LeftEarly, Requests, hold, release
 from zero_launch.spec import ClusterSpec
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -53,6 +53,7 @@ class Cluster:
         self._stopping: str | None = None
         self._interrupted: int | None = None
         self._asked_to_end = False
+        self._requests = Requests()
         self._left = False
         self._divergence: str | None = None
         self._repeats = Repeats()
@@ -93,6 +94,8 @@ class Cluster:
                 peer.close()
             if self._listener is not None:
                 self._listener.close()
+            if self._asked_to_end and saved:
+                hold()
             for signum, handler in saved.items():
                 signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
         self._conclude()
@@ -116,6 +119,8 @@ class Cluster:
 
         for signum in saved:
             signal.signal(signum, hear)
+        if self._spec.job.requeue:
+            release()
         return saved
 
     def _call_all(self) -> None:
@@ -131,7 +136,8 @@ class Cluster:
                 self._listener.await_peer(peer)
         for peer in self._peers.values():
             if peer not in self._callers:
-                call(peer, spec.transport, self._inbox, None if spec.transport.carries_input else self._listener)
+                listener = None if spec.transport.carries_input else self._listener
+                call(peer, spec.transport, self._inbox, listener, heedless=spec.job.requeue)
 
     def _greet_all(self) -> None:
         """Wait for every host's hello; then the job goes out to all, or the reasons why it cannot."""
@@ -234,7 +240,8 @@ class Cluster:
         fates = [fate for peer in peers for fate in peer.fates]
         folders = [f"logs on {peer.name}: {peer.folder}" for peer in peers if peer.folder]
         told = [*why, *self._troubles, *fates, *notes(peers), *folders]
-        raise LaunchError(failures, self._world_size, told, divergence=divergence, flight=records)
+        asked = self._asked_to_end
+        raise LaunchError(failures, self._world_size, told, divergence=divergence, flight=records, asked=asked)
 
     # -- what hosts say
 
@@ -243,18 +250,22 @@ class Cluster:
             name, message = self._inbox.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             return
-        if message["kind"] == "signal" and self._ends_well(message["signal"]):
-            self._ask_to_end(signal_name(message["signal"]))
-        elif message["kind"] == "signal":
-            self._interrupted = message["signal"]
-            self._stop(f"interrupted by {signal_name(message['signal'])}")
+        if message["kind"] == "signal":
+            self._heed(message["signal"])
         else:
             self.hear(name, message)
 
-    def _ends_well(self, signum: int) -> bool:
-        """Return True for a signal that asks for a checkpoint and an end: SIGUSR1, and the first SIGTERM."""
-        asks = self._spec.job.requeue and signum in (signal.SIGUSR1, signal.SIGTERM)
-        return asks and not (self._asked_to_end and signum == signal.SIGTERM)
+    def _heed(self, signum: int) -> None:
+        """Act upon a signal to this process; see [Note: requeue signals]."""
+        if not (self._spec.job.requeue and signum in SIGNALS):
+            self._interrupted = signum
+            self._stop(f"interrupted by {signal_name(signum)}")
+            return
+        meaning = self._requests.hear(signum)
+        if meaning == "ask":
+            self._ask_to_end(signal_name(signum))
+        elif meaning == "now":
+            self._stop("SIGTERM again: ended at once")
 
     def _ask_to_end(self, why: str) -> None:
         if not self._asked_to_end:

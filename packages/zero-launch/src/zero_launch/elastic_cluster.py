@@ -114,8 +114,8 @@ class ElasticCluster(Cluster):
             del self._calls[name]
             lost = next(peer for peer in self._peers.values() if peer.name == name)
             new = self._renewed(lost)
-            piped = self._spec.transport.carries_input
-            call(new, self._spec.transport, self._inbox, None if piped else self._listener)
+            listener = None if self._spec.transport.carries_input else self._listener
+            call(new, self._spec.transport, self._inbox, listener, heedless=self._spec.job.requeue)
 
     def _on_hello(self, peer: Peer, message: Message) -> None:
         super()._on_hello(peer, message)

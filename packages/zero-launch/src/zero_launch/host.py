@@ -91,7 +91,6 @@ class Hand:
         new, retained = applied(order["variables"], os.environ)
         os.environ.update(new)
         self._channel.send("environment", kept=retained)
-        by_itself = own_spec is not None
         job_id = _end_earlier(f"{order['job_id']}@{order['host']}", order["generation"])
         if own_spec is None:
             given = order["spec"]
@@ -103,7 +102,7 @@ class Hand:
         spec.check_target()
         if spec.requeue:  # Slurm sends it to every node; the launcher acts on it
             signal.signal(signal.SIGUSR1, lambda signum, frame: None)
-        asks = spec.requeue and by_itself
+        asks = spec.requeue
         folder, keep = run_folder(spec.log_dir, order["job_id"])
         with ring_folder() as rings, guarded(job_id, rings) as guard:
             agent = ClusterAgent.for_host(
@@ -161,12 +160,11 @@ class Hand:
         threading.Thread(target=follow, name="zero-launch-follow", daemon=True).start()
 
     def _ask_launcher(self, signum: int, frame: FrameType | None) -> None:
-        """On the first SIGTERM to a node with its own command line: have the whole job save and end."""
+        """On a SIGTERM that is not the launcher's: have the whole job save and end."""
         from torch.distributed.elastic.multiprocessing import SignalException
 
         if self._stops:
             raise SignalException("asked to end", signal.SIGTERM)
-        self._stops = True
         self._inbox.put(("", {"kind": "asked"}))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
+from zero_launch import requeue
 from zero_launch.cores import bindings, threads_per_rank, usable_cores
 from zero_launch.guard import Guard
 from zero_launch.processes import CORES_VARIABLE, JOB_VARIABLE, LAUNCHER_PID_VARIABLE, REQUEUE_VARIABLE, end_job
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from zero_launch.standbys import Standbys
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-_REQUEUE_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 _MONITOR_SECONDS = 0.1
 
 
@@ -60,7 +60,7 @@ def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "c
         _say(_greeting(spec, env, folder if keep else None))
     with ring_folder() as rings, guarded(job_id, rings) as guard:
         agent, interrupted, failed = _run_agent(spec, kind, job_id, folder, env, cores, rings, guard)
-    if interrupted is not None:
+    if interrupted is not None and not (agent.asked_to_end and interrupted == signal.SIGTERM):
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
         why = f"interrupted by {signal_name(interrupted)}"
@@ -69,6 +69,8 @@ def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "c
             _say(f"report: {report}")
         signal.raise_signal(interrupted)
         raise LaunchError([], spec.nproc, [why])
+    if interrupted is not None:
+        raise LaunchError([], spec.nproc, ["SIGTERM again: ended at once"], flight=agent.flight, asked=True)
     if failed:
         raise agent.error([f"logs of every rank: {folder}"])
     for note in agent.notes:
@@ -117,7 +119,7 @@ def _run_agent(
             stopped_seconds=spec.silence_seconds,
             quiet=spec.quiet,
             started=lambda pids: guard.watch(list(pids.values())),
-            own_signals=_REQUEUE_SIGNALS if spec.requeue else (),
+            own_signals=requeue.SIGNALS if spec.requeue else (),
             ranks_now=None if spec.elastic is None else counter(spec.elastic, spec.nproc),
         )
         if spec.requeue:
@@ -129,26 +131,28 @@ def _run_agent(
             interrupted = stop.sigval
         finally:
             sweep(agent, job_id)
+            if agent.asked_to_end:
+                requeue.hold()
     return agent, interrupted, failed
 
 
 def heed_requeue_signals(agent: Agent) -> None:
-    """On the first SIGUSR1 or SIGTERM the ranks save and leave; after it SIGTERM means what it meant."""
+    """On the first SIGUSR1 or SIGTERM the ranks save and leave; a later SIGTERM ends them (see requeue.py)."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    asked = False
+    requests = requeue.Requests()
 
     def heed(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked and signum == signal.SIGTERM:
-            raise SignalException("asked to end twice", signal.SIGTERM)
-        if not asked:
-            asked = True
+        meaning = requests.hear(signum)
+        if meaning == "now":
+            raise SignalException("asked to end again", signal.SIGTERM)
+        if meaning == "ask":
             _say(f"{signal_name(signum)}: the ranks save a checkpoint after this step, and end")
             agent.ask_to_end()
 
-    for sig in _REQUEUE_SIGNALS:
+    for sig in requeue.SIGNALS:
         signal.signal(sig, heed)
+    requeue.release()
 
 
 def worker_group_spec(

@@ -23,6 +23,7 @@ from zero_launch.transport import Transport
 
 Inbox = queue.SimpleQueue[tuple[str, Message]]
 _MODULE = "zero_launch.host"
+_HEEDLESS = 'trap "" TERM USR1; exec "$@"'
 _ERROR_LINES = 20
 _WELCOME_SECONDS = 10
 _MOST_STRANGERS = 64
@@ -92,14 +93,18 @@ class Peer:
             self.process.wait()
 
 
-def call(peer: Peer, transport: Transport, inbox: Inbox, listener: Listener | None) -> None:
-    """Start the launcher's hand on the host; it says hello through ``inbox`` when it is there."""
+def call(peer: Peer, transport: Transport, inbox: Inbox, listener: Listener | None, *, heedless: bool = False) -> None:
+    """Start the launcher's hand on the host; it says hello through ``inbox`` when it is there.
+
+    ``heedless``: what carries the channel ignores the signals that ask the job to end.
+    """
     arguments: list[str] = []
     if listener is not None:
         arguments = [str(listener.port), listener.expect(peer)]
     piped = listener is None
+    command = transport.command(peer.name, _MODULE, *arguments)
     peer.process = subprocess.Popen(
-        transport.command(peer.name, _MODULE, *arguments),
+        ["/bin/sh", "-c", _HEEDLESS, "zero-launch-call", *command] if heedless else command,
         stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

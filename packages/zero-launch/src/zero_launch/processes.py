@@ -10,6 +10,7 @@ machine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -92,6 +93,16 @@ def end_job(
         fate = "still runs after SIGKILL" if process.pid in unkillable else "had to be killed"
         report.append((process.pid, f"{names[process.pid]} (pid {process.pid}) {fate}"))
     return report
+
+
+def kill_heedless(pids: Collection[int], signum: int) -> None:
+    """Send SIGKILL to those that ignore ``signum``: there is nothing to wait for."""
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+                ignored = next((line.split()[1] for line in file if line.startswith("SigIgn:")), "0")
+            if int(ignored, 16) >> (signum - 1) & 1:
+                os.kill(pid, signal.SIGKILL)
 
 
 def wait_for_helpers(

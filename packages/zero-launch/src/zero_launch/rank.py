@@ -20,6 +20,7 @@ import traceback
 from types import TracebackType
 
 from zero_launch.processes import CORES_VARIABLE, LAUNCHER_PID_VARIABLE, REQUEUE_VARIABLE
+from zero_launch.requeue import SIGNALS
 from zero_launch.standby import OPTION, record_imports, stand_by
 
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -41,7 +42,8 @@ def main() -> None:
     if kind == "script" and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.abspath(target))
     if os.environ.get(REQUEUE_VARIABLE):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to every process; the launcher acts upon it
+        for signum in SIGNALS:  # Slurm may send them to every process; see [Note: requeue signals]
+            signal.signal(signum, signal.SIG_IGN)
     if descriptor is None:
         record_imports()
     else:

@@ -66,7 +66,8 @@ class LaunchError(RuntimeError):
     """A job that failed. ``failures`` holds the ranks that failed by themselves, the first cause first.
 
     ``divergence`` says where the ranks stopped asking for the same collectives, when they did; ``nproc`` is the number
-    of ranks of the job; ``flight`` what the flight recorders of the ranks held, by rank, where they use zero-comm.
+    of ranks of the job; ``flight`` what the flight recorders of the ranks held, by rank, where they use zero-comm;
+    ``asked``: the job had been asked to save and end (`--requeue`), and did not get to it.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class LaunchError(RuntimeError):
         *,
         divergence: str | None = None,
         flight: Mapping[int, Record] | None = None,
+        asked: bool = False,
     ) -> None:
+        self.asked = asked
         self.failures = tuple(failures)
         self.flight = dict(flight or {})
         self.nproc = nproc

@@ -1,13 +1,51 @@
-"""A job that is asked to end saves a checkpoint first, and goes back into the scheduler's queue."""
+"""A job that is asked to end saves a checkpoint first, and goes back into the scheduler's queue.
+
+[Note: requeue signals] Slurm's signals may come on several ways at once: to every process of the job, and once more by
+`srun` or a shell that passes them on. So the launcher and its hands on the hosts act upon them; ranks, standbys and
+what carries the connections ignore them; and a SIGTERM soon after the first is the same one. Before the launcher can
+act, and while it puts the job back into the queue, signals wait (`hold`).
+"""
 
 from __future__ import annotations
 
+import signal
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 from zero_launch.orders import LEFT_STATUS
 
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+"""What asks a job with `--requeue` to end."""
 _SECONDS = 60.0
+_SAME_SECONDS = 5.0
+
+
+def hold() -> None:
+    """Let the signals wait until `release`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def release() -> None:
+    """Take the signals from now on, those first that have waited."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+class Requests:
+    """What each signal means, in the order in which they come. ``clock``: seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked_at: float | None = None
+
+    def hear(self, signum: int) -> Literal["ask", "same", "now"]:
+        """`ask` for a checkpoint and an end, the `same` request once more, or a request to end `now`."""
+        if self._asked_at is None:
+            self._asked_at = self._clock()
+            return "ask"
+        soon = self._clock() - self._asked_at < _SAME_SECONDS
+        return "same" if soon or signum != signal.SIGTERM else "now"
 
 
 class LeftEarly(Exception):
@@ -18,20 +56,25 @@ class LeftEarly(Exception):
         self.leads = leads
 
 
-def requeue(environ: Mapping[str, str]) -> tuple[int, str]:
+def requeue(environ: Mapping[str, str], *, saved: bool = True) -> tuple[int, str]:
     """Have Slurm start this job again, where it is Slurm's: the exit status for the launcher, and what to say.
 
     The status is 75 (EX_TEMPFAIL) also without Slurm, for other schedulers to act upon. Where Slurm refuses it is 1.
+    ``saved``: all ranks have saved a checkpoint and left. From the main thread; from here on this process ignores the
+    signals.
     """
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    what = "a checkpoint is saved" if saved else "the job ended before its ranks had saved, and has its last checkpoint"
     job = environ.get("SLURM_JOB_ID")
     if job is None:
-        return LEFT_STATUS, f"a checkpoint is saved, and the job ends with status {LEFT_STATUS} to be started again"
+        return LEFT_STATUS, f"{what}; it ends with status {LEFT_STATUS} to be started again"
     command = ["scontrol", "requeue", job]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, f"a checkpoint is saved, but {' '.join(command)} could not be run: {error}"
+        return 1, f"{what}, but {' '.join(command)} could not be run: {error}"
     if done.returncode:
         said = done.stderr.strip() or f"status {done.returncode}"
-        return 1, f"a checkpoint is saved, but {' '.join(command)} failed: {said}"
-    return LEFT_STATUS, f"a checkpoint is saved, and Slurm job {job} is in the queue again"
+        return 1, f"{what}, but {' '.join(command)} failed: {said}"
+    return LEFT_STATUS, f"{what}; Slurm job {job} is in the queue again"
