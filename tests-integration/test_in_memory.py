@@ -109,6 +109,26 @@ def test_another_number_of_nodes_goes_on_from_memory(before: int, after: int, lo
         assert float((value - whole[name].flatten()).abs().max()) < 1e-12
 
 
+def goes_back_twice(root: Path, run: Run) -> tuple[list[tuple[int, str]], dict[str, bytes]]:
+    """Resumes while a copy is being written, and once more."""
+    enter_node(root, 1)
+    engine = start(run, 3, {})
+    training.train(engine, run, 0, EVERY)
+    resumed = [engine.resume(root / "disk") for _ in range(2)]
+    training.train(engine, run, engine.global_steps, LAST)
+    result = training.bits(training.weights(engine))
+    engine.destroy()
+    return [(found.step, found.source) for found in resumed], result
+
+
+def test_resuming_twice_in_one_run_waits_for_the_copy_that_is_under_way(tmp_path: Path) -> None:
+    run = Run(dtype="fp64")
+    (tmp_path / "b").mkdir()
+    ended = run_ranks(goes_back_twice, 2, tmp_path, run)
+    assert [resumed for resumed, _ in ended] == [[(EVERY, "memory")] * 2] * 2
+    assert [result for _, result in ended] == run_ranks(undisturbed, 2, tmp_path / "b", run, 3, {})
+
+
 def test_two_lost_nodes_go_on_from_disk(tmp_path: Path) -> None:
     run = Run(dtype="fp64")
     run_ranks(trains, 3, tmp_path, run, 3, {}, 1, 3)

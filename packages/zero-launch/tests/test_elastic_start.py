@@ -72,6 +72,36 @@ def test_ranks_that_begin_again_have_torch_imported_and_are_for_their_script_fre
     assert not marked_processes(mark) and not ready.is_running()
 
 
+FORKED = """
+    import os, time
+    import torch
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    open(f"begun.{attempt}.{os.environ['RANK']}", "w").close()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("who", ["launcher", "standby"])
+def test_forked_ranks_do_not_outlive_their_launcher_or_their_standby(start, write_script, mark, tmp_path, who):
+    job = start("--elastic", "2:2", "--nproc", 2, "--restarts", 2, write_script(FORKED))
+
+    def named(name):
+        return [process for process in marked_processes(mark) if process.name() == name]
+
+    assert wait_until(lambda: len(named("zero-standby")) == 1, 90)
+    (ready,) = named("zero-standby")
+    (victim,) = [p for p in marked_processes(mark) if p.environ().get("RANK") == "1"]
+    victim.kill()
+    assert wait_until(lambda: len(list(tmp_path.glob("begun.1.?"))) == 2, 60)
+    (psutil.Process(job.pid) if who == "launcher" else ready).kill()
+    if who == "standby":
+        assert wait_until(lambda: len(list(tmp_path.glob("begun.2.?"))) == 2, 60)
+        job.terminate()
+    job.communicate(timeout=30)
+    assert wait_until(lambda: not marked_processes(mark), 15), marked_processes(mark)
+
+
 def test_a_number_of_ranks_that_the_job_may_not_have_is_refused(run, write_script):
     done = run("--elastic", "2:4", "--nproc", 1, write_script("pass"))
     assert done.returncode == 2

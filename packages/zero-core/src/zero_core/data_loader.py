@@ -34,6 +34,8 @@ class RankSampler(Sampler[int]):
         self._position = 0
         self._begun = False
         self._loaded = False
+        self.loads = 0
+        """How often a position was loaded."""
 
     def __len__(self) -> int:
         """Samples of this rank in a whole epoch."""
@@ -85,6 +87,7 @@ class RankSampler(Sampler[int]):
             )
         self.epoch, self._position, self.seed = state["epoch"], state["position"], state["seed"]
         self._begun, self._loaded = False, True
+        self.loads += 1
 
     def _order(self) -> list[int]:
         if not self.shuffle:
@@ -154,7 +157,8 @@ class RankLoader(Generic[_Batch]):
         dataset, batch_size (samples per batch and rank), collate_fn: as given.
         data_sampler: a `RankSampler`, or the sampler that was given; `set_epoch` of it chooses the epoch.
 
-    The position follows the batches that were handed out, not those that workers prepared ahead. A sampler of the
+    The position follows the batches that were handed out, not those that workers prepared ahead. An iteration that has
+    begun cannot go on when a position is loaded: it raises `UsageError`. A sampler of the
     user's own keeps its position itself: its ``state_dict`` and ``load_state_dict`` are called where it has them.
     """
 
@@ -198,7 +202,14 @@ class RankLoader(Generic[_Batch]):
             return
         sampler.begin()
         self._workers_seed.manual_seed(sampler.seed + sampler.epoch)  # torch's own generator is left to the model
+        loads = sampler.loads
         for batch in self._loader:
+            if sampler.loads != loads:
+                raise UsageError(
+                    "the position in the data was loaded (engine.resume, engine.load_checkpoint) while an iteration "
+                    "over the loader was under way, which would go on with other batches than the checkpoint's next "
+                    "ones: begin a new one after loading, with iter(loader) or a new RepeatingLoader(loader)"
+                )
             sampler.advance(self.batch_size, self._least)
             yield batch
 

@@ -99,6 +99,17 @@ def test_a_repeating_loader_goes_on_with_the_next_epoch_and_from_a_position() ->
         next(zero_core.RepeatingLoader([]))
 
 
+@pytest.mark.parametrize("virtual_ranks", (0, 2))
+def test_an_iteration_under_way_does_not_go_on_after_a_position_was_loaded(virtual_ranks: int) -> None:
+    loader = loader_of(12, 2, virtual_ranks=virtual_ranks)
+    start, batches = loader.state_dict(), zero_core.RepeatingLoader(loader)
+    first = numbers(islice(batches, 4))
+    loader.load_state_dict(start)
+    with pytest.raises(zero_core.UsageError, match="position in the data was loaded .* iteration over the loader was"):
+        next(batches)
+    assert numbers(islice(zero_core.RepeatingLoader(loader), 4)) == first
+
+
 @pytest.mark.parametrize("ranks", (1, 3))
 def test_a_loop_over_epochs_goes_on_with_the_loaded_one_and_going_back_is_said(
     ranks: int, caplog: pytest.LogCaptureFixture

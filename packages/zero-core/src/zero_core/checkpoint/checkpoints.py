@@ -94,7 +94,7 @@ class Checkpoints:
     def resume(self, load_dir: str | os.PathLike[str]) -> Resumed | None:
         """Load the newest state of this job and say where training goes on; None for a first start."""
         self._state.check_open("resume")
-        self._saver.wait()
+        self.wait()
         self._departure.root = str(load_dir)
         root = self._state.model_part.folder(Path(load_dir))
         return resume(self._state, self._in_memory, root, self._load_everything)
