@@ -15,8 +15,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -40,11 +41,31 @@ def why_not() -> str | None:
     return None
 
 
-class Hosts:
-    """Three hosts, as a context. `front` is the namespace from which jobs are launched."""
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <time.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int status = real(clock, now);
+    const char *ahead = getenv("CLOCK_AHEAD");
+    if (clock == CLOCK_REALTIME && ahead) now->tv_sec += atol(ahead);
+    return status;
+}
+"""
 
-    def __init__(self, folder: Path) -> None:
+
+class Hosts:
+    """Three hosts, as a context. `front` is the namespace from which jobs are launched.
+
+    ``ahead``: by host, seconds that the clock of its processes is ahead of the others'.
+    """
+
+    def __init__(self, folder: Path, ahead: Mapping[str, int] = MappingProxyType({})) -> None:
         self.folder = folder
+        self._ahead = ahead
         self.front = f"zl{os.getpid()}front"
         self._namespaces = {name: f"zl{os.getpid()}{name}" for name in NAMES}
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -115,7 +136,7 @@ class Hosts:
             config.write_text(
                 f"Port {PORT}\nListenAddress {address}\nHostKey {self.folder}/host_key\nPidFile none\n"
                 f"AuthorizedKeysFile {self.folder}/user_key.pub\nStrictModes no\nUsePAM no\nUseDNS no\n"
-                "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+                f"PasswordAuthentication no\nPermitRootLogin prohibit-password\n{self._clock_of(name)}"
             )
             memory = shlex.quote(str(self.memory))
             shell = f"hostname {name}; mount -t tmpfs -o mode=700 none {memory} && exec {SSHD} -D -e -f {config}"
@@ -127,6 +148,15 @@ class Hosts:
             log = self.folder / f"sshd_{name}.log"
             if not wait_until(lambda log=log: b"listening on" in log.read_bytes(), 20):  # type: ignore[misc]
                 raise RuntimeError(f"sshd of {name} does not listen: {log.read_text()}")
+
+    def _clock_of(self, name: str) -> str:
+        """Return the line of the sshd's configuration that sets the clock of what it starts."""
+        if name not in self._ahead:
+            return ""
+        source, library = self.folder / "clock.c", self.folder / "clock.so"
+        source.write_text(CLOCK)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+        return f"SetEnv LD_PRELOAD={library} CLOCK_AHEAD={self._ahead[name]}\n"
 
     def launch(self, *arguments: object, launcher: str = "ssh", **variables: str) -> subprocess.Popen[str]:
         """Start `zero-launch` in the front namespace."""

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -183,5 +184,27 @@ def test_a_host_that_was_frozen_and_wakes_up_later_does_no_harm_to_its_successor
     assert len(victims(hosts, "beta", "rank")) == 1
     (tmp_path / "enough").touch()
     _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "restart 2 of 3" in err and "restart 3 of 3" not in err
+
+
+@pytest.mark.parametrize("ahead", [-7200, 7200])
+def test_a_host_whose_clock_is_hours_off_takes_part_and_comes_back(tmp_path: Path, ahead: int) -> None:
+    reason = launch_hosts.why_not() or (None if shutil.which("cc") else "no C compiler")
+    if reason is not None:
+        pytest.skip(reason)
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "hosts").write_text("alpha slots=1\nbeta slots=1\n")
+    with Hosts(tmp_path, {"beta": ahead}) as hosts:
+        job = hosts.launch("--elastic", "1:2", "--restarts", 3, "--hostfile", "hosts", "loop.py")
+        assert wait_until(lambda: len(list(tmp_path.glob("round0.*.2"))) == 2, 60)
+        kill(*victims(hosts, "beta", "host"))
+        assert wait_until((tmp_path / "round1.0.1").exists, 60)
+        assert wait_until(lambda: len(victims(hosts, "beta", "host")) == 1, 60)
+        time.sleep(8)  # for the new hand to say that it is ready
+        kill(*victims(hosts, "alpha", "rank"))
+        assert wait_until((tmp_path / "round2.1.2").exists, 60)
+        (tmp_path / "enough").touch()
+        _, err = job.communicate(timeout=60)
     assert job.returncode == 0, err
     assert "restart 2 of 3" in err and "restart 3 of 3" not in err

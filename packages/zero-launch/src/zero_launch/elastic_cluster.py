@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_launch.cluster import Cluster, title
-from zero_launch.meeting_state import StateKeeper, places_in
+from zero_launch.meeting_state import StateKeeper, on_another_clock, places_in
 from zero_launch.messages import Message
 from zero_launch.peers import Peer, call
 from zero_launch.presence import Presence
@@ -48,6 +48,11 @@ def host_bounds(slots: list[int], least: int, most: int) -> tuple[int, int]:
             f"from {least} to {most} ranks; choose wider bounds, or as many slots on every host"
         )
     return fewest, fitting
+
+
+def _clock_offset(peer: Peer) -> float:
+    """Seconds that this clock is ahead of the host's."""
+    return 0.0 if peer.channel is None else peer.channel.clock_offset
 
 
 class ElasticCluster(Cluster):
@@ -154,7 +159,8 @@ class ElasticCluster(Cluster):
         if strange:
             self._lose(peer, f"{title(peer)} was lost: it knows of places that this job has not: {sorted(strange)[:4]}")
             return
-        replaced = message["state"] is not None and self._keeper.replace(message["state"], message["version"])
+        state = on_another_clock(message["state"], _clock_offset(peer))
+        replaced = state is not None and self._keeper.replace(state, message["version"])
         if replaced:
             self._review()
         until = time.monotonic() + _HOLD_SECONDS
@@ -168,7 +174,9 @@ class ElasticCluster(Cluster):
             if question.until > now and self._keeper.waits(self._places[question.peer.name]):
                 self._questions.append(question)
             else:
-                question.peer.send("state", number=question.number, replaced=question.replaced, **self._keeper.newest())
+                newest = self._keeper.newest()
+                newest["state"] = on_another_clock(newest["state"], -_clock_offset(question.peer))
+                question.peer.send("state", number=question.number, replaced=question.replaced, **newest)
 
     def _review(self) -> None:
         here = [peer for peer in self._there() if peer.state in ("greeted", "ready", "running", "done")]

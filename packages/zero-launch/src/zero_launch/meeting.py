@@ -31,7 +31,7 @@ _ANSWER_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.1
 _BEAT_SECONDS = 5
-_BEATS = 120  # the launcher knows of lost hosts; clocks that differ by minutes harm nobody
+_BEATS = 120  # the launcher knows of lost hosts, and moves times from one clock to another
 
 
 class _Again(Exception):

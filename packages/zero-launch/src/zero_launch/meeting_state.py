@@ -41,6 +41,17 @@ def places_in(plain: Mapping[str, Any] | None) -> set[str]:
     return {node[0] for node in [*numbered, *plain["waiting"], *plain["redundant"]]}
 
 
+def on_another_clock(plain: State | None, ahead: float) -> State | None:
+    """The same state with its times on a clock that is ``ahead`` seconds; a time of 0 means what it did."""
+    if plain is None:
+        return None
+    moved = dict(plain)
+    if moved["deadline"]:
+        moved["deadline"] += ahead
+    moved["heartbeats"] = [[node, at + ahead if at else at] for node, at in plain["heartbeats"]]
+    return moved
+
+
 def to_pickle(plain: Mapping[str, Any]) -> bytes:
     """Plain data as the pickle that torch's handler in this process reads."""
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
@@ -67,7 +78,7 @@ def _when(seconds: float) -> datetime:
 
 
 class StateKeeper:
-    """The launcher's copy, changed only by a host that has seen its newest version.
+    """The launcher's copy, changed only by a host that has seen its newest version. Its times are on one clock.
 
     torch's handlers know of a lost node by its missing heartbeats, and wait some time for late ones. The launcher knows
     sooner: `lost` lets the heartbeats of a place expire, and `review` ends the wait when nobody else can come.
