@@ -40,8 +40,11 @@ class Plain:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def discard(self, _how: str) -> None:
-        self.optimizer.zero_grad()
+    def discard(self, how: str) -> None:
+        if how == "optimizer":
+            self.optimizer.zero_grad()
+        else:
+            self.model.zero_grad()
 
     def clip(self, how: str, bound: float) -> None:
         if how == "value":
@@ -69,7 +72,7 @@ class Plain:
         weights, states = self.slots[slot]
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(copy.deepcopy(states))
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
 
     def evaluate(self, number: int, rank: int, world_size: int) -> torch.Tensor:
         with torch.no_grad():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from training import Run
 
 from zero_comm import run_ranks
+from zero_partition import gathered_anywhere
 
 
 class InParent(nn.Module):
@@ -84,6 +87,75 @@ def test_initial_weights_are_those_of_one_process(kind: str, world_size: int, ow
     assert training.bits(initial) == training.bits(expected)
     assert held < (0.2 if world_size > 1 else 1.01)
     assert training.deviation(trained, training.plain(Run(dtype="fp32", steps=3), alone)) <= 1e-5
+
+
+class DrawsAlone(zoo.Transformer):
+    """Initialised by Python's generator, on rank 0 alone, and, in what is sharded already, inside gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        for block in self.blocks:
+            nn.init.constant_(block.up.bias, random.random())
+        self.own = nn.Parameter(torch.zeros(zoo.WIDTH))
+        if first:
+            nn.init.normal_(self.own)
+        with gathered_anywhere([self.embedding.weight, *self.blocks.parameters()], modifier_rank=0), torch.no_grad():
+            if first:
+                self.embedding.weight.normal_()
+                self.blocks[0].up.weight.copy_(self.blocks[1].up.weight * 3)
+                self.blocks[0].down.bias.data = torch.ones(zoo.WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [loss + 0.1 * self.own.float().square().mean() for loss in super().forward(x, y)]
+
+
+def drawn_alone(
+    stage: int, tier: str, dtype: str, folder: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Initial weights, and those after some steps."""
+    import zero_core
+
+    run = Run(dtype=dtype)
+    random.seed(7 + dist.get_rank())
+    torch.manual_seed(3)
+    with zero_core.Init(training.config(run, stage, dist.get_world_size())):
+        model = DrawsAlone()
+    engine = training.start(run, stage, model, **training.offload(stage, tier, folder))
+    initial = training.weights(engine)
+    training.train(engine, run, 0, 3)
+    return initial, training.weights(engine)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "tier", "dtype"),
+    [
+        (1, 3, "nvme", "fp32"),
+        (2, 3, "cpu", "fp32"),
+        (3, 3, "nvme", "bf16"),
+        (2, 2, "cpu", "fp32"),
+        (3, 1, "device", "fp32"),
+        (2, 0, "device", "fp32"),
+        *(
+            pytest.param(n, stage, tier, dtype, marks=pytest.mark.soak)
+            for n in (1, 2, 3)
+            for stage in (0, 1, 2, 3)
+            for tier in ("device", *(("cpu", "nvme") if stage else ()))
+            for dtype in ("fp32", "bf16")
+        ),
+    ],
+)
+def test_what_ranks_draw_differently_or_inside_gathers_is_rank_0s_on_every_tier(
+    world_size: int, stage: int, tier: str, dtype: str, tmp_path: Path
+) -> None:
+    random.seed(7)
+    torch.manual_seed(3)
+    alone = DrawsAlone()
+    expected = {name: p.detach().clone() for name, p in alone.named_parameters()}
+    trained = training.plain(Run(dtype="fp32", steps=3), alone)
+    for first, last in run_ranks(drawn_alone, world_size, stage, tier, dtype, str(tmp_path)):
+        assert training.deviation(first, expected) <= (0.0 if dtype == "fp32" else 0.01)
+        assert training.deviation(last, trained) <= (1e-5 if dtype == "fp32" else 0.05)
 
 
 def edited(own_init: bool) -> tuple[list[float], list[float], list[float]]:

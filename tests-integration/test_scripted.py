@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,10 +68,10 @@ def plain() -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def ours(stages: tuple[int, ...]) -> list[Any]:
+def ours(stages: tuple[int, ...], tier: str, folder: str) -> list[Any]:
     found = []
     for stage in stages:
-        engine = training.start(Run(), stage, Outer(scripted=True))
+        engine = training.start(Run(), stage, Outer(scripted=True), **training.offload(stage, tier, folder))
         size = ROWS // dist.get_world_size()
         for step in range(4):
             engine.backward(engine(batch(step)[dist.get_rank() * size :][:size]))
@@ -86,13 +87,29 @@ def ours(stages: tuple[int, ...]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "stages"), [(1, (0, 3)), (2, (0, 1, 2, 3)), (3, (1, 3))])
-def test_scripted_and_traced_submodules_train_as_in_plain_torch(world_size: int, stages: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "stages", "tier"),
+    [
+        (1, (0, 3), "device"),
+        (2, (0, 1, 2, 3), "device"),
+        (3, (1, 3), "cpu"),
+        (2, (2, 3), "nvme"),
+        *(
+            pytest.param(n, (0, 1, 2, 3), tier, marks=pytest.mark.soak)
+            for n in (1, 2, 3)
+            for tier in ("device", "cpu", "nvme")
+        ),
+    ],
+)
+def test_scripted_and_traced_submodules_train_as_in_plain_torch(
+    world_size: int, stages: tuple[int, ...], tier: str, tmp_path: Path
+) -> None:
     expected = plain()
-    for found in run_ranks(ours, world_size, stages):
+    for found in run_ranks(ours, world_size, stages, tier, str(tmp_path)):
         for stage, (weights, absent, state, doubled) in zip(stages, found, strict=True):
             assert deviation(weights, expected) <= 1e-12, stage
-            assert ("blocks.0.first.weight" in absent) == (stage == 3 and world_size > 1)
+            releases = stage == 3 and (world_size > 1 or tier != "device")
+            assert ("blocks.0.first.weight" in absent) == releases
             assert deviation(state, expected) <= 1e-12
             assert deviation(doubled, {name: 2 * tensor for name, tensor in expected.items()}) <= 1e-12
 

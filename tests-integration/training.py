@@ -65,6 +65,14 @@ def config(run: Run, stage: int, world_size: int, **zero: Any) -> dict[str, Any]
     return settings
 
 
+def offload(stage: int, tier: str, folder: str) -> dict[str, Any]:
+    """Where states, and at stage 3 shards, are kept: "device", "cpu" or "nvme", which takes ``folder``."""
+    if tier == "device" or stage == 0:
+        return {}
+    where = {"device": tier} | ({"nvme_path": folder} if tier == "nvme" else {})
+    return {"offload_optimizer": where} | ({"offload_param": where} if stage == 3 else {})
+
+
 def start(run: Run, stage: int, model: nn.Module | None = None, **zero: Any) -> Any:
     """An engine for the run on this rank."""
     import zero_core

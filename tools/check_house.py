@@ -4,6 +4,7 @@
 * At most one file of zero-offload and of zero-ckpt imports zero-nvme-aio (the `nvme` extra).
 * No product file swallows every exception without a word, carries a to-do, names a machine's own folder or a
   registry's host.
+* `ruff format` changes nothing.
 * Every package has its README, CHANGELOG and LICENSE, a static version, and its siblings pinned to its own series.
 """
 
@@ -114,6 +115,15 @@ def written_down(path: Path) -> Iterator[str]:
         yield from silent_handlers(path, text)
 
 
+def unformatted() -> Iterator[str]:
+    """Complaints about files that `ruff format` would change."""
+    command = [sys.executable, "-m", "ruff", "format", "--check", "--output-format", "concise", str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        yield from (line for line in (done.stdout + done.stderr).splitlines() if "reformatted" in line)
+        yield "run `ruff format` in the root of the repository"
+
+
 def metadata(package: Path) -> Iterator[str]:
     for name in ("README.md", "CHANGELOG.md", "LICENSE"):
         if not (package / name).is_file():
@@ -144,6 +154,7 @@ def main() -> int:
         if package.name in {"zero-offload", "zero-ckpt"}:
             complaints += one_door_to_nvme(package)
     complaints += [line for path in tracked() for line in written_down(path)]
+    complaints += unformatted()
     print("\n".join(complaints) or f"house rules: {len(PACKAGES)} packages, no complaint")
     return 1 if complaints else 0
 

@@ -427,7 +427,7 @@ def test_two_conversions_to_one_target_do_not_mix(tmp_path: Path) -> None:
 def test_without_torch_what_needs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks(tmp_path)
     (universal,) = convert(tmp_path / "ckpt", tmp_path / "universal", to="deepspeed-universal")
-    monkeypatch.setattr("zero_ckpt.conversion.needs.find_spec", lambda name: None)
+    monkeypatch.setattr("zero_ckpt.conversion.checks.find_spec", lambda name: None)
     for source, target in ((tmp_path / "ckpt", "out.bin"), (universal, "out.safetensors")):
         with pytest.raises(CheckpointError, match=r"needs torch: pip install zero-ckpt\[torch\]"):
             convert(source, tmp_path / target)

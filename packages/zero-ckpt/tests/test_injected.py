@@ -209,4 +209,4 @@ def test_every_call_of_a_save_fails_once_and_kills_once(server: Server, how: str
             for error in FAILURES.get(call, ()):
                 met["failures"][fail_once(server, how, call, error, when)] += 1
             met["kills"][kill_once(server, how, call, when)] += 1
-    print(f"saves {how}, calls {counts}: 0 lost, 0 wrong; {({what: dict(found) for what, found in met.items()})}")
+    print(f"saves {how}, calls {counts}: 0 lost, 0 wrong; { ({what: dict(found) for what, found in met.items()}) }")

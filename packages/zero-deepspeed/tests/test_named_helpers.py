@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_core.config import ConfigError
+from zero_config import ConfigError
 from zero_core.errors import UsageError
 from zero_deepspeed.accelerator import compute_device, get_accelerator
 from zero_deepspeed.communication import get_all_ranks_from_group, get_global_rank, init_distributed
@@ -131,7 +131,7 @@ def test_the_estimators_print_a_table(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_activation_checkpointing_is_configured_by_deepspeeds_call() -> None:
     from zero_core import checkpointing
-    from zero_deepspeed.checkpointing import configure
+    from zero_deepspeed.helpers import configure
 
     def configured(*arguments: Any, **options: Any) -> bool:
         configure(*arguments, **options)

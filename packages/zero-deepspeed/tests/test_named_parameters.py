@@ -13,7 +13,7 @@ from named_cases import WIDTH, Net, batch, build, settings, start, train
 from torch import nn
 
 from zero_comm import run_ranks
-from zero_core.config import ConfigError
+from zero_config import ConfigError
 from zero_deepspeed.communication import init_distributed
 from zero_deepspeed.construction import GatheredParameters, Init, unwrap_model_for_generation
 from zero_deepspeed.engine import DeepSpeedEngine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -302,8 +303,25 @@ def used_on_one_rank() -> str:
     return "none"
 
 
-def test_a_shard_that_one_rank_alone_initialises_again_is_refused_by_name_on_every_rank() -> None:
-    for text in run_ranks(used_on_one_rank, 2):
+def used_on_one_rank_before_a_gather() -> str:
+    channels = groups()
+    try:
+        with Init(channels.gather, channels.control):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            if channels.gather.rank == 0:
+                nn.init.normal_(model[1].weight)
+            with gathered_anywhere(model[0].weight):
+                pass
+    except CommError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize("script", [used_on_one_rank, used_on_one_rank_before_a_gather])
+def test_a_shard_that_one_rank_alone_initialises_again_is_refused_by_name_on_every_rank(
+    script: Callable[[], str],
+) -> None:
+    for text in run_ranks(script, 2, timeout=30):
         assert "use 1.weight of Sequential" in text or "'1.weight" in text, text
 
 

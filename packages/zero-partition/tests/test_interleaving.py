@@ -70,7 +70,7 @@ class Made:
             for number, parameter in enumerate(unit.parameters):
                 gradient = torch.full(parameter.shape, 1.0 + self.rank.rank, dtype=torch.float64)
                 self.gradients[index].add(number, gradient, more_follow=False)
-                if self.reducer.arrived(index):
+                if self.reducer.arrived(index, number):
                     self.gatherer.release(unit)
         self.reducer.start_rest()
         self.interleaving.leave_lock_step()
@@ -153,7 +153,7 @@ def travelling(rank: MemoryRank) -> list[int]:
     for index in BACK:
         for number, parameter in enumerate(made.units[index].parameters):
             made.gradients[index].add(number, torch.ones(parameter.shape, dtype=torch.float64), more_follow=False)
-            made.reducer.arrived(index)
+            made.reducer.arrived(index, number)
         counts.append(made.reducer.started)
     made.reducer.finish()
     return counts

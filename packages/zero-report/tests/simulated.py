@@ -94,9 +94,7 @@ def simulate(path: Path, what: Simulation) -> None:
             writer.flush()
 
 
-def _step(
-    what: Simulation, step: int, clocks: list[Clock], writers: list[RecordWriter], chance: random.Random
-) -> None:
+def _step(what: Simulation, step: int, clocks: list[Clock], writers: list[RecordWriter], chance: random.Random) -> None:
     for rank, (clock, writer) in enumerate(zip(clocks, writers, strict=True)):
         begin = clock.now
         clock.now += what.data.get(rank, 0.0005) * chance.uniform(0.9, 1.1)

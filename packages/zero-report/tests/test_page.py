@@ -169,7 +169,11 @@ def test_the_first_rank_that_stopped_writing_is_named(tmp_path: Path) -> None:
     for rank, seconds in enumerate((100.0, 40.0, 100.0)):
         clock = [0.0]
         writer = RecordWriter(
-            tmp_path, rank=rank, world_size=3, background=False, clock=lambda clock=clock: clock[0]  # type: ignore[misc]
+            tmp_path,
+            rank=rank,
+            world_size=3,
+            background=False,
+            clock=lambda clock=clock: clock[0],  # type: ignore[misc]
         )
         writer._unix = 1.7e9
         clock[0] = seconds

@@ -230,7 +230,7 @@ def is_data_file(name: str) -> bool:
 
 
 def has_mark(path: Path) -> bool:
-    """Whether `path` is a directory that was written as a checkpoint: one with a manifest, or with ranks' files."""
+    """Return whether `path` was written as a checkpoint: a directory with a manifest, or with ranks' files."""
     if path.is_symlink() or not path.is_dir():
         return False
     return has_manifest(path) or any(is_data_file(entry.name) for entry in path.iterdir())

@@ -116,7 +116,7 @@ class Manifest:
     config: Any = None
     rank_state: tuple[Any, ...] = ()
     per_node: bool = False
-    """Whether nodes had file systems of their own, so that files of other nodes may be absent here."""
+    """True where nodes had file systems of their own, so that files of other nodes may be absent here."""
     frozen: frozenset[str] | None = None
     """Parameters that were not trained; None where the saver did not say."""
     tag: str | None = None

@@ -109,7 +109,7 @@ def numel(shape: tuple[int, ...]) -> int:
 
 
 def is_kind(text: str) -> bool:
-    """Whether `text` can be a kind: 1 to 100 of the characters A-Z a-z 0-9 _ . -, so it is safe in a file name."""
+    """Return whether `text` can be a kind: 1 to 100 of A-Z a-z 0-9 _ . -, so that it is safe in a file name."""
     return _KIND.fullmatch(text) is not None
 
 

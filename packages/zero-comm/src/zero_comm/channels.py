@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from .codec import Codec
 from .connections import Connections
 from .control import Control, Message
 from .group import Group
 from .ledger import Ledger
+from .packets import Codec
 from .quantized import QuantizedGather, QuantizedReduce
 from .replicated import Reduction, ReplicatedReduce
 from .slices import SliceSum, sum_slices

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .codec import Codec
 from .group import Group
-from .packets import Packets
+from .packets import Codec, Packets
 from .tag import Tag
 from .work import Work
 

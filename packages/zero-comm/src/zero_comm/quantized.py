@@ -13,9 +13,8 @@ from collections import deque
 
 import torch
 
-from .codec import Codec
 from .group import Group
-from .packets import Packets
+from .packets import Codec, Packets
 from .tag import Tag
 from .work import Work
 

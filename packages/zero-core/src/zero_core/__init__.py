@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_config import Config, ConfigError, resolve_auto
+
     from . import checkpointing
     from .assembly import initialize
-    from .config import Config, ConfigError
-    from .config.auto import resolve_auto
     from .construction import (
         Init,
         TiledLinear,
@@ -31,21 +31,21 @@ __import_ahead__ = ("zero_core.assembly",)
 """What zero-launch may import before the script of a rank that begins again does; importing it has no other effects."""
 
 _LAZY = {
-    "AuditError": "errors",
-    "Config": "config",
-    "ConfigError": "config",
-    "Engine": "engine",
-    "Init": "construction",
-    "RepeatingLoader": "data_loader",
-    "TiledLinear": "construction",
-    "UsageError": "errors",
-    "checkpointing": "",
-    "gathered": "construction",
-    "initialize": "assembly",
-    "register_external_parameter": "construction",
-    "resolve_auto": "config.auto",
-    "set_leaf_modules": "construction",
-    "unregister_external_parameter": "construction",
+    "AuditError": ".errors",
+    "Config": "zero_config",
+    "ConfigError": "zero_config",
+    "Engine": ".engine",
+    "Init": ".construction",
+    "RepeatingLoader": ".data_loader",
+    "TiledLinear": ".construction",
+    "UsageError": ".errors",
+    "checkpointing": ".",
+    "gathered": ".construction",
+    "initialize": ".assembly",
+    "register_external_parameter": ".construction",
+    "resolve_auto": "zero_config",
+    "set_leaf_modules": ".construction",
+    "unregister_external_parameter": ".construction",
 }
 
 __all__ = [
@@ -71,10 +71,10 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: Any
-    if _LAZY[name]:
-        value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
-    else:
+    if _LAZY[name] == ".":
         value = import_module(f"{__name__}.{name}")
+    else:
+        value = getattr(import_module(_LAZY[name], __name__), name)
     globals()[name] = value
     return value
 

@@ -13,13 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_comm import EngineGroups, default_device, init, starting_together
+from zero_config import Config, autocast_modules, loss_scale, precision_policy
+from zero_optim import Scheduler
 from zero_partition import GRID, Partition, PartitionOptions, ShardedOptimizer, UnitLimits, leaf_marker, partition
 from zero_precision import autocast_dtypes, parse_dtype
 
 from . import kernels
 from .checkpoint import Dialect, OwnDialect
 from .composition import compose
-from .config import Config, autocast_modules, loss_scale, precision_policy
 from .engine import Engine
 from .errors import UsageError
 from .instruments import ledger_for, memory_rows, memory_table
@@ -30,7 +31,7 @@ from .optimizers import Parameters, build_optimizer
 from .process_groups import agree_on_hyperparameters, open_groups, shard_alignment, weight_codecs
 from .recording import open_record
 from .report import config_report, startup_report
-from .schedules import Scheduler, build_scheduler
+from .schedules import build_scheduler
 from .state import Attached, BatchSizes, TrainingState
 from .supervision import supervisor
 from .text import say

@@ -96,7 +96,5 @@ def compose(
         monitor=monitor,
         offloading=offloading,
         parking=Parking(state, offloading),
-        training=Training(
-            state, accumulation, failures, instruments, audit, offloading, checkpointing, checkpoints
-        ),
+        training=Training(state, accumulation, failures, instruments, audit, offloading, checkpointing, checkpoints),
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zero_comm import EngineGroups, init
+from zero_config import Config
 from zero_partition import Init as PartitionInit
 from zero_partition import (
     NewShard,
@@ -21,7 +22,6 @@ from zero_partition import (
     unregister_external_parameter,
 )
 
-from .config import Config
 from .model_parallel import model_parallel
 from .supervision import supervisor
 from .swap_folders import check_swap_folders

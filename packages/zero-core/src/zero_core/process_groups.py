@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero_comm import Codec, Control, EngineGroups, Ledger, Message, TreeSum
+from zero_config import ConfigError, Problem
 from zero_precision import BlockCodec, BlockFormat
 
 from . import kernels
-from .config import ConfigError
-from .config.errors import Problem
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from .config import Config
+    from zero_config import Config
 
 _PER_RANK = (
     "tensorboard",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from zero_config import Config
 from zero_partition import Partition
 
-from .config import Config
 from .errors import UsageError
 from .instruments import MEMORY_KINDS, memory_rows
 from .process_groups import codec_lines

@@ -11,14 +11,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_comm import EngineGroups, Ledger
+from zero_config import Config
+from zero_optim import Scheduler
 from zero_partition import Partition, ShardedOptimizer, StepResult
 from zero_precision import PrecisionPolicy, parse_dtype
 
-from .config import Config
 from .data_loader import RankLoader
 from .errors import UsageError
 from .model_parallel import ModelPart
-from .schedules import Scheduler
 from .virtual_ranks import MicroBatches
 
 
@@ -102,7 +102,7 @@ class Attached:
 
 @dataclass
 class Lifetime:
-    """Whether the engine can be used: ``destroyed`` for good, or ``parked`` until its states are reloaded."""
+    """When an engine cannot be used: ``destroyed`` for good, or ``parked`` until its states are reloaded."""
 
     destroyed: bool = False
     parked: bool = False

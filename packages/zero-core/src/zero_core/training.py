@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from zero_optim import Scheduler
 from zero_partition import StepResult
 from zero_precision import cast_floating
 
@@ -19,7 +20,6 @@ from .errors import UsageError
 from .failures import Failures
 from .instruments import Instruments
 from .offloading import Offloading
-from .schedules import Scheduler
 from .state import TrainingState
 
 

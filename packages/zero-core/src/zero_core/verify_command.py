@@ -198,8 +198,7 @@ class _Runs:
 
 def _check_config(path: str) -> None:
     """Refuse a file that cannot be read before any rank is started; whether it resolves depends on their number."""
-    from zero_core.config import ConfigError
-    from zero_core.config._source import read
+    from zero_config import ConfigError, read
     from zero_core.errors import UsageError
 
     try:

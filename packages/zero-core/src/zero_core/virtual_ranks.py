@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_config import Config
 from zero_partition import Partition
 
-from .config import Config
 from .errors import UsageError
 
 _KEY = "deterministic.across_world_sizes"

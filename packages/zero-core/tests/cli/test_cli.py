@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from zero_config import Config
 from zero_core.cli import main
-from zero_core.config import Config
 
 SOURCE: dict[str, Any] = {
     "train_batch_size": 8,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from engine_cases import BATCH, build, config, outcome, train
 
 import zero_core
+from zero_core.process_groups import codec_lines
 
 
 @pytest.mark.parametrize("how", ("dict", "path", "string", "Config"))
@@ -74,3 +77,21 @@ def test_a_script_alone_ends_by_itself(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0 and done.stdout == "steps 1\n" and done.stderr == "", done.stderr
+
+
+def test_the_start_says_what_travels_quantized_and_what_encodes_it():
+    def loaded(zero: dict[str, Any]) -> zero_core.Config:
+        settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+        return zero_core.Config.load(settings, world_size=2)
+
+    keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    cpu = torch.device("cpu")
+    by = "by CPU kernels"
+    for stage, said in (
+        (3, f"codecs: weights in int8, gradients in int4, {by}"),
+        (2, f"codecs: gradients in int4, {by}"),
+    ):
+        assert codec_lines(loaded({"stage": stage, **keys}), cpu) == [said]
+    elsewhere = codec_lines(loaded({"stage": 3, **keys}), torch.device("cuda"))
+    assert re.search(r", by (triton \d|plain torch, because triton cannot be imported)", *elsewhere)
+    assert codec_lines(loaded({}), cpu) == []

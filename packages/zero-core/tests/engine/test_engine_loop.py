@@ -212,7 +212,7 @@ def _watching_after_an_engine_was_dropped() -> int:
     gc.collect()
     watches = [thread for thread in threading.enumerate() if thread.name == "zero-watch"]
     for watch in watches:
-        watch.join(5)
+        watch.join(30)
     return sum(watch.is_alive() for watch in watches)
 
 

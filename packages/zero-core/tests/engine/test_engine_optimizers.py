@@ -11,7 +11,7 @@ from torch import nn
 
 import zero_core
 from zero_comm import run_ranks
-from zero_core.optimizers.beyond_torch import Lion
+from zero_optim import Lion
 from zero_optim_kernels.torch import CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 
 

@@ -11,7 +11,7 @@ from engine_cases import BATCH, config, start, train
 from torch import nn
 
 import zero_core
-from zero_core.config import Config
+from zero_config import Config
 from zero_core.delegation import Delegated
 from zero_core.state import BatchSizes
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,13 +134,13 @@ def loss_of(model: Model, call: Callable[..., torch.Tensor], loss: str, number: 
     return value + LOSSES[loss](model) if loss else value
 
 
-def trained(inside: str, loss: str, stage: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def trained(inside: str, loss: str, stage: int, dtype: torch.dtype, zero: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The weights after some steps, and the bytes that are still gathered."""
     model = build(inside, torch.float64 if dtype == torch.float64 else torch.float32)
     section = {} if dtype == torch.float64 else {"bf16": {"enabled": True}, "data_types": {}}
     size, rank = SAMPLES // dist.get_world_size(), dist.get_rank()
     settings = config(stage, train_micro_batch_size_per_gpu=size, **section)
-    settings["zero_optimization"]["unit_min_numel"] = 1
+    settings["zero_optimization"] |= {"unit_min_numel": 1, **zero}
     engine = zero_core.initialize(model=model, config=settings)[0]
     for number in range(STEPS):
         engine.backward(loss_of(model, engine, loss, number, slice(rank * size, (rank + 1) * size)))
@@ -160,33 +161,51 @@ def alone(inside: str, loss: str) -> dict[str, torch.Tensor]:
     return {**weights(model), "still gathered": torch.zeros(())}
 
 
-def deviations(stage: int, dtype: torch.dtype, cases: Sequence[tuple[str, str]]) -> dict[tuple[str, str], float]:
-    """By case, the distance from the run of one process; in bf16, from stage 0, which shards nothing."""
+def deviations(
+    stage: int, dtype: torch.dtype, tier: str, folder: str, cases: Sequence[tuple[str, str]]
+) -> dict[tuple[str, str], float]:
+    """By case, the distance from the run of one process; in bf16, from stage 0, or 1 on a tier: no sharded weights."""
+    states, shards = offload(tier, folder)
+    zero = states | (shards if stage == 3 else {}) if stage else {}
     found = {}
     for inside, loss in cases:
-        ours = trained(inside, loss, stage, dtype)
-        found[inside, loss] = distance(
-            ours, alone(inside, loss) if dtype == torch.float64 else trained(inside, loss, 0, dtype)
-        )
+        ours = trained(inside, loss, stage, dtype, zero)
+        if dtype == torch.float64:
+            found[inside, loss] = distance(ours, alone(inside, loss))
+        else:
+            found[inside, loss] = distance(ours, trained(inside, loss, 1 if zero else 0, dtype, states if zero else {}))
     return found
 
 
+def offload(tier: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sections that keep states, and shards, on ``tier``."""
+    where = {"device": tier, "nvme_path": folder} if tier == "nvme" else {"device": tier}
+    return ({}, {}) if tier == "device" else ({"offload_optimizer": where}, {"offload_param": where})
+
+
 OFTEN = [
-    (3, 2, torch.float64, CASES),
-    (3, 3, torch.bfloat16, CASES[::2]),
-    (2, 2, torch.bfloat16, CASES[1::5]),
-    (1, 1, torch.float64, CASES[::4]),
-    (0, 3, torch.float64, CASES[2::5]),
+    (3, 2, torch.float64, "device", CASES),
+    (3, 3, torch.bfloat16, "device", CASES[::2]),
+    (2, 2, torch.bfloat16, "device", CASES[1::5]),
+    (1, 1, torch.float64, "device", CASES[::4]),
+    (0, 3, torch.float64, "device", CASES[2::5]),
+    (3, 2, torch.bfloat16, "nvme", CASES[::5]),
+    (3, 3, torch.float64, "cpu", CASES[1::4]),
+    (1, 2, torch.float64, "nvme", CASES[3::6]),
 ]
 COMBINATIONS = [
-    pytest.param(stage, ranks, dtype, CASES, marks=SOAK) for stage in STAGES for ranks in (1, 2, 3) for dtype in DTYPES
+    pytest.param(stage, ranks, dtype, tier, CASES, marks=SOAK)
+    for stage in STAGES
+    for ranks in (1, 2, 3)
+    for dtype in DTYPES
+    for tier in ("device", *(("cpu", "nvme") if stage else ()))
 ]
 
 
-@pytest.mark.parametrize(("stage", "ranks", "dtype", "cases"), [*OFTEN, *COMBINATIONS])
+@pytest.mark.parametrize(("stage", "ranks", "dtype", "tier", "cases"), [*OFTEN, *COMBINATIONS])
 def test_weights_count_wherever_code_reads_them_in_a_training_pass(
-    stage: int, ranks: int, dtype: torch.dtype, cases: Sequence[tuple[str, str]]
+    stage: int, ranks: int, dtype: torch.dtype, tier: str, cases: Sequence[tuple[str, str]], tmp_path: Path
 ) -> None:
-    for found in run_ranks(deviations, ranks, stage, dtype, cases):
+    for found in run_ranks(deviations, ranks, stage, dtype, tier, str(tmp_path), cases, timeout=300):
         wrong = {case: d for case, d in found.items() if not d <= (1e-12 if dtype == torch.float64 else 0.0)}
         assert not wrong

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import user_edit_cases as cases
@@ -49,15 +51,29 @@ def test_a_router_that_forward_casts_to_float32_trains(stage: int, tmp_path: Pat
         assert facts["moved"] > 0.01 and facts["distance"] <= TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=SOAK), 2, 3])
+def some_of(often: list[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
+    """The product of ``axes``, of which those ``often`` are no soak."""
+    return [pytest.param(*case, marks=() if case in often else SOAK) for case in product(*axes)]
+
+
+TIERS = ("none", "cpu", "nvme")
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "tier"),
+    some_of(
+        [(0, 1, "none"), (1, 3, "none"), (2, 2, "cpu"), (3, 2, "none"), (3, 3, "nvme")], range(4), (1, 2, 3), TIERS
+    ),
+)
 def test_copies_have_values_and_pickles_and_loads_of_released_parameters_are_refused(
-    stage: int, tmp_path: Path
+    stage: int, world_size: int, tier: str, tmp_path: Path
 ) -> None:
-    for rank, facts in enumerate(run_ranks(cases.copies, 2, stage, str(tmp_path))):
+    releases = stage == 3 and (world_size > 1 or tier != "none")
+    for rank, facts in enumerate(run_ranks(cases.copies, world_size, stage, tier, str(tmp_path))):
         assert facts["copy"] and facts["plain"] and facts["trains"] and facts["average"]
         assert rank or facts["inside"]
         for name in ("pickle", "load"):
-            assert facts[name] == "done" if stage < 3 else "' is released" in facts[name]
+            assert "' is released" in facts[name] if releases else facts[name] == "done"
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -74,9 +90,14 @@ def test_a_checkpoint_holds_what_was_edited_before_it(stage: int, tier: str, tmp
     assert all(run_ranks(cases.saves_after_an_edit, 2, stage, tier, str(tmp_path)))
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SOAK), pytest.param(2, marks=SOAK), 3])
-def test_parameters_over_shared_memory_are_refused_by_both_names(stage: int, tmp_path: Path) -> None:
-    for found in run_ranks(cases.ties_of, 2, stage, str(tmp_path)):
+@pytest.mark.parametrize(
+    ("stage", "world_size", "tier"),
+    some_of([(0, 2, "none"), (1, 3, "none"), (2, 1, "cpu"), (3, 2, "nvme")], range(4), (1, 2, 3), TIERS),
+)
+def test_parameters_over_shared_memory_are_refused_by_both_names(
+    stage: int, world_size: int, tier: str, tmp_path: Path
+) -> None:
+    for found in run_ranks(cases.ties_of, world_size, stage, tier, str(tmp_path)):
         for kind, other in {"data": "second.weight", "transposed": "second.weight", "row": "second.bias"}.items():
             assert "parameter 'first.weight'" in found[kind] and f"parameter '{other}'" in found[kind]
         assert "'first.weight'" in found["buffer"] and "buffer 'kept'" in found["buffer"]

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -354,9 +355,9 @@ def routers(stage: int, folder: str) -> dict[str, Any]:
     return {"moved": float((after["router.weight"] - start).abs().max()), "distance": distance}
 
 
-def copies(stage: int, folder: str) -> dict[str, Any]:
+def copies(stage: int, tier: str, folder: str) -> dict[str, Any]:
     """Deep copies, pickles and state dicts of a model whose parameters may be released."""
-    t = Sharded(Net(), torch.float64, stage, "none", folder)
+    t = Sharded(Net(), torch.float64, stage, tier, folder)
     t.step(0)
     copied = copy.deepcopy(t.model)
     facts: dict[str, Any] = {
@@ -452,10 +453,12 @@ def ties(kind: str) -> Net:
     return net
 
 
-def tied(stage: int, kind: str, folder: str) -> str:
+def tied(stage: int, tier: str, kind: str, folder: str) -> str:
     """What the engine says to a model of `ties`."""
+    own = Path(folder, kind)  # a store has one owner
+    own.mkdir(exist_ok=True)
     try:
-        t = Sharded(ties(kind), torch.float64, stage, "none", folder)
+        t = Sharded(ties(kind), torch.float64, stage, tier, str(own))
     except PartitionError as refusal:
         return str(refusal)
     if kind == "buffers":
@@ -465,8 +468,8 @@ def tied(stage: int, kind: str, folder: str) -> str:
     return "trains"
 
 
-def ties_of(stage: int, folder: str) -> dict[str, str]:
-    return {k: tied(stage, k, folder) for k in ("data", "transposed", "row", "buffer", "columns", "buffers")}
+def ties_of(stage: int, tier: str, folder: str) -> dict[str, str]:
+    return {k: tied(stage, tier, k, folder) for k in ("data", "transposed", "row", "buffer", "columns", "buffers")}
 
 
 # -- PEFT ------------------------------------------------------------------------------------------------------------

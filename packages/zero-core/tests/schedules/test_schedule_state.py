@@ -5,12 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import schedule_cases as cases
+import scheduler_cases as cases
 import torch
 from torch.optim import lr_scheduler
 
+from zero_core.checkpoint.scheduler_state import load_plain_state, plain_state
 from zero_core.errors import UsageError
-from zero_core.schedules import WarmupLR, load_plain_state, plain_state
+from zero_optim import WarmupLR
 
 Make = Callable[[torch.optim.Optimizer], Any]
 

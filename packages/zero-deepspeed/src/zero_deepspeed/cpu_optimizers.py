@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_core.errors import UsageError
-from zero_core.optimizers.beyond_torch import Lion
+from zero_optim import Lion
 from zero_optim_kernels.torch import CPUAdagrad, CPUAdam, CPULion
 
 Parameters = Any

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from zero_core.config import Config
+from zero_config import Config
 from zero_core.delegation import Delegated
 from zero_core.engine import Engine
 from zero_core.errors import UsageError
@@ -30,7 +30,6 @@ from .parameters import adopt, release
 from .state_files import state_files
 
 if TYPE_CHECKING:
-
     pass
 
 logger = logging.getLogger("DeepSpeed")

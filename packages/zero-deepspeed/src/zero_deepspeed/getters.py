@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zero_core.config import Config
+from zero_config import Config
 from zero_precision import parse_dtype
 
 from .errors import UnsupportedError

@@ -13,6 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from zero_core import checkpointing
+
 from .accelerator import get_accelerator
 from .parameters import ZeroParameter
 
@@ -110,3 +112,11 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 def _copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     copied = tensor.detach().to(device, copy=True)
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+
+
+def configure(mpu_: Any = None, deepspeed_config: Any = None, *options: Any, **named: Any) -> None:
+    """Configure activation checkpointing as `zero_core.checkpointing.configure` does.
+
+    ``deepspeed_config``: a dict or the path of a JSON file.
+    """
+    checkpointing.configure(mpu_, deepspeed_config, *options, **named)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from zero_core.optimizers import Parameters
-    from zero_core.schedules import Scheduler
+    from zero_optim import Scheduler
 
 logger = logging.getLogger("DeepSpeed")
 

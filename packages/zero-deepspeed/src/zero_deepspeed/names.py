@@ -116,7 +116,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "add_config_arguments": "zero_deepspeed.initialization:",
         "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
         "DeepSpeedConfig": "zero_deepspeed.configuration:",
-        "DeepSpeedConfigError": "zero_core.config:ConfigError",
+        "DeepSpeedConfigError": "zero_config:ConfigError",
         "DeepSpeedDataLoader": "zero_core.data_loader:RankLoader",
         "DeepSpeedEngine": "zero_deepspeed.engine:",
         "DeepSpeedHybridEngine": Unavailable("use the engine of initialize, unwrap_model_for_generation to generate"),
@@ -205,7 +205,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "AsyncIOBuilder": "zero_deepspeed.aio:",
     },
     "deepspeed.ops.lamb": {
-        "FusedLamb": "zero_core.optimizers.beyond_torch:Lamb",
+        "FusedLamb": "zero_optim:Lamb",
     },
     "deepspeed.ops.lion": {
         "DeepSpeedCPULion": "zero_deepspeed.cpu_optimizers:",
@@ -220,7 +220,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "checkpoint": "zero_core.checkpointing:",
-        "configure": "zero_deepspeed.checkpointing:",
+        "configure": "zero_deepspeed.helpers:",
         "is_configured": "zero_core.checkpointing:",
         "non_reentrant_checkpoint": "zero_core.checkpointing:",
         "reset": "zero_core.checkpointing:",
@@ -231,7 +231,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
     },
     "deepspeed.runtime.config": {
         "DeepSpeedConfig": "zero_deepspeed.configuration:",
-        "DeepSpeedConfigError": "zero_core.config:ConfigError",
+        "DeepSpeedConfigError": "zero_config:ConfigError",
     },
     "deepspeed.runtime.config_utils": {
         "DeepSpeedConfigModel": Unavailable("use zero_core.Config"),
@@ -244,12 +244,12 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "DeepSpeedEngine": "zero_deepspeed.engine:",
     },
     "deepspeed.runtime.lr_schedules": {
-        "LRRangeTest": "zero_core.schedules:",
-        "OneCycle": "zero_core.schedules:",
-        "VALID_LR_SCHEDULES": "zero_core.schedules.build:",
-        "WarmupCosineLR": "zero_core.schedules:",
-        "WarmupDecayLR": "zero_core.schedules:",
-        "WarmupLR": "zero_core.schedules:",
+        "LRRangeTest": "zero_optim:",
+        "OneCycle": "zero_optim:",
+        "VALID_LR_SCHEDULES": "zero_optim.schedules:",
+        "WarmupCosineLR": "zero_optim:",
+        "WarmupDecayLR": "zero_optim:",
+        "WarmupLR": "zero_optim:",
     },
     "deepspeed.runtime.pipe": Unavailable(_PIPELINE),
     "deepspeed.runtime.sequence_parallel": Unavailable(_SEQUENCE),
@@ -275,13 +275,13 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "ZeroParamType": "zero_deepspeed.parameters:",
     },
     "deepspeed.runtime.zero.config": {
-        "DeepSpeedZeroConfig": "zero_core.config:ZeroOptimization",
+        "DeepSpeedZeroConfig": "zero_config:ZeroOptimization",
         "OffloadDeviceEnum": "zero_deepspeed.words:",
         "ZeroStageEnum": "zero_deepspeed.words:",
     },
     "deepspeed.runtime.zero.offload_config": {
-        "DeepSpeedZeroOffloadOptimizerConfig": "zero_core.config:OffloadOptimizer",
-        "DeepSpeedZeroOffloadParamConfig": "zero_core.config:OffloadParam",
+        "DeepSpeedZeroOffloadOptimizerConfig": "zero_config:OffloadOptimizer",
+        "DeepSpeedZeroOffloadParamConfig": "zero_config:OffloadParam",
         "OffloadDeviceEnum": "zero_deepspeed.words:",
         "OffloadStateTypeEnum": "zero_deepspeed.words:",
     },

@@ -33,9 +33,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     ``param_groups``, ``state`` and ``defaults`` are the torch optimizer's own objects.
     """
 
-    def __init__(
-        self, engine: Engine, sharded: ShardedOptimizer, parameter_offload: DeepSpeedOptimizer | None
-    ) -> None:
+    def __init__(self, engine: Engine, sharded: ShardedOptimizer, parameter_offload: DeepSpeedOptimizer | None) -> None:
         self._reference = weakref.ref(engine)
         self._sharded = sharded
         if parameter_offload is not None:

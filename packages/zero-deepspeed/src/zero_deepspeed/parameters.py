@@ -40,7 +40,7 @@ class ZeroParamType(enum.Enum):
 
 
 class ZeroParamStatus(enum.Enum):
-    """Whether the whole values are here (AVAILABLE), not here, or on their way."""
+    """Where the full values are: here (AVAILABLE), not here, or on their way."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

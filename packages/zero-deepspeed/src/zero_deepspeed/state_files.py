@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from zero_core.checkpoint.names import aliases
+from zero_core.checkpoint.scheduler_state import plain_state
 from zero_core.errors import UsageError
-from zero_core.schedules import plain_state
 from zero_core.state import TrainingState
 
 from . import VERSION

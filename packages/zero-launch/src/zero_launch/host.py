@@ -47,7 +47,7 @@ class Hand:
         self._over = threading.Event()
         self._stops = False
         self.left = False
-        """Whether the job has ended because it was asked to, after saving."""
+        """True once the job has ended because it was asked to, after saving."""
 
     def run(self, own_spec: LaunchSpec | None = None) -> int:
         """Serve the launcher until the job is over, and return the exit status for this process.

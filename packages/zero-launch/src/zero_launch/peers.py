@@ -42,7 +42,7 @@ class Peer:
     errors: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=_ERROR_LINES))
     state: str = "called"
     claimed: bool = False
-    """Whether a node that came by itself has taken this place."""
+    """True once a node that came by itself has taken this place."""
     hello: Message = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
     """Rank to pid, for the attempt that runs."""

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from ._lanes import compute_device
-from ._norm import norm_squared
 from ._params import GradientHooks, Member, ParameterWeights, check_gradient, check_parameter, flat_gradient, plans
 from .budget import HostBudget
 from .errors import OffloadError
 from .sealed import Sealed
 from .trace import Trace
 from .update import DelayedUpdate, OffloadedUpdate, Placement
+from .update._gradients import norm_squared
 from .update._rules import find_rule
 from .update._slices import MASTER
 from .update.plans import wide_dtype

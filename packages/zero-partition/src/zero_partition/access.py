@@ -87,6 +87,8 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
     with ExitStack() as stack:
         for owner in owners.values():
             stack.enter_context(gathered(owner, given, modifier_rank))
+        if released:
+            released[0].meet(released[1:])
         for record in released:
             record.gather()
             record.pinned = True

@@ -36,7 +36,7 @@ class ControlGroup(Protocol):
 
 
 class Liveness:
-    """Whether the engine can go on, or an earlier failure has ended it.
+    """Says whether the engine can go on, or an earlier failure has ended it.
 
     ``abort``: tells the other ranks why this one leaves, so that nobody waits for it. ``sharded``: parameters are.
     """
@@ -48,7 +48,7 @@ class Liveness:
 
     @property
     def failed(self) -> bool:
-        """Whether an earlier failure has ended the engine."""
+        """Return whether an earlier failure has ended the engine."""
         return self._failure is not None
 
     def end(self, failure: BaseException) -> None:

@@ -86,7 +86,7 @@ class GradientArrivals:
             gradient = gradient.to_dense()
         reduces = self._reducer.active
         gradients.add(number, gradient, more_follow=not reduces)
-        if reduces and self._reducer.arrived(index):
+        if reduces and self._reducer.arrived(index, number):
             if self._watched_units.watch is not None:
                 self._watched_units.watch.backward_done(unit)
             self._gatherer.release(unit)

@@ -59,8 +59,8 @@ def set_leaf_modules(
 def leaf_marker(
     classes: Iterable[str] = (), names: Iterable[str] = (), suffixes: Iterable[str] = ()
 ) -> Callable[[str, nn.Module], bool]:
-    """Whether a module (by name) is gathered as a whole: by class name, name, the end of its name, or because it was
-    marked."""
+    """Return whether a module is gathered together with its children: by its class's name, its own name, the end of its
+    name, or because it was marked."""
     known, exact, ends = set(classes), set(names), tuple(suffixes)
 
     def is_leaf(name: str, module: nn.Module) -> bool:

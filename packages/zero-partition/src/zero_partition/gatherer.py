@@ -35,7 +35,7 @@ class OrderedGathers:
 
     @property
     def active(self) -> bool:
-        """Whether a pass is running."""
+        """Return whether a pass is running."""
         return self._schedule is not None
 
     @property
@@ -74,15 +74,15 @@ class OrderedGathers:
             self._used[unit.index] = None
 
     def is_present(self, unit: Unit) -> bool:
-        """Whether ``unit`` is gathered with the values of the running pass."""
+        """Return whether ``unit`` is gathered with the values of the running pass."""
         return unit.index in self._fresh and unit.state is UnitState.GATHERED
 
     def is_used(self, unit: Unit) -> bool:
-        """Whether this rank uses ``unit`` in the running pass, and it is present."""
+        """Return whether this rank uses ``unit`` in the running pass, and it is present."""
         return unit.index in self._used and self.is_present(unit)
 
     def is_coming(self, unit: Unit) -> bool:
-        """Whether the gather of ``unit`` was issued in the running pass, and it has not been released since."""
+        """Return whether the gather of ``unit`` was issued in the running pass, and it has not been released since."""
         return unit.index in self._fresh and unit.state is not UnitState.RELEASED
 
     def begin(self, key: str, *, like_reversed: str | None = None) -> None:

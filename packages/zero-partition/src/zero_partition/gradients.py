@@ -82,7 +82,7 @@ class UnitGradients:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients arrived here that no reduction has taken yet."""
+        """Return whether gradients arrived here that no reduction has taken yet."""
         return any(self._present)
 
     @property
@@ -92,17 +92,22 @@ class UnitGradients:
 
     @property
     def has_all(self) -> bool:
-        """Whether every parameter has a gradient here that no reduction has taken yet."""
+        """Return whether every parameter has a gradient here that no reduction has taken yet."""
         return all(self._present)
 
     @property
     def is_shown(self) -> bool:
-        """Whether the user sees the averaged gradient in ``.grad`` (stage 0)."""
+        """Return whether the user sees the averaged gradient in ``.grad`` (stage 0)."""
         return self._whole is not None
 
     @property
+    def is_alone(self) -> bool:
+        """Whether `is_shown`, and no other rank takes part in the average."""
+        return self._whole is not None and self._whole.world_size == 1
+
+    @property
     def is_reduced(self) -> bool:
-        """Whether there has been a reduction since `clear`; the same on every rank."""
+        """Return whether there has been a reduction since `clear`; the same on every rank."""
         return self._states.has_gradient(self.unit.name) if self._states is not None else self.reduced is not None
 
     @contextmanager
@@ -175,7 +180,7 @@ class UnitGradients:
         self._averaging = optimizer
 
     def _stays_here(self) -> bool:
-        """Whether this rank keeps its own gradient now; the same on every rank."""
+        """Return whether this rank keeps its own gradient now; the same on every rank."""
         return self._averaging is not None and self._averaging.wants_own_gradients
 
     def _let_go(self, flat: torch.Tensor, again: bool) -> None:

@@ -365,7 +365,7 @@ def _take_loaded_values(units: list[Unit]) -> None:
 
 
 def _belongs(name: str, module: nn.Module, unit: Unit) -> bool:
-    """Whether running ``module`` uses ``unit``: it is one of its members or owns one of its parameters."""
+    """Return whether running ``module`` uses ``unit``: it is one of its members or owns one of its parameters."""
     if name in unit.plan.members:
         return True
     held = {id(p) for p in unit.parameters}
@@ -373,7 +373,7 @@ def _belongs(name: str, module: nn.Module, unit: Unit) -> bool:
 
 
 def wraps_tensors() -> bool:
-    """Whether a transform of torch.func wraps the tensors that are made here."""
+    """Return whether a transform of torch.func wraps the tensors that are made here."""
     try:
         torch.empty(0).untyped_storage()
     except (NotImplementedError, RuntimeError):

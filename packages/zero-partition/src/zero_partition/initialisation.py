@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -49,14 +49,15 @@ class CutParameter:
     until `convert`.
 
     It is whole at first. `cut` takes the present values and releases it, `gather` makes it whole again so that code can
-    work on it.
+    work on it. ``init``: the context that cut it.
 
     Attributes:
         number: position in the order of creation, which is the same on all ranks.
         pinned: the user has gathered it.
     """
 
-    def __init__(self, parameter: nn.Parameter, group: Group, new_shard: NewShard) -> None:
+    def __init__(self, parameter: nn.Parameter, group: Group, new_shard: NewShard, init: Init) -> None:
+        self._init = weakref.ref(init)
         self._parameter = weakref.ref(parameter)
         self._group = group
         self._new_shard = new_shard
@@ -106,6 +107,13 @@ class CutParameter:
         self._placeholder = Placeholders(named, self.shard.dtype, self.shard.device)
         self._placeholder.install()
         self.whole = False
+
+    def meet(self, others: Sequence[CutParameter]) -> None:
+        """Raise `DesyncError` on every rank, while the context is open, where not all are about to gather this
+        parameter and ``others``. Collective."""
+        init = self._init()
+        if init is not None:
+            init.meet([self, *others])
 
     def gather(self) -> None:
         """Make the parameter whole, in memory of its own. Collective."""
@@ -192,6 +200,7 @@ class Init:
         self._max_whole_numel = max_whole_numel
         self._cuts = group.world_size > 1 or new_shard is not None
         self._new_shard: NewShard = new_shard if new_shard is not None else _in_memory
+        self._open = False
         self._handles: list[RemovableHandle] = []
         self._built: dict[int, weakref.ref[nn.Module]] = {}
         self._touched: dict[int, CutParameter] = {}
@@ -208,6 +217,7 @@ class Init:
                 register_module_parameter_registration_hook(self._registered),
             ]
             self._mode.__enter__()  # type: ignore[no-untyped-call]
+            self._open = True
         return self
 
     def __exit__(
@@ -215,6 +225,7 @@ class Init:
     ) -> None:
         if not self._cuts:
             return
+        self._open = False
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
@@ -235,6 +246,11 @@ class Init:
         if self._cuts:
             self._cut_all(dict(module.named_parameters()))
 
+    def meet(self, records: list[CutParameter]) -> None:
+        """While the context is open, have all ranks agree that they gather ``records`` now."""
+        if self._open and self._group.world_size > 1:
+            self._agree("gather", records, None)
+
     def _attached(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
             owner = type(parent).__name__
@@ -251,7 +267,7 @@ class Init:
                 record = cut_record(parameter)
                 cuttable = parameter.numel() > 1 and not parameter.is_meta
                 if record is None and cuttable and reason_uncut(parameter) is None:
-                    record = CutParameter(parameter, self._group, self._new_shard)
+                    record = CutParameter(parameter, self._group, self._new_shard, self)
                 if record is not None:
                     self._names[record.number] = max(self._names.get(record.number, ""), name, key=len)
                     records.append(record)
@@ -317,7 +333,7 @@ class Init:
         if blank is not None and parameter.untyped_storage().data_ptr() == blank.untyped_storage().data_ptr():
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             if parameter.numel() > 1:
-                CutParameter(parameter, self._group, self._new_shard)
+                CutParameter(parameter, self._group, self._new_shard, self)
 
     def _data_assigned(self, record: CutParameter) -> None:
         record.replaced()
@@ -376,8 +392,8 @@ class _TouchMode(TorchFunctionMode):
 
 
 def _leaves_meta(args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether ``empty_like`` was asked to give a floating parameter on the meta device memory, as `nn.Module.to_empty`
-    does."""
+    """Return whether ``empty_like`` was asked to give memory to a floating parameter on the meta device, as
+    `nn.Module.to_empty` does."""
     there, like = keywords.get("device"), args[0] if args else None
     if not isinstance(like, nn.Parameter) or not like.is_meta or there is None:
         return False

@@ -27,7 +27,7 @@ class ModelParts(Protocol):
         """The parts' sum of squares together, and the name of the first gradient that is not finite. Collective."""
 
     def holds_part_of(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` is a part of one, and other ranks hold the rest."""
+        """Return whether ``parameter`` is a part of one, and other ranks hold the rest."""
 
     def abort(self, reason: str) -> None:
         """This rank cannot go on: tell those with the other parts."""

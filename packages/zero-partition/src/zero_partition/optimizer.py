@@ -299,7 +299,7 @@ class ShardedOptimizer:
 
 
 def _needs_full_parameters(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
-    """Whether ``optimizer`` needs full parameters; refuses one that would be wrong on a part of the model."""
+    """Return whether ``optimizer`` needs full parameters; refuses one that would be wrong on a part of the model."""
     need, kind = need_of(optimizer), type(optimizer).__name__
     if partition.options.virtual_ranks:
         check_repeats(optimizer, need)

@@ -113,7 +113,7 @@ class OptimizerStates:
     def _fit_fragments(
         self, saved: list[list[Any]], fragments: Sequence[Sequence[OwnedFragment]], states: Mapping[Any, Any]
     ) -> bool:
-        """Whether the states have the fragments' shapes, or, of full parameters, shapes of the optimizer's own."""
+        """Return whether states have the fragments' shapes; those of full parameters may have the optimizer's own."""
         for numbers, owned_ones in zip(saved, fragments, strict=True):
             for number, owned in zip(numbers, owned_ones, strict=True):
                 full = owned.tensor.shape == torch.Size(owned.fragment.entry.shape)

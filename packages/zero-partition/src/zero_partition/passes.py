@@ -259,11 +259,13 @@ class Passes:
             return
         self._liveness.check()  # a pass that ended the engine leaves reductions that nobody answers
         self._arrivals.take_left()
+        reduces = self._reducer.active
         self._reducer.start_rest()
         self._interleaving.leave_lock_step()
         self._gatherer.end()
         self._reducer.finish()
-        self._reducer.refuse_late()
+        if reduces:
+            self._reducer.settle_late()
         self._interleaving.end()
         self._calls.in_backward = False
         shown = self._loop.reduces_now()

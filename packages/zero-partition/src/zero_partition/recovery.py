@@ -65,7 +65,7 @@ class Recovery:
         self._groups.control.failed(f"{_describe(failure)} (in {call} of step {self._step.value})")
 
     def _is_shared(self, call: str, failure: BaseException) -> bool:
-        """Whether all ranks failed in ``call``; then their process groups are at one place."""
+        """Return whether all ranks failed in ``call``; then their process groups are at one place."""
         answers = self._confer(call, failure, PassProgress(self._gathers.issued, self._reductions.started).encode())
         if answers is None:
             return False

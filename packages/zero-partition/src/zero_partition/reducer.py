@@ -12,6 +12,7 @@ import torch
 from zero_comm import Work
 
 from .errors import PartitionError
+from .expected import ExpectedGradients
 from .gatherer import OrderedGathers
 from .gradients import UnitGradients
 from .messages import Completion, ReductionsSeen, StepNumber
@@ -73,7 +74,7 @@ class OrderedReductions:
 
     @property
     def active(self) -> bool:
-        """Whether a reducing backward pass is running."""
+        """Return whether a reducing backward pass is running."""
         return self._queue is not None
 
     @property
@@ -83,7 +84,7 @@ class OrderedReductions:
 
     @property
     def crowded(self) -> bool:
-        """Whether more travels than is meant to."""
+        """Return whether more travels than is meant to."""
         travelling = self._travelling
         return len(travelling) > _IN_FLIGHT or sum(one.numel for one in travelling) > self._bucket_numel
 
@@ -102,8 +103,8 @@ class OrderedReductions:
         self._gathers_first = self._find_gathers_first()
 
     def comes_within(self, position: int | None) -> bool:
-        """Whether the next reduction has to be started before anybody waits for the gather at ``position`` of the
-        pass's order (None: for anything else than this pass)."""
+        """Return whether the next reduction must start before anybody waits for the gather at ``position`` of the
+        pass's order (None: for anything that is not of this pass)."""
         if not self._queue:
             return False
         return position is None or self._gathers_first[self._queue[0]] <= position
@@ -162,7 +163,7 @@ class OrderedReductions:
         self._steady = False
 
     def is_complete(self, index: int) -> bool:
-        """Whether `note_complete` was called for a unit in the running pass."""
+        """Return whether `note_complete` was called for a unit in the running pass."""
         return index in self._completions
 
     def note_end(self) -> None:
@@ -225,12 +226,14 @@ class StartsReductions(Protocol):
 class Reducer:
     """Decides when each unit's gradients are averaged.
 
-    A unit is due when all the gradients that it had last time have arrived, or when its modules did not run here:
-    then it contributes zeros without waiting. What is not due by the end of the pass is reduced there. Gradients that
-    arrive after their unit was reduced stay, are announced at the next agreement point, and are reduced then.
+    A unit is due when all the gradients that it is expected to get have arrived (expected.py), or when its modules did
+    not run here: then it contributes zeros without waiting. What is not due by the end of the pass is reduced there.
+    Gradients that arrive after their unit was reduced stay, are announced at the next agreement point, and are reduced
+    then. Where the user sees the averages before that (stage 0), a unit waits for what can still come, whether its
+    modules ran or not, and late gradients are refused (`settle_late`).
 
     Where passes are complete (see `OrderedReductions`), a unit whose modules ran waits for all its gradients or for the
-    end of the pass, whatever it had last time; late gradients are refused (`refuse_late`).
+    end of the pass, whatever it had last time; late gradients are refused.
 
     Attributes:
         torn: why the gradients hold a part of a backward pass only, which failed; None where they do not.
@@ -242,14 +245,13 @@ class Reducer:
         self._by_unit = {g.unit.index: g for g in gradients}
         self._reductions = reductions
         self._starts = starts
-        self._expected = {g.unit.index: len(g.unit.parameters) for g in gradients}
-        self._arrived = dict.fromkeys(self._by_unit, 0)
+        self._expected = ExpectedGradients(self._by_unit)
         self._ran: set[int] = set()
         self.torn: str | None = None
 
     @property
     def active(self) -> bool:
-        """Whether a reducing backward pass is running."""
+        """Return whether a reducing backward pass is running."""
         return self._reductions.active
 
     @property
@@ -264,7 +266,8 @@ class Reducer:
 
     def pending(self) -> list[int]:
         """Units of this rank that a reducing backward pass has to consider."""
-        return sorted(self._by_unit if self._reductions.complete else self._ran | set(self.unreduced()))
+        everything = self._reductions.complete or not self._expected.may_be_late
+        return sorted(self._by_unit if everything else self._ran | set(self.unreduced()))
 
     def unreduced(self) -> list[int]:
         """Units with gradients that no reduction has taken."""
@@ -272,14 +275,14 @@ class Reducer:
 
     def begin(self, units: Iterable[int]) -> None:
         """Start a reducing pass over ``units`` (those that any rank has to consider); the same set on every rank."""
-        self._arrived = dict.fromkeys(self._by_unit, 0)
+        self._expected.begin()
         self._reductions.begin(units)
         self._start_due()
 
-    def arrived(self, index: int) -> bool:
-        """Count one gradient of a unit; return True when it was the last one expected in this pass."""
-        self._arrived[index] += 1
-        last = self._arrived[index] == self._expected[index]
+    def arrived(self, index: int, number: int) -> bool:
+        """Count the gradient of a unit's parameter ``number``; return True when it was the last one expected in this
+        pass."""
+        last = self._expected.arrived(index, number)
         ready = self._by_unit[index].has_all if self._reductions.complete else last
         if ready and not self._reductions.is_complete(index):
             self._reductions.note_complete(index)
@@ -290,12 +293,11 @@ class Reducer:
         """All gradients of the pass are there: start what is left, in order."""
         if not self.active:
             return
-        for index, count in self._arrived.items():
-            if count and self._reductions.complete:
+        if self._reductions.complete:
+            for index in self._expected.reached():
                 self._reductions.note_complete(index)
-            if count and self._expected[index] != count:
-                self._expected[index] = count
-                self._reductions.note_late(index)
+        for index in self._expected.end():
+            self._reductions.note_late(index)
         self._reductions.note_end()
         while self._reductions.next_unit is not None:
             self._starts.start_next()
@@ -311,18 +313,32 @@ class Reducer:
         self.finish()
         self._reductions.forget_observed()
 
-    def refuse_late(self) -> None:
-        """Where passes are complete: refuse, by name, gradients that came after their unit was reduced."""
-        late = self.unreduced() if self._reductions.complete else []
-        if late:
-            gradients = self._by_unit[late[0]]
-            name = next(n for n, p in zip(gradients.unit.names, gradients.present, strict=True) if p)
+    def settle_late(self) -> None:
+        """After a reducing pass in which no gradient may be late (it is complete, or the user sees its averages):
+        reduce late ones where no other rank has a part in it, else refuse them by name."""
+        if self._expected.may_be_late and not self._reductions.complete:
+            return
+        late = self.unreduced()
+        if not late:
+            return
+        gradients = self._by_unit[late[0]]
+        if gradients.is_alone and not self._reductions.complete:
+            self.reduce_now(late)
+            return
+        name = next(n for n, p in zip(gradients.unit.names, gradients.present, strict=True) if p)
+        came = f"the gradient of '{name}' came after its unit's reduction had begun: "
+        if self._reductions.complete:
             raise PartitionError(
-                f"the gradient of '{name}' came after its unit's reduction had begun: the parameter is used outside "
-                "the modules that ran, or backward passes are nested (reentrant activation checkpointing). Under "
-                "deterministic.across_world_sizes a micro-batch's gradient has to be complete before it is summed. Use "
-                "the parameter inside its module's forward, and non-reentrant activation checkpointing."
+                f"{came}the parameter is used outside the modules that ran, or backward passes are nested (reentrant "
+                "activation checkpointing). Under deterministic.across_world_sizes a micro-batch's gradient has to be "
+                "complete before it is summed. Use the parameter inside its module's forward, and non-reentrant "
+                "activation checkpointing."
             )
+        raise PartitionError(
+            f"{came}nested backward passes (reentrant activation checkpointing) reached it more often than before, and "
+            "at stage 0 .grad shows the average right after backward. Use checkpoint(..., use_reentrant=False). The "
+            "weights were not changed."
+        )
 
     def reduce_now(self, units: Iterable[int]) -> None:
         """Reduce ``units`` outside a pass (late gradients); the same set on every rank."""
@@ -340,6 +356,10 @@ class Reducer:
             self._starts.start_next()
 
     def _due(self, index: int) -> bool:
-        gradients = self._by_unit[index]
-        has_all = gradients.has_all if self._reductions.complete else self._arrived[index] >= self._expected[index]
-        return has_all or (index not in self._ran and not gradients.has_unreduced)
+        if self._reductions.complete:
+            return self._by_unit[index].has_all or self._is_idle(index)
+        return self._expected.has_come(index) or (self._expected.may_be_late and self._is_idle(index))
+
+    def _is_idle(self, index: int) -> bool:
+        """Return whether the unit's modules did not run here, and nothing of it waits."""
+        return index not in self._ran and not self._by_unit[index].has_unreduced

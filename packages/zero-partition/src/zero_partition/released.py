@@ -174,8 +174,8 @@ def _needs_no_values(func: Any, name: str, args: tuple[Any, ...], keywords: dict
 
 
 def _changes_nothing(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether a cast gives the tensor itself, as ``module.to`` of the present dtype and device does, or only needs the
-    dtype of a released argument."""
+    """Return whether a cast gives the tensor itself, as ``module.to`` of the present dtype and device does, or needs
+    only the dtype of a released argument."""
     if not _holds(args[0]):
         return True
     with torch._C.DisableTorchFunctionSubclass():

@@ -70,7 +70,7 @@ class Route:
 
     @property
     def rounds(self) -> bool:
-        """Whether passes compute with what a codec leaves of the weights."""
+        """Return whether passes compute with what a codec leaves of the weights."""
         return self._quantized is not None
 
     @property
@@ -79,7 +79,7 @@ class Route:
         return None if self.secondary is None else self.secondary.part
 
     def is_near(self, *, exact: bool) -> bool:
-        """Whether the next gather is served by the secondary parts, without any shard."""
+        """Return whether the next gather is served by the secondary parts, without any shard."""
         return self.secondary is not None and self.secondary.fresh and not (exact and self._quantized is not None)
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, tag: Tag, *, exact: bool) -> Work:

@@ -239,7 +239,7 @@ class Runtime:
 
     @property
     def failed(self) -> bool:
-        """Whether an earlier failure has ended this runtime."""
+        """Return whether an earlier failure has ended this runtime."""
         return self._liveness.failed
 
     def check_alive(self) -> None:

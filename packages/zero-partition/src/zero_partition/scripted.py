@@ -12,7 +12,7 @@ from .units import UnitPlan
 
 
 def takes_hooks(module: nn.Module) -> bool:
-    """Whether torch lets hooks be registered on ``module``; it does not on scripted and traced ones."""
+    """Return whether torch lets hooks be registered on ``module``; it does not on scripted and traced ones."""
     return not isinstance(module, torch.jit.ScriptModule)
 
 
@@ -40,5 +40,5 @@ def report_by_enclosing_modules(model: nn.Module, plans: Iterable[UnitPlan], *, 
 
 
 def reports_calls(module: nn.Module) -> bool:
-    """Whether hooks on ``module`` say when it runs; lists and dicts of modules are never called."""
+    """Return whether hooks on ``module`` say when it runs; lists and dicts of modules are never called."""
     return takes_hooks(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))

@@ -73,7 +73,7 @@ def _overlapping(group: list[_Named]) -> tuple[_Named, _Named] | None:
 
 
 def _share_elements(one: _Named, other: _Named) -> bool:
-    """Whether two tensors whose bytes interleave have an element in common; of two dtypes they count as one."""
+    """Return whether two tensors whose bytes interleave have an element in common; of two dtypes they count as one."""
     if one.tensor.dtype is not other.tensor.dtype:
         return True
     start = min(one.first, other.first) // one.tensor.element_size()

@@ -38,7 +38,7 @@ class StateTier(Protocol):
         """Add a shard's reduced gradient (1-D, any device) to the sum so far."""
 
     def has_gradient(self, shard: str, /) -> bool:
-        """Whether there is a gradient since `clear_gradients`."""
+        """Return whether there is a gradient since `clear_gradients`."""
 
     def gradient(self, shard: str, /, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
         """A context with the gradient in host memory; ``dirty``: it will be changed."""

@@ -183,7 +183,7 @@ class Unit:
 
     @property
     def pinned(self) -> bool:
-        """Whether the parameters stay gathered through passes."""
+        """Return whether the parameters stay gathered through passes."""
         return self.pins > 0
 
     def pin(self) -> None:
@@ -334,7 +334,7 @@ class Unit:
         return self._placeholders.views if self.releasable else []
 
     def holds_storage(self, storage_address: int) -> bool:
-        """Whether a storage (by `UntypedStorage.data_ptr`) is the gathered flat buffer's."""
+        """Return whether a storage (by `UntypedStorage.data_ptr`) is the gathered flat buffer's."""
         return self.state is not UnitState.RELEASED and self.flat.untyped_storage().data_ptr() == storage_address
 
     def _own_slice(self) -> torch.Tensor:

@@ -70,12 +70,12 @@ class UnitEdits:
 
     @property
     def asks_for_a_look(self) -> bool:
-        """Whether addresses, dtypes and the parameters' own version counters do not tell all."""
+        """Return whether addresses, dtypes and the parameters' own version counters do not tell all."""
         return self._sums is not None or self._is_lent_written()
 
     @property
     def recorded(self) -> bool:
-        """Whether `found` will compare values."""
+        """Return whether `found` will compare values."""
         return self._sums is not None
 
     @plainly
@@ -192,7 +192,7 @@ class UnitEdits:
         return bool(self._lent) and any(map(self._is_written, self._lent))
 
     def _is_written(self, number: int) -> bool:
-        """Whether something was written through an alias that was lent."""
+        """Return whether something was written through an alias that was lent."""
         alias, version = self._lent.get(number, (None, 0))
         return alias is not None and alias._version != version
 

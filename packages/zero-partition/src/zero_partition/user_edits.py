@@ -158,7 +158,7 @@ class UserEdits:
         self._note_versions()
 
     def _are_as_left(self) -> bool:
-        """Whether parameters that stay gathered are what their units made them; False where values are compared too."""
+        """Return whether parameters that stay gathered are as units made them; False where values are compared."""
         if any(unit.edits.asks_for_a_look for unit in self._staying):
             return False
         return untouched(self._parameters, self._views, self._dtypes, self._versions)

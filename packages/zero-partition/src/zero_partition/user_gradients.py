@@ -198,7 +198,7 @@ class UserGradients:
         self._edited.clear()
 
     def _is_as_left(self) -> bool:
-        """Whether every ``.grad`` is what the engine left there, unchanged."""
+        """Return whether every ``.grad`` is what the engine left there, unchanged."""
         if not self._shown:
             return not any_gradient(self._parameters)
         if self._casts or not gradients_are(self._parameters, self._left):
@@ -228,7 +228,7 @@ class UserGradients:
         return version is not None and version != self._versions[index]
 
     def _was_cast_edited(self, index: int, number: int, shown: torch.Tensor | None) -> bool:
-        """Whether what is shown is a copy in another dtype, and was changed in place: no one sees that in the unit."""
+        """Return whether what is shown is a cast copy that was changed in place, which nobody sees in the unit."""
         known = self._casts.get(index, {}).get(number)
         return known is not None and shown is not None and shown._version != known
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._checks import at_least_one, one_of
+from .errors import at_least_one, one_of
 from .setup import Setup, unit_sizes
 from .transformer import CHECKPOINTING, Transformer, matrix_products
 

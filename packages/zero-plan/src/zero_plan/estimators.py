@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ._checks import at_least_one
-from .errors import PlanError
+from .errors import PlanError, at_least_one
 
 Tier = Literal["cpu", "none"]
 

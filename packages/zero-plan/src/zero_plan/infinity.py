@@ -7,8 +7,7 @@ ones; these are here to be compared with the paper's tables, and for a first loo
 
 from __future__ import annotations
 
-from ._checks import at_least_one
-from .errors import PlanError
+from .errors import PlanError, at_least_one
 
 
 def params(layers: int, hidden: int) -> int:

@@ -9,8 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ._checks import nearest
-from .errors import PlanError
+from .errors import PlanError, nearest
 from .quantities import EXAMPLES, parse_quantity, show
 
 if sys.version_info >= (3, 11):

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ._checks import nearest
-from .errors import PlanError
+from .errors import PlanError, nearest
 from .transformer import Transformer
 
 SHAPES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ._checks import at_least_one, one_of
+from .errors import at_least_one, one_of
 from .setup import STAGES, Setup, Tier, unit_sizes
 
 KINDS = ("parameters", "secondary shards", "gradients", "masters", "moments")

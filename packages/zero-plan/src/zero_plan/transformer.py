@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ._checks import at_least_one, one_of
-from .errors import PlanError
+from .errors import PlanError, at_least_one, one_of
 
 CHECKPOINTING = ("none", "attention", "operators", "full")
 """What backward recomputes: nothing; the attention's scores; all but the attention's output and every second matrix

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..types import ITEMSIZE, numel
+from .checks import require_torch
 from .dtypes import NAMES
 from .model import ModelTensor, model_tensors, parse_size
-from .needs import require_torch
 from .sources import Source, open_source
 
 TARGETS = ("safetensors", "pytorch", "deepspeed-universal", "zero-ckpt")

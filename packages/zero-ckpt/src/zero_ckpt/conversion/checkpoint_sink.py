@@ -9,8 +9,8 @@ from typing import Any
 from ..latest import check_tag
 from ..saving import save_sharded
 from ..types import ITEMSIZE, Interval, numel
+from .checks import refuse_existing
 from .sources import Progress, Source, pieces
-from .targets import refuse_existing
 
 
 def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrite: bool = False) -> Path:

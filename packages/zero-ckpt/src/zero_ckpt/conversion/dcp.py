@@ -68,9 +68,7 @@ class _Unpickler(pickle._Unpickler):
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = {
-        code: load
-        for code, load in pickle._Unpickler.dispatch.items()
-        if code not in _REFUSED_OPCODES
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code not in _REFUSED_OPCODES
     }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -177,9 +175,7 @@ def _names(keys: list[str]) -> dict[str, tuple[str, str]]:
     return names
 
 
-def _tensor(
-    directory: Path, key: str, value: Any, places: dict[tuple[int, ...], Any], most: int
-) -> SegmentedTensor:
+def _tensor(directory: Path, key: str, value: Any, places: dict[tuple[int, ...], Any], most: int) -> SegmentedTensor:
     """`places` says by offset where the chunks of the tensor lie; a tensor in one piece may be without an offset.
 
     Raises DamagedError, before memory is asked for, when there would be more than `most` segments.

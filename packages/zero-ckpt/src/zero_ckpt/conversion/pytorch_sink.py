@@ -9,14 +9,13 @@ from typing import Any
 from ..checksum import checksum
 from ..durable import make_directories
 from ..types import ITEMSIZE
+from .checks import refuse_existing, require_torch
 from .dtypes import convert_dtype
 from .filled import Frame, empty_tensor, write_filled
 from .model import ModelTensor, model_aliases, split_files
-from .needs import require_torch
 from .record import Record
 from .safetensors_sink import write_index
 from .sources import Progress, Source, pieces
-from .targets import refuse_existing
 
 
 def write_pytorch(

@@ -13,12 +13,12 @@ from ..durable import make_directories, replace_durably
 from ..errors import DamagedError
 from ..safetensors_file import encode_header, read_header
 from ..types import ITEMSIZE
+from .checks import refuse_existing
 from .dtypes import convert_dtype
 from .model import ModelTensor, model_aliases, split_files
 from .partial_file import PartialFile
 from .record import RECORD_BYTES
 from .sources import Progress, Source, pieces
-from .targets import refuse_existing
 
 _SOURCE = "zero_ckpt_source"
 

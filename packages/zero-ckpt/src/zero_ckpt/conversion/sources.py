@@ -14,7 +14,7 @@ from ..errors import CheckpointError, DamagedError, NotFoundError
 from ..latest import is_tag, read_latest
 from ..locating import open_spec, split_spec
 from ..opened import read_bounded
-from .needs import require_torch
+from .checks import require_torch
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

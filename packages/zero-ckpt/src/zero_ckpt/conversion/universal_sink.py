@@ -23,13 +23,13 @@ from ..errors import CheckpointError
 from ..filing import share_file, sync_file
 from ..locking import root_lock
 from ..types import is_optimizer_kind, numel, state_key
+from .checks import refuse_existing
 from .dtypes import output_dtype
 from .filled import Frame, empty_tensor, write_filled
 from .model import ModelTensor
 from .pytorch_sink import read_model_tensor
 from .record import Record
 from .sources import Progress, Source
-from .targets import refuse_existing
 
 _WRITTEN_FOR = "0.19.8"
 _RECORD = ".conversion"

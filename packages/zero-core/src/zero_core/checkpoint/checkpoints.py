@@ -83,9 +83,7 @@ class Checkpoints:
         self._departure.root = self._departure.root or str(save_dir)
         self._departure.after_checkpoint(self._saver.wait)
 
-    def load(
-        self, load_dir: str | os.PathLike[str], tag: str | None, wanted: Wanted
-    ) -> tuple[str, dict[str, Any]]:
+    def load(self, load_dir: str | os.PathLike[str], tag: str | None, wanted: Wanted) -> tuple[str, dict[str, Any]]:
         """Load ``load_dir/tag`` (default: the newest complete one); return its path and the client state."""
         self._state.check_open("load_checkpoint")
         self._saver.wait()

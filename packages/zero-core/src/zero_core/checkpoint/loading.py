@@ -115,7 +115,8 @@ def _fill_units(state: TrainingState, reading: BatchedRead, wanted: Wanted) -> N
 
 
 def _is_filled_by_gather(state: TrainingState, unit: Unit) -> bool:
-    """Whether the master is the memory of the shard, or of the flat buffer that `_all_gather_loaded_shards` fills."""
+    """Return whether the master shares memory with the shard, or with the flat buffer that
+    `_all_gather_loaded_shards` fills."""
     parts = state.partition
     if unit.master is None or not isinstance(parts.residency, DeviceResidency):
         return False

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ..config import Config
+from zero_config import Config
+
 from ..errors import UsageError
 from ..state import TrainingState
 from .interval import Chooser, Interval

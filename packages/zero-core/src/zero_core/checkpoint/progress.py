@@ -10,8 +10,8 @@ import torch
 from zero_ckpt import Checkpoint, MismatchError
 from zero_ckpt.torch import RngState
 
-from ..schedules import load_plain_state, plain_state
 from ..state import TrainingState
+from .scheduler_state import load_plain_state, plain_state
 
 logger = logging.getLogger("zero_core")
 

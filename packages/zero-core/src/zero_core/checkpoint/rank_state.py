@@ -9,8 +9,8 @@ import torch
 
 from zero_ckpt import Interval
 from zero_ckpt.torch import Stager
+from zero_optim import OneBitOptimizer
 
-from ..optimizers import OneBitOptimizer
 from ..state import TrainingState
 from .reading import BatchedRead
 
@@ -30,7 +30,7 @@ def rank_intervals(state: TrainingState, stager: Stager) -> Iterator[Interval]:
 
 
 def is_rank_state(state: TrainingState, name: str, kind: str) -> bool:
-    """Whether a checkpoint's tensor is what `rank_intervals` wrote, and this engine's optimizer has a use for it."""
+    """Return whether `rank_intervals` wrote a checkpoint's tensor, and this engine's optimizer has a use for it."""
     optimizer = state.torch_optimizer
     if not isinstance(optimizer, OneBitOptimizer) or kind != _KIND or not name.startswith(_PREFIX):
         return False

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from zero_core.config import Config
-from zero_core.config._source import read
+from zero_config import Config, read
 from zero_core.model_parallel import model_parallel_group
 
 from .segments import Checkpointing, running

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zero_core.config._tool_keys import ActivationCheckpointing
+from zero_config import ActivationCheckpointing
 from zero_offload import offload_activations
 
 from .activation_stores import ActivationStore, ContiguousStore, PartitionedStore, PlainStore

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..text import say, scaled, table
 
 if TYPE_CHECKING:
-    from zero_core.config._tool_keys import FlopsProfiler
+    from zero_config import FlopsProfiler
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from ..config import Config
+from zero_config import Config
 
 _SECRET = ("comet.",)
 _PACKAGES = (

@@ -37,9 +37,7 @@ _LOOKS = 96  # in one step
 class MemoryLooks:
     """Notes who holds memory at the ends of passes and units, in some steps."""
 
-    def __init__(
-        self, state: TrainingState, offloading: Offloading, writer: RecordWriter, plan: Plan | None
-    ) -> None:
+    def __init__(self, state: TrainingState, offloading: Offloading, writer: RecordWriter, plan: Plan | None) -> None:
         self._state = state
         self._offloading = offloading
         self._planned = None if plan is None else PlannedRun(plan, state, writer)
@@ -109,7 +107,16 @@ class _MallocState(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
         )
     ]
 

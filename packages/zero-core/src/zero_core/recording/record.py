@@ -21,7 +21,8 @@ from .ledger import RecordedLedger, Running
 from .plan import Plan
 
 if TYPE_CHECKING:
-    from ..config import Config
+    from zero_config import Config
+
     from ..instruments import Instruments
     from ..offloading import Offloading
     from ..state import TrainingState

@@ -13,7 +13,7 @@ from torch import nn
 
 from zero_ckpt import Interval, SoloCoordinator, save_sharded
 from zero_ckpt.torch import DistCoordinator, Stager, tensor_buffer
-from zero_core.config import Config
+from zero_config import Config
 from zero_core.engine import Engine
 from zero_core.training import Observer, Unobserved
 from zero_partition import StepResult, UnitLimits

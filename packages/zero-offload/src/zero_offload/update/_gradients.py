@@ -8,12 +8,14 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from zero_optim_kernels import l2_norm_squared
+
 from .._lanes import Lane
 from .._memory import HostBlock, nbytes_of
 from ..errors import ShardError
 from ..trace import Trace
 from ._slices import Piece, Slice
-from .plans import ShardPlan, checked
+from .plans import KERNEL_DTYPES, ShardPlan, checked
 
 __all__ = [
     "HOP",
@@ -25,6 +27,7 @@ __all__ = [
     "gradient_bytes",
     "known_shard",
     "looked_at",
+    "norm_squared",
 ]
 
 HOP = "gradients"
@@ -244,3 +247,18 @@ def known_shard(table: Mapping[str, _T], shard: str) -> _T:
     if shard not in table:
         raise ShardError(f"no shard '{shard}' is updated here", tensor=shard)
     return table[shard]
+
+
+def norm_squared(gradients: Sequence[torch.Tensor]) -> float:
+    """Return the sum of squares of flat gradients, in float64; NaN and infinity stay what they are."""
+    here = [grad for grad in gradients if grad.device.type == "cpu"]
+    away = [grad for grad in gradients if grad.device.type != "cpu"]
+    squared = 0.0
+    if away:
+        norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in away])
+        squared = float(norms.double().square().sum())
+    for dtype, name in KERNEL_DTYPES.items():
+        own = [grad for grad in here if grad.dtype == dtype]
+        if own:
+            squared += l2_norm_squared([g.data_ptr() for g in own], [g.numel() for g in own], dtype=name)  # type: ignore[arg-type]
+    return squared

@@ -80,7 +80,7 @@ def link_name(kind: int, name: str) -> str:
 
 
 def is_of(name: str, named: str) -> bool:
-    """Whether a peak of ``named`` is that of the link ``name``; ``drive in`` and ``drive out`` name all drives."""
+    """Return whether ``named`` is the peak of the link ``name``; ``drive in`` and ``drive out`` name all drives."""
     return name == named or (name.startswith("drive, ") and named == f"drive {name.rpartition(' ')[2]}")
 
 

@@ -66,4 +66,3 @@ class OpenBlock(NamedTuple):
 
     def _running(self) -> Iterable[tuple[Kind, str, float, int]]:
         return (item for item in self.under_way if item[2] <= self.block.end)
-

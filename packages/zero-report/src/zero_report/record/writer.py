@@ -256,4 +256,3 @@ class RecordWriter:
     def _work(self) -> None:
         while not self._wake.wait(_FLUSH_SECONDS):
             self.flush()
-

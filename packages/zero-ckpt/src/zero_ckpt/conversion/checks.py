@@ -1,0 +1,26 @@
+"""What a conversion checks before it begins: what it needs is there, what it may replace is its own."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..errors import CheckpointError
+
+
+def require_torch(what: str) -> None:
+    """Raise CheckpointError saying what to do when `what` (files of torch) cannot be done for want of torch."""
+    if find_spec("torch") is None:
+        raise CheckpointError(
+            f"{what} needs torch: pip install zero-ckpt[torch]; without it checkpoints of zero-ckpt and safetensors "
+            "are read, and safetensors written (zero_to_fp32.py: --safe_serialization)"
+        )
+
+
+def refuse_existing(path: Path, overwrite: bool) -> None:
+    """Raise CheckpointError when `path` is taken and may not be overwritten."""
+    if os.path.lexists(path) and not overwrite:
+        raise CheckpointError(
+            f"{path} exists and is not overwritten; name another target, or pass overwrite=True (--overwrite)"
+        )

@@ -1,0 +1,74 @@
+"""The batch-size triangle: train = micro x accumulation x world size."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zero_config.errors import ConfigError, Problem
+
+TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+RULE, KEEP, SCALE = "elastic.batch_size", "keep_global_batch", "scale"
+
+
+class BatchSizes(NamedTuple):
+    """Samples per optimizer step over all ranks, samples per forward and rank, and forwards per optimizer step."""
+
+    train: int
+    micro: int
+    steps: int
+
+
+def resolve(train: int | None, micro: int | None, steps: int | None, world_size: int, *, any_auto: bool) -> BatchSizes:
+    """Return the three sizes, the missing ones derived from the given; raise `ConfigError` when they contradict.
+
+    Two given: the third follows. Only train: one accumulation step. Only micro: one accumulation step. Neither train
+    nor micro: an error, unless one of them was "auto", which nobody filled: then micro is 1.
+    """
+    if train is None:
+        if micro is None and not any_auto:
+            got = "neither" if steps is None else f"only {STEPS} = {steps}"
+            action = f"set {MICRO}, the samples of one forward on one rank"
+            raise ConfigError(Problem(MICRO, f"expected {MICRO} or {TRAIN}", got, action=action))
+        micro = 1 if micro is None else micro
+        steps = 1 if steps is None else steps
+        return BatchSizes(micro * steps * world_size, micro, steps)
+    if micro is None:
+        steps = 1 if steps is None else steps
+        micro = train // (steps * world_size)
+        if micro * steps * world_size != train or micro == 0:
+            raise ConfigError(_not_divisible(train, {STEPS: steps}, world_size))
+    elif steps is None:
+        steps = train // (micro * world_size)
+        if micro * steps * world_size != train or steps == 0:
+            raise ConfigError(_not_divisible(train, {MICRO: micro}, world_size))
+    product = micro * steps * world_size
+    if product != train:
+        expected = f"expected {MICRO} x {STEPS} x world size = {micro} x {steps} x {world_size} = {product}"
+        raise ConfigError(Problem(TRAIN, expected, str(train), action="remove one of the three, or correct it"))
+    return BatchSizes(train, micro, steps)
+
+
+def resolve_by_rule(rule: str, train: int | None, micro: int | None, steps: int | None, world_size: int) -> BatchSizes:
+    """Return the sizes at ``world_size`` ranks by `elastic.batch_size`; raise `ConfigError` where the rule cannot hold.
+
+    `keep_global_batch`: train and micro hold at any number of ranks, and the accumulation follows, whatever was
+    written. `scale`: micro and the accumulation (default 1) hold, and train follows.
+    """
+    needed = {MICRO: micro} if rule == SCALE else {TRAIN: train, MICRO: micro}
+    missing = [name for name, size in needed.items() if size is None]
+    if missing or micro is None:
+        expected = f'expected a number with {RULE} = "{rule}", which keeps it at any number of ranks'
+        raise ConfigError(*(Problem(name, expected, "nothing") for name in missing))
+    if rule == SCALE:
+        return resolve(None, micro, steps, world_size, any_auto=False)
+    return resolve(train, micro, None, world_size, any_auto=False)
+
+
+def _not_divisible(train: int, other: dict[str, int], world_size: int) -> Problem:
+    ((name, value),) = other.items()
+    step = value * world_size
+    expected = f"expected a multiple of {name} x world size = {value} x {world_size} = {step}"
+    near = sorted({max(train // step, 1) * step, -(-train // step) * step})
+    return Problem(TRAIN, expected, str(train), action=f"{' or '.join(map(str, near))} would do")

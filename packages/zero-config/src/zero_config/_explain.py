@@ -1,0 +1,89 @@
+"""Turn what pydantic found into problems in the user's words."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from zero_config._prepare import Prepared
+from zero_config.errors import Problem, show
+
+_PLAIN = {
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "dict_type": "an object",
+    "mapping_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "object": "an object",
+}
+
+
+def explain(error: ValidationError, prepared: Prepared) -> list[Problem]:
+    """Return one problem per path, in the order of the keys."""
+    problems: dict[str, Problem] = {}
+    for detail in error.errors(include_url=False):
+        path = prepared.as_written(_path(detail))
+        problem = _problem(path, detail)
+        earlier = problems.get(path)
+        if earlier is not None and problem.expected != earlier.expected:
+            either = f"{earlier.expected} or {problem.expected.removeprefix('expected ')}"
+            problem = Problem(path, either, earlier.got, earlier.nearest or problem.nearest, earlier.action)
+        problems[path] = problem
+    # Of a union, the member that was entered knows more than those that were not.
+    outer = {path for path in problems for deeper in problems if deeper.startswith((f"{path}[", f"{path}."))}
+    return [problem for path, problem in problems.items() if path not in outer]
+
+
+def _path(detail: ErrorDetails) -> str:
+    """Join the location, leaving out the names that pydantic gives to the members of a union."""
+    path = ""
+    for part in detail["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("bool", "int", "float", "none") and not part[0].isupper():
+            path += f".{part}"
+    return path.removeprefix(".")
+
+
+def _problem(path: str, detail: ErrorDetails) -> Problem:
+    context: dict[str, Any] = detail.get("ctx", {})
+    kind, value = detail["type"], detail["input"]
+    if kind == "unknown_argument":
+        nearest = _nearest(context["key"], context["choices"])
+        action = "correct it or remove it" if nearest else f"the arguments are {', '.join(context['choices'])}"
+        return Problem(f"{path}.{context['key']}", f"expected {detail['msg']}", "an unknown key", nearest, action)
+    if kind == "missing":
+        return Problem(path, "expected a value: it is required", "nothing")
+    if kind == "missing_argument":
+        return Problem(path, f"expected {detail['msg']}", show(value))
+    expected = _PLAIN.get(kind) or detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if kind == "literal_error":
+        expected = expected.replace("False", "false")
+    choices = context.get("choices") or _choices(context.get("expected", ""))
+    nearest = _nearest(value, choices) if isinstance(value, str) else None
+    return Problem(path, f"expected {expected}", show(value), nearest, _action(kind, value, choices, nearest))
+
+
+def _action(kind: str, value: Any, choices: list[str], nearest: str | None) -> str:
+    if nearest is not None or not isinstance(value, str):
+        return ""
+    if value == "auto":
+        return 'this key has nobody to fill in "auto": remove it for the default, or write a value'
+    if kind in ("number", "integer", "bool_type"):
+        return "remove the quotes"
+    return f"known are {', '.join(choices)}" if kind == "choice" else ""
+
+
+def _choices(expected: str) -> list[str]:
+    return [part.strip("'") for part in expected.replace(" or ", ", ").split(", ")]
+
+
+def _nearest(value: str, choices: list[str]) -> str | None:
+    by_lower = {choice.lower(): choice for choice in reversed(choices)}
+    found = difflib.get_close_matches(value.lower(), by_lower, n=1, cutoff=0.5)
+    return by_lower[found[0]] if found else None

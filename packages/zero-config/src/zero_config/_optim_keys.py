@@ -1,0 +1,181 @@
+"""Keys of `optimizer` and `scheduler`: names, and the parameters of schedules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from zero_config._base import Flag, Float, Int, NaturalInt, PositiveInt, Section, Text
+from zero_config._optimizer_params import OPTIMIZERS, AdamParams, Params, TorchParams
+
+WarmupType = Literal["log", "linear"]
+PerGroup = Float | tuple[Float, ...]
+
+SectionType = type[Section]
+ParamsType = type[Params]
+AnyClass = type[Any]
+
+
+class Named(Section):
+    """A class to build, by name, with its arguments: one of `known`, or a class of `torch_module`."""
+
+    type: Text
+    params: SerializeAsAny[Params] = Params()
+
+    what: ClassVar[str]
+    known: ClassVar[dict[str, ParamsType]]
+    torch_module: ClassVar[Any]
+    torch_base: ClassVar[AnyClass]
+    first_argument: ClassVar[str]
+
+    @classmethod
+    def canonical(cls, name: str) -> str:
+        """Return the name under which `known` lists what the user calls `name`."""
+        return name
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return every name that `type` may be."""
+        return [*cls.known, *sorted(name for name in vars(cls.torch_module) if cls._torch_class(name) is not None)]
+
+    @classmethod
+    def section_of(cls, key: str, siblings: Mapping[str, Any]) -> SectionType | None:
+        if key != "params":
+            return None
+        name = siblings.get("type")
+        return cls.known.get(cls.canonical(name), TorchParams) if isinstance(name, str) else TorchParams
+
+    @classmethod
+    def _torch_class(cls, name: str) -> AnyClass | None:
+        found = getattr(cls.torch_module, name, None)
+        if isinstance(found, type) and issubclass(found, cls.torch_base) and found is not cls.torch_base:
+            return None if name.startswith("_") else found
+        return None
+
+    @field_validator("type")
+    @classmethod
+    def _type_exists(cls, name: str) -> str:
+        if cls.canonical(name) in cls.known:
+            return cls.canonical(name)
+        if cls._torch_class(name) is None:
+            context = {"what": cls.what, "choices": cls.names()}
+            raise PydanticCustomError("choice", "the name of {what}", context)
+        return name
+
+    @field_validator("params", mode="wrap")
+    @classmethod
+    def _params_of_that_type(cls, params: Any, handler: Any, info: ValidationInfo) -> Params:
+        name = info.data.get("type")
+        if name is None or isinstance(params, Params):
+            return params if isinstance(params, Params) else Params()
+        if name in cls.known:
+            return cls.known[name].model_validate(params)
+        return _checked_against(getattr(cls.torch_module, name), params, cls.first_argument)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _params_are_checked_when_missing(cls, data: Any) -> Any:
+        return {"params": {}, **data} if isinstance(data, dict) else data
+
+
+class OptimizerSection(Named):
+    """The optimizer to build. `type` is lower case for the names known here, and torch.optim's own name otherwise."""
+
+    what = "an optimizer"
+    known = OPTIMIZERS
+    torch_module: ClassVar[Any] = torch.optim
+    torch_base = torch.optim.Optimizer
+    first_argument = "params"
+
+    legacy_fusion: Flag = False
+
+    @property
+    def decoupled_weight_decay(self) -> bool:
+        """True for AdamW: type "AdamW", or type "Adam" unless `adam_w_mode` is false."""
+        return self.type == "adamw" or (isinstance(self.params, AdamParams) and self.params.adam_w_mode)
+
+    @classmethod
+    def canonical(cls, name: str) -> str:
+        return name.lower() if name.lower() in OPTIMIZERS else name
+
+
+class ScheduleParams(Params):
+    last_batch_iteration: Int = -1
+
+
+class LRRangeTest(ScheduleParams):
+    lr_range_test_min_lr: PerGroup = 1e-3
+    lr_range_test_step_size: PositiveInt = 2000
+    lr_range_test_step_rate: Float = 1.0
+    lr_range_test_staircase: Flag = False
+
+
+class OneCycle(ScheduleParams):
+    cycle_min_lr: PerGroup | None
+    cycle_max_lr: PerGroup | None
+    decay_lr_rate: Float = 0.0
+    cycle_first_step_size: PositiveInt = 2000
+    cycle_second_step_size: PositiveInt | None = None
+    cycle_first_stair_count: NaturalInt = 0
+    cycle_second_stair_count: NaturalInt | None = None
+    decay_step_size: NaturalInt = 0
+    cycle_momentum: Flag = True
+    cycle_min_mom: Float = 0.8
+    cycle_max_mom: Float = 0.9
+    decay_mom_rate: Float = 0.0
+
+
+class WarmupLR(ScheduleParams):
+    warmup_min_lr: PerGroup = 0.0
+    warmup_max_lr: PerGroup | None = Field(default=None, description="null is the learning rate of each param group.")
+    warmup_num_steps: PositiveInt = 1000
+    warmup_type: WarmupType = "log"
+
+
+class WarmupDecayLR(WarmupLR):
+    total_num_steps: PositiveInt | None
+    warmup_max_lr: PerGroup | None = 0.001
+
+
+class WarmupCosineLR(ScheduleParams):
+    total_num_steps: PositiveInt | None
+    warmup_min_ratio: Float = 0.0
+    warmup_num_steps: PositiveInt = 1000
+    cos_min_ratio: Float = 1e-4
+    warmup_type: WarmupType = "log"
+
+
+SCHEDULES: dict[str, type[Params]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR)
+}
+
+
+class SchedulerSection(Named):
+    """The learning rate schedule to build: one of `SCHEDULES`, or a class of torch.optim.lr_scheduler."""
+
+    what = "a schedule"
+    known = SCHEDULES
+    torch_module: ClassVar[Any] = torch.optim.lr_scheduler
+    torch_base = torch.optim.lr_scheduler.LRScheduler
+    first_argument = "optimizer"
+
+
+def _checked_against(torch_class: type, params: Any, first_argument: str) -> Params:
+    """Check keyword arguments against the signature of a torch class."""
+    if not isinstance(params, dict):
+        raise PydanticCustomError("object", "an object")
+    arguments = dict(inspect.signature(torch_class).parameters)
+    del arguments[first_argument]
+    for key in params:
+        if key not in arguments:
+            context = {"key": key, "choices": sorted(arguments)}
+            raise PydanticCustomError("unknown_argument", f"an argument of {torch_class.__name__}", context)
+    for name, argument in arguments.items():
+        if argument.default is inspect.Parameter.empty and name not in params:
+            raise PydanticCustomError("missing_argument", f"{name}, which {torch_class.__name__} needs")
+    return TorchParams.model_validate(params)

@@ -1,0 +1,312 @@
+"""Rules between keys, and values that follow from other values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zero_config._optimizer_params import AdamParams, OneBitParams
+from zero_config._parallel_keys import Deterministic
+from zero_config.errors import Problem
+from zero_config.keys import ConfigFile
+from zero_config.precision import build_policy, loss_scale
+from zero_precision import PrecisionError
+
+
+def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
+    """Return one problem for every pair of keys that cannot hold together, or that ``world_size`` ranks cannot have."""
+    return [
+        *_precision(config),
+        *_stages(config),
+        *sharing_problems(config, world_size),
+        *_offload(config),
+        *_one_bit(config),
+        *_dtypes(config),
+        *_loss_scale(config),
+        *_recomputation(config),
+        *_in_memory(config),
+        *_interval(config),
+        *_audit(config),
+    ]
+
+
+def _precision(config: ConfigFile) -> list[Problem]:
+    modes = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
+    if len(modes) < 2:
+        return []
+    got = " and ".join(f"{mode}.enabled: true" for mode in modes)
+    action = "keep one: bf16 needs no loss scale, fp16 runs on older GPUs, torch_autocast keeps float32 parameters"
+    return [Problem(f"{modes[1]}.enabled", "expected one precision mode", got, action=action)]
+
+
+def _stages(config: ConfigFile) -> list[Problem]:
+    problems = []
+    zero = config.zero_optimization
+    for section, key in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
+        if getattr(getattr(config, section), key) and zero.stage == 0:
+            problems.append(Problem(f"{section}.{key}", "expected stage 1, 2 or 3 with it", "stage 0"))
+    if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
+        expected = "expected bf16_master_weights_and_grads: true with it"
+        problems.append(Problem("bf16.bf16_optimizer_states", expected, "false"))
+    for section, needed_from in (("offload_param", 3), ("offload_optimizer", 0)):
+        offload = getattr(zero, section)
+        if offload.device == "nvme" and offload.nvme_path is None and zero.stage >= needed_from:
+            path = f"zero_optimization.{section}.nvme_path"
+            problems.append(Problem(path, 'expected a directory with device "nvme"', "null"))
+    return problems
+
+
+def _offload(config: ConfigFile) -> list[Problem]:
+    problems = []
+    section, device = config.offload, config.zero_optimization.offload_optimizer.device
+    for key in ("delayed_update", "state_dtype"):
+        value = getattr(section, key)
+        if value not in (False, None) and device == "none":
+            action = "it is about what an optimizer keeps on a tier"
+            expected = 'expected zero_optimization.offload_optimizer.device "cpu" or "nvme" with it'
+            problems.append(Problem(f"offload.{key}", expected, '"none"', action=action))
+    if section.activations.device == "nvme" and section.activations.nvme_path is None:
+        problems.append(Problem("offload.activations.nvme_path", 'expected a directory with device "nvme"', "null"))
+    return problems
+
+
+def _audit(config: ConfigFile) -> list[Problem]:
+    if config.audit_every is None:
+        return []
+    problems, got = [], str(config.audit_every)
+    if config.offload.delayed_update:
+        action = "weights are not what masters round to while an update is under way"
+        problems.append(Problem("audit_every", "expected null with offload.delayed_update", got, action=action))
+    if config.optimizer is not None and isinstance(config.optimizer.params, OneBitParams):
+        action = "its ranks differ between their averages"
+        problems.append(Problem("audit_every", f'expected null with "{config.optimizer.type}"', got, action=action))
+    return problems
+
+
+def _one_bit(config: ConfigFile) -> list[Problem]:
+    if config.optimizer is None or not isinstance(config.optimizer.params, OneBitParams):
+        return []
+    name, problems, zero = config.optimizer.type, [], config.zero_optimization
+    if zero.stage:
+        expected = f'expected stage 0 with the optimizer "{name}", which averages over the ranks by itself'
+        action = "set the stage to 0, or use adamw"
+        problems.append(Problem("zero_optimization.stage", expected, str(zero.stage), action=action))
+    if zero.offload_optimizer.device != "none":
+        expected = f'expected "none" with the optimizer "{name}"'
+        got = f'"{zero.offload_optimizer.device}"'
+        problems.append(Problem("zero_optimization.offload_optimizer.device", expected, got, action="use adamw"))
+    return problems
+
+
+def _dtypes(config: ConfigFile) -> list[Problem]:
+    declared = config.data_types.param_dtype
+    mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else None
+    if mode is not None and declared not in (None, mode):
+        action = f"remove it, or switch {mode} off"
+        return [
+            Problem("data_types.param_dtype", f"expected {mode}, as {mode}.enabled says", declared or "", None, action)
+        ]
+    if mode is None and declared in ("fp16", "bf16"):
+        action = f'set "{declared}": {{"enabled": true}} instead'
+        return [
+            Problem(
+                "data_types.param_dtype", "expected fp32 or fp64 without fp16 or bf16", declared or "", None, action
+            )
+        ]
+    if config.torch_autocast.enabled and declared == "fp64":
+        action = "autocast never touches float64"
+        return [Problem("data_types.param_dtype", "expected fp32 under torch_autocast", "fp64", None, action)]
+    try:
+        build_policy(config)
+    except PrecisionError as error:
+        action = "see data_types.grad_accum_dtype, data_types.buffer_dtype and communication_data_type"
+        return [Problem("data_types", str(error), "", None, action)]
+    return []
+
+
+def _recomputation(config: ConfigFile) -> list[Problem]:
+    section = config.activation_checkpointing
+    if not section.contiguous_memory_optimization or section.number_checkpoints is not None:
+        return []
+    expected = "expected the number of segments that wait for backward at once, with contiguous_memory_optimization"
+    return [Problem("activation_checkpointing.number_checkpoints", expected, "null")]
+
+
+def _in_memory(config: ConfigFile) -> list[Problem]:
+    section = config.checkpoint.in_memory
+    if not section.every or section.path:
+        return []
+    expected = "expected a folder in each node's memory with checkpoint.in_memory.every, such as /dev/shm/my-run"
+    return [Problem("checkpoint.in_memory.path", expected, "null")]
+
+
+def _interval(config: ConfigFile) -> list[Problem]:
+    section = config.checkpoint
+    problems = []
+    if section.mean_time_between_failures is not None and section.interval != "auto":
+        expected = 'expected checkpoint.interval "auto" with it'
+        got = "null" if section.interval is None else str(section.interval)
+        problems.append(Problem("checkpoint.mean_time_between_failures", expected, got, action="nothing else uses it"))
+    if section.path == "" or (section.path is not None and section.interval is None):
+        expected = "expected a folder, and checkpoint.interval with it"
+        action = "without an interval the script says where to save: engine.save_checkpoint(folder)"
+        problems.append(Problem("checkpoint.path", expected, f'"{section.path}"', action=action))
+    return problems
+
+
+def _loss_scale(config: ConfigFile) -> list[Problem]:
+    try:
+        loss_scale(config)
+    except PrecisionError as error:
+        return [Problem("fp16", str(error), "")]
+    return []
+
+
+def derived(config: ConfigFile, auto: set[str], model_hint: Any) -> dict[str, Any]:
+    """Return canonical path -> value for what follows from other keys, or from the model's hidden size."""
+    zero = config.zero_optimization
+    values: dict[str, Any] = {}
+    if zero.overlap_comm is None:
+        values["zero_optimization.overlap_comm"] = zero.stage == 3
+    if config.torch_autocast.enabled and config.torch_autocast.dtype is None:
+        values["torch_autocast.dtype"] = "bf16"
+    if config.optimizer is not None and isinstance(config.optimizer.params, AdamParams):
+        params = config.optimizer.params
+        torch_default = params.torch_adam and config.optimizer.decoupled_weight_decay
+        if torch_default and "weight_decay" not in params.model_fields_set:
+            values["optimizer.params.weight_decay"] = 1e-2
+    hidden = hidden_size(model_hint)
+    if hidden is not None:
+        values.update({path: size for path, size in _sizes(hidden).items() if path in auto})
+    return values
+
+
+def _sizes(hidden: int) -> dict[str, int]:
+    """Bucket sizes in elements for transformers of this hidden size, as Accelerate and Transformers fill them."""
+    return {
+        "zero_optimization.reduce_bucket_size": hidden * hidden,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+
+def hidden_size(hint: Any) -> int | None:
+    """Return the hidden size of a model, of its Hugging Face config, or the number itself; None when unknown."""
+    if isinstance(hint, int):
+        return hint
+    for holder in (getattr(hint, "config", None), hint):
+        for described in (holder, getattr(holder, "text_config", None)):
+            size = getattr(described, "hidden_size", None)
+            sizes = getattr(described, "hidden_sizes", None)
+            if isinstance(size, int):
+                return size
+            if isinstance(sizes, (list, tuple)) and sizes:
+                return max(map(int, sizes))
+    return None
+
+
+def with_values(config: ConfigFile, values: dict[str, Any]) -> ConfigFile:
+    """Return the configuration with the values at these canonical paths replaced."""
+    for path, value in values.items():
+        config = _replaced(config, path.split("."), value)
+    return config
+
+
+def _replaced(section: Any, names: list[str], value: Any) -> Any:
+    head, *rest = names
+    new = _replaced(getattr(section, head), rest, value) if rest else value
+    return section.model_copy(update={head: new})
+
+
+_SECONDARY = "zero_optimization.zero_hpz_partition_size"
+_COPIES = "zero_optimization.mics_shard_size"
+
+
+def sharing_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    """One problem for every group of ranks that cannot be made, or not together with another key."""
+    if config.zero_optimization.stage >= 3 and config.zero_optimization.zero_hpz_partition_size > 1:
+        yield from _secondary(config, world_size)
+    if config.zero_optimization.mics_shard_size != -1:
+        yield from _copies(config, world_size)
+
+
+def _secondary(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    size, per_node = config.zero_optimization.zero_hpz_partition_size, config.comm.ranks_per_node
+    yield from _divides(_SECONDARY, size, world_size)
+    if per_node is not None and per_node % size and world_size % size == 0:
+        action = "or backward gathers would leave the node"
+        yield Problem(_SECONDARY, f"expected a divisor of comm.ranks_per_node, {per_node}", str(size), action=action)
+    if config.zero_optimization.offload_param.device != "none":
+        action = "secondary shards stay on the device, where offload_param leaves no parameters: choose one of the two"
+        yield Problem(_SECONDARY, "expected 1 with zero_optimization.offload_param", str(size), action=action)
+
+
+def _copies(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    zero = config.zero_optimization
+    size = zero.mics_shard_size
+    if size < 1:
+        yield Problem(_COPIES, "expected a number of ranks, or -1 for all of them", str(size))
+        return
+    yield from _divides(_COPIES, size, world_size)
+    if zero.stage == 0:
+        yield Problem(_COPIES, "expected stage 1, 2 or 3 with it", "stage 0", action="at stage 0 nothing is sharded")
+    if zero.stage >= 3 and zero.zero_hpz_partition_size > 1:
+        action = "gathers of a copy stay among its ranks already"
+        yield Problem(_SECONDARY, f"expected 1 with {_COPIES}", str(zero.zero_hpz_partition_size), action=action)
+
+
+def _divides(path: str, size: int, world_size: int) -> Iterator[Problem]:
+    if world_size % size:
+        possible = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        yield Problem(path, f"expected a divisor of the number of ranks, {world_size} ({possible})", str(size))
+
+
+_KEY = "deterministic.across_world_sizes"
+_REDUCED_BY_THEMSELVES = ("lamb", "onebitadam", "onebitlamb", "zerooneadam")
+
+
+def virtual_ranks(config: ConfigFile) -> int:
+    """Return how many virtual ranks share a step; 0 when steps belong to the ranks."""
+    found = config.deterministic
+    return found.across_world_sizes if isinstance(found, Deterministic) else 0
+
+
+def virtual_rank_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    """One problem for everything that does not go with virtual ranks, or with so many."""
+    ranks = virtual_ranks(config)
+    if not ranks:
+        return
+    if ranks & (ranks - 1):
+        near = f"{1 << ranks.bit_length() - 1} or {1 << ranks.bit_length()}"
+        yield Problem(_KEY, "expected a power of two, for a binary tree", str(ranks), action=f"{near} would do")
+        return
+    if ranks % world_size:
+        possible = ", ".join(str(1 << n) for n in range(ranks.bit_length()))
+        yield Problem(_KEY, f"expected a number of ranks among {possible}", f"{world_size} ranks")
+        return
+    steps = config.gradient_accumulation_steps
+    if steps is not None and steps != ranks // world_size:
+        expected = f"expected {ranks} virtual ranks / {world_size} ranks = {ranks // world_size} micro-batches"
+        yield Problem("gradient_accumulation_steps", expected, str(steps), action="remove it: it follows")
+    yield from _other_orders(config)
+
+
+def _other_orders(config: ConfigFile) -> Iterator[Problem]:
+    """What adds up in an order that depends on the number of ranks, or was never tested with virtual ranks."""
+    zero, together = config.zero_optimization, f"with {_KEY}"
+    for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if getattr(zero, key):
+            action = "codes depend on shards"
+            yield Problem(f"zero_optimization.{key}", f"expected false {together}", "true", action=action)
+    if zero.mics_shard_size != -1:
+        yield Problem("zero_optimization.mics_shard_size", f"expected -1 {together}", str(zero.mics_shard_size))
+    if zero.zero_hpz_partition_size > 1:
+        got = str(zero.zero_hpz_partition_size)
+        yield Problem("zero_optimization.zero_hpz_partition_size", f"expected 1 {together}", got)
+    if config.offload.delayed_update:
+        yield Problem("offload.delayed_update", f"expected false {together}", "true")
+    if config.torch_autocast.enabled:
+        yield Problem("torch_autocast.enabled", f"expected false {together}", "true", action="use bf16 or fp16")
+    if config.optimizer is not None and config.optimizer.type in _REDUCED_BY_THEMSELVES:
+        action = "it adds up over the ranks by itself: use adamw"
+        yield Problem("optimizer.type", f"expected another optimizer {together}", config.optimizer.type, action=action)

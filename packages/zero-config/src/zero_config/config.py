@@ -1,0 +1,177 @@
+"""`Config`: a configuration that was read, checked and resolved, and remembers where every value came from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from pydantic import PrivateAttr, ValidationError
+
+from zero_config import _batch, _rules
+from zero_config._base import PositiveInt, thaw
+from zero_config._explain import explain
+from zero_config._prepare import Prepared, prepare
+from zero_config._rules import virtual_rank_problems, virtual_ranks
+from zero_config._source import read
+from zero_config.errors import ConfigError, Problem, show
+from zero_config.features import leaves, no_effect, refusals
+from zero_config.keys import ConfigFile
+
+
+class ReportRow(NamedTuple):
+    """One value: its path, itself, where it came from, and what there is to say about it.
+
+    `provenance` is `user`, `default`, `dialect` (see `Config.load`), `derived`, `auto->default` or `auto->derived`.
+    """
+
+    path: str
+    value: Any
+    provenance: str
+    note: str
+
+
+class Config(ConfigFile):
+    """A resolved, immutable configuration. Build it with `Config.load`; read values as attributes.
+
+    `config.zero_optimization.stage`, `config.optimizer.params.lr`, `config.train_batch_size`: every key of
+    `ConfigFile`, of which the three batch sizes are always numbers here.
+    """
+
+    train_batch_size: PositiveInt
+    train_micro_batch_size_per_gpu: PositiveInt
+    gradient_accumulation_steps: PositiveInt
+
+    _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _world_size: int = PrivateAttr(default=1)
+    _provenance: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notes: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def load(
+        cls,
+        source: Any,
+        *,
+        world_size: int,
+        model_hint: Any = None,
+        defaults: Mapping[str, tuple[Any, str]] | None = None,
+    ) -> Config:
+        """Read, check and resolve a configuration.
+
+        Args:
+            source: a dict, the path of a JSON file, or a `Config` (which is resolved again for `world_size`).
+            world_size: ranks that each process their own samples.
+            model_hint: the model, its Hugging Face config, or a hidden size; fills bucket sizes that are "auto".
+            defaults: path -> value and reason, for keys whose default is another in the dialect of ``source``.
+
+        Raises `ConfigError` with every problem of the phase that found one: the file, the keys, the values, the rules
+        between values, features that are not available.
+        """
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ConfigError(Problem("world_size", "expected the number of ranks", show(world_size)))
+        raw = source._raw if isinstance(source, Config) else read(source)
+        prepared = prepare(raw, defaults or {})
+        try:
+            file = ConfigFile.model_validate(prepared.data)
+        except ValidationError as error:
+            raise ConfigError(*explain(error, prepared)) from error
+        _raise_as_written(list(virtual_rank_problems(file, world_size)), prepared)
+        derived = {**_rules.derived(file, prepared.auto, model_hint), **_batch_sizes(file, prepared, world_size)}
+        file = _rules.with_values(file, derived)
+        _raise_as_written(_rules.contradictions(file, world_size), prepared)
+        _raise_as_written(refusals(file), prepared)
+        config = cls.model_construct(**dict(file))
+        config._raw = copy.deepcopy(raw)
+        config._world_size = world_size
+        config._provenance = _provenance(config, prepared, derived)
+        config._notes = prepared.notes
+        return config
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """The configuration as the user wrote it, as a new dict."""
+        return copy.deepcopy(self._raw)
+
+    @property
+    def virtual_ranks(self) -> int:
+        """The micro-batches of one step under `deterministic.across_world_sizes`; 0 without it."""
+        return virtual_ranks(self)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that the batch sizes were resolved for."""
+        return self._world_size
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return every resolved value as plain data: it can be stored, and loads to the same configuration."""
+        plain: dict[str, Any] = thaw(self.model_dump())
+        return plain
+
+    def provenance(self, path: str) -> str:
+        """Return where the value at a path such as `zero_optimization.stage` came from; `KeyError` if there is none."""
+        return self._provenance[path]
+
+    def report(self, *, defaults: bool = True) -> tuple[ReportRow, ...]:
+        """Return one row per value, in the order of the keys; without `defaults` only what differs from them."""
+        rows = (self._row(path, value) for path, value in leaves(self))
+        return tuple(row for row in rows if defaults or row.provenance != "default")
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """Return the JSON Schema of a configuration file, aliases and "auto" included."""
+        return ConfigFile.model_json_schema()
+
+    def _row(self, path: str, value: Any) -> ReportRow:
+        provenance = self._provenance[path]
+        given = provenance in ("user", "dialect", "auto->derived", "auto->default")
+        notes = [self._notes[place] for place in _ancestry(path) if place in self._notes and given]
+        if path == "optimizer.type" and value == "adam" and self.optimizer and self.optimizer.decoupled_weight_decay:
+            notes.append("decays weights as AdamW: set adam_w_mode to false for L2 regularisation")
+        notes.append(no_effect(self, path) if given else "")
+        return ReportRow(path, thaw(value), provenance, "; ".join(filter(None, notes)))
+
+
+def _ancestry(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def _batch_sizes(file: ConfigFile, prepared: Prepared, world_size: int) -> dict[str, int]:
+    """Return the batch sizes that were not given, or that follow from others by `elastic.batch_size`."""
+    given: dict[str, int | None] = {name: getattr(file, name) for name in (_batch.TRAIN, _batch.MICRO, _batch.STEPS)}
+    any_auto = bool({_batch.TRAIN, _batch.MICRO} & prepared.auto)
+    train, micro, steps = given.values()
+    if steps is None and virtual_ranks(file):
+        steps = virtual_ranks(file) // world_size
+    if (rule := file.elastic.batch_size) is not None:
+        sizes = _batch.resolve_by_rule(rule, train, micro, steps, world_size)
+    else:
+        sizes = _batch.resolve(train, micro, steps, world_size, any_auto=any_auto)
+    return {name: size for (name, value), size in zip(given.items(), sizes, strict=True) if value != size}
+
+
+def _provenance(config: Config, prepared: Prepared, derived: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for path, _ in leaves(config):
+        auto = path in prepared.auto
+        if path in derived:
+            found[path] = "auto->derived" if auto else "derived"
+        elif path in prepared.dialect:
+            found[path] = "dialect"
+        elif auto:
+            found[path] = "auto->default"
+        else:
+            found[path] = "user" if path in prepared.written or path in prepared.notes else "default"
+    return found
+
+
+def _raise_as_written(problems: list[Problem], prepared: Prepared) -> None:
+    if problems:
+        raise ConfigError(*(_as_written(problem, prepared) for problem in problems))
+
+
+def _as_written(problem: Problem, prepared: Prepared) -> Problem:
+    note = prepared.notes.get(problem.path, "")
+    got = f"{problem.got}, {note}" if note and problem.got else problem.got
+    return replace(problem, path=prepared.as_written(problem.path), got=got)

@@ -1,0 +1,57 @@
+"""The state of any schedule as plain data, for checkpoints that hold no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zero_core.errors import UsageError
+from zero_optim import Scheduler
+
+
+def plain_state(scheduler: Scheduler) -> dict[str, Any]:
+    """Return the schedule's state as None, bool, int, float, str, bytes, lists and maps with string keys.
+
+    Maps with other keys become lists of pairs, one-element tensors numbers. Functions are left out: a schedule has them
+    from its construction. Raises `UsageError` by name for anything else.
+    """
+    state: dict[str, Any] = _plain(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
+    return state
+
+
+def load_plain_state(scheduler: Scheduler, state: dict[str, Any]) -> None:
+    """Load what `plain_state` returned; the schedule's own fresh state says which types the values had."""
+    scheduler.load_state_dict(_like(scheduler.state_dict(), state))
+
+
+def _plain(value: Any, path: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Mapping):
+        kept = {key: _plain(item, f"{path}[{key!r}]") for key, item in value.items() if not callable(item)}
+        return kept if all(isinstance(key, str) for key in kept) else [[key, item] for key, item in kept.items()]
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    raise UsageError(
+        f"lr_scheduler: {path} is a {type(value).__name__}, which a checkpoint does not hold; "
+        "have the schedule's state_dict() return numbers, strings, lists and maps"
+    )
+
+
+def _like(fresh: Any, stored: Any) -> Any:
+    if isinstance(fresh, torch.Tensor):
+        return torch.as_tensor(stored, dtype=fresh.dtype, device=fresh.device).reshape(fresh.shape)
+    if isinstance(fresh, tuple) and isinstance(stored, list):
+        return tuple(_like(list(fresh), stored))
+    if isinstance(fresh, list) and isinstance(stored, list):
+        return [_like(fresh[i], item) if i < len(fresh) else item for i, item in enumerate(stored)]
+    if isinstance(fresh, dict) and isinstance(stored, list | dict):
+        pairs = dict(stored)
+        made = type(fresh)()
+        made.update({key: _like(fresh.get(key), item) for key, item in pairs.items()})
+        return made
+    return stored

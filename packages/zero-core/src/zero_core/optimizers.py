@@ -1,0 +1,146 @@
+"""Build the optimizer that the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_core.errors import UsageError
+from zero_optim import Lamb, Lion, MuonWithAdam, OneBitAdam, OneBitLamb, ZeroOneAdam
+from zero_optim_kernels.torch import CPUAdagrad, CPUAdam, CPUAdamW, CPULion
+
+if TYPE_CHECKING:
+    from zero_config import Config
+
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+_ONE_BIT: dict[str, Callable[..., Optimizer]] = {
+    "onebitadam": OneBitAdam,
+    "onebitlamb": OneBitLamb,
+    "zerooneadam": ZeroOneAdam,
+}
+_ADAM_ONLY_TORCH = frozenset(["amsgrad", "foreach", "fused", "capturable", "differentiable"])
+
+
+def build_optimizer(
+    given: Optimizer | Callable[[Any], Optimizer] | None,
+    config: Config,
+    model: nn.Module,
+    parameters: Parameters | None,
+    device: torch.device,
+) -> Optimizer | None:
+    """Return the user's optimizer, the one that their function makes, or the one that the configuration names.
+
+    ``parameters``: what to train; by default all of ``model`` that require gradients. ``device``: where the shards
+    will be; on the CPU the names mean the kernels' optimizers, else torch's fused ones. None when neither names an
+    optimizer.
+    """
+    if isinstance(given, Optimizer):
+        return given
+    chosen: Any = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if given is not None:
+        made = given(chosen)
+        if not isinstance(made, Optimizer):
+            raise UsageError(
+                f"optimizer: the function given must return a torch.optim.Optimizer, got {type(made).__name__}"
+            )
+        return made
+    if config.optimizer is None:
+        return None
+    if not chosen:
+        raise UsageError("optimizer: there is nothing to train: no parameter of the model requires gradients")
+    name, arguments = config.optimizer.type, config.optimizer.params.kwargs()
+    on_cpu = device.type == "cpu" or config.zero_optimization.offload_optimizer.device != "none"
+    if name == "muon":
+        return MuonWithAdam.over(model, chosen, arguments)
+    if name in ("adam", "adamw"):
+        return _adam(chosen, arguments, decoupled=config.optimizer.decoupled_weight_decay, on_cpu=on_cpu)
+    if name == "adagrad":
+        return _adagrad(chosen, arguments, on_cpu=on_cpu)
+    if name == "lion":
+        half_states = not arguments.pop("fp32_optimizer_states", True)
+        if on_cpu:
+            return _over_stand_ins(CPULion, chosen, {**arguments, **_state_dtype(half_states)})
+        _refuse_half_states(half_states, "Lion")
+        return Lion(chosen, **arguments)
+    if name == "lamb":
+        return _lamb(chosen, arguments)
+    if name in _ONE_BIT:
+        return _one_bit(name, chosen, arguments)
+    by_name: Optimizer = getattr(torch.optim, name)(chosen, **arguments)
+    return by_name
+
+
+def _adam(parameters: Any, arguments: dict[str, Any], *, decoupled: bool, on_cpu: bool) -> Optimizer:
+    wants_torch = arguments.pop("torch_adam")
+    arguments.pop("adam_w_mode")
+    half_states = not arguments.pop("fp32_optimizer_states")
+    if not arguments.pop("bias_correction"):
+        raise UsageError("optimizer.params.bias_correction: false is not available for Adam; remove it")
+    if on_cpu and not wants_torch and not any(arguments.get(key) for key in _ADAM_ONLY_TORCH):
+        kept = {key: value for key, value in arguments.items() if key not in _ADAM_ONLY_TORCH}
+        return _over_stand_ins(CPUAdamW if decoupled else CPUAdam, parameters, {**kept, **_state_dtype(half_states)})
+    _refuse_half_states(half_states, "Adam")
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind(parameters, **{"fused": not arguments.get("foreach", False), **arguments})
+
+
+def _adagrad(parameters: Any, arguments: dict[str, Any], *, on_cpu: bool) -> Optimizer:
+    half_states = not arguments.pop("fp32_optimizer_states")
+    if arguments.pop("amsgrad"):
+        raise UsageError("optimizer.params.amsgrad: Adagrad has no such variant; remove it")
+    if on_cpu and not any(arguments.get(key) for key in _ADAM_ONLY_TORCH):
+        kept = {key: value for key, value in arguments.items() if key not in _ADAM_ONLY_TORCH}
+        return _over_stand_ins(CPUAdagrad, parameters, {**kept, **_state_dtype(half_states)})
+    _refuse_half_states(half_states, "Adagrad")
+    return torch.optim.Adagrad(parameters, **arguments)
+
+
+def _lamb(parameters: Any, arguments: dict[str, Any]) -> Optimizer:
+    for key in ("eps_inside_sqrt", "amsgrad"):
+        if arguments.pop(key):
+            raise UsageError(f"optimizer.params.{key}: not available for LAMB; set it to false")
+    return Lamb(parameters, **arguments)
+
+
+def _one_bit(name: str, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
+    for key in ("eps_inside_sqrt", "amsgrad"):
+        if arguments.pop(key):
+            raise UsageError(f"optimizer.params.{key}: not available for {name}; set it to false")
+    if arguments.pop("max_grad_norm"):
+        raise UsageError('optimizer.params.max_grad_norm: set it to 0 and use "gradient_clipping"')
+    for key in ("cuda_aware", "comm_backend_name"):
+        arguments.pop(key)
+    return _ONE_BIT[name](parameters, **arguments)
+
+
+def _state_dtype(half_states: bool) -> dict[str, Any]:
+    return {"state_dtype": "bfloat16"} if half_states else {}
+
+
+def _refuse_half_states(half_states: bool, name: str) -> None:
+    if half_states:
+        raise UsageError(f"optimizer.params.fp32_optimizer_states: false is for {name} on the CPU; set it to true")
+
+
+def _over_stand_ins(kind: Callable[..., Optimizer], parameters: Any, arguments: dict[str, Any]) -> Optimizer:
+    """Build a kernels' optimizer over empty float32 tensors, then list the parameters: what it checks of them is true
+    of the fragments that it will get, and need not be of released or half-precision parameters."""
+    groups = parameters if any(isinstance(p, dict) for p in parameters) else [{"params": parameters}]
+    listed = [list(group["params"]) for group in groups]
+    stand_ins = [
+        {**group, "params": [_stand_in(p) for p in params]} for group, params in zip(groups, listed, strict=True)
+    ]
+    made = kind(stand_ins, **arguments)
+    for group, params in zip(made.param_groups, listed, strict=True):
+        group["params"] = [p[1] if isinstance(p, tuple) else p for p in params]
+    return made
+
+
+def _stand_in(parameter: Any) -> Any:
+    """An empty parameter, with the name that ``parameter`` may come with."""
+    empty = nn.Parameter(torch.empty(0))
+    return (parameter[0], empty) if isinstance(parameter, tuple) else empty

@@ -1,0 +1,89 @@
+"""Build the learning rate schedule that the user gave or the configuration names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zero_core.errors import UsageError
+from zero_optim import Scheduler, schedules
+from zero_optim.schedules import VALID_LR_SCHEDULES
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from zero_config import Config, SchedulerSection
+
+_METHODS = ("step", "get_last_lr", "state_dict", "load_state_dict")
+
+
+def build_scheduler(
+    given: Scheduler | Callable[[Optimizer], Scheduler] | None,
+    config: Config,
+    optimizer: Optimizer | None,
+) -> Scheduler | None:
+    """Return the user's schedule, what their function makes of `optimizer`, or what `config.scheduler` names.
+
+    What is given wins over the configuration; None when neither names a schedule. Raises `UsageError` when there is no
+    optimizer to drive, when the schedule drives other param groups than those of `optimizer`, when it needs an argument
+    at every step, or when its class refuses the arguments.
+    """
+    section = config.scheduler
+    if given is None and section is None:
+        return None
+    if optimizer is None:
+        wanted = "lr_scheduler was given" if given is not None else "the configuration has a `scheduler` section"
+        raise UsageError(f"{wanted}, but there is no optimizer for it to drive; give an optimizer or remove it")
+    if given is None and section is not None:
+        return _by_name(section, optimizer)
+    if isinstance(given, type) or not isinstance(given, Scheduler):
+        if not callable(given):
+            raise UsageError(
+                f"lr_scheduler: expected a schedule or a function of the optimizer, got {type(given).__name__}"
+            )
+        return _checked(given(optimizer), optimizer, "lr_scheduler: what the function returned")
+    return _checked(given, optimizer, "lr_scheduler")
+
+
+def _by_name(section: SchedulerSection, optimizer: Optimizer) -> Scheduler:
+    name = section.type
+    if name in VALID_LR_SCHEDULES:
+        kind: Any = getattr(schedules, name)
+        arguments = section.params.model_dump()  # with its nulls: for WarmupDecayLR null is not the default
+    else:
+        kind = getattr(torch.optim.lr_scheduler, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler)):
+            raise UsageError(
+                f"scheduler.type: expected {', '.join(VALID_LR_SCHEDULES)} or a class of torch.optim.lr_scheduler, "
+                f"got {name!r}"
+            )
+        arguments = section.params.kwargs()
+    try:
+        made = kind(optimizer, **arguments)
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UsageError(f"scheduler.params: {name} refused {arguments}: {error}") from error
+    return _checked(made, optimizer, f"scheduler.type {name!r}")
+
+
+def _checked(made: Any, optimizer: Optimizer, what: str) -> Scheduler:
+    missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
+    if missing:
+        raise UsageError(f"{what} is no schedule: {type(made).__name__} has no {', '.join(missing)}()")
+    try:
+        inspect.signature(made.step).bind()
+    except TypeError as error:
+        raise UsageError(
+            f"{what}: {type(made).__name__}.step() needs an argument ({error}), and the engine has none to give; "
+            "keep that schedule outside of the engine and step it yourself"
+        ) from error
+    driven = getattr(getattr(made, "optimizer", optimizer), "param_groups", optimizer.param_groups)
+    if not {id(group) for group in driven} & {id(group) for group in optimizer.param_groups}:
+        raise UsageError(
+            f"{what}: {type(made).__name__} drives other param groups than those of the engine's optimizer "
+            f"({type(optimizer).__name__}), so it would change nothing; build it on that optimizer, or give a function"
+        )
+    scheduler: Scheduler = made
+    return scheduler

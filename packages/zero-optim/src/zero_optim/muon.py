@@ -1,0 +1,62 @@
+"""Muon for matrices, AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .base import ClosureOptimizer
+
+_FLAG = "use_muon"
+
+
+class MuonWithAdam(ClosureOptimizer):
+    """torch.optim.Muon and torch.optim.AdamW behind one list of param groups; a group's ``use_muon`` chooses.
+
+    ``groups``: dicts with ``params``, ``use_muon``, and the hyperparameters of that optimizer.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        given = [dict(group) for group in groups]
+        made: list[dict[str, Any]] = []
+        for group in given:
+            matrix = group.pop(_FLAG)
+            kind = torch.optim.Muon if matrix else torch.optim.AdamW
+            made += [{**filled, _FLAG: matrix} for filled in kind([group]).param_groups]
+        super().__init__(made, {})
+
+    @classmethod
+    def over(cls, model: nn.Module, parameters: Any, arguments: dict[str, Any]) -> MuonWithAdam:
+        """Split ``parameters`` of ``model`` (a list, or dicts with ``params``).
+
+        A parameter's own attribute ``use_muon`` decides where it has one, else matrices go to Muon, except embeddings
+        and what shares a weight with one.
+        """
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+        listed = parameters if any(isinstance(p, dict) for p in parameters) else [{"params": parameters}]
+        rate = arguments["lr"]
+        muon = {"lr": arguments.get("muon_lr", rate), "momentum": arguments["momentum"]}
+        adam = {"lr": arguments.get("adam_lr", rate), "betas": arguments["betas"], "eps": arguments["eps"]}
+        groups: list[dict[str, Any]] = []
+        for group in listed:
+            own = {key: value for key, value in group.items() if key != "params"}
+            by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+            for given in group["params"]:
+                p = given[1] if isinstance(given, tuple) else given
+                by_kind[bool(getattr(p, _FLAG, p.ndim == 2 and id(p) not in embeddings))].append(p)
+            for matrix, params in by_kind.items():
+                if params:
+                    base = {**(muon if matrix else adam), "weight_decay": arguments["weight_decay"]}
+                    groups.append({**base, **own, "params": params, _FLAG: matrix})
+        return cls(groups)
+
+    def update(self) -> None:
+        """Take one step of each group's optimizer, which keeps its states in this one's."""
+        for group, trained in self.groups_with_gradients():
+            kind = torch.optim.Muon if group[_FLAG] else torch.optim.AdamW
+            part = kind([{**{k: v for k, v in group.items() if k != _FLAG}, "params": trained}])
+            part.state = self.state
+            part.step(None)  # type: ignore[no-untyped-call]

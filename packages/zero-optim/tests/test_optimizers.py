@@ -1,0 +1,108 @@
+"""Each optimizer on its own, against its paper or torch's own parts; what needs an engine is tested in zero-core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_optim
+from zero_optim import Lamb, Lion, MuonWithAdam, OneBitAdam, OneBitLamb, ZeroOneAdam
+
+KINDS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    Lion,
+    Lamb,
+    lambda parameters: MuonWithAdam([{"params": list(parameters), "use_muon": False}]),
+    OneBitAdam,
+    OneBitLamb,
+    ZeroOneAdam,
+]
+
+
+def three() -> list[nn.Parameter]:
+    torch.manual_seed(3)
+    return [nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(2, 2))]
+
+
+def with_gradients(parameters: list[nn.Parameter], step: int) -> list[nn.Parameter]:
+    """Give all but the last parameter a gradient."""
+    generator = torch.Generator().manual_seed(step)
+    for p in parameters[:-1]:
+        p.grad = torch.randn(p.shape, generator=generator)
+    return parameters
+
+
+def test_lion_is_the_papers_algorithm() -> None:
+    ours, lr, decay, (b1, b2) = three(), 0.01, 0.1, (0.9, 0.99)
+    optimizer = Lion(ours, lr, (b1, b2), decay)
+    theirs = [p.detach().clone() for p in ours]
+    moments = [torch.zeros_like(p) for p in theirs]
+    for step in range(4):
+        gradients = [p.grad for p in with_gradients(ours, step)]
+        optimizer.step()
+        for p, m, g in zip(theirs, moments, gradients, strict=True):
+            if g is not None:
+                p.sub_(lr * ((b1 * m + (1 - b1) * g).sign() + decay * p))
+                m.copy_(b2 * m + (1 - b2) * g)
+    for p, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_muon_takes_matrices_that_are_no_embedding_unless_a_parameter_says_otherwise() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(5, 4), "one": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+    model["other"].weight.use_muon = False
+    arguments = {"lr": 0.1, "momentum": 0.9, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    optimizer = MuonWithAdam.over(model, list(model.parameters()), arguments)
+    by_kind = {group["use_muon"]: group["params"] for group in optimizer.param_groups}
+    assert [p is model["one"].weight for p in by_kind[True]] == [True] and len(by_kind[False]) == 4
+
+
+@pytest.mark.parametrize("kind", [Lamb, OneBitLamb])
+def test_the_relatives_of_adam_share_their_hyperparameters(kind: Any) -> None:
+    (group,) = kind(three(), 0.5, betas=[0.8, 0.9], eps=1e-3, max_coeff=4.0).param_groups
+    assert group["lr"] == 0.5 and group["betas"] == (0.8, 0.9) and group["eps"] == 1e-3 and group["max_coeff"] == 4.0
+    assert group["weight_decay"] == 0.0 and group["bias_correction"] is True
+    with pytest.raises(TypeError, match="epsilon"):
+        kind(three(), epsilon=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_runs_the_closure_with_gradients_and_leaves_out_who_has_none(kind: Any) -> None:
+    parameters = three()
+    before = [p.detach().clone() for p in parameters]
+    optimizer = kind(parameters)
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        with_gradients(parameters, 0)
+        return 7.0
+
+    assert optimizer.step(closure) == 7.0
+    assert [torch.equal(p, was) for p, was in zip(parameters, before, strict=True)] == [False, False, True]
+
+
+def test_the_schedules_of_0_1_adam_are_those_of_a_counter() -> None:
+    optimizer = ZeroOneAdam(
+        [nn.Parameter(torch.zeros(1))],
+        var_freeze_step=200,
+        var_update_scaler=3,
+        local_step_scaler=5,
+        local_step_clipper=8,
+    )
+    every, updates, total = 1, 0, 0
+    for step in range(1, 260):
+        if step <= 200 and step % every == 0:
+            total, updates = total + 1, updates + 1
+            if updates == 3:
+                every, updates = every * 2, 0
+        assert optimizer.variance_steps(step) == total
+        expected = 1 if step <= 200 else min(8, 2 ** ((step - 201) // 5))
+        assert optimizer.interval(step) == expected
+
+
+def test_every_public_name_is_listed_and_documented() -> None:
+    assert zero_optim.__all__ == sorted(zero_optim.__all__)
+    assert all(getattr(zero_optim, name).__doc__ for name in zero_optim.__all__)

@@ -1,0 +1,80 @@
+"""How many gradients of each unit a backward pass is expected to bring."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+
+from .gradients import UnitGradients
+from .unit_edits import plainly
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+class ExpectedGradients:
+    """Counts the gradients of a pass, and says when a unit has all that the pass is expected to bring.
+
+    A unit is expected to get as many as in the last pass that reached it: more than that come late, and are reduced
+    with the next message among ranks. Where the user sees the averages right after backward (stage 0), none may be
+    late: there a unit is expected to get one for each parameter that requires a gradient now, whether its modules ran
+    or not, and as many more as nested backward passes (reentrant activation checkpointing) have given it at most. What
+    does not come is waited for until the end of the pass, as is everything in the first pass.
+
+    ``gradients``: those of all trained units, by index.
+    """
+
+    def __init__(self, gradients: Mapping[int, UnitGradients]) -> None:
+        self.may_be_late = not any(g.is_shown for g in gradients.values())
+        self._gradients = gradients
+        self._count = {index: len(g.unit.parameters) for index, g in gradients.items()}
+        self._arrived = dict.fromkeys(gradients, 0)
+        self._numbers: dict[int, set[int]] = {index: set() for index in gradients}
+        self._repeats = dict.fromkeys(gradients, 0)
+        self._incomplete: set[int] = set()
+        self._first = True
+
+    @plainly
+    def begin(self) -> None:
+        """A pass begins."""
+        self._arrived = dict.fromkeys(self._gradients, 0)
+        if self.may_be_late:
+            return
+        self._numbers = {index: set() for index in self._gradients}
+        for index in self._incomplete:
+            required = sum(map(_REQUIRES_GRAD, self._gradients[index].unit.parameters))
+            self._count[index] = required + self._repeats[index]
+
+    def arrived(self, index: int, number: int) -> bool:
+        """Count the gradient of parameter ``number``; return True when it was the last one expected."""
+        self._arrived[index] += 1
+        if not self.may_be_late:
+            self._numbers[index].add(number)
+        return self._arrived[index] == self._count[index]
+
+    def has_come(self, index: int) -> bool:
+        """Return whether the unit's expected gradients are here."""
+        return self._arrived[index] >= self._count[index] and (self.may_be_late or not self._first)
+
+    def end(self) -> Iterator[int]:
+        """Autograd is done: yield the units that got other gradients than expected, and expect those from now on."""
+        self._first = False
+        for index, count in self._arrived.items():
+            if not self.may_be_late:
+                self._note_shown(index, count)
+            if count and count != self._count[index]:
+                if self.may_be_late:
+                    self._count[index] = count
+                yield index
+
+    def reached(self) -> Iterator[int]:
+        """Yield the units that got gradients in this pass."""
+        return (index for index, count in self._arrived.items() if count)
+
+    def _note_shown(self, index: int, count: int) -> None:
+        distinct = len(self._numbers[index])
+        repeats = max(self._repeats[index], count - distinct)
+        if distinct < len(self._gradients[index].unit.parameters) or repeats > self._repeats[index]:
+            self._incomplete.add(index)
+        else:
+            self._incomplete.discard(index)
+        self._repeats[index] = repeats
