@@ -62,7 +62,7 @@ def left(rank: MemoryRank) -> list[object]:
 
 
 def test_a_gradient_on_which_the_users_hooks_run_is_taken_when_the_next_one_is_ready() -> None:
-    assert run_threads(left, 1) == [[10.0, True, True, False, 10.0]]
+    assert run_threads(left, 1) == [[10.0, True, True, True, 10.0]]
 
 
 def forgotten(rank: MemoryRank) -> tuple[bool, bool]:
