@@ -116,7 +116,7 @@ class Parts:
         for number, parameter in enumerate(unit.parameters):
             gradient = torch.full(parameter.shape, 1.0 + self.rank.rank, dtype=torch.float64)
             self.gradients[index].add(number, gradient, more_follow=False)
-            self.reducer.arrived(index)
+            self.reducer.arrived(index, number)
 
     def hooks(self, index: int) -> list[GradientHook]:
         """Hooks that report a unit's gradients to `arrivals`."""
