@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from simulated import Simulation, simulate
 
+from zero_report import Kind, RecordWriter
 from zero_report.analysis.analyse import Analysis, analyse
 from zero_report.record.reader import read_run
 
@@ -65,3 +66,18 @@ def test_every_waited_second_has_a_cause(tmp_path: Path) -> None:
         columns = ("gather_wait_s", "reduce_wait_s", "control_wait_s", "tier_wait_s", "data_s")
         waited += sum(float(record.table[c][rows & (record.table[c] == record.table[c])].sum()) for c in columns)
     assert sum(share.seconds for share in found.causes.by_kind) == pytest.approx(waited, rel=1e-3)
+
+
+SKIPPED = " 5 of 20 steps were skipped, because a gradient was not finite."
+
+
+@pytest.mark.parametrize(("every", "said"), [(4, SKIPPED), (30, "")])
+def test_many_skipped_steps_are_said(tmp_path: Path, every: int, said: str) -> None:
+    writer = RecordWriter(tmp_path, rank=0, world_size=1, background=False)
+    for step in range(1, 21):
+        writer.span(Kind.FORWARD, "forward", 0.0, 0.01)
+        writer.end_step(loss=1.0, skipped=int(step % every == 0))
+    writer.close()
+    found = analyse(read_run(tmp_path)).verdict
+    assert found.sentence == f"The ranks spend their time computing.{said}"
+    assert found.tone == ("mixed" if said else "good")

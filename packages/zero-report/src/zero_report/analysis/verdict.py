@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..record.reader import Run
 from .causes import Causes, Share
 from .ending import how_it_ended
@@ -31,13 +33,23 @@ def judge(run: Run, causes: Causes, links: list[Link]) -> Verdict:
     ended, detail, tone = end.text, end.detail, "bad" if end.badly else ""
     if not causes.steps:
         return Verdict("No step of this run is over yet.", ended, tone or "mixed", detail)
+    skipped = _skipped(run)
     largest = causes.by_kind[0] if causes.by_kind else None
     if largest is None or largest.share < _WORTH_NAMING:
         rest = "" if largest is None else f"; no cause of waiting takes more than {_percent(largest.share)} of the step"
         sentence = f"The ranks spend their time computing{rest}."
-        return Verdict(sentence, ended, tone or "good", detail)
+        return Verdict(sentence + skipped, ended, tone or ("mixed" if skipped else "good"), detail)
     sentence = _SENTENCES[largest.kind](largest, causes, links)
-    return Verdict(sentence, ended, tone or ("bad" if largest.share >= 0.25 else "mixed"), detail)
+    return Verdict(sentence + skipped, ended, tone or ("bad" if largest.share >= 0.25 else "mixed"), detail)
+
+
+def _skipped(run: Run) -> str:
+    """Say it where many steps of the last start were skipped."""
+    table = run.last.first.table
+    steps, skipped = float(table["steps"].sum()), float(np.nansum(table["skipped"]))
+    if skipped < _WORTH_NAMING * steps or not skipped:
+        return ""
+    return f" {skipped:,.0f} of {steps:,.0f} steps were skipped, because a gradient was not finite."
 
 
 def _data(share: Share, causes: Causes, _links: list[Link]) -> str:

@@ -101,7 +101,7 @@ page.lines = (host, title, x, lines, { band = null, xName = "step", height = 220
       const line = known.find((one) => (one.scale ?? "y") === scale);
       axes.push({
         ...axisStyle(), scale, side: number ? 1 : 3, size: 64, grid: number ? { show: false } : axisStyle().grid,
-        values: (_, ticks) => ticks.map((tick) => line.format(tick)),
+        values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : line.format(tick))),
       });
     });
     const range = zero ? (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.05 : 1] : undefined;
