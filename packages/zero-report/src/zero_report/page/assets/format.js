@@ -51,7 +51,7 @@ page.element = (tag, text, className) => {
 
 page.at = (id) => document.getElementById(id);
 
-// A table. `columns`: {name, number, code, show}; `show` returns text or an element.
+// A table. `columns`: {name, number, code, wide, show}; `show` returns text or an element.
 page.table = (host, columns, rows, empty) => {
   host.replaceChildren();
   if (!rows.length) {
@@ -70,7 +70,7 @@ page.table = (host, columns, rows, empty) => {
     const line = body.insertRow();
     for (const column of columns) {
       const cell = line.insertCell();
-      cell.className = column.number ? "number" : column.code ? "code" : "name";
+      cell.className = column.number ? "number" : column.code ? "code" : column.wide ? "wide" : "name";
       cell.append(column.show(row) ?? "");
     }
   }

@@ -98,17 +98,17 @@ page.showTables = (data) => {
   page.table(page.at("units-table"), [
     { name: "unit, parameter or message", code: true, show: (row) => row.name },
     { name: "waited for", number: true, show: (row) => page.seconds(row.waited) },
-    { name: "mostly for", show: (row) => row.cause },
+    { name: "waits mostly for", wide: true, show: (row) => row.cause },
     { name: "computes", number: true, show: (row) => page.seconds(row.computed) },
     { name: "messages", number: true, show: (row) => page.digits(row.messages) },
-    { name: "gathers send", number: true, show: (row) => page.bytes(row.gathered) },
-    { name: "reductions send", number: true, show: (row) => page.bytes(row.reduced) },
-    { name: "other messages send", number: true, show: (row) => page.bytes(row.other) },
-    { name: "read from tiers", number: true, show: (row) => page.bytes(row.read) },
-    { name: "written to tiers", number: true, show: (row) => page.bytes(row.written) },
+    { name: "gathers", number: true, show: (row) => page.bytes(row.gathered) },
+    { name: "reductions", number: true, show: (row) => page.bytes(row.reduced) },
+    { name: "other", number: true, show: (row) => page.bytes(row.other) },
+    { name: "read", number: true, show: (row) => page.bytes(row.read) },
+    { name: "written", number: true, show: (row) => page.bytes(row.written) },
   ], data.units.slice(0, LISTED_UNITS), "No unit was recorded.");
   const more = data.units.length > LISTED_UNITS ? ` The ${LISTED_UNITS} that are waited for longest, of ${data.units.length}.` : "";
-  if (data.units.length) page.at("units-table").append(page.element("p", `Per rank and step, mean.${more}`, "quiet"));
+  if (data.units.length) page.at("units-table").append(page.element("p", `Per rank and step, mean; bytes are what gathers, reductions and other messages send, and what is read from and written to tiers.${more}`, "quiet"));
   page.table(page.at("checkpoints-table"), [
     { name: "step", number: true, show: (row) => String(row.step) },
     { name: "at", show: (row) => page.time(row.at) },
