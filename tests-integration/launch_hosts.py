@@ -158,8 +158,10 @@ class Hosts:
         subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
         return f"SetEnv LD_PRELOAD={library} CLOCK_AHEAD={self._ahead[name]}\n"
 
-    def launch(self, *arguments: object, launcher: str = "ssh", **variables: str) -> subprocess.Popen[str]:
-        """Start `zero-launch` in the front namespace."""
+    def launch(
+        self, *arguments: object, launcher: str = "ssh", errors: Path | None = None, **variables: str
+    ) -> subprocess.Popen[str]:
+        """Start `zero-launch` in the front namespace; standard error goes to ``errors``, for long jobs, or a pipe."""
         command = ["ip", "netns", "exec", self.front, sys.executable, "-m", "zero_launch", "--launcher", launcher]
         if launcher == "ssh":
             command += ["--launcher_args", f"-F {self.folder}/ssh_config"]
@@ -167,7 +169,8 @@ class Hosts:
             variables["PDSH_SSH_ARGS_APPEND"] = f"-F{self.folder}/ssh_config"
         command += ["--log-dir", str(self.folder / "logs")]
         env = {**os.environ, "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1", **variables}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        told = subprocess.PIPE if errors is None else errors.open("w")
+        pipes = {"stdout": subprocess.PIPE, "stderr": told, "text": True}
         words = [*command, *map(str, arguments)]
         job: subprocess.Popen[str] = subprocess.Popen(words, cwd=self.folder, env=env, **pipes)  # type: ignore[call-overload]
         self._jobs.append(job)

@@ -107,10 +107,12 @@ def test_a_job_of_many_accidents_ends_by_itself_with_the_losses_of_an_undisturbe
     hostfile = tmp_path / "hosts"
     hostfile.write_text("alpha slots=2\nbeta slots=1\ngamma slots=1\n")
     words = ["--elastic", "1:4", "--restarts", 3 * ACCIDENTS, "--hostfile", hostfile]
-    job = hosts.launch(*words, TRAINING, STEPS, folder, "{}", ELASTIC_PACE="0.05")
+    errors = tmp_path / "errors"  # more than a pipe holds
+    job = hosts.launch(*words, TRAINING, STEPS, folder, "{}", errors=errors, ELASTIC_PACE="0.05")
     accidents = Accidents(hosts, folder, random.Random(5))
     accidents.run(job, 60 + 30 * ACCIDENTS)
-    _, err = job.communicate(timeout=60)
+    job.wait(timeout=120)
+    err = errors.read_text()
     for what, seconds in accidents.recoveries:
         print(f"{what}: {seconds:.1f} s from the accident to the next step")
     assert job.returncode == 0, err[-6000:]

@@ -64,12 +64,14 @@ class ChannelBackend(RendezvousBackend):
         with self._lock:
             self._number += 1
             self._channel.send("state", number=self._number, state=state, version=version)
-            end = time.monotonic() + _ANSWER_SECONDS
             while True:
                 try:
-                    answer = self.answers.get(timeout=max(0.0, end - time.monotonic()))
+                    answer = self.answers.get(timeout=_LOOK_SECONDS)
                 except queue.Empty:
-                    raise RendezvousConnectionError("the launcher does not answer") from None
+                    # A launcher that lives may be held up for long, by a terminal that shows nothing more.
+                    if self._channel.broken or self._channel.silence > _ANSWER_SECONDS:
+                        raise RendezvousConnectionError("the launcher does not answer") from None
+                    continue
                 if answer["number"] == self._number:
                     return answer
 
