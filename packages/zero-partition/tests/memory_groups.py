@@ -151,13 +151,15 @@ class MemoryRank:
         route = Route(self.gather)  # type: ignore[arg-type]
         unit = Unit(index, plan, layout, route, self.residency, device=_CPU, releasable=releasable)
         values = torch.arange(layout.numel, dtype=torch.float64) + 100 * index
-        unit.materialise(values, torch.float64, whole_master=False)
+        unit.materialise(values, torch.float64, full_master=False)
         return unit
 
     def gradients(self, unit: Unit) -> UnitGradients:
         """The gradients of a unit, reduced on this rank's reduce group."""
         dtype = torch.float64
-        return UnitGradients(unit, self.reduce, accumulate_dtype=dtype, wire_dtype=dtype, keep_flat=False, whole=None)
+        return UnitGradients(
+            unit, self.reduce, accumulate_dtype=dtype, wire_dtype=dtype, keep_flat=False, full_group=None
+        )
 
 
 _CPU = torch.device("cpu")

@@ -143,5 +143,5 @@ class Parts:
             accumulate_dtype=dtype,
             wire_dtype=dtype,
             keep_flat=False,
-            whole=self.rank.gather,  # type: ignore[arg-type]
+            full_group=self.rank.gather,  # type: ignore[arg-type]
         )

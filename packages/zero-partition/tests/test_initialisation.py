@@ -197,7 +197,7 @@ def from_meta() -> dict[str, Any]:
         model = Reset()
     parts = groups()
     held: list[int] = []
-    with Init(parts.gather, parts.control, max_whole_numel=80):
+    with Init(parts.gather, parts.control, max_full_numel=80):
         materialise(model, held)
     after = sum(p.untyped_storage().nbytes() for p in model.parameters())
     partition = cut(model, 3)
@@ -344,7 +344,7 @@ class Gathers(nn.Module):
 def gathers_inside() -> tuple[dict[str, torch.Tensor], torch.Tensor, list[bool]]:
     channels = groups()
     torch.manual_seed(3)
-    with Init(channels.gather, channels.control, max_whole_numel=8):
+    with Init(channels.gather, channels.control, max_full_numel=8):
         model = Gathers()
     absent = [bool(p.isnan().all()) for p in model.parameters()]
     parts = cut(model, 3)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zero_partition import PartitionError, UnitLimits, UnitPlan, plan_units
-from zero_partition.units import check_trainable_uncut, uncut_parameters
+from zero_partition.units import check_trainable_shards, replicated_parameters
 
 SMALL = UnitLimits(max_numel=10_000, min_numel=1)
 
@@ -109,11 +109,11 @@ def test_single_elements_are_resident_and_what_cannot_be_cut_is_left_out_with_a_
     model = Oddities()
     where = {name: plan.resident for plan in plans_of(model) for name in plan.parameters}
     assert where == {"scale": True, "one": True, "weight": False}
-    assert uncut_parameters(model) == {
+    assert replicated_parameters(model) == {
         "empty": "it is empty",
         "codes": "its dtype torch.int8 is not floating point",
     }
-    check_trainable_uncut(model)
+    check_trainable_shards(model)
 
 
 class Wrapped(torch.Tensor):
@@ -124,7 +124,7 @@ def test_a_trainable_tensor_subclass_is_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(Wrapped))
     with pytest.raises(PartitionError, match="'weight' requires gradients but .*tensor subclass \\(Wrapped\\)"):
-        check_trainable_uncut(model)
+        check_trainable_shards(model)
     model.weight.requires_grad_(False)
-    check_trainable_uncut(model)
-    assert "weight" in uncut_parameters(model)
+    check_trainable_shards(model)
+    assert "weight" in replicated_parameters(model)

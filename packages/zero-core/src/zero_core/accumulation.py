@@ -61,7 +61,7 @@ class Accumulation:
         options = self._state.partition.options
         if options.reduces_each:
             raise UsageError(
-                "engine.no_sync() needs whole gradients on every rank, but stage "
+                "engine.no_sync() needs full gradients on every rank, but stage "
                 f"{options.stage} reduces every micro-batch; use gradient_accumulation_steps instead"
             )
         before, self._synchronises = self._synchronises, False

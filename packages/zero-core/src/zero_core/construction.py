@@ -39,7 +39,7 @@ __all__ = [
 
 
 def gathered(parameters: Any, modifier_rank: int | None = None) -> AbstractContextManager[None]:
-    """Have ``parameters`` whole inside the block: of any engine, or of a model built inside `Init`. Collective.
+    """Have ``parameters`` gathered inside the block: of any engine, or of a model built inside `Init`. Collective.
 
     One parameter or an iterable; None and plain tensors in it are ignored. With ``modifier_rank`` that rank's changes
     become every rank's at exit. Without it an engine keeps changes that are the same on all ranks and refuses others;

@@ -272,7 +272,7 @@ def rank_loader(
     if isinstance(dataset, IterableDataset) or not sized:
         raise UsageError(
             f"training_data: expected samples by number (__len__ and __getitem__), got {type(dataset).__name__}; "
-            "cut it over the ranks yourself and pass its batches to the engine"
+            "divide it over the ranks yourself and pass its batches to the engine"
         )
     if sampler is None and virtual_ranks:
         sampler = StepSampler(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zero_ckpt import CheckpointError, Coordinator, MismatchError
 from zero_ckpt.torch import DistCoordinator
 from zero_comm import Control, Message, open_group
-from zero_partition import ModelParts, TensorParallelModel, WholeModel
+from zero_partition import ModelParts, TensorParallelModel, UnsplitModel
 
 from .errors import UsageError
 
@@ -50,7 +50,7 @@ class ModelParallel:
     def open(self) -> ModelPart:
         """Make the groups in which the parts agree. Collective over all ranks."""
         if self.size == 1:
-            return ModelPart(self, WholeModel(), None)
+            return ModelPart(self, UnsplitModel(), None)
         control = Control(open_group(self.model_rows, "gloo"))
         everybody = Control(open_group([[rank for row in self.data_rows for rank in row]], "gloo"))
         return ModelPart(self, TensorParallelModel(control), everybody)
@@ -118,7 +118,7 @@ class ModelPart:
 
 
 def model_parallel(mpu: Any) -> ModelParallel:
-    """What ``mpu`` says of all ranks; without one, every rank has the whole model. Collective over all ranks.
+    """What ``mpu`` says of all ranks; without one, every rank has the full model. Collective over all ranks.
 
     Reads ``get_data_parallel_group()`` and the group, rank and world size called ``tensor_model_parallel``,
     ``slice_parallel`` or ``model_parallel``, the first that is there. Raises `UsageError` on every rank for an mpu

@@ -27,7 +27,7 @@ def startup_report(config: Config, partition: Partition) -> str:
         str(options.policy),
         *codec_lines(config, partition.device),
     ]
-    lines += [f"kept whole on every rank: '{name}', because {reason}" for name, reason in partition.uncut.items()]
+    lines += [f"replicated on every rank: '{name}', because {reason}" for name, reason in partition.replicated.items()]
     lines += [
         f"  {row.path} = {row.value!r} ({row.provenance}){'; ' + row.note if row.note else ''}"
         for row in config.report(defaults=False)

@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: models that are built in parts, and parameters that are whole for a while."""
+"""`deepspeed.zero`: models that are built in parts, and parameters that are full for a while."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_core.construction import shards_in
 from zero_core.model_parallel import model_parallel
 from zero_core.supervision import supervisor
 from zero_partition import Init as PartitionInit
-from zero_partition import cut_record, gathered_anywhere
+from zero_partition import gathered_anywhere, sharded_record
 from zero_partition import register_external_parameter as register_use
 
 from .communication import init_distributed
@@ -31,9 +31,9 @@ _ACTIVE: ContextVar[tuple[Init, ...]] = ContextVar("zero_deepspeed_init", defaul
 
 
 class Init:
-    """Context manager: parameters of modules built inside are cut over the ranks (see `zero_core.Init`). Collective.
+    """Context manager: modules built inside are sharded over the ranks (see `zero_core.Init`). Collective.
 
-    ``module``: a model that is there already is cut at once. ``config_dict_or_path`` (or ``config``): values that
+    ``module``: a model that is there already is sharded at once. ``config_dict_or_path`` (or ``config``): values that
     frameworks have left "auto" are tolerated; ``mpu``: as for `initialize`. Initial values are those that one process
     draws; at the end parameters get ``dtype``, by default the configuration's: bf16, fp16 or float32. Inside another
     `Init`, and without stage 3, it does nothing.
@@ -84,7 +84,7 @@ class Init:
         if module is not None and enabled:
             inner = self._prepared()
             if inner is not None:
-                inner.cut(module)
+                inner.shard(module)
                 self._finish(module.parameters())
 
     def __enter__(self) -> Init:
@@ -107,7 +107,7 @@ class Init:
             self._handle = register_module_parameter_registration_hook(self._registered)
 
     def _prepared(self) -> PartitionInit | None:
-        """What cuts; None below stage 3. Collective."""
+        """What shards; None below stage 3. Collective."""
         init_distributed()
         for name, group in self._groups.items():
             if group is not None and len(dist.get_process_group_ranks(group)) < dist.get_world_size():
@@ -139,7 +139,7 @@ class Init:
     def _finish(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             if self._dtype is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
-                record = cut_record(parameter)
+                record = sharded_record(parameter)
                 if record is not None:
                     record.convert(self._dtype)
                 else:
@@ -180,11 +180,11 @@ def suspended() -> Iterator[None]:
 
 
 class GatheredParameters(AbstractContextManager[None]):
-    """Context manager: ``params`` (one, or an iterable; None and plain tensors are ignored) are whole inside.
+    """Context manager: ``params`` (one, or an iterable; None and plain tensors are ignored) are gathered inside.
 
     With ``modifier_rank`` that rank's changes become every rank's at the end; without it an engine keeps those that are
-    the same on all ranks, and refuses others. ``fwd_module``: also have them whole whenever that module runs. Contexts
-    may overlap. Collective.
+    the same on all ranks, and refuses others. ``fwd_module``: also have them gathered whenever that module runs.
+    Contexts may overlap. Collective.
     """
 
     def __init__(
@@ -220,13 +220,13 @@ class GatheredParameters(AbstractContextManager[None]):
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Have ``parameter``, which another module owns, whole whenever ``module`` runs."""
+    """Have ``parameter``, which another module owns, gathered whenever ``module`` runs."""
     register_use(module, parameter)
     note_external(parameter)
 
 
 def unwrap_model_for_generation(model: Any, **_options: Any) -> AbstractContextManager[Any]:
-    """Context manager: the plain module behind an engine, its parameters whole and its hooks off, so that ranks may
+    """Context manager: the plain module behind an engine, its parameters full and its hooks off, so that ranks may
     generate as much as each likes. Collective."""
     return _unwrapped(model)
 

@@ -176,7 +176,7 @@ class DeepSpeedEngine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As `Engine.save_16bit_model`; at stage 3 only when the configuration asks for whole weights, else false."""
+        """As `Engine.save_16bit_model`; at stage 3 only when the configuration asks for full weights, else false."""
         asked = self.resolved_config.zero_optimization.stage3_gather_16bit_weights_on_model_save
         if self.zero_optimization_stage() == 3 and not asked:
             logger.warning(

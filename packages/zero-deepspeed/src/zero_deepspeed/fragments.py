@@ -1,4 +1,4 @@
-"""Whole and local values of sharded parameters, by DeepSpeed's names."""
+"""Full and local values of sharded parameters, by DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from zero_partition import (
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole parameter in the optimizer's precision; None when no engine has it. Collective."""
+    """Return the full parameter in the optimizer's precision; None when no engine has it. Collective."""
     owner = owner_of(param)
     return None if owner is None or owner.find(param) is None else full_parameter(owner, param)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole averaged gradient; None when there is none. Collective."""
+    """Return the full averaged gradient; None when there is none. Collective."""
     owner = owner_of(param)
     if param.grad is not None or owner is None or owner.find(param) is None:
         return param.grad
@@ -38,7 +38,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """The whole optimizer state of that name; None when no engine has the parameter. Collective."""
+    """Return the full optimizer state of that name; None when no engine has the parameter. Collective."""
     owner = owner_of(param)
     return None if owner is None else full_state(owner, _optimizer(owner), param, optim_state_key)
 
@@ -197,7 +197,7 @@ def _places(param: nn.Parameter) -> Iterator[_Place]:
         raise UsageError("the safe_*_local_* functions are for parameters that stage 3 has partitioned")
     found = owner.find(param)
     if found is None:
-        raise UsageError("the parameter is kept whole on every rank and has no part of its own")
+        raise UsageError("the parameter is replicated on every rank and has no part of its own")
     unit, index = found
     entry = unit.layout.entries[index]
     for fragment in unit.layout.fragments(owner.rank):

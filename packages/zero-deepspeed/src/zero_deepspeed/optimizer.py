@@ -131,7 +131,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._engine.step_without_schedule()
 
     def get_full_hp_param(self, parameter: nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
-        """The whole master of a parameter, or one of its states. Collective."""
+        """Return the full master of a parameter, or one of its states. Collective."""
         if optim_state_key is None:
             return self._engine.full_param(parameter)
         return self._engine.full_state(parameter, optim_state_key)

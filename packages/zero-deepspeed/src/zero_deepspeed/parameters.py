@@ -19,10 +19,10 @@ from zero_partition import (
     Unit,
     UnitState,
     change_class,
-    cut_record,
     gathered_anywhere,
     owner_of,
     present_class,
+    sharded_record,
 )
 
 from .communication import get_world_group
@@ -68,7 +68,7 @@ class _Facts:
 class ZeroParameter(nn.Parameter):
     """The class that parameters have while stage 3 or `Init` keeps them; every name is computed when it is read.
 
-    Under one rank a parameter is always whole; ``ds_status`` still says NOT_AVAILABLE outside of
+    Under one rank a parameter is always full; ``ds_status`` still says NOT_AVAILABLE outside of
     `GatheredParameters`, so that scripts take the path that they take under more ranks.
     """
 
@@ -79,12 +79,12 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_shape(self) -> torch.Size:
-        """The shape of the whole parameter."""
+        """The shape of the full parameter."""
         return self.shape
 
     @property
     def ds_numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the full parameter."""
         return self.shape.numel()
 
     @property
@@ -94,7 +94,7 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Return whether the whole values are in ``data`` now."""
+        """Return whether the full values are in ``data`` now."""
         place = _place(self)
         if place is not None:
             unit = place[0]
@@ -103,8 +103,8 @@ class ZeroParameter(nn.Parameter):
                 return ZeroParamStatus.INFLIGHT if inflight else ZeroParamStatus.NOT_AVAILABLE
             if unit.releasable or unit.plan.resident:
                 return ZeroParamStatus.AVAILABLE
-        record = cut_record(self)
-        if record is not None and record.whole:
+        record = sharded_record(self)
+        if record is not None and record.is_full:
             return ZeroParamStatus.AVAILABLE
         return ZeroParamStatus.AVAILABLE if _facts(self).gathers else ZeroParamStatus.NOT_AVAILABLE
 
@@ -113,7 +113,7 @@ class ZeroParameter(nn.Parameter):
         """A copy of the part that this rank holds, 1-D."""
         place = _place(self)
         if place is None:
-            record = cut_record(self)
+            record = sharded_record(self)
             return self.data.flatten() if record is None else record.shard
         partition, (unit, index) = owner_of(self), place
         if partition is None:
@@ -130,7 +130,7 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_persist(self) -> bool:
-        """Return whether it stays whole on every rank, as small parameters do."""
+        """Return whether it is replicated, as small parameters do."""
         place = _place(self)
         return place is not None and place[0].plan.resident
 
@@ -181,7 +181,7 @@ class ZeroParameter(nn.Parameter):
         return
 
     def all_gather(self, param_list: Iterable[nn.Parameter] | None = None, **_options: Any) -> None:
-        """Have this parameter (or those of ``param_list``) whole until `partition`. Collective."""
+        """Have this parameter (or those of ``param_list``) gathered until `partition`. Collective."""
         for parameter in [self] if param_list is None else list(param_list):
             if isinstance(parameter, ZeroParameter) and _facts(parameter).held is None:
                 _facts(parameter).held = gathered_anywhere(parameter)
@@ -226,7 +226,7 @@ class ZeroParameter(nn.Parameter):
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with the whole values. Collective where they are not here."""
+        """A plain parameter with the full values. Collective where they are not here."""
         if id(self) not in memo:
             with nullcontext() if _is_whole(self) else gathered_anywhere(self):
                 memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
@@ -275,10 +275,10 @@ def _facts(parameter: nn.Parameter) -> _Facts:
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:
-    place, record = _place(parameter), cut_record(parameter)
+    place, record = _place(parameter), sharded_record(parameter)
     if place is not None:
         return not place[0].releasable or place[0].state is UnitState.GATHERED
-    return record is None or record.whole
+    return record is None or record.is_full
 
 
 def _shard_group(parameter: nn.Parameter) -> Group | None:

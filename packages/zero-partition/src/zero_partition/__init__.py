@@ -15,19 +15,19 @@ from .access import (
     set_full_parameter,
     set_full_state,
 )
-from .cut import PartitionOptions
 from .data_watch import change_class, present_class
 from .errors import EditRefusedError, NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
 from .gradients import UnitGradients
-from .initialisation import CutParameter, Init, NewShard, cut_record
+from .initialisation import Init, NewShard, ShardedParameter, sharded_record
 from .layout import Entry, Fragment, Layout, UnitLayout
 from .leaves import LeafTree
-from .model_parts import ModelParts, TensorParallelModel, WholeModel
+from .model_parts import ModelParts, TensorParallelModel, UnsplitModel
 from .needs import AveragingOptimizer, NormOptimizer
 from .norm import GRID, NormSquared, norm_squared
 from .optimizer import ShardedOptimizer, StepResult
 from .partition import Partition, owner_of, partition
+from .planning import PartitionOptions
 from .residency import DeviceResidency, Residency
 from .tier import MakeStates, ShardNeeds, StateTier
 from .tiling import TiledLinear
@@ -37,7 +37,6 @@ from .updates import OwnedFragment, start_in_reduced
 
 __all__ = [
     "AveragingOptimizer",
-    "CutParameter",
     "DeviceResidency",
     "EditRefusedError",
     "Entry",
@@ -60,6 +59,7 @@ __all__ = [
     "Residency",
     "ShardNeeds",
     "ShardedOptimizer",
+    "ShardedParameter",
     "StateTier",
     "StepResult",
     "TensorParallelModel",
@@ -70,9 +70,8 @@ __all__ = [
     "UnitLimits",
     "UnitPlan",
     "UnitState",
-    "WholeModel",
+    "UnsplitModel",
     "change_class",
-    "cut_record",
     "full_gradient",
     "full_parameter",
     "full_state",
@@ -89,6 +88,7 @@ __all__ = [
     "set_full_parameter",
     "set_full_state",
     "set_leaf_modules",
+    "sharded_record",
     "start_in_reduced",
     "unregister_external_parameter",
 ]

@@ -11,7 +11,7 @@ from torch import nn
 from zero_comm import Tag
 
 from .errors import EditRefusedError, PartitionError
-from .initialisation import cut_record
+from .initialisation import sharded_record
 from .optimizer import ShardedOptimizer
 from .partition import Partition, owner_of
 from .tier import StateTier
@@ -80,9 +80,9 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
     ``parameters``: one or an iterable; None, plain tensors and full parameters in it are left as they are. Collective.
     """
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
-    found = {r.number: r for p in given if (r := cut_record(p)) is not None}
+    found = {r.number: r for p in given if (r := sharded_record(p)) is not None}
     built = [found[number] for number in sorted(found)]  # every rank gathers in the same order
-    released = [record for record in built if not record.whole]
+    released = [record for record in built if not record.is_full]
     owners = {id(owner): owner for p in given if (owner := owner_of(p)) is not None}
     with ExitStack() as stack:
         for owner in owners.values():
@@ -98,7 +98,7 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
                 for record in built:
                     record.take_from(modifier_rank)
                 for record in released:
-                    record.cut()
+                    record.reshard()
         finally:
             for record in released:
                 record.pinned = False

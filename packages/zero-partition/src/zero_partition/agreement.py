@@ -63,7 +63,7 @@ class Liveness:
             here = (
                 "What this rank has of the weights is its shards, which cannot be gathered any more."
                 if self._sharded
-                else "The model's parameters are whole on this rank: torch.save(model.state_dict()) writes them."
+                else "The model's parameters are replicated on this rank: torch.save(model.state_dict()) writes them."
             )
             raise CommError(
                 f"this engine has failed earlier and cannot go on: {self._failure}. {here} Make a new engine on every "

@@ -13,7 +13,7 @@ _LEAF = "_zero_leaf"
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Have ``parameter`` whole whenever ``module`` runs, though another module owns it.
+    """Have ``parameter`` gathered whenever ``module`` runs, though another module owns it.
 
     For code that holds the parameter itself instead of reading it from its owner, which brings it anyway. Before or
     after the model is partitioned.
@@ -40,7 +40,7 @@ def external_parameters(module: nn.Module) -> list[nn.Parameter]:
 def set_leaf_modules(
     model: nn.Module, chosen: Iterable[type[nn.Module] | str], *, leaf: bool = True
 ) -> list[nn.Module]:
-    """Have the modules chosen gathered as a whole, however large: for modules that choose inside what to run.
+    """Have the modules chosen gathered together with their children, however large: they choose inside what to run.
 
     ``chosen``: classes, names of classes (with or without their package) or names of modules in ``model``. Before the
     model is partitioned. Returns the modules; ValueError names a choice that fits none.

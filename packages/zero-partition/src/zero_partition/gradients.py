@@ -31,12 +31,12 @@ class UnitGradients:
     ``accumulate_dtype``: of the reduced gradient, and of the flat buffer that autograd's gradients go into when
     several backward passes add up in it; else that buffer has the parameters' dtype. ``wire_dtype``: what travels.
     ``keep_flat``: the flat buffer is kept from step to step (stages 0 and 1) instead of until it was reduced.
-    ``whole``: the group in which every rank gets all of the reduced gradient (stage 0), else None. ``states``: where
-    the reduced gradient is kept; without it, on the device. ``leaves``: the reductions of a step are added along a
-    tree, and there is a reduced gradient when all of them are there.
+    ``full_group``: the group in which every rank gets all of the reduced gradient (stage 0), else None. ``states``:
+    where the reduced gradient is kept; without it, on the device. ``leaves``: the reductions of a step are added along
+    a tree, and there is a reduced gradient when all of them are there.
 
     Attributes:
-        reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``whole`` the full flat buffer;
+        reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``full_group`` the flat buffer;
             None before the first reduction since `clear`, and always where ``states`` keeps it.
         touched: for each parameter, whether this rank has had a gradient since `clear`.
         watches: are shown the flat buffer before each reduction.
@@ -50,7 +50,7 @@ class UnitGradients:
         accumulate_dtype: torch.dtype,
         wire_dtype: torch.dtype,
         keep_flat: bool,
-        whole: Group | None,
+        full_group: Group | None,
         states: StateTier | None = None,
         leaves: LeafTree | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class UnitGradients:
         self._accumulate_dtype = accumulate_dtype
         self._wire_dtype = wire_dtype
         self._keep_flat = keep_flat
-        self._whole = whole
+        self._full_group = full_group
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         entries = unit.layout.entries
@@ -98,7 +98,7 @@ class UnitGradients:
     @property
     def is_shown(self) -> bool:
         """Return whether the user sees the averaged gradient in ``.grad`` (stage 0)."""
-        return self._whole is not None
+        return self._full_group is not None
 
     @property
     def is_alone(self) -> bool:
@@ -210,7 +210,7 @@ class UnitGradients:
         if mean is None:
             return
         if self._states is None:
-            if self._whole is None:
+            if self._full_group is None:
                 self.reduced = mean
             else:
                 self.reduced = mean.new_empty(self.unit.layout.numel)
@@ -224,22 +224,22 @@ class UnitGradients:
     def reduce_again(self, flat: torch.Tensor, before: torch.Tensor | None, step: int) -> torch.Tensor:
         """Reduce ``flat``, a copy of what a watch was shown, once more; return the average, added to a copy of what
         `averaged` was ``before``, in the form that `averaged` has now. Collective, outside of passes."""
-        numel = self.unit.layout.shard_numel if self._whole is None else self.unit.layout.numel
+        numel = self.unit.layout.shard_numel if self._full_group is None else self.unit.layout.numel
         found = flat.new_empty(numel, dtype=self._accumulate_dtype) if before is None else before.to(flat.device)
-        own = found if self._whole is None else self._slice(found)
+        own = found if self._full_group is None else self._slice(found)
         tag = Tag("reduce", self.unit.name, step)
         payload = flat if flat.dtype == self._wire_dtype else flat.to(self._wire_dtype)
         self._reduction.reduce(payload, own, tag, accumulate=before is not None).wait()
-        if self._whole is not None:
-            self._whole.all_gather(found, own, tag).wait()
+        if self._full_group is not None:
+            self._full_group.all_gather(found, own, tag).wait()
         return found
 
     def gather_full(self, step: int) -> Work | None:
-        """Give every rank the whole averaged gradient (stage 0); call once, after the last reduction before the
+        """Give every rank the full averaged gradient (stage 0); call once, after the last reduction before the
         step."""
-        if self._whole is None or self.reduced is None or self._stays_here():
+        if self._full_group is None or self.reduced is None or self._stays_here():
             return None
-        return self._whole.all_gather(self.reduced, self._slice(self.reduced), Tag("reduce", self.unit.name, step))
+        return self._full_group.all_gather(self.reduced, self._slice(self.reduced), Tag("reduce", self.unit.name, step))
 
     def clear(self) -> None:
         """Forget all gradients; the flat buffer is kept where it lives from step to step."""
@@ -289,7 +289,7 @@ class UnitGradients:
     def visible(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
         """Yield (parameter, its averaged gradient in its own shape and dtype, whether this rank touched it) after
         `gather_full`."""
-        if self._whole is None or self.reduced is None:
+        if self._full_group is None or self.reduced is None:
             return
         shown = self.reduced if self.reduced.dtype == self.unit.plan.dtype else self._narrowed(self.reduced)
         yield from zip(self.unit.parameters, self._stretches(shown), self.touched, strict=True)
@@ -313,13 +313,13 @@ class UnitGradients:
             self._arriving = flat.new_empty(self.unit.layout.shard_numel, dtype=self._accumulate_dtype)
             return self._arriving, False
         if self.reduced is not None:
-            return (self._slice(self.reduced) if self._whole is not None else self.reduced), True
+            return (self._slice(self.reduced) if self._full_group is not None else self.reduced), True
         if self._keep_flat and flat.dtype == self._accumulate_dtype:
-            self.reduced = flat if self._whole is not None else self._slice(flat)
+            self.reduced = flat if self._full_group is not None else self._slice(flat)
             return self._slice(flat), False
-        numel = self.unit.layout.numel if self._whole is not None else self.unit.layout.shard_numel
+        numel = self.unit.layout.numel if self._full_group is not None else self.unit.layout.shard_numel
         self.reduced = torch.empty(numel, dtype=self._accumulate_dtype, device=flat.device)
-        return (self._slice(self.reduced) if self._whole is not None else self.reduced), False
+        return (self._slice(self.reduced) if self._full_group is not None else self.reduced), False
 
     def _places(self, numbers: Collection[int], averaged: torch.Tensor) -> Iterator[tuple[int, int]]:
         """(First element, first behind) of each of these parameters in what `averaged` gives."""

@@ -1,4 +1,4 @@
-"""Build models that never fit in one piece: `Init` cuts parameters while the model is being constructed."""
+"""Build models that never fit in one piece: `Init` shards parameters while the model is being constructed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zero_comm import Control, Group, Message, Tag
 
 from .placeholder import Placeholders
 from .released import mark_present
-from .units import reason_uncut
+from .units import reason_replicated
 
 logger = logging.getLogger("zero_partition")
 
@@ -44,12 +44,12 @@ class NewShard(Protocol):
     def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, /) -> torch.Tensor: ...
 
 
-class CutParameter:
+class ShardedParameter:
     """A parameter of which this rank holds 1/N: ``shard`` (1-D, padded), in the dtype that the user's code asked for
     until `convert`.
 
-    It is whole at first. `cut` takes the present values and releases it, `gather` makes it whole again so that code can
-    work on it. ``init``: the context that cut it.
+    It is full at first. `reshard` takes the present values and releases it, `gather` makes it full again so that code
+    can work on it. ``init``: the context that cut it.
 
     Attributes:
         number: position in the order of creation, which is the same on all ranks.
@@ -63,19 +63,19 @@ class CutParameter:
         self._new_shard = new_shard
         self._shape = parameter.shape
         self.number = next(_NUMBERS)
-        self.whole = True
+        self.is_full = True
         self.pinned = False
         setattr(parameter, _RECORD, self)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the full parameter."""
         return self._shape.numel()
 
-    def cut(self) -> None:
+    def reshard(self) -> None:
         """Keep this rank's slice and make the parameter a placeholder; nothing when it is one already."""
         parameter = self._parameter()
-        if parameter is None or not self.whole:
+        if parameter is None or not self.is_full:
             return
         with torch._C.DisableTorchFunction():  # Init does not take this for a use of the parameter
             self._shape = parameter.shape
@@ -87,15 +87,15 @@ class CutParameter:
             self._release(parameter)
 
     def forget_changes(self) -> None:
-        """Make the parameter a placeholder again with the values that it had when it was cut last."""
+        """Make the parameter a placeholder again with the values that it had when it was sharded last."""
         parameter = self._parameter()
-        if parameter is not None and self.whole:
+        if parameter is not None and self.is_full:
             with torch._C.DisableTorchFunction():
                 self._release(parameter)
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Cut the parameter and have it in ``dtype`` from now on."""
-        self.cut()
+        """Reshard the parameter and have it in ``dtype`` from now on."""
+        self.reshard()
         parameter = self._parameter()
         if parameter is not None and self.shard.dtype != dtype:
             before, self.shard = self.shard, self._new_shard(self.shard.numel(), dtype, self.shard.device)
@@ -106,9 +106,9 @@ class CutParameter:
         named = [("built inside Init", parameter)]
         self._placeholder = Placeholders(named, self.shard.dtype, self.shard.device)
         self._placeholder.install()
-        self.whole = False
+        self.is_full = False
 
-    def meet(self, others: Sequence[CutParameter]) -> None:
+    def meet(self, others: Sequence[ShardedParameter]) -> None:
         """Raise `DesyncError` on every rank, while the context is open, where not all are about to gather this
         parameter and ``others``. Collective."""
         init = self._init()
@@ -116,26 +116,26 @@ class CutParameter:
             init.meet([self, *others])
 
     def gather(self) -> None:
-        """Make the parameter whole, in memory of its own. Collective."""
+        """Make the parameter full, in memory of its own. Collective."""
         parameter = self._parameter()
-        if parameter is not None and not self.whole:
+        if parameter is not None and not self.is_full:
             with torch._C.DisableTorchFunction():
                 values = self.read()
                 mark_present([parameter])
                 parameter.data = values
-            self.whole = True
+            self.is_full = True
 
     def take_from(self, rank: int) -> None:
-        """Give every rank the values that ``rank`` has in the whole parameter. Collective."""
+        """Give every rank the values that ``rank`` has in the full parameter. Collective."""
         parameter = self._parameter()
-        if parameter is not None and self.whole:
+        if parameter is not None and self.is_full:
             with torch._C.DisableTorchFunction():
                 values = parameter.data.contiguous()
                 self._group.broadcast(values, rank, Tag("broadcast", "a parameter built inside Init")).wait()
                 parameter.data = values
 
     def digest(self) -> str:
-        """A hash of dtype, shape and values of the whole parameter."""
+        """A hash of dtype, shape and values of the full parameter."""
         parameter = self._parameter()
         if parameter is None:
             return ""
@@ -145,16 +145,16 @@ class CutParameter:
         return hashlib.sha256(kind + hashlib.sha256(values.data).digest()).hexdigest()[:16]
 
     def replaced(self) -> None:
-        """The parameter's data was assigned: it is whole with these values."""
+        """The parameter's data was assigned: it is full with these values."""
         parameter = self._parameter()
         if parameter is not None:
             mark_present([parameter])
-        self.whole = True
+        self.is_full = True
 
     def read(self) -> torch.Tensor:
-        """The whole values in the parameter's shape; the parameter itself stays as it is. Collective."""
+        """Return the full values in the parameter's shape; the parameter itself stays as it is. Collective."""
         parameter = self._parameter()
-        if self.whole and parameter is not None:
+        if self.is_full and parameter is not None:
             return parameter.data
         self._placeholder.verify()
         full = self.shard.new_empty(self.shard.numel() * self._group.world_size)
@@ -162,29 +162,29 @@ class CutParameter:
         return full[: self.numel].view(self._shape)
 
 
-def cut_record(parameter: object) -> CutParameter | None:
-    """The record of a parameter that an `Init` context cut and no unit owns yet."""
+def sharded_record(parameter: object) -> ShardedParameter | None:
+    """Return the record of a parameter that an `Init` context has sharded and no unit owns yet."""
     return getattr(parameter, _RECORD, None) if isinstance(parameter, nn.Parameter) else None
 
 
-def forget_cut(parameter: nn.Parameter) -> None:
+def forget_record(parameter: nn.Parameter) -> None:
     """A unit owns the parameter from now on."""
     delattr(parameter, _RECORD)
 
 
 class Init:
-    """Inside this context, models are built with every parameter cut over the ranks of ``group``.
+    """Inside this context, models are built with every parameter sharded over the ranks of ``group``.
 
-    A submodule is cut when it is attached to its parent; what is still whole at the end is cut then. Code that
-    touches the data of a cut parameter (init functions, ``module.apply``) gets it whole; at most ``max_whole_numel``
-    elements of touched parameters stay whole at a time, the oldest are cut again from their present values. Every
+    A submodule is sharded when it is attached to its parent; what is still full at the end is sharded then. Code that
+    touches the data of a sharded parameter (init functions, ``module.apply``) gets it full; at most ``max_full_numel``
+    elements of touched parameters stay full at a time, the oldest are resharded from their present values. Every
     rank runs the same code and draws the same values as one process with the same seed would. Generator states are
-    compared on entry, and the values of a parameter by digest whenever it is cut; where ranks differ (they drew with
-    another generator, or one of them did not draw) rank 0's are used, with a warning that names the first parameter.
+    compared on entry, and the values of a parameter by digest whenever it is sharded; where ranks differ (they drew
+    with another generator, or one of them did not draw) rank 0's are used, and a warning names the first parameter.
 
     A model on the meta device may be given memory inside (``model.to_empty(device=…)``): its parameters stay without
-    any until code writes their values, and are cut from those. ``new_shard``: where shards live until the model is
-    partitioned (default: in memory, on the parameter's device; on a single rank nothing is cut without it).
+    any until code writes their values, and are sharded from those. ``new_shard``: where shards live until the model is
+    partitioned (default: in memory, on the parameter's device; on a single rank nothing is sharded without it).
     """
 
     def __init__(
@@ -192,25 +192,25 @@ class Init:
         group: Group,
         control: Control,
         *,
-        max_whole_numel: int = 1 << 26,
+        max_full_numel: int = 1 << 26,
         new_shard: NewShard | None = None,
     ) -> None:
         self._group = group
         self._control = control
-        self._max_whole_numel = max_whole_numel
-        self._cuts = group.world_size > 1 or new_shard is not None
+        self._max_full_numel = max_full_numel
+        self._shards = group.world_size > 1 or new_shard is not None
         self._new_shard: NewShard = new_shard if new_shard is not None else _in_memory
         self._open = False
         self._handles: list[RemovableHandle] = []
         self._built: dict[int, weakref.ref[nn.Module]] = {}
-        self._touched: dict[int, CutParameter] = {}
+        self._touched: dict[int, ShardedParameter] = {}
         self._names: dict[int, str] = {}
         self._differed: dict[int, str] = {}
         self._blanks: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._mode = _TouchMode(self._touch, self._data_assigned, self._blank, self._adopt)
 
     def __enter__(self) -> Init:
-        if self._cuts:
+        if self._shards:
             self._agree_on_generators()
             self._handles = [
                 register_module_module_registration_hook(self._attached),
@@ -223,7 +223,7 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._cuts:
+        if not self._shards:
             return
         self._open = False
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
@@ -234,19 +234,19 @@ class Init:
                 module = reference()
                 if module is not None:
                     own = {f"{n} of {type(module).__name__}": p for n, p in module._parameters.items() if p is not None}
-                    self._cut_all(own)
-            self._cut_records(list(self._touched.values()))
+                    self._shard_all(own)
+            self._shard_records(list(self._touched.values()))
             self._control.agree(Message("Init", "end", 0))
             self._say_what_differed()
         self._built.clear()
         self._touched.clear()
 
-    def cut(self, module: nn.Module) -> None:
-        """Cut the parameters of a module that was built outside, from their present values; the same on all ranks."""
-        if self._cuts:
-            self._cut_all(dict(module.named_parameters()))
+    def shard(self, module: nn.Module) -> None:
+        """Shard the parameters of a module that was built outside, from their present values; the same on all ranks."""
+        if self._shards:
+            self._shard_all(dict(module.named_parameters()))
 
-    def meet(self, records: list[CutParameter]) -> None:
+    def meet(self, records: list[ShardedParameter]) -> None:
         """While the context is open, have all ranks agree that they gather ``records`` now."""
         if self._open and self._group.world_size > 1:
             self._agree("gather", records, None)
@@ -254,56 +254,56 @@ class Init:
     def _attached(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
             owner = type(parent).__name__
-            self._cut_all({f"{name}.{inner} of {owner}": p for inner, p in child.named_parameters()})
+            self._shard_all({f"{name}.{inner} of {owner}": p for inner, p in child.named_parameters()})
 
     def _registered(self, module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
         self._built[id(module)] = weakref.ref(module)
 
-    def _cut_all(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Cut ``parameters``, by the names that messages say."""
+    def _shard_all(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Shard ``parameters``, by the names that messages say."""
         records = []
         with torch._C.DisableTorchFunction():
             for name, parameter in parameters.items():
-                record = cut_record(parameter)
-                cuttable = parameter.numel() > 1 and not parameter.is_meta
-                if record is None and cuttable and reason_uncut(parameter) is None:
-                    record = CutParameter(parameter, self._group, self._new_shard, self)
+                record = sharded_record(parameter)
+                shardable = parameter.numel() > 1 and not parameter.is_meta
+                if record is None and shardable and reason_replicated(parameter) is None:
+                    record = ShardedParameter(parameter, self._group, self._new_shard, self)
                 if record is not None:
                     self._names[record.number] = max(self._names.get(record.number, ""), name, key=len)
                     records.append(record)
-        self._cut_records(records)
+        self._shard_records(records)
 
-    def _cut_records(self, records: list[CutParameter]) -> None:
-        """Cut what is whole of ``records``, with rank 0's values where ranks have others."""
-        whole = [record for record in records if record.whole and not record.pinned]
-        if whole and self._group.world_size > 1:
-            digests = self._agree("cut", whole, [record.digest() for record in whole])
-            for record, *seen in zip(whole, *digests, strict=True):
+    def _shard_records(self, records: list[ShardedParameter]) -> None:
+        """Reshard what is full of ``records``, with rank 0's values where ranks have others."""
+        full = [record for record in records if record.is_full and not record.pinned]
+        if full and self._group.world_size > 1:
+            digests = self._agree("shard", full, [record.digest() for record in full])
+            for record, *seen in zip(full, *digests, strict=True):
                 self._differed.pop(record.number, None)
                 if len(set(seen)) > 1:
                     self._differed[record.number] = self._names.get(record.number, "?")
                     record.take_from(0)
-        for record in whole:
-            record.cut()
+        for record in full:
+            record.reshard()
             self._touched.pop(id(record), None)
 
-    def _touch(self, records: list[CutParameter]) -> None:
-        absent = [record for record in records if not record.whole]
+    def _touch(self, records: list[ShardedParameter]) -> None:
+        absent = [record for record in records if not record.is_full]
         if absent and self._group.world_size > 1:
             self._agree("use", absent, None)
         for record in records:
             record.gather()
             self._touched[id(record)] = record
-        whole = sum(record.numel for record in self._touched.values())
+        held = sum(record.numel for record in self._touched.values())
         oldest = []
         for record in self._touched.values():
-            if whole <= self._max_whole_numel or record in records:
+            if held <= self._max_full_numel or record in records:
                 break
             oldest.append(record)
-            whole -= record.numel
-        self._cut_records(oldest)
+            held -= record.numel
+        self._shard_records(oldest)
 
-    def _agree(self, what: str, records: list[CutParameter], payload: Any) -> list[Any]:
+    def _agree(self, what: str, records: list[ShardedParameter], payload: Any) -> list[Any]:
         """Exchange ``payload`` where all ranks do the same to the same parameters; raises `DesyncError` where they do
         not."""
         first = records[0].number
@@ -333,9 +333,9 @@ class Init:
         if blank is not None and parameter.untyped_storage().data_ptr() == blank.untyped_storage().data_ptr():
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             if parameter.numel() > 1:
-                CutParameter(parameter, self._group, self._new_shard, self)
+                ShardedParameter(parameter, self._group, self._new_shard, self)
 
-    def _data_assigned(self, record: CutParameter) -> None:
+    def _data_assigned(self, record: ShardedParameter) -> None:
         record.replaced()
         self._touched[id(record)] = record
 
@@ -351,13 +351,13 @@ class Init:
 
 
 class _TouchMode(TorchFunctionMode):
-    """Calls ``touch`` before a torch function reads or writes the data of cut parameters, and ``adopt`` before with any
-    that is not cut; ``blank`` makes what stands for a parameter that leaves the meta device."""
+    """Calls ``touch`` before a torch function reads or writes the data of sharded parameters, and ``adopt`` before
+    with any that is not sharded; ``blank`` makes what stands for a parameter that leaves the meta device."""
 
     def __init__(
         self,
-        touch: Callable[[list[CutParameter]], None],
-        data_assigned: Callable[[CutParameter], None],
+        touch: Callable[[list[ShardedParameter]], None],
+        data_assigned: Callable[[ShardedParameter], None],
         blank: Callable[[nn.Parameter, torch.dtype, torch.device], torch.Tensor],
         adopt: Callable[[nn.Parameter], None],
     ) -> None:
@@ -375,7 +375,7 @@ class _TouchMode(TorchFunctionMode):
             return func(*args, **keywords)
         if func == _SET_DATA:
             result = func(*args, **keywords)
-            record = cut_record(args[0])
+            record = sharded_record(args[0])
             if record is not None:
                 self._data_assigned(record)
             return result
@@ -383,9 +383,9 @@ class _TouchMode(TorchFunctionMode):
             return self._blank(args[0], keywords.get("dtype") or args[0].dtype, torch.device(keywords["device"]))
         parameters = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, nn.Parameter)]
         for parameter in parameters:
-            if cut_record(parameter) is None and not parameter.is_meta:
+            if sharded_record(parameter) is None and not parameter.is_meta:
                 self._adopt(parameter)
-        records = [r for parameter in parameters if (r := cut_record(parameter)) is not None]
+        records = [r for parameter in parameters if (r := sharded_record(parameter)) is not None]
         if records:
             self._touch(records)
         return func(*args, **keywords)

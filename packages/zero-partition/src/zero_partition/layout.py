@@ -112,7 +112,7 @@ class UnitLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """The map from parameter name to (unit, offset, length, shape) for a whole model."""
+    """The map from parameter name to (unit, offset, length, shape) for a full model."""
 
     units: tuple[UnitLayout, ...]
 

@@ -1,4 +1,4 @@
-"""What a rank's model is of the whole one, where other ranks compute other parts of the same layers."""
+"""What a rank's model is of the full one, where other ranks compute other parts of the same layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARKS = ("model_parallel", "tensor_model_parallel")
 
 
 class ModelParts(Protocol):
-    """Which parameters this rank counts in a norm of the whole model, and how the parts' sums come together."""
+    """Which parameters this rank counts in a norm of the full model, and how the parts' sums come together."""
 
     def norm_of(self, unit: Unit, rank: int, norm: NormSquared) -> NormSquared:
         """The norm of the gradient shard that ``rank`` (of those that share this part) has of ``unit``."""
@@ -36,8 +36,8 @@ class ModelParts(Protocol):
         """Give the process group back."""
 
 
-class WholeModel:
-    """Every rank has the whole model."""
+class UnsplitModel:
+    """Every rank has the full model."""
 
     def norm_of(self, unit: Unit, rank: int, norm: NormSquared) -> NormSquared:
         """Everything counts."""

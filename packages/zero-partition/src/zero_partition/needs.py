@@ -29,7 +29,7 @@ PartialNorms = Sequence[tuple[torch.Tensor, tuple[float, ...]]]
 
 
 class Need(enum.Enum):
-    """The smallest thing that an optimizer is right on: any elements, whole parameters, or all of the model."""
+    """The smallest thing that an optimizer is right on: any elements, full parameters, or all of the model."""
 
     ELEMENTS = enum.auto()
     PARAMETERS = enum.auto()
@@ -38,7 +38,7 @@ class Need(enum.Enum):
 
 @runtime_checkable
 class NormOptimizer(Protocol):
-    """An elementwise optimizer but for norms of whole parameters (LAMB): `step` calls ``reduce_norms`` once, on every
+    """An elementwise optimizer but for norms of full parameters (LAMB): `step` calls ``reduce_norms`` once, on every
     rank, with what it has of each tensor, and gets the norms of the parameters that those are parts of, in the same
     order."""
 
@@ -56,7 +56,7 @@ class ReduceNorms(Protocol):
 class AveragingOptimizer(Protocol):
     """An optimizer that averages over the ranks by itself in some of its steps (1-bit Adam and its relatives).
 
-    It runs at stage 0, on whole parameters, and decides alike on every rank.
+    It runs at stage 0, on full parameters, and decides alike on every rank.
     """
 
     @property
@@ -140,7 +140,7 @@ def _probe(optimizer: Optimizer, group: dict[str, Any]) -> Need:
 def _check_that_matrices_run(
     optimizer: Optimizer, group: dict[str, Any], fragments: list[torch.Tensor], failure: Exception
 ) -> None:
-    """An optimizer that fails on fragments needs whole parameters if it is their shape that it fails on: the same
+    """An optimizer that fails on fragments needs full parameters if it is their shape that it fails on: the same
     elements as matrices have to run. Else the failure is the user's to see."""
     try:
         _two_steps(optimizer, group, [fragment.view(-1, 3) for fragment in fragments])

@@ -16,7 +16,7 @@ from zero_precision import LossScale, NoLossScale
 from .errors import NonFiniteGradientError, PartitionError
 from .groups import AddParamGroup, check_groups
 from .messages import StepReport
-from .model_parts import ModelParts, WholeModel
+from .model_parts import ModelParts, UnsplitModel
 from .needs import AveragingOptimizer, Need, NormOptimizer, check_repeats, need_of
 from .norm import ExactSums, NormSquared, NormSums, RankOrderSums, grid_norm, norm_squared
 from .optimizer_states import ListedParameter, OptimizerStates, sharded_state
@@ -74,7 +74,7 @@ class ShardedOptimizer:
         self.loss_scale: LossScale = loss_scale if loss_scale is not None else NoLossScale()
         self._partition = partition
         self._skip_non_finite = skip_non_finite
-        self._parts: ModelParts = parts if parts is not None else WholeModel()
+        self._parts: ModelParts = parts if parts is not None else UnsplitModel()
         exact = partition.options.virtual_ranks > 0
         self._sums: NormSums = ExactSums() if exact else RankOrderSums()
         self._norms: dict[tuple[int, int], Callable[[torch.Tensor], Any]] = {
@@ -306,22 +306,22 @@ def _needs_full_parameters(optimizer: Optimizer, partition: Partition, parts: Mo
     if isinstance(optimizer, AveragingOptimizer) and partition.options.stage >= 1:
         raise PartitionError(
             f"{kind} averages over the ranks by itself and needs all states on every rank, but stage "
-            f"{partition.options.stage} cuts them. Use stage 0, or AdamW."
+            f"{partition.options.stage} shards them. Use stage 0, or AdamW."
         )
     if need is Need.MODEL and partition.options.stage >= 1:
         raise PartitionError(
             f"{kind} gives other results when each rank updates a part of the model, because it "
             "looks at all parameters together. Use stage 0, or an optimizer that treats parameters one by one."
         )
-    cut = [
+    split = [
         n
         for unit in partition.units
         for n, p in zip(unit.names, unit.parameters, strict=True)
         if parts.holds_part_of(p)
     ]
-    if cut and (need is not Need.ELEMENTS or isinstance(optimizer, NormOptimizer)):
+    if split and (need is not Need.ELEMENTS or isinstance(optimizer, NormOptimizer)):
         raise PartitionError(
-            f"{kind} needs whole parameters, but of '{cut[0]}' this rank has a part (it is marked model_parallel) and "
+            f"{kind} needs full parameters, but of '{split[0]}' this rank has a part (it is marked model_parallel) and "
             "other model-parallel ranks the rest. Use an optimizer that treats elements one by one, AdamW for example."
         )
     return need is not Need.ELEMENTS

@@ -12,22 +12,22 @@ from torch import nn
 
 from zero_comm import EngineGroups, Tag
 
-from .cut import PartitionOptions, agree_on_model, kept_fp32, plan_cut, unit_layout, update_dtype
 from .data_watch import unwatch_data, watch_data
 from .errors import PartitionError
 from .external import external_parameters
 from .gradients import UnitGradients
-from .initialisation import cut_record, forget_cut
+from .initialisation import forget_record, sharded_record
 from .layout import Layout, UnitLayout
 from .leaves import LeafTree
 from .ownership import disown, find_owner, own
+from .planning import PartitionOptions, agree_on_model, kept_fp32, plan_sharding, unit_layout, update_dtype
 from .residency import DeviceResidency, Readers, Residency
 from .route import Route, Secondary
 from .runtime import Runtime
 from .shared_storage import refuse_shared_storage
 from .tier import MakeStates, ShardNeeds
 from .unit import Unit
-from .units import UnitPlan, check_trainable_uncut, uncut_parameters
+from .units import UnitPlan, check_trainable_shards, replicated_parameters
 
 
 class UpdatesWeights(Protocol):
@@ -44,7 +44,7 @@ class Partition:
         layout: which rank owns which elements.
         units: the units at run time, in module order.
         runtime: the passes.
-        uncut: parameter name -> why it is replicated on every rank.
+        replicated: parameter name -> why it is replicated on every rank.
         states: the tier that keeps masters, moments and gradients; None where they are on the device.
         readers: who reads shards, masters and states beside training.
         rank, world_size: among the ranks that shard one replica of the model: whose shards these are.
@@ -74,11 +74,11 @@ class Partition:
         self.data_rank = groups.control.rank
         self.data_world_size = groups.control.world_size
         _refuse_owned(model)
-        self.uncut = uncut_parameters(model)
-        check_trainable_uncut(model)
+        self.replicated = replicated_parameters(model)
+        check_trainable_shards(model)
         refuse_shared_storage(model)
         self._kept_fp32 = kept_fp32(model, options.policy)
-        plans = plan_cut(model, options, trainable, self._kept_fp32)
+        plans = plan_sharding(model, options, trainable, self._kept_fp32)
         self.layout = Layout(tuple(unit_layout(plan, self.world_size, options) for plan in plans))
         agree_on_model(model, plans, groups.control)
         self.states = make_states(self._shard_needs(plans), residency) if make_states is not None else None
@@ -258,16 +258,16 @@ class Partition:
         source = torch.zeros(layout.numel, dtype=dtype, device=self.device)
         equal = True
         for entry, parameter in zip(layout.entries, unit.parameters, strict=True):
-            record = cut_record(parameter)
+            record = sharded_record(parameter)
             values = parameter.data if record is None else record.read()
             source[entry.offset : entry.end].view(entry.shape).copy_(values)
             parameter.data = torch.empty(0, dtype=plan.dtype, device=self.device)
             if record is not None:
-                forget_cut(parameter)
+                forget_record(parameter)
             equal = equal and record is not None
         if not equal:
             self.groups.broadcast(source, 0, Tag("broadcast", plan.name))
-        unit.materialise(source, dtype, whole_master=self.options.stage == 0)
+        unit.materialise(source, dtype, full_master=self.options.stage == 0)
         return unit
 
     def _route(self, plan: UnitPlan, layout: UnitLayout, *, releasable: bool) -> Route:
@@ -297,7 +297,7 @@ class Partition:
             accumulate_dtype=self._accumulate_dtype(unit.plan),
             wire_dtype=policy.wire_dtype if own else dtype,
             keep_flat=options.stage < 2,
-            whole=self.groups.gather if options.stage == 0 else None,
+            full_group=self.groups.gather if options.stage == 0 else None,
             states=unit.states,
             leaves=self._leaves(),
         )
@@ -307,7 +307,7 @@ class Partition:
         return LeafTree(ranks // self.data_world_size, ranks) if ranks else None
 
     def _share_buffers(self, model: nn.Module) -> None:
-        """Every rank starts with rank 0's buffers and uncut parameters, on the compute device."""
+        """Every rank starts with rank 0's buffers and replicated parameters, on the compute device."""
         for name, module in model.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is None:
@@ -323,7 +323,7 @@ class Partition:
                 if moved is not buffer:
                     module._buffers[key] = moved
         for name, parameter in model.named_parameters():
-            if name in self.uncut and type(parameter.data) is torch.Tensor and parameter.numel():
+            if name in self.replicated and type(parameter.data) is torch.Tensor and parameter.numel():
                 parameter.data = parameter.data.to(self.device).contiguous()
                 self.groups.broadcast(parameter.data, 0, Tag("broadcast", name))
 

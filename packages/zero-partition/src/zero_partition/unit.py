@@ -93,10 +93,10 @@ class Unit:
         self.keeps_masters = False
         self.edits = UnitEdits(self.names, self.parameters, plan.dtype)
 
-    def materialise(self, source: torch.Tensor, update_dtype: torch.dtype, *, whole_master: bool) -> None:
+    def materialise(self, source: torch.Tensor, update_dtype: torch.dtype, *, full_master: bool) -> None:
         """Take the full values in ``source`` (1-D, ``layout.numel`` elements) and keep what this rank holds of them.
 
-        ``update_dtype``: dtype of the weights that the optimizer updates. ``whole_master``: keep all of them (stage 0).
+        ``update_dtype``: dtype of the weights that the optimizer updates. ``full_master``: keep all of them (stage 0).
         """
         start, end = self.layout.shard_range(self.route.rank)
         self._make_views(source if source.dtype == self.plan.dtype else source.to(self.plan.dtype))
@@ -108,9 +108,9 @@ class Unit:
             self._hand_over_masters(self.states, source)
         elif self.plan.trainable:
             if update_dtype == self.plan.dtype:
-                self.master = self.flat if whole_master else shard
+                self.master = self.flat if full_master else shard
             else:
-                self.master = (source if whole_master else source[start:end]).to(update_dtype, copy=True)
+                self.master = (source if full_master else source[start:end]).to(update_dtype, copy=True)
         own = (f.entry.name for f in self.layout.fragments(self.route.rank))
         self.keeps_masters = self.master is not None and self.master.dtype != self.plan.dtype
         if self.states is not None:
@@ -144,7 +144,7 @@ class Unit:
         self.state = UnitState.GATHERING
 
     def wait_gather(self) -> None:
-        """Finish the gather: the parameters are whole."""
+        """Finish the gather: the parameters are full."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -1,4 +1,4 @@
-"""Cut a model into units: which parameters are gathered and reduced together."""
+"""Divide a model into units: which parameters are gathered and reduced together."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def plan_units(
 
     A subtree that fits ``limits.max_numel`` and is an element of a ModuleList, Sequential or ModuleDict is a unit;
     larger subtrees are opened, unless ``is_leaf``; what is left over is merged while it stays below ``min_numel``.
-    ``dtype_of`` decides the dtype a parameter is computed with. Parameters that cannot be cut (empty, not floating
-    point, tensor subclasses) are left out; `uncut_parameters` lists them.
+    ``dtype_of`` decides the dtype a parameter is computed with. Parameters that cannot be sharded (empty, not floating
+    point, tensor subclasses) are left out; `replicated_parameters` lists them.
     """
     owners = _owners(model)
     groups = _merge(_walk("", model, limits, is_leaf), limits)
@@ -74,7 +74,7 @@ def plan_units(
     placed: set[int] = set()
     for group in groups:
         for name, parameter in group.parameters.items():
-            if id(parameter) in placed or reason_uncut(parameter) is not None:
+            if id(parameter) in placed or reason_replicated(parameter) is not None:
                 continue
             placed.add(id(parameter))
             dtype = dtype_of(name, parameter)
@@ -89,14 +89,14 @@ def plan_units(
     return list(plans.values())
 
 
-def uncut_parameters(model: nn.Module) -> dict[str, str]:
-    """Name -> reason, for parameters that every rank keeps whole and no unit holds."""
-    found = ((name, reason_uncut(p)) for name, p in model.named_parameters())
+def replicated_parameters(model: nn.Module) -> dict[str, str]:
+    """Name -> reason, for parameters that are replicated on every rank and that no unit holds."""
+    found = ((name, reason_replicated(p)) for name, p in model.named_parameters())
     return {name: reason for name, reason in found if reason is not None}
 
 
-def reason_uncut(parameter: nn.Parameter) -> str | None:
-    """Why a parameter cannot be part of a flat buffer, or None."""
+def reason_replicated(parameter: nn.Parameter) -> str | None:
+    """Return why a parameter cannot be part of a flat buffer, or None."""
     kind = type(parameter.data)
     if kind not in (torch.Tensor, ReleasedValues):  # the latter: Init has built and sharded it
         return f"it is a tensor subclass ({kind.__name__})"
@@ -109,10 +109,10 @@ def reason_uncut(parameter: nn.Parameter) -> str | None:
     return None
 
 
-def check_trainable_uncut(model: nn.Module) -> None:
+def check_trainable_shards(model: nn.Module) -> None:
     """Refuse by name what would train on every rank without being reduced."""
     for name, parameter in model.named_parameters():
-        reason = reason_uncut(parameter)
+        reason = reason_replicated(parameter)
         if reason is not None and parameter.requires_grad and parameter.numel() > 0:
             raise PartitionError(
                 f"parameter '{name}' requires gradients but cannot be partitioned: {reason}. "

@@ -37,7 +37,9 @@ class InMemory:
         memory, parts = self._open(), state.partition
         parts.runtime.agree("copy into node memory", str(self._path), None)
         parts.settle()
-        intervals = state_intervals(state, self._offloading, memory.directory, False, whole=memory.leads, replicas=True)
+        intervals = state_intervals(
+            state, self._offloading, memory.directory, False, replicated=memory.leads, replicas=True
+        )
         memory.save(intervals, **describe(state, {}))
         return True
 

@@ -190,7 +190,7 @@ def _copy_into(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def _full_model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Every parameter in its best precision, and every buffer, whole, by name; tied names share a tensor."""
+    """Every parameter in its best precision, and every buffer, in full, by name; tied names share a tensor."""
     reading, found = BatchedRead(checkpoint), {}
     for (name, kind), entry in checkpoint.tensors.items():
         if kind in ("param", "buffer"):
@@ -202,14 +202,14 @@ def _full_model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _load_by(state: TrainingState, custom: CustomLoad, source: dict[str, torch.Tensor]) -> None:
-    """Let the user's function load into the whole model; masters that round to what it leaves keep their digits."""
+    """Let the user's function load into the full model; masters that round to what it leaves keep their digits."""
     module: nn.Module = state.module
     with gathered(state.partition, list(module.parameters()), modifier_rank=0), torch.no_grad():
         custom(src=source, dst=module)
 
 
 def _all_gather_loaded_shards(state: TrainingState) -> None:
-    """Every rank has read its shard; where parameters are whole on every rank, gather them."""
+    """Every rank has read its shard; where parameters are replicated, gather them."""
     parts = state.partition
     works = []
     for unit in parts.units:

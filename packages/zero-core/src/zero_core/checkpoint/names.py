@@ -38,11 +38,11 @@ def shapes(state: TrainingState) -> dict[tuple[str, str], tuple[int, ...]]:
 
 
 def replicated_parameters(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Parameters that no unit holds: every rank has them whole."""
+    """Parameters that no unit holds: they are replicated."""
     return {
         name: parameter.data
         for name, parameter in state.module.named_parameters()
-        if name in state.partition.uncut and type(parameter.data) is torch.Tensor
+        if name in state.partition.replicated and type(parameter.data) is torch.Tensor
     }
 
 

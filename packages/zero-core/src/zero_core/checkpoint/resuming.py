@@ -17,7 +17,7 @@ from .saving import coordinator_of
 logger = logging.getLogger("zero_core")
 
 Load = Callable[[Path, "str | None"], "tuple[str, dict[str, Any]]"]
-"""Loads (root, tag, or the newest whole one) into the engine; returns the checkpoint's path and the client state."""
+"""Loads (root, tag, or the newest complete one) into the engine; returns the checkpoint's path and the client state."""
 
 
 @dataclass(frozen=True)

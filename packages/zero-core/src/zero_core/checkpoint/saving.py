@@ -94,7 +94,7 @@ class Saver:
         options = describe(state, client) | {"save_latest": save_latest, "node": node, "keep_last": self._keep_last}
         options["beside"] = self._dialect.files_beside(state, client)
         intervals = state_intervals(
-            state, self._offloading, root, exclude_frozen, whole=leads, replicas=node is not None
+            state, self._offloading, root, exclude_frozen, replicated=leads, replicas=node is not None
         )
         if self._decoupled:
             self._open_behind(group).save(root, tag, intervals, **options)
@@ -212,9 +212,9 @@ def _leads(group: Coordinator, node: str) -> bool:
 
 
 def state_intervals(
-    state: TrainingState, tiers: Offloading, root: Path, exclude_frozen: bool, *, whole: bool, replicas: bool
+    state: TrainingState, tiers: Offloading, root: Path, exclude_frozen: bool, *, replicated: bool, replicas: bool
 ) -> Iterator[Interval]:
-    """What this rank contributes; ``whole``: what every rank has whole too. ``replicas``: also what other ranks hold as
+    """What this rank contributes; ``replicated``: what every rank has too. ``replicas``: also what other ranks hold as
     well, for nodes that cannot read one another's files. Of several copies of the model, the first is written.
 
     Parameters that user code can write at any time are to be copied at once, what only the engine writes until it does
@@ -254,7 +254,7 @@ def state_intervals(
                 kept = state.optimizer.state.get(owned.tensor, {})
                 yield from _optimizer_intervals(stager, owned, kept, replicas=replicas and not several)
         yield from rank_intervals(state, stager)
-    if whole:
+    if replicated:
         for name, buffer in state.module.named_buffers():
             yield from stager.intervals(name, "buffer", buffer.detach().contiguous())
         for name, parameter in replicated_parameters(state).items():

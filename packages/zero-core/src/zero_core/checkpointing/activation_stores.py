@@ -44,7 +44,7 @@ class PartitionedStore:
         self._inner = inner
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """The part, padded to equal sizes; inputs of fewer elements than ranks stay whole."""
+        """The part, padded to equal sizes; inputs of fewer elements than ranks are replicated."""
         ranks, rank = self._group.world_size, self._group.rank
         if ranks == 1 or tensor.numel() < ranks:
             return self._inner.keep(tensor, position)
@@ -54,20 +54,20 @@ class PartitionedStore:
         part[: own.numel()].copy_(own)
         kept, restore = self._inner.keep(part, position)
         shape = tensor.shape
-        return kept, lambda stored: self._whole(restore(stored), shape)
+        return kept, lambda stored: self._gathered(restore(stored), shape)
 
     def reset(self) -> None:
         """Give the inner buffers back."""
         self._inner.reset()
 
-    def _whole(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        whole = part.new_empty(part.numel() * self._group.world_size)
-        self._group.all_gather(whole, part, Tag("gather", "a checkpointed activation")).wait()
-        return whole[: shape.numel()].view(shape)
+    def _gathered(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        full = part.new_empty(part.numel() * self._group.world_size)
+        self._group.all_gather(full, part, Tag("gather", "a checkpointed activation")).wait()
+        return full[: shape.numel()].view(shape)
 
 
 class ContiguousStore:
-    """Copies inputs of one size into one buffer with room for ``number`` segments, so that memory is not cut up."""
+    """Copies inputs of one size into one buffer with room for ``number`` segments, so that memory is not fragmented."""
 
     def __init__(self, number: int) -> None:
         if number < 1:

@@ -45,7 +45,7 @@ class Checkpointing:
     """Recomputes segments in backward and keeps their inputs as ``section`` says.
 
     - ``partition_activations``: every rank of ``group`` keeps one part of each input and gathers the others in
-      backward. The inputs must be equal on all of them, as in tensor parallelism; without a group nothing is cut.
+      backward. The inputs must be equal on all of them, as in tensor parallelism; without a group nothing is sharded.
     - ``cpu_checkpointing``: inputs wait in host memory (`zero_offload.offload_activations`); where the model computes
       on the CPU they are there already.
     - ``contiguous_memory_optimization``: inputs of one shape go into one buffer with room for ``number_checkpoints``
@@ -66,7 +66,7 @@ class Checkpointing:
         elif self.section.partition_activations:
             logger.warning(
                 "activation_checkpointing.partition_activations is on, but there is no model-parallel group (mpu): "
-                "every rank keeps its activations whole"
+                "every rank keeps full activations"
             )
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:

@@ -102,11 +102,11 @@ class EngineRecorder:
 
     def before_step(self) -> None:
         """Keep the averaged gradients, without the loss scale."""
-        self._gradients = list(self._whole(GRADIENT, self._gradient))
+        self._gradients = list(self._full_values(GRADIENT, self._gradient))
 
     def after_step(self, result: StepResult) -> None:
         """Write the step."""
-        weights = list(self._whole(WEIGHT, self._engine.full_param))
+        weights = list(self._full_values(WEIGHT, self._engine.full_param))
         group = self._engine.partition.groups.control.process_group
         save_sharded(
             self._folder,
@@ -128,15 +128,15 @@ class EngineRecorder:
         self._on_step()
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        whole = self._engine.full_grad(parameter)
-        return None if whole is None else whole.div_(self._engine.loss_scale())
+        full = self._engine.full_grad(parameter)
+        return None if full is None else full.div_(self._engine.loss_scale())
 
-    def _whole(self, kind: str, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[Interval]:
+    def _full_values(self, kind: str, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[Interval]:
         """Rank 0's copies on the host of what all ranks gather."""
         for parameter in self._trained:
-            whole = read(parameter)
-            if whole is not None and self._engine.partition.data_rank == 0:
-                yield from Stager().intervals(self._names[id(parameter)], kind, whole.cpu().contiguous())
+            full = read(parameter)
+            if full is not None and self._engine.partition.data_rank == 0:
+                yield from Stager().intervals(self._names[id(parameter)], kind, full.cpu().contiguous())
 
     def _on_read(self, module: nn.Module, _args: Any) -> None:
         """Note what forward is about to read; weights inside a compiled region cannot be seen."""

@@ -29,11 +29,11 @@ class PartitionOptions:
     backward passes of one step add up locally before they are reduced; with ``reduce_each_micro_batch`` they are
     reduced one by one as stages 2 and 3 do, which makes all stages bitwise equal. ``alignment``: shard boundaries are
     multiples of it where there are enough elements; ``entry_alignment``: so are they and the beginnings of parameters,
-    always, which states in blocks need. ``is_leaf``: whether a module (by name) is gathered as a whole whatever its
-    size. ``weight_codec``, ``frozen_codec``: what passes gather units with and without trained parameters through at
-    stage 3; weights that stay gathered travel as they are. ``virtual_ranks``: so many micro-batches, a power of two,
-    make a step at any number of ranks that divides it, with the same bits (leaves.py); 0 for off. It needs a reduction
-    that sums along a tree, and ``entry_alignment`` a multiple of `GRID`.
+    always, which states in blocks need. ``is_leaf``: whether a module (by name) is gathered together with its children
+    whatever its size. ``weight_codec``, ``frozen_codec``: what passes gather units with and without
+    trained parameters through at stage 3; weights that stay gathered travel as they are. ``virtual_ranks``: so many
+    micro-batches, a power of two, make a step at any number of ranks that divides it, with the same bits (leaves.py);
+    0 for off. It needs a reduction that sums along a tree, and ``entry_alignment`` a multiple of `GRID`.
     """
 
     stage: int
@@ -66,7 +66,7 @@ def kept_fp32(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
     return kept_in_fp32(model, policy) | frozenset(tensors)
 
 
-def plan_cut(
+def plan_sharding(
     model: nn.Module, options: PartitionOptions, trainable: set[int] | None, kept: frozenset[str]
 ) -> list[UnitPlan]:
     """The units of a model. ``trainable``: identities of the parameters to train, None for all that require gradients;
