@@ -18,7 +18,7 @@ PAIRS = [
     ("runtime.zenflow.zenflow_config.ZenFlowConfig", _zero_keys.Zenflow),
     ("monitor.config.TensorBoardConfig", _tool_keys.Tensorboard),
     ("monitor.config.WandbConfig", _tool_keys.Wandb),
-    ("monitor.config.CSVConfig", _tool_keys.CsvMonitor),
+    ("monitor.config.CSVConfig", _tool_keys.CsvMonitorSection),
     ("monitor.config.CometConfig", _tool_keys.Comet),
     ("comm.config.CommsLoggerConfig", _tool_keys.CommsLogger),
     ("utils.config.DeepSpeedThroughputTimerConfig", _tool_keys.ThroughputTimer),

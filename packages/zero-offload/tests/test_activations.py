@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero_offload import offload_activations
-from zero_offload._movers import Form, HostMover
+from zero_offload._activation_tiers import Form, HostActivations
 
 
 class Block(nn.Module):
@@ -56,7 +56,7 @@ def reference(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 def across(offload: offload_activations) -> offload_activations:
     """Have the host tier treat the CPU as a device of its own."""
-    offload._mover = HostMover(torch.device("cpu"), None)
+    offload._tier = HostActivations(torch.device("cpu"), None)
     offload._moves = True
     return offload
 

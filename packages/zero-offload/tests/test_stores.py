@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zero_offload import HostStore, NvmeStore, ShardError, StoreFullError, Trace
-from zero_offload._lanes import DeviceCopies
+from zero_offload._copy_streams import DeviceCopies
 
 Store = HostStore | NvmeStore
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zero_offload import HostStore, NvmeStore
-from zero_offload._lanes import DeviceCopies
+from zero_offload._copy_streams import DeviceCopies
 
 SIZES = {"a": 1, "b": 4096, "c": 5000, "d": 12_289}
 

@@ -29,7 +29,7 @@ from zero_offload import (
     ShardError,
     ShardPlan,
 )
-from zero_offload.update._feed import Feed, staging_bytes
+from zero_offload.update._staging import StagedSlices, staging_bytes
 
 STEPS = 3
 
@@ -166,7 +166,7 @@ def test_weights_that_somebody_else_wrote_are_taken_over() -> None:
     assert float(exp_avg_moves[: changed.start].max()) < 0.05
 
 
-class AllAway(Feed):
+class AllAway(StagedSlices):
     """Takes every tensor for one on another device, so that the CPU can stand for an accelerator: copies are real but
     happen at once. `test_gpu.py` is the same beside compute.
     """
@@ -185,8 +185,8 @@ def test_staging_changes_no_bit(gradients: str) -> None:
         # A slice of 4096 float32 gradients and bfloat16 weights, twice, in whole multiples of 64 bytes.
         assert 2 * 6 * 4096 <= needed <= 2 * (6 * 4096 + 4 * 2 * 64)
         device = torch.device("cpu")
-        feed = AllAway(parts.slices, parts.gradients, lender, device, staging=needed, pin=False, trace=None)
-        update._parts = replace(parts, feed=feed)
+        staged = AllAway(parts.slices, parts.gradients, lender, device, staging=needed, pin=False, trace=None)
+        update._parts = replace(parts, staged=staged)
         for step in range(STEPS):
             if gradients == "host":
                 one_step(update, step)

@@ -30,7 +30,7 @@ from zero_offload import (
     ShardPlan,
     Trace,
 )
-from zero_offload._lanes import Lane
+from zero_offload._copy_streams import CopyStream
 
 STEPS = 3
 
@@ -65,20 +65,20 @@ def test_gradients_add_up_can_be_looked_at_changed_and_forgotten(tmp_path: Path,
             update.borrow_gradient("third")
 
 
-class SlowLane(Lane):
+class SlowCopyStream(CopyStream):
     """Copies that look unfinished until somebody waits for them."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
         super().copy(target, source)
         self.waited = False
-        lane = self
+        stream = self
 
         class Unfinished:
             def query(self) -> bool:
-                return lane.waited
+                return stream.waited
 
             def synchronize(self) -> None:
-                lane.waited = True
+                stream.waited = True
 
         return Unfinished()  # type: ignore[return-value]
 
@@ -93,7 +93,7 @@ def test_gradients_that_are_on_their_way_from_a_device_are_waited_for_when_neede
         placement = Placement(tier="nvme", path=tmp_path, sub_group_size=8192, buffer_count=1)
         with update_of(OneLender(weights), shards, placement, gradients=where) as update:
             if slow:
-                update._parts.gradients._lane = SlowLane(torch.device("cpu"))  # type: ignore[attr-defined]
+                update._parts.gradients._copy_stream = SlowCopyStream(torch.device("cpu"))  # type: ignore[attr-defined]
             for step in range(3):
                 for _ in range(2):
                     for number, name in enumerate(names):

@@ -12,7 +12,7 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 RULE, KEEP, SCALE = "elastic.batch_size", "keep_global_batch", "scale"
 
 
-class BatchSizes(NamedTuple):
+class ResolvedBatch(NamedTuple):
     """Samples per optimizer step over all ranks, samples per forward and rank, and forwards per optimizer step."""
 
     train: int
@@ -20,7 +20,9 @@ class BatchSizes(NamedTuple):
     steps: int
 
 
-def resolve(train: int | None, micro: int | None, steps: int | None, world_size: int, *, any_auto: bool) -> BatchSizes:
+def resolve(
+    train: int | None, micro: int | None, steps: int | None, world_size: int, *, any_auto: bool
+) -> ResolvedBatch:
     """Return the three sizes, the missing ones derived from the given; raise `ConfigError` when they contradict.
 
     Two given: the third follows. Only train: one accumulation step. Only micro: one accumulation step. Neither train
@@ -33,7 +35,7 @@ def resolve(train: int | None, micro: int | None, steps: int | None, world_size:
             raise ConfigError(Problem(MICRO, f"expected {MICRO} or {TRAIN}", got, action=action))
         micro = 1 if micro is None else micro
         steps = 1 if steps is None else steps
-        return BatchSizes(micro * steps * world_size, micro, steps)
+        return ResolvedBatch(micro * steps * world_size, micro, steps)
     if micro is None:
         steps = 1 if steps is None else steps
         micro = train // (steps * world_size)
@@ -47,10 +49,12 @@ def resolve(train: int | None, micro: int | None, steps: int | None, world_size:
     if product != train:
         expected = f"expected {MICRO} x {STEPS} x world size = {micro} x {steps} x {world_size} = {product}"
         raise ConfigError(Problem(TRAIN, expected, str(train), action="remove one of the three, or correct it"))
-    return BatchSizes(train, micro, steps)
+    return ResolvedBatch(train, micro, steps)
 
 
-def resolve_by_rule(rule: str, train: int | None, micro: int | None, steps: int | None, world_size: int) -> BatchSizes:
+def resolve_by_rule(
+    rule: str, train: int | None, micro: int | None, steps: int | None, world_size: int
+) -> ResolvedBatch:
     """Return the sizes at ``world_size`` ranks by `elastic.batch_size`; raise `ConfigError` where the rule cannot hold.
 
     `keep_global_batch`: train and micro hold at any number of ranks, and the accumulation follows, whatever was

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from zero_config._prepare import Prepared
+from zero_config._prepare import PreparedSource
 from zero_config.errors import Problem, show
 
 _PLAIN = {
@@ -23,7 +23,7 @@ _PLAIN = {
 }
 
 
-def explain(error: ValidationError, prepared: Prepared) -> list[Problem]:
+def explain(error: ValidationError, prepared: PreparedSource) -> list[Problem]:
     """Return one problem per path, in the order of the keys."""
     problems: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):

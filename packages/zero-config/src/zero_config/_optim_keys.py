@@ -108,14 +108,14 @@ class ScheduleParams(Params):
     last_batch_iteration: Int = -1
 
 
-class LRRangeTest(ScheduleParams):
+class LRRangeTestParams(ScheduleParams):
     lr_range_test_min_lr: PerGroup = 1e-3
     lr_range_test_step_size: PositiveInt = 2000
     lr_range_test_step_rate: Float = 1.0
     lr_range_test_staircase: Flag = False
 
 
-class OneCycle(ScheduleParams):
+class OneCycleParams(ScheduleParams):
     cycle_min_lr: PerGroup | None
     cycle_max_lr: PerGroup | None
     decay_lr_rate: Float = 0.0
@@ -130,19 +130,19 @@ class OneCycle(ScheduleParams):
     decay_mom_rate: Float = 0.0
 
 
-class WarmupLR(ScheduleParams):
+class WarmupLRParams(ScheduleParams):
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = Field(default=None, description="null is the learning rate of each param group.")
     warmup_num_steps: PositiveInt = 1000
     warmup_type: WarmupType = "log"
 
 
-class WarmupDecayLR(WarmupLR):
+class WarmupDecayLRParams(WarmupLRParams):
     total_num_steps: PositiveInt | None
     warmup_max_lr: PerGroup | None = 0.001
 
 
-class WarmupCosineLR(ScheduleParams):
+class WarmupCosineLRParams(ScheduleParams):
     total_num_steps: PositiveInt | None
     warmup_min_ratio: Float = 0.0
     warmup_num_steps: PositiveInt = 1000
@@ -151,7 +151,11 @@ class WarmupCosineLR(ScheduleParams):
 
 
 SCHEDULES: dict[str, type[Params]] = {
-    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR)
+    "LRRangeTest": LRRangeTestParams,
+    "OneCycle": OneCycleParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupLR": WarmupLRParams,
 }
 
 

@@ -31,7 +31,7 @@ _CPU_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offloa
 
 
 @dataclass
-class Prepared:
+class PreparedSource:
     """The configuration under canonical keys, and what is to be remembered about how it was written."""
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -53,12 +53,12 @@ class Prepared:
         return self.written.get(head, "") + tail
 
 
-def prepare(raw: dict[str, Any], defaults: Mapping[str, tuple[Any, str]]) -> Prepared:
+def prepare(raw: dict[str, Any], defaults: Mapping[str, tuple[Any, str]]) -> PreparedSource:
     """Return the configuration under canonical keys; raise `ConfigError` with all unknown and removed keys.
 
     ``defaults``: canonical path -> value and reason, for what is not written.
     """
-    prepared = Prepared()
+    prepared = PreparedSource()
     _refuse_removed(raw, prepared)
     prepared.data = _clean(_modernised(raw, prepared), ConfigFile, "", "", prepared)
     if prepared.problems:
@@ -82,7 +82,7 @@ def _set(data: dict[str, Any], names: list[str], value: Any) -> None:
     data[last] = value
 
 
-def _refuse_removed(raw: dict[str, Any], prepared: Prepared) -> None:
+def _refuse_removed(raw: dict[str, Any], prepared: PreparedSource) -> None:
     zero = raw.get("zero_optimization")
     for path, action in REMOVED_KEYS.items():
         parent, _, key = path.rpartition(".")
@@ -91,7 +91,7 @@ def _refuse_removed(raw: dict[str, Any], prepared: Prepared) -> None:
             prepared.problems.append(Problem(path, expected, "", action=action))
 
 
-def _modernised(raw: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
+def _modernised(raw: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]:
     """Replace the legacy forms of `zero_optimization`, and drop the keys that were refused as removed."""
     raw = {key: value for key, value in raw.items() if key not in REMOVED_KEYS}
     zero = raw.get("zero_optimization")
@@ -104,7 +104,7 @@ def _modernised(raw: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
     return {**raw, "zero_optimization": _without_cpu_offload(zero, prepared)}
 
 
-def _without_cpu_offload(zero: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
+def _without_cpu_offload(zero: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]:
     """Replace the flags that offload once was by the sections that it is now."""
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
     if pinned is not None and not any(zero.get(old) for old in _CPU_OFFLOAD):
@@ -127,7 +127,9 @@ def _without_cpu_offload(zero: dict[str, Any], prepared: Prepared) -> dict[str, 
     return zero
 
 
-def _clean(data: dict[str, Any], section: type[Section], path: str, written: str, into: Prepared) -> dict[str, Any]:
+def _clean(
+    data: dict[str, Any], section: type[Section], path: str, written: str, into: PreparedSource
+) -> dict[str, Any]:
     out: dict[str, Any] = {}
     open_ended = section.model_config.get("extra") == "allow"
     for key, value in data.items():

@@ -57,7 +57,7 @@ class ParallelWrite(Section):
     pipeline_stage: Flag = False
 
 
-class InMemory(Section):
+class InMemorySection(Section):
     """Copies of the training state in the memory of the nodes, from which `engine.resume` recovers a lost node."""
 
     every: NaturalInt = Field(default=0, description="Optimizer steps between two copies; 0 is off.")
@@ -67,7 +67,7 @@ class InMemory(Section):
     )
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """How checkpoints are written and read."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = "Warn"
@@ -94,7 +94,7 @@ class Checkpoint(Section):
         default=None, description="Checkpoints that stay in a folder; each save removes the older ones."
     )
     writer: CheckpointWriter = CheckpointWriter()
-    in_memory: InMemory = InMemory()
+    in_memory: InMemorySection = InMemorySection()
 
 
 class Elastic(Section):
@@ -147,7 +147,7 @@ class Wandb(Section):
     project: Text = "deepspeed"
 
 
-class CsvMonitor(Section):
+class CsvMonitorSection(Section):
     auto_keys = ALL_KEYS
 
     enabled: Flag = False
@@ -169,7 +169,7 @@ class Comet(Section):
     mode: Literal["get", "create", "get_or_create"] | None = None
 
 
-class RunRecord(Section):
+class RunRecordSection(Section):
     """What a run leaves for `zero-report`."""
 
     auto_keys = ALL_KEYS
@@ -188,5 +188,5 @@ class ThroughputTimer(Section):
     synchronized: Flag = True
 
 
-class Timers(Section):
+class TimersSection(Section):
     throughput: ThroughputTimer = ThroughputTimer()

@@ -12,7 +12,7 @@ from pydantic import PrivateAttr, ValidationError
 from zero_config import _batch, _rules
 from zero_config._base import PositiveInt, thaw
 from zero_config._explain import explain
-from zero_config._prepare import Prepared, prepare
+from zero_config._prepare import PreparedSource, prepare
 from zero_config._rules import virtual_rank_problems, virtual_ranks
 from zero_config._source import read
 from zero_config.errors import ConfigError, Problem, show
@@ -137,7 +137,7 @@ def _ancestry(path: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
-def _batch_sizes(file: ConfigFile, prepared: Prepared, world_size: int) -> dict[str, int]:
+def _batch_sizes(file: ConfigFile, prepared: PreparedSource, world_size: int) -> dict[str, int]:
     """Return the batch sizes that were not given, or that follow from others by `elastic.batch_size`."""
     given: dict[str, int | None] = {name: getattr(file, name) for name in (_batch.TRAIN, _batch.MICRO, _batch.STEPS)}
     any_auto = bool({_batch.TRAIN, _batch.MICRO} & prepared.auto)
@@ -151,7 +151,7 @@ def _batch_sizes(file: ConfigFile, prepared: Prepared, world_size: int) -> dict[
     return {name: size for (name, value), size in zip(given.items(), sizes, strict=True) if value != size}
 
 
-def _provenance(config: Config, prepared: Prepared, derived: dict[str, Any]) -> dict[str, str]:
+def _provenance(config: Config, prepared: PreparedSource, derived: dict[str, Any]) -> dict[str, str]:
     found = {}
     for path, _ in leaves(config):
         auto = path in prepared.auto
@@ -166,12 +166,12 @@ def _provenance(config: Config, prepared: Prepared, derived: dict[str, Any]) -> 
     return found
 
 
-def _raise_as_written(problems: list[Problem], prepared: Prepared) -> None:
+def _raise_as_written(problems: list[Problem], prepared: PreparedSource) -> None:
     if problems:
         raise ConfigError(*(_as_written(problem, prepared) for problem in problems))
 
 
-def _as_written(problem: Problem, prepared: Prepared) -> Problem:
+def _as_written(problem: Problem, prepared: PreparedSource) -> Problem:
     note = prepared.notes.get(problem.path, "")
     got = f"{problem.got}, {note}" if note and problem.got else problem.got
     return replace(problem, path=prepared.as_written(problem.path), got=got)

@@ -22,15 +22,15 @@ from zero_config._parallel_keys import (
 from zero_config._precision_keys import Bf16, DataTypes, DtypeName, Fp16, TorchAutocast
 from zero_config._tool_keys import (
     ActivationCheckpointing,
-    Checkpoint,
+    CheckpointSection,
     Comet,
     CommsLogger,
-    CsvMonitor,
+    CsvMonitorSection,
     Elastic,
     FlopsProfiler,
-    RunRecord,
+    RunRecordSection,
     Tensorboard,
-    Timers,
+    TimersSection,
     Wandb,
 )
 from zero_config._zero_keys import Aio, Comm, Offload, ZeroOptimization
@@ -101,16 +101,16 @@ class ConfigFile(Section):
     comm: Comm = Comm()
     offload: Offload = Offload()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointSection = CheckpointSection()
     elastic: Elastic = Elastic()
     comms_logger: CommsLogger = CommsLogger()
     flops_profiler: FlopsProfiler = FlopsProfiler()
     tensorboard: Tensorboard = Tensorboard()
     wandb: Wandb = Wandb()
-    csv_monitor: CsvMonitor = CsvMonitor()
+    csv_monitor: CsvMonitorSection = CsvMonitorSection()
     comet: Comet = Comet()
-    run_record: RunRecord = RunRecord()
-    timers: Timers = Timers()
+    run_record: RunRecordSection = RunRecordSection()
+    timers: TimersSection = TimersSection()
 
     compile: Compile = Compile()
     pipeline: Pipeline = Pipeline()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PAGE", "HostBlock", "nbytes_of", "page_rounded", "pin_memory"]
+__all__ = ["HostBlock", "PAGE", "nbytes_of", "page_rounded", "pin_memory"]
 
 PAGE = mmap.PAGESIZE
 

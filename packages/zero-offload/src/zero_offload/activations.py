@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ._activation_tiers import ActivationTier, FiledActivations, Form, HostActivations
+from ._copy_streams import compute_device
 from ._extents import NvmePath, folders
-from ._lanes import compute_device
-from ._movers import Form, HostMover, Mover, NvmeMover
 from .trace import Trace
 
 __all__ = ["offload_activations"]
@@ -69,11 +69,11 @@ class offload_activations:
         if prefetch < 0:
             raise ValueError(f"prefetch: expected 0 or more tensors, got {prefetch}")
         self._device = compute_device(device)
-        self._mover: Mover
+        self._tier: ActivationTier
         if path is None:
-            self._mover = HostMover(self._device, trace)
+            self._tier = HostActivations(self._device, trace)
         else:
-            self._mover = NvmeMover(
+            self._tier = FiledActivations(
                 self._device,
                 folders(path),
                 in_flight_bytes=in_flight_bytes,
@@ -92,7 +92,7 @@ class offload_activations:
         self._saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
         self._contexts: list[torch.autograd.graph.saved_tensors_hooks] = []
-        self._finalizer = weakref.finalize(self, self._mover.close)
+        self._finalizer = weakref.finalize(self, self._tier.close)
 
     def __enter__(self) -> offload_activations:
         if isinstance(self._keep, nn.Module):
@@ -110,11 +110,11 @@ class offload_activations:
 
     def memory(self) -> dict[str, int]:
         """Bytes now: ``host`` (kept, or on their way to files) and ``nvme`` (files)."""
-        return self._mover.memory()
+        return self._tier.memory()
 
     def flush(self) -> None:
         """Block until what was saved is on its tier; raise the first write that failed."""
-        self._mover.flush()
+        self._tier.flush()
 
     def close(self) -> None:
         """Remove the files; graphs that still wait for backward cannot run it any more. May be called twice."""
@@ -131,11 +131,11 @@ class offload_activations:
             if found is not None and not alive.expired():  # type: ignore[no-untyped-call]
                 return found  # several operations saved the same tensor
         form = Form.of(tensor)
-        saved = _Saved(self._count, form, self._mover.save(tensor, form))
+        saved = _Saved(self._count, form, self._tier.save(tensor, form))
         self._count += 1
         self._saved[saved.number] = saved
         self._known[key] = (StorageWeakRef(storage), weakref.ref(saved))  # type: ignore[no-untyped-call]
-        weakref.finalize(saved, self._mover.free, saved.place).atexit = False
+        weakref.finalize(saved, self._tier.free, saved.place).atexit = False
         return saved
 
     def _unpack(self, packed: torch.Tensor | _Saved) -> torch.Tensor:
@@ -148,14 +148,14 @@ class offload_activations:
                 ahead = self._saved.get(number)
                 if ahead is not None and (ahead.restored is None or ahead.restored() is None):
                     self._start(ahead)
-            tensor = self._mover.finish(packed.started)
+            tensor = self._tier.finish(packed.started)
             packed.started = None
             packed.restored = weakref.ref(tensor)
         return tensor
 
     def _start(self, saved: _Saved) -> None:
         if saved.started is None:
-            saved.started = self._mover.start(saved.place, saved.form)
+            saved.started = self._tier.start(saved.place, saved.form)
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != self._device.type or tensor.layout != torch.strided:

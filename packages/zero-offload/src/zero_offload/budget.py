@@ -10,7 +10,7 @@ from typing import Literal
 from .errors import BudgetError
 from .limits import Limit, disk_limit, locked_limits, memory_limits, shared_limits
 
-__all__ = ["HostBudget", "Need", "Resource"]
+__all__ = ["Demand", "HostBudget", "Resource"]
 
 Resource = Literal["memory", "locked", "shared", "disk"]
 _RESERVE = 256 << 20
@@ -28,7 +28,7 @@ _ADVICE = {
 
 
 @dataclass(frozen=True)
-class Need:
+class Demand:
     """``nbytes`` of a resource for a purpose; ``path`` for disk space."""
 
     purpose: str
@@ -63,10 +63,10 @@ class HostBudget:
         self.processes = processes
         self._barrier = barrier
         self._given = limits
-        self._needs: list[Need] = []
+        self._needs: list[Demand] = []
 
     @property
-    def needs(self) -> tuple[Need, ...]:
+    def needs(self) -> tuple[Demand, ...]:
         """What was asked for so far."""
         return tuple(self._needs)
 
@@ -78,7 +78,7 @@ class HostBudget:
             raise ValueError(f"{purpose}: expected 0 or more bytes, got {nbytes}")
         if (path is None) == (resource == "disk"):
             raise ValueError(f"{purpose}: a path belongs to disk space and to nothing else, got path={path!r}")
-        self._needs.append(Need(purpose, nbytes, resource, path))
+        self._needs.append(Demand(purpose, nbytes, resource, path))
 
     def copy(self) -> HostBudget:
         """Another budget with the same limits and needs, to try out what would fit."""
@@ -141,7 +141,7 @@ class HostBudget:
 
     def _totals(self) -> list[tuple[str, str, int, Limit]]:
         """(title, advice, bytes needed, tightest limit) of each resource that something needs."""
-        groups: dict[str, list[Need]] = {}
+        groups: dict[str, list[Demand]] = {}
         for need in self._needs:
             groups.setdefault(self._title(need), []).append(need)
         return [
@@ -154,7 +154,7 @@ class HostBudget:
             for title, needs in groups.items()
         ]
 
-    def _title(self, need: Need) -> str:
+    def _title(self, need: Demand) -> str:
         if need.resource != "disk":
             return _TITLES[need.resource]
         return f"disk of {_mount_point(str(need.path))}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._lanes import DeviceCopies, compute_device
+from ._copy_streams import DeviceCopies, compute_device
 from ._memory import HostBlock, nbytes_of
 from .errors import ShardError
 from .trace import Trace

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from ._buffer_ring import BufferRing, Pack, lay_out
+from ._copy_streams import DeviceCopies, compute_device
 from ._extents import DTYPE_NAMES, NvmePath, folders, naming, open_extents
-from ._lanes import DeviceCopies, compute_device
 from ._memory import nbytes_of
 from ._protocols import ExtentStore, Generation
-from ._ring import Pack, Ring, lay_out
 from .errors import ShardError
 from .host import HostStore, check_shard
 from .sealed import Sealed
@@ -57,7 +57,7 @@ class NvmeStore:
         self.device = compute_device(device)
         self._store = open_extents(folders(path), prefix=prefix, checksums=checksums, verify=verify, engine=engine)
         self._finalizer = weakref.finalize(self, _sweep, self._store)
-        self._ring = Ring(
+        self._ring = BufferRing(
             self._store,
             buffer_count=buffer_count,
             buffer_bytes=buffer_bytes,

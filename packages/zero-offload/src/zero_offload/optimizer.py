@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from ._lanes import compute_device
+from ._copy_streams import compute_device
 from ._params import GradientHooks, Member, ParameterWeights, check_gradient, check_parameter, flat_gradient, plans
 from .budget import HostBudget
 from .errors import OffloadError
@@ -249,7 +249,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class, at any tier, or of torch's optimizer of the same name.
+        """StagedSpan the state of this class, at any tier, or of torch's optimizer of the same name.
 
         A master that is missing is made from the parameter. ValueError when groups or shapes do not fit; nothing was
         changed then.

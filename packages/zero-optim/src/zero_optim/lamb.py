@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _DTYPES: dict[torch.dtype, Literal["f32", "f64"]] = {torch.float32: "f32", torch.float64: "f64"}
+
+
+PartialNorms = Sequence[tuple[torch.Tensor, tuple[float, ...]]]
+"""For each of the optimizer's tensors, the squared norms (weight, direction) of its elements."""
+
+
+class ReduceNorms(Protocol):
+    """Adds up partial norms over all parts of each parameter."""
+
+    def __call__(self, partial: PartialNorms, /) -> list[tuple[float, ...]]:
+        """Return the norms of full parameters in the order of ``partial``. Collective where there are ranks."""
 
 
 class Lamb(ClosureOptimizer):
@@ -35,7 +46,7 @@ class Lamb(ClosureOptimizer):
         min_coeff: float = 0.01,
         **adam: Unpack[AdamHyperparameters],
     ) -> None:
-        self.reduce_norms: Callable[[Any], list[tuple[float, ...]]] = _norms_of_one_process
+        self.reduce_norms: ReduceNorms = _norms_of_one_process
         super().__init__(params, {**adam_defaults(lr, **adam), "max_coeff": max_coeff, "min_coeff": min_coeff})
 
     def update(self) -> None:
@@ -100,7 +111,7 @@ class Lamb(ClosureOptimizer):
             p.add_(direction, alpha=-factor)
 
 
-def _norms_of_one_process(partial: Any) -> list[tuple[float, ...]]:
+def _norms_of_one_process(partial: PartialNorms, /) -> list[tuple[float, ...]]:
     return [norms for _, norms in partial]
 
 

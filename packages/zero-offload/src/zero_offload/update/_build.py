@@ -14,7 +14,6 @@ from .._extents import folders
 from ..budget import HostBudget
 from ..errors import BudgetError
 from ..trace import Trace
-from ._feed import Feed, staging_bytes
 from ._filed_gradients import NvmeGradients, gradient_ring_bytes
 from ._gradients import (
     CallerGradients,
@@ -22,39 +21,40 @@ from ._gradients import (
     HostGradients,
     gradient_bytes,
 )
-from ._slices import BLOCK, Fragment, Slice, cut, split
+from ._slices import BLOCK, KeptFragment, Slice, cut, split
+from ._staging import StagedSlices, staging_bytes
 from ._tiers import HostTier, NvmeOptions, NvmeTier, SplitTier, Tier, host_bytes, ring_bytes
 from .placement import Placement
 from .plans import BoundedWeights, ShardPlan, Weights
 
-__all__ = ["Parts", "build", "check_room_for_seal"]
+__all__ = ["UpdateParts", "build", "check_room_for_seal"]
 
 Where = Literal["host", "nvme", "caller"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class UpdateParts:
     """An update taken apart. ``in_memory``: the slices that are not in files though others are."""
 
     slices: Sequence[Slice]
     in_memory: Sequence[Slice]
     tier: Tier
     gradients: Gradients
-    feed: Feed
+    staged: StagedSlices
     plan: Mapping[str, int]
     paths: Sequence[str]
 
 
 def build(
     shards: Sequence[ShardPlan],
-    fragments: Sequence[Fragment],
+    fragments: Sequence[KeptFragment],
     weights: Weights,
     placement: Placement,
     where: Where,
     device: torch.device,
     budget: HostBudget,
     trace: Trace | None,
-) -> Parts:
+) -> UpdateParts:
     """Cut, plan, check the plan against ``budget``, allocate."""
     if where == "nvme" and placement.path is None:
         raise ValueError("gradients='nvme': expected a path in the placement, got none")
@@ -84,11 +84,13 @@ def build(
     except BaseException:
         tier.close()
         raise
-    feed = Feed(slices, gradients, weights, device, staging=staging, pin=pin, trace=trace)
-    return Parts(slices, in_memory if in_files else (), tier, gradients, feed, MappingProxyType(plan), options.paths)
+    staged = StagedSlices(slices, gradients, weights, device, staging=staging, pin=pin, trace=trace)
+    return UpdateParts(
+        slices, in_memory if in_files else (), tier, gradients, staged, MappingProxyType(plan), options.paths
+    )
 
 
-def check_room_for_seal(parts: Parts) -> None:
+def check_room_for_seal(parts: UpdateParts) -> None:
     """BudgetError when the disk has no room for everything once more, which the next steps write anew, and for what
     sealing copies: what is sealed is never written again.
     """
@@ -102,7 +104,7 @@ def check_room_for_seal(parts: Parts) -> None:
 
 
 def _cut(
-    fragments: Sequence[Fragment], placement: Placement, ratio: float, weights: Weights
+    fragments: Sequence[KeptFragment], placement: Placement, ratio: float, weights: Weights
 ) -> tuple[list[Slice], list[Slice]]:
     """The slices of the share that is offloaded, and those of the rest. Two slices are under way at a time, so each has
     less than half of the shards that can be borrowed together.
@@ -114,7 +116,7 @@ def _cut(
     return cut(offloaded, size, shards), cut(rest, size, shards)
 
 
-def _uses_files(fragments: Sequence[Fragment], placement: Placement, budget: HostBudget) -> bool:
+def _uses_files(fragments: Sequence[KeptFragment], placement: Placement, budget: HostBudget) -> bool:
     if placement.tier != "auto":
         return placement.tier == "nvme"
     trial = budget.copy()

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
+from .._buffer_ring import BufferRing, Pack, lay_out
+from .._copy_streams import CopyStream
 from .._extents import DTYPE_NAMES, open_extents
-from .._lanes import Lane
 from .._memory import page_rounded
-from .._ring import Pack, Ring, lay_out
 from ..trace import Trace
-from ._gradients import HOP, bring, gradient_bytes, known_shard
-from ._slices import Piece, Slice
+from ._gradients import HOP, copy_to_host, gradient_bytes, known_shard
+from ._slices import FlatPart, Slice
 from ._tiers import NvmeOptions
 from .plans import ShardPlan
 
@@ -47,7 +47,7 @@ class NvmeGradients:
         trace: Trace | None,
     ) -> None:
         self._slices = slices
-        self._lane = Lane(device, trace, HOP)
+        self._copy_stream = CopyStream(device, trace, HOP)
         self._shards = {shard.name: (_shard_pack(shard), shard.grad_dtype) for shard in shards}
         self._packs = [_slice_pack(index, slice_) for index, slice_ in enumerate(slices)]
         self._present: set[str] = set()
@@ -67,7 +67,7 @@ class NvmeGradients:
                 nbytes = shard.numel * shard.grad_dtype.itemsize
                 self._store.declare(_extent(shard), nbytes, DTYPE_NAMES[shard.grad_dtype])
             count = _buffers(options.buffer_count)
-            self._ring = Ring(
+            self._ring = BufferRing(
                 self._store,
                 buffer_count=count,
                 buffer_bytes=gradient_ring_bytes(shards, slices, count) // count,
@@ -98,7 +98,7 @@ class NvmeGradients:
 
     def add(self, shard: str, gradient: torch.Tensor) -> None:
         own, again = self.borrow(shard)
-        event = bring(self._lane, own, gradient, again=again)
+        event = copy_to_host(self._copy_stream, own, gradient, again=again)
         self._arriving.append((event, shard))
         self._present.add(shard)
         self._arrived(at_most=self._most_arriving)
@@ -123,7 +123,7 @@ class NvmeGradients:
         if all(map(self.has, self._shards_of(index))):
             self._ring.prefetch([pack])
 
-    def acquire(self, index: int) -> list[Piece | None]:
+    def acquire(self, index: int) -> list[FlatPart | None]:
         self._arrived(at_most=0)
         present = {shard for shard in self._shards_of(index) if self.has(shard)}
         pack, places = self._packs[index]
@@ -131,7 +131,7 @@ class NvmeGradients:
             pack, places = _slice_pack(index, self._slices[index], only=present)
         buffer = self._ring.acquire(pack)
         self._acquired[index] = pack
-        found: list[Piece | None] = []
+        found: list[FlatPart | None] = []
         for span in self._slices[index]:
             shard = span.fragment.shard
             if shard.name not in present:
@@ -139,7 +139,7 @@ class NvmeGradients:
                 continue
             begin = places[shard.name] + (span.fragment.plan.start + span.begin) * shard.grad_dtype.itemsize
             nbytes = span.length * shard.grad_dtype.itemsize
-            found.append(Piece(buffer[begin : begin + nbytes].view(shard.grad_dtype), 0, span.length))
+            found.append(FlatPart(buffer[begin : begin + nbytes].view(shard.grad_dtype), 0, span.length))
         return found
 
     def release(self, index: int) -> None:

@@ -10,20 +10,20 @@ import torch
 
 from zero_optim_kernels import l2_norm_squared
 
-from .._lanes import Lane
+from .._copy_streams import CopyStream
 from .._memory import HostBlock, nbytes_of
 from ..errors import ShardError
 from ..trace import Trace
-from ._slices import Piece, Slice
+from ._slices import FlatPart, Slice
 from .plans import KERNEL_DTYPES, ShardPlan, checked
 
 __all__ = [
-    "HOP",
     "CallerGradients",
     "Collected",
     "Gradients",
+    "HOP",
     "HostGradients",
-    "bring",
+    "copy_to_host",
     "gradient_bytes",
     "known_shard",
     "looked_at",
@@ -43,7 +43,7 @@ class Gradients(Protocol):
     def prefetch(self, index: int) -> None:
         """A slice will be acquired soon."""
 
-    def acquire(self, index: int) -> list[Piece | None]:
+    def acquire(self, index: int) -> list[FlatPart | None]:
         """The gradient of each span of a slice, wherever it is; None for shards without one."""
 
     def release(self, index: int) -> None:
@@ -102,7 +102,7 @@ class CallerGradients:
     def prefetch(self, index: int) -> None:
         """Nothing to do."""
 
-    def acquire(self, index: int) -> list[Piece | None]:
+    def acquire(self, index: int) -> list[FlatPart | None]:
         given = [self._given.get(span.fragment.shard.name) for span in self._slices[index]]
         return [None if g is None else s.of_shard(g) for s, g in zip(self._slices[index], given, strict=True)]
 
@@ -146,7 +146,7 @@ class HostGradients:
         trace: Trace | None,
     ) -> None:
         self._slices = slices
-        self._lane = Lane(device, trace, HOP)
+        self._copy_stream = CopyStream(device, trace, HOP)
         self._block = HostBlock(gradient_bytes(shards), pin=pin)
         self._views: dict[str, torch.Tensor] = {}
         self._present: set[str] = set()
@@ -166,7 +166,7 @@ class HostGradients:
 
     def add(self, shard: str, gradient: torch.Tensor) -> None:
         own, again = self.borrow(shard)
-        event = bring(self._lane, own, gradient, again=again)
+        event = copy_to_host(self._copy_stream, own, gradient, again=again)
         if event is not None:
             self._arriving[shard] = event
         self._present.add(shard)
@@ -177,8 +177,8 @@ class HostGradients:
     def prefetch(self, index: int) -> None:
         """They are here."""
 
-    def acquire(self, index: int) -> list[Piece | None]:
-        found: list[Piece | None] = []
+    def acquire(self, index: int) -> list[FlatPart | None]:
+        found: list[FlatPart | None] = []
         for span in self._slices[index]:
             shard = span.fragment.shard.name
             self._settle(shard)
@@ -215,19 +215,19 @@ class HostGradients:
             event.synchronize()
 
 
-def bring(lane: Lane, own: torch.Tensor, gradient: torch.Tensor, *, again: bool) -> torch.Event | None:
+def copy_to_host(stream: CopyStream, own: torch.Tensor, gradient: torch.Tensor, *, again: bool) -> torch.Event | None:
     """Start writing a gradient to host memory, or with ``again`` adding it to what is there; None when it is done.
 
     Adding happens where the gradient is, so that nobody waits for the device.
     """
     if not again:
-        return lane.copy(own, gradient)
+        return stream.copy(own, gradient)
     if gradient.device == own.device:
         own.add_(gradient)
         return None
     total = torch.empty_like(own, device=gradient.device)
-    lane.join(lane.copy(total, own))
-    return lane.copy(own, total.add_(gradient))
+    stream.join(stream.copy(total, own))
+    return stream.copy(own, total.add_(gradient))
 
 
 @contextmanager

@@ -13,13 +13,13 @@ from .plans import FragmentPlan, ShardPlan, wide_dtype
 
 __all__ = [
     "BLOCK",
+    "FlatPart",
     "GRAIN",
+    "KeptFragment",
     "MASTER",
-    "Fragment",
-    "Kind",
-    "Piece",
     "Slice",
     "Span",
+    "StateKind",
     "cut",
     "kinds_of",
     "slice_bytes",
@@ -34,7 +34,7 @@ MASTER = "master"
 
 
 @dataclass(frozen=True)
-class Kind:
+class StateKind:
     """One tensor that is kept for a fragment: an item for every ``block`` elements.
 
     ``moment``: which moment it is a part of; None for the master. ``second``: a moment that is never negative.
@@ -56,12 +56,12 @@ class Kind:
 
 
 @dataclass(eq=False)
-class Fragment:
+class KeptFragment:
     """A fragment at run time: what is kept for it, how far it is, and what of it is on the tier."""
 
     plan: FragmentPlan
     shard: ShardPlan
-    kinds: tuple[Kind, ...]
+    kinds: tuple[StateKind, ...]
     step: int = 0
     has_moments: bool = False
     has_master: bool = False
@@ -69,7 +69,7 @@ class Fragment:
     name: str = field(init=False)
     dtype: torch.dtype = field(init=False)  # of the update
     keeps_master: bool = field(init=False)  # the weights cannot be updated in place
-    moments: tuple[Kind, ...] = field(init=False)
+    moments: tuple[StateKind, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = self.plan.name
@@ -82,7 +82,7 @@ class Fragment:
         """Return whether all that is kept is on the tier, and stands for the weights that forward reads."""
         return self.has_moments and (self.has_master or not self.keeps_master) and not self.weights_changed
 
-    def keeps(self, kind: Kind) -> bool:
+    def keeps(self, kind: StateKind) -> bool:
         """Return whether there is something of a kind that counts; a master does not once the weights were changed."""
         if kind.moment is None:
             return self.has_master and not self.weights_changed
@@ -93,7 +93,7 @@ class Fragment:
         return sum(kind.nbytes(elements) for kind in self.kinds)
 
 
-class Piece(NamedTuple):
+class FlatPart(NamedTuple):
     """Elements [start, start + length) of a flat tensor: kernels take addresses, which cost less than a view."""
 
     base: torch.Tensor
@@ -113,15 +113,15 @@ class Piece(NamedTuple):
 class Span:
     """Elements [begin, begin + length) of a fragment."""
 
-    fragment: Fragment
+    fragment: KeptFragment
     begin: int
     length: int
 
-    def of_shard(self, shard: torch.Tensor) -> Piece:
+    def of_shard(self, shard: torch.Tensor) -> FlatPart:
         """This part of the shard's flat tensor."""
-        return Piece(shard, self.fragment.plan.start + self.begin, self.length)
+        return FlatPart(shard, self.fragment.plan.start + self.begin, self.length)
 
-    def of_kind(self, kind: Kind, whole: torch.Tensor) -> torch.Tensor:
+    def of_kind(self, kind: StateKind, whole: torch.Tensor) -> torch.Tensor:
         """This part of a flat tensor of all the fragment's items of a kind."""
         start = self.begin // kind.block
         return whole[start : start + kind.items(self.length)]
@@ -132,23 +132,23 @@ Slice = tuple[Span, ...]
 
 def kinds_of(
     shard: ShardPlan, moments: Sequence[tuple[str, bool]], state_dtype: torch.dtype | None
-) -> tuple[Kind, ...]:
+) -> tuple[StateKind, ...]:
     """The master, where there is one, then the moments, each given with whether it is a second moment.
 
     ``state_dtype``: None for the dtype of the update, else bfloat16 or int8 (a code per element and a scale per block).
     """
     wide = wide_dtype(shard.dtype)
-    kinds = [] if shard.in_place else [Kind(MASTER, wide)]
+    kinds = [] if shard.in_place else [StateKind(MASTER, wide)]
     for moment, second in moments:
         if state_dtype == torch.int8:
-            kinds.append(Kind(moment, torch.uint8, moment, second))
-            kinds.append(Kind(f"{moment}_scale", torch.float32, moment, second, BLOCK))
+            kinds.append(StateKind(moment, torch.uint8, moment, second))
+            kinds.append(StateKind(f"{moment}_scale", torch.float32, moment, second, BLOCK))
         else:
-            kinds.append(Kind(moment, state_dtype or wide, moment, second))
+            kinds.append(StateKind(moment, state_dtype or wide, moment, second))
     return tuple(kinds)
 
 
-def split(fragments: Sequence[Fragment], ratio: float, grain: int) -> tuple[list[Span], list[Span]]:
+def split(fragments: Sequence[KeptFragment], ratio: float, grain: int) -> tuple[list[Span], list[Span]]:
     """The first ``ratio`` of all elements, to a multiple of ``grain`` within a fragment, and the rest."""
     room = round(sum(fragment.plan.numel for fragment in fragments) * ratio)
     first: list[Span] = []

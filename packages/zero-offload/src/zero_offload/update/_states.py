@@ -13,7 +13,7 @@ from zero_optim_kernels import quantize_blocks
 from .._protocols import Generation
 from ..sealed import Sealed
 from ._rules import Rule
-from ._slices import BLOCK, MASTER, Fragment, Slice, Span
+from ._slices import BLOCK, MASTER, KeptFragment, Slice, Span
 from ._step import Groups, Tensors, fill_moments
 from ._tiers import Tier
 
@@ -24,7 +24,7 @@ _STEP = "step"
 
 
 def sealed_state(
-    fragments: Sequence[Fragment], in_memory: Sequence[Slice], tier: Tier, generations: Sequence[Generation]
+    fragments: Sequence[KeptFragment], in_memory: Sequence[Slice], tier: Tier, generations: Sequence[Generation]
 ) -> Sealed:
     """The current state of a tier that was just sealed."""
     begun = {f"{f.name}/{kind.name}" for f in fragments for kind in f.kinds if f.keeps(kind)}
@@ -37,12 +37,12 @@ def sealed_state(
 
 
 def read_states(
-    fragments: Sequence[Fragment], slices: Sequence[Slice], tier: Tier
-) -> Iterator[tuple[Fragment, dict[str, torch.Tensor]]]:
+    fragments: Sequence[KeptFragment], slices: Sequence[Slice], tier: Tier
+) -> Iterator[tuple[KeptFragment, dict[str, torch.Tensor]]]:
     """Each of ``fragments`` of which something is kept, with 1-D copies in host memory; ``step`` has no dimension."""
     wanted = {f for f in fragments if any(f.keeps(kind) for kind in f.kinds) or f.step}
     last = {span.fragment: index for index, slice_ in enumerate(slices) for span in slice_ if span.fragment in wanted}
-    states: dict[Fragment, dict[str, torch.Tensor]] = {}
+    states: dict[KeptFragment, dict[str, torch.Tensor]] = {}
     indices = [i for i, slice_ in enumerate(slices) if any(span.fragment in last for span in slice_)]
     with closing(tier.visit(indices, dirty=False)) as visits:  # type: ignore[type-var]
         for visit in visits:
@@ -61,7 +61,7 @@ def _read(span: Span, tensors: Tensors, state: dict[str, torch.Tensor]) -> None:
             span.of_kind(kind, whole).copy_(tensors[kind.name])
 
 
-def check_state(fragment: Fragment, state: State) -> None:
+def check_state(fragment: KeptFragment, state: State) -> None:
     """ValueError, naming the fragment, for a state that does not fit it."""
     kinds = {kind.name: kind for kind in fragment.kinds}
     unknown = sorted(set(state) - {_STEP, *kinds})
@@ -81,7 +81,7 @@ def check_state(fragment: Fragment, state: State) -> None:
 
 
 def write_states(
-    rule: Rule, groups: Groups, slices: Sequence[Slice], tier: Tier, states: Mapping[Fragment, State]
+    rule: Rule, groups: Groups, slices: Sequence[Slice], tier: Tier, states: Mapping[KeptFragment, State]
 ) -> None:
     """Replace what is given; moments of a fragment that had none and are not given begin anew.
 
@@ -102,7 +102,7 @@ def write_states(
             fragment.step = int(state[_STEP])
 
 
-def _concerned(span: Span, states: Mapping[Fragment, State]) -> bool:
+def _concerned(span: Span, states: Mapping[KeptFragment, State]) -> bool:
     return span.fragment in states
 
 
@@ -121,7 +121,7 @@ def _write(span: Span, tensors: Tensors, state: State) -> None:
             tensors[kind.name].copy_(part)
 
 
-def forget(fragments: Sequence[Fragment]) -> None:
+def forget(fragments: Sequence[KeptFragment]) -> None:
     """Begin anew."""
     for fragment in fragments:
         fragment.step = 0

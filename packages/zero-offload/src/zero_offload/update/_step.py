@@ -1,4 +1,4 @@
-"""One step: bring each slice together, run the fused kernel on it, send the weights back."""
+"""One step: stage each slice, run the fused kernel on it, send the weights back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..trace import Trace
-from ._feed import Feed, Load
 from ._rules import Batch, Rule
-from ._slices import MASTER, Fragment, Slice, Span
+from ._slices import MASTER, KeptFragment, Slice, Span
+from ._staging import StagedSlices, StagedSpan
 from ._tiers import Tier
 from .plans import KERNEL_DTYPES
 
@@ -26,8 +26,8 @@ def run_step(
     groups: Groups,
     slices: Sequence[Slice],
     tier: Tier,
-    feed: Feed,
-    fragments: Collection[Fragment],
+    staged: StagedSlices,
+    fragments: Collection[KeptFragment],
     *,
     absent: Collection[str],
     grad_scale: float,
@@ -37,22 +37,22 @@ def run_step(
     as they are read.
     """
     active = tier.order([i for i, slice_ in enumerate(slices) if any(span.fragment in fragments for span in slice_)])
-    feed.begin(active, absent=absent, rewritten=_rewritten(fragments))
+    staged.begin(active, absent=absent, rewritten=_rewritten(fragments))
     try:
-        feed.start(0)
+        staged.start(0)
         with closing(tier.visit(active, dirty=True)) as visits:  # type: ignore[type-var]
             for position, visit in enumerate(visits):
-                feed.start(position + 1)
-                loads = feed.loads(position)
-                with nullcontext() if trace is None else trace.span("compute", _shards(loads)):
-                    for load in loads:
-                        if not load.span.fragment.is_settled:
-                            _prepare(rule, groups, load, visit.tensors[load.number])
-                    _run(rule, groups, loads, visit.tensors, grad_scale)
-                feed.finish(position)
-        feed.end()
+                staged.start(position + 1)
+                staged_spans = staged.staged_spans(position)
+                with nullcontext() if trace is None else trace.span("compute", _shards(staged_spans)):
+                    for staged_span in staged_spans:
+                        if not staged_span.span.fragment.is_settled:
+                            _prepare(rule, groups, staged_span, visit.tensors[staged_span.number])
+                    _run(rule, groups, staged_spans, visit.tensors, grad_scale)
+                staged.finish(position)
+        staged.end()
     except BaseException:
-        feed.abort()
+        staged.abort()
         raise
     for fragment in fragments:
         fragment.step += 1
@@ -61,13 +61,13 @@ def run_step(
         fragment.weights_changed = False
 
 
-def _shards(loads: Sequence[Load]) -> str:
+def _shards(staged_spans: Sequence[StagedSpan]) -> str:
     """The shards that are updated together, by name."""
-    names = list(dict.fromkeys(load.span.fragment.shard.name for load in loads))
+    names = list(dict.fromkeys(staged_span.span.fragment.shard.name for staged_span in staged_spans))
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if names else ""
 
 
-def _rewritten(fragments: Collection[Fragment]) -> set[str]:
+def _rewritten(fragments: Collection[KeptFragment]) -> set[str]:
     """The shards of which all elements are written and none is read."""
     elements: dict[str, int] = {}
     for fragment in fragments:
@@ -77,37 +77,39 @@ def _rewritten(fragments: Collection[Fragment]) -> set[str]:
     return {fragment.shard.name for fragment in fragments if elements.get(fragment.shard.name) == fragment.shard.numel}
 
 
-def _prepare(rule: Rule, groups: Groups, load: Load, tensors: Tensors) -> None:
+def _prepare(rule: Rule, groups: Groups, staged_span: StagedSpan, tensors: Tensors) -> None:
     """Give a span its first values, and take over weights that were changed from outside."""
-    fragment = load.span.fragment
+    fragment = staged_span.span.fragment
     if not fragment.has_moments:
         fill_moments(rule, groups, fragment, tensors)
     if not fragment.keeps_master:
         return
     master = tensors[MASTER]
     if not fragment.has_master:
-        master.copy_(load.weights.view())
+        master.copy_(staged_span.weights.view())
     elif fragment.weights_changed:
         # Where the master rounds to the weight it is the same weight with more digits; elsewhere the weight is new.
-        weights = load.weights.view().to(master.device)
+        weights = staged_span.weights.view().to(master.device)
         same = master.to(weights.dtype) == weights
         master.copy_(torch.where(same, master, weights.to(master.dtype)))
 
 
-def fill_moments(rule: Rule, groups: Groups, fragment: Fragment, tensors: Tensors) -> None:
+def fill_moments(rule: Rule, groups: Groups, fragment: KeptFragment, tensors: Tensors) -> None:
     """Give a span's moments their first values."""
     for kind in fragment.moments:
         tensors[kind.name].fill_(rule.initial(groups[fragment.plan.group]))
 
 
-def _run(rule: Rule, groups: Groups, loads: Sequence[Load], tensors: Sequence[Tensors], grad_scale: float) -> None:
+def _run(
+    rule: Rule, groups: Groups, staged_spans: Sequence[StagedSpan], tensors: Sequence[Tensors], grad_scale: float
+) -> None:
     """One kernel call for all spans of the slice that share options, step number and dtypes.
 
     States below float32 are rounded with random numbers that depend on the position, so each span is a call of its own.
     """
     batches: dict[tuple[Any, ...], Batch] = {}
-    for load in loads:
-        fragment, own = load.span.fragment, tensors[load.number]
+    for staged_span in staged_spans:
+        fragment, own = staged_span.span.fragment, tensors[staged_span.number]
         plan, shard = fragment.plan, fragment.shard
         low = bool(fragment.moments) and fragment.moments[0].dtype != fragment.dtype
         key = (
@@ -116,14 +118,14 @@ def _run(rule: Rule, groups: Groups, loads: Sequence[Load], tensors: Sequence[Te
             shard.dtype,
             shard.grad_dtype,
             fragment.keeps_master,
-            load.number if low else None,
+            staged_span.number if low else None,
         )
         batch = batches.get(key)
         if batch is None:
-            batch = batches[key] = _batch(load.span, grad_scale)
-        batch.sizes.append(load.span.length)
-        batch.grads.append(load.grad.address())
-        out = load.out.address()
+            batch = batches[key] = _batch(staged_span.span, grad_scale)
+        batch.sizes.append(staged_span.span.length)
+        batch.grads.append(staged_span.grad.address())
+        out = staged_span.out.address()
         batch.params.append(own[MASTER].data_ptr() if fragment.keeps_master else out)
         if "copy_out" in batch.common:
             batch.common["copy_out"].append(out)
@@ -131,10 +133,10 @@ def _run(rule: Rule, groups: Groups, loads: Sequence[Load], tensors: Sequence[Te
             batch.states[kind.name].append(own[kind.name].data_ptr())
     for key, batch in batches.items():
         rule.run(batch, groups[key[0]])
-    for load in loads:
-        fragment = load.span.fragment
+    for staged_span in staged_spans:
+        fragment = staged_span.span.fragment
         if fragment.keeps_master and fragment.dtype == torch.float64:  # of which the kernels write no second copy
-            load.out.view().copy_(tensors[load.number][MASTER])
+            staged_span.out.view().copy_(tensors[staged_span.number][MASTER])
 
 
 def _batch(span: Span, grad_scale: float) -> Batch:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .._buffer_ring import BufferRing, Pack, lay_out
 from .._extents import DTYPE_NAMES, naming, open_extents
 from .._memory import HostBlock, page_rounded
 from .._protocols import Extent, Generation
-from .._ring import Pack, Ring, lay_out
 from ..trace import Trace
 from ._slices import Slice, slice_bytes
 
@@ -167,7 +167,7 @@ class NvmeTier:
         try:
             self._declare()
             largest = max((pack.nbytes for pack in self._packs), default=0)
-            self._ring = Ring(
+            self._ring = BufferRing(
                 self._store, buffer_count=options.buffer_count, buffer_bytes=largest, trace=trace, hop="states"
             )
         except BaseException:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._lanes import compute_device
+from .._copy_streams import compute_device
 from .._memory import HostBlock
 from ..budget import HostBudget
 from ..sealed import Sealed

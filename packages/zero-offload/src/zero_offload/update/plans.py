@@ -11,9 +11,9 @@ import torch
 from ..errors import ShardError
 
 __all__ = [
-    "KERNEL_DTYPES",
     "ExpectingWeights",
     "FragmentPlan",
+    "KERNEL_DTYPES",
     "ShardPlan",
     "Weights",
     "check_plans",

@@ -10,16 +10,16 @@ from typing import Any, Literal, cast
 
 import torch
 
-from .._lanes import compute_device
+from .._copy_streams import compute_device
 from .._protocols import Generation
 from ..budget import HostBudget
 from ..errors import OffloadError, ShardError
 from ..sealed import Sealed
 from ..trace import Trace
-from ._build import Parts, build, check_room_for_seal
+from ._build import UpdateParts, build, check_room_for_seal
 from ._gradients import CallerGradients, Collected, looked_at
 from ._rules import find_rule, has_rule
-from ._slices import BLOCK, Fragment, kinds_of
+from ._slices import BLOCK, KeptFragment, kinds_of
 from ._states import check_state, forget, read_states, sealed_state, write_states
 from ._step import run_step
 from .placement import Placement
@@ -95,7 +95,7 @@ class OffloadedUpdate:
         """Return whether there is a kernel for an optimizer, by name or class."""
         return has_rule(optimizer)
 
-    def _make_fragments(self, shard: ShardPlan, placement: Placement) -> list[Fragment]:
+    def _make_fragments(self, shard: ShardPlan, placement: Placement) -> list[KeptFragment]:
         fragments = []
         state_dtype = None if shard.dtype == torch.float64 else placement.state_dtype
         for plan in shard.fragments:
@@ -108,7 +108,7 @@ class OffloadedUpdate:
                 )
             if state_dtype == torch.int8 and self._rule.initial(group):
                 raise ValueError(f"'{plan.name}': 8-bit states begin with 0, got a first value in group {plan.group}")
-            fragments.append(Fragment(plan, shard, kinds_of(shard, self._rule.moments(group), state_dtype)))
+            fragments.append(KeptFragment(plan, shard, kinds_of(shard, self._rule.moments(group), state_dtype)))
         return fragments
 
     # Gradients
@@ -180,7 +180,7 @@ class OffloadedUpdate:
             self._groups(),
             self._parts.slices,
             self._parts.tier,
-            self._parts.feed,
+            self._parts.staged,
             {f for f in self._fragments.values() if f.name not in absent and self.has_gradient(f.shard.name)},
             absent=absent,
             grad_scale=grad_scale,
@@ -279,7 +279,7 @@ class OffloadedUpdate:
         self._generations = sealed.needed(self._generations)
         return sealed
 
-    def _known(self, fragment: str) -> Fragment:
+    def _known(self, fragment: str) -> KeptFragment:
         if fragment not in self._fragments:
             raise ShardError(f"no fragment '{fragment}' is updated here", tensor=fragment)
         return self._fragments[fragment]
@@ -301,7 +301,7 @@ class OffloadedUpdate:
             "gradients": gradients["gradients"],
             "nvme": tier["nvme"] + gradients["nvme"],
             "ring": tier["ring"],
-            "staging": self._parts.feed.resident_bytes,
+            "staging": self._parts.staged.resident_bytes,
             "states": tier["states"],
         }
 
@@ -335,6 +335,6 @@ class OffloadedUpdate:
             raise OffloadError("the optimizer is closed")
 
 
-def _let_go(parts: Parts) -> None:
+def _let_go(parts: UpdateParts) -> None:
     parts.gradients.close()
     parts.tier.close()

@@ -14,7 +14,7 @@ from ._protocols import ExtentStore, Request
 from .errors import ShardError, StoreFullError
 from .trace import Trace
 
-__all__ = ["Pack", "Part", "Ring", "lay_out"]
+__all__ = ["BufferRing", "Pack", "Part", "lay_out"]
 
 _PATIENCE = 8  # a hint is forgotten when every buffer was used this often without it
 
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Pack:
-    """Parts that come and go together in one buffer of at least ``nbytes``."""
+    """UpdateParts that come and go together in one buffer of at least ``nbytes``."""
 
     name: str
     parts: tuple[Part, ...]
@@ -68,7 +68,7 @@ class _Slot:
         return all(request.done() for _, request in self.pending)
 
 
-class Ring:
+class BufferRing:
     """``buffer_count`` buffers, each grown to the largest pack it carried, at least ``buffer_bytes`` from the start.
 
     A pack stays in its buffer until the buffer is needed, so what fits is not read again. With ``fixed`` a larger pack

@@ -9,7 +9,7 @@ import torch
 from ._memory import nbytes_of
 from .trace import Trace
 
-__all__ = ["DeviceCopies", "Lane", "compute_device"]
+__all__ = ["CopyStream", "DeviceCopies", "compute_device"]
 
 
 def compute_device(device: torch.device | str | None) -> torch.device:
@@ -22,7 +22,7 @@ def compute_device(device: torch.device | str | None) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-class Lane:
+class CopyStream:
     """One stream for copies to and from ``device``. ``trace`` gets them as ``hop``."""
 
     def __init__(self, device: torch.device, trace: Trace | None = None, hop: str = "") -> None:
@@ -66,7 +66,7 @@ class DeviceCopies:
     """Shards on the compute device, with the events that say when they have arrived or left."""
 
     def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
-        self.lane = Lane(device, trace, "shards, device")
+        self.stream = CopyStream(device, trace, "shards, device")
         self._here: dict[str, tuple[torch.Tensor, torch.Event | None]] = {}
         self._leaving: dict[str, torch.Event | None] = {}
 
@@ -76,20 +76,20 @@ class DeviceCopies:
     def fetch(self, name: str, host: torch.Tensor) -> torch.Event | None:
         """Start bringing a shard; the event tells when ``host`` may be written again."""
         self.settle(name)
-        copy = torch.empty_like(host, device=self.lane.device)
-        event = self.lane.copy(copy, host)
+        copy = torch.empty_like(host, device=self.stream.device)
+        event = self.stream.copy(copy, host)
         self._here[name] = (copy, event)
         return event
 
     def get(self, name: str) -> torch.Tensor:
         """A shard that was fetched, valid for work queued on the current stream from now on."""
         copy, event = self._here[name]
-        self.lane.join(event)
+        self.stream.join(event)
         return copy
 
     def send_back(self, name: str, host: torch.Tensor) -> None:
         """Start taking the copy's content to ``host``."""
-        self._leaving[name] = self.lane.copy(host, self._here[name][0])
+        self._leaving[name] = self.stream.copy(host, self._here[name][0])
 
     def drop(self, name: str) -> None:
         """Let the device's memory go; the host's may be read until the event of `fetch`."""

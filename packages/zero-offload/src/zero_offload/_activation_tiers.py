@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ._copy_streams import CopyStream
 from ._extents import aligned_buffer, naming, open_extents
-from ._lanes import Lane
 from ._memory import HostBlock, page_rounded
 from ._protocols import Request
 from .trace import Trace
 
-__all__ = ["Form", "HostMover", "Mover", "NvmeMover"]
+__all__ = ["ActivationTier", "FiledActivations", "Form", "HostActivations"]
 
 
 class Form(NamedTuple):
@@ -45,7 +45,7 @@ class Form(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-class Mover(Protocol):
+class ActivationTier(Protocol):
     """`save` once; then `start` and `finish`, as often as wanted; `free` when nobody will ask again."""
 
     def save(self, tensor: torch.Tensor, form: Form) -> Any:
@@ -70,11 +70,11 @@ class Mover(Protocol):
         """Let everything go."""
 
 
-class HostMover:
+class HostActivations:
     """To host memory and back on a stream beside compute. Blocks of equal size are used again."""
 
     def __init__(self, device: torch.device, trace: Trace | None) -> None:
-        self._lane = Lane(device, trace, "activations, device")
+        self._copy_stream = CopyStream(device, trace, "activations, device")
         self._pin = device.type != "cpu"
         self._free: dict[int, list[HostBlock]] = {}
         self._kept_bytes = 0
@@ -86,15 +86,15 @@ class HostMover:
         else:
             block = HostBlock(form.nbytes, pin=self._pin)
             self._kept_bytes += form.nbytes
-        self._lane.copy(form.over(block.tensor), tensor)
+        self._copy_stream.copy(form.over(block.tensor), tensor)
         return block
 
     def start(self, place: HostBlock, form: Form) -> tuple[torch.Tensor, torch.Event | None]:
         target = form.empty()
-        return target, self._lane.copy(target, form.over(place.tensor))
+        return target, self._copy_stream.copy(target, form.over(place.tensor))
 
     def finish(self, started: tuple[torch.Tensor, torch.Event | None]) -> torch.Tensor:
-        self._lane.join(started[1])
+        self._copy_stream.join(started[1])
         return started[0]
 
     def free(self, place: HostBlock) -> None:
@@ -102,7 +102,7 @@ class HostMover:
         self._free.setdefault(place.nbytes, []).append(place)
 
     def flush(self) -> None:
-        self._lane.synchronize()
+        self._copy_stream.synchronize()
 
     def memory(self) -> dict[str, int]:
         return {"host": self._kept_bytes, "nvme": 0}
@@ -111,7 +111,7 @@ class HostMover:
         self._free.clear()
 
 
-class NvmeMover:
+class FiledActivations:
     """To files and back through buffers that are on their way; at most ``in_flight_bytes`` of them, or one."""
 
     def __init__(
@@ -126,7 +126,7 @@ class NvmeMover:
         engine: Any,
         trace: Trace | None,
     ) -> None:
-        self._lane = Lane(device, trace, "activations, device")
+        self._copy_stream = CopyStream(device, trace, "activations, device")
         self._trace = trace
         self._on_cpu = device.type == "cpu"
         self._limit = in_flight_bytes
@@ -143,7 +143,7 @@ class NvmeMover:
         while self._writing and self._writing_bytes + page_rounded(form.nbytes) > self._limit:
             self._oldest()
         buffer = aligned_buffer(page_rounded(form.nbytes))
-        event = self._lane.copy(form.over(buffer), tensor)
+        event = self._copy_stream.copy(form.over(buffer), tensor)
         if event is not None:
             event.synchronize()
         with naming(name, "write"):

@@ -8,30 +8,30 @@ from typing import NamedTuple
 
 import torch
 
-from .._lanes import Lane
+from .._copy_streams import CopyStream
 from .._memory import HostBlock, nbytes_of
 from ..errors import OffloadError
 from ..trace import Trace
 from ._gradients import Gradients
-from ._slices import Piece, Slice, Span
+from ._slices import FlatPart, Slice, Span
 from .plans import ExpectingWeights, ShardPlan, Weights, checked
 
-__all__ = ["Feed", "Load", "staging_bytes"]
+__all__ = ["StagedSlices", "StagedSpan", "staging_bytes"]
 
 _ALIGN = 64
 _AHEAD = 2  # slices whose gradients and weights are asked for, as far as buffers are free
 
 
-class Load(NamedTuple):
+class StagedSpan(NamedTuple):
     """A span that is updated, the number it has in its slice, its gradient in host memory, where its new weights are to
     be written in host memory, and the weights that forward read so far, wherever they are.
     """
 
     number: int
     span: Span
-    grad: Piece
-    out: Piece
-    weights: Piece
+    grad: FlatPart
+    out: FlatPart
+    weights: FlatPart
 
 
 def staging_bytes(slices: Sequence[Slice], *, gradients_too: bool) -> int:
@@ -51,9 +51,9 @@ def _room(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-class Feed:
-    """`begin` a step, then for each of its slices `start` (at best while the one before computes), `loads`, `finish`;
-    at last `end`, or `abort`.
+class StagedSlices:
+    """`begin` a step, then for each of its slices `start` (at best while the one before computes), `staged_spans`,
+    `finish`; at last `end`, or `abort`.
 
     What is on an accelerator goes through two blocks of host memory that take turns (``staging_bytes`` of them), copies
     run on a stream of their own; what is in host memory is used where it is. Shards are borrowed from the first slice
@@ -74,15 +74,15 @@ class Feed:
         self._slices = slices
         self._gradients = gradients
         self._weights = weights
-        self._in = Lane(device, trace, "gradients, device")
-        self._out = Lane(device, trace, "weights, device")
+        self._in = CopyStream(device, trace, "gradients, device")
+        self._out = CopyStream(device, trace, "weights, device")
         self._blocks = [HostBlock(staging // 2, pin=pin) for _ in range(2)] if staging else []
         self._order: Sequence[int] = ()
         self._last: dict[str, int] = {}
         self._absent: Collection[str] = ()
         self._rewritten: Collection[str] = ()
         self._borrowed: dict[str, torch.Tensor] = {}
-        self._started: dict[int, list[Load]] = {}
+        self._started: dict[int, list[StagedSpan]] = {}
         self._incoming: list[torch.Event | None] = [None, None]
         self._outgoing: list[torch.Event | None] = [None, None]
 
@@ -119,7 +119,7 @@ class Feed:
         _wait(self._outgoing[side])  # the block's weights of two slices ago must have left
         self._outgoing[side] = None
         offset = 0
-        loads: list[Load] = []
+        staged_spans: list[StagedSpan] = []
         spans = self._slices[index]
         for number, (span, grad) in enumerate(zip(spans, self._gradients.acquire(index), strict=True)):
             if grad is None or span.fragment.name in self._absent:
@@ -138,10 +138,10 @@ class Feed:
                     )
                 out = self._stage(side, offset, weights)
                 offset += _room(nbytes_of(out.base))
-            loads.append(Load(number, span, grad, out, weights))
-        self._started[position] = loads
+            staged_spans.append(StagedSpan(number, span, grad, out, weights))
+        self._started[position] = staged_spans
 
-    def loads(self, position: int) -> list[Load]:
+    def staged_spans(self, position: int) -> list[StagedSpan]:
         """The slice; its gradients have arrived."""
         side = position % 2
         _wait(self._incoming[side])
@@ -151,9 +151,9 @@ class Feed:
     def finish(self, position: int) -> None:
         """The slice was computed: start taking its new weights away, and give back what no later slice needs."""
         side = position % 2
-        for load in self._started.pop(position):
-            if load.out is not load.weights:
-                self._outgoing[side] = self._out.copy(load.weights.view(), load.out.view())
+        for staged_span in self._started.pop(position):
+            if staged_span.out is not staged_span.weights:
+                self._outgoing[side] = self._out.copy(staged_span.weights.view(), staged_span.out.view())
         index = self._order[position]
         self._gradients.release(index)
         done = {span.fragment.shard.name for span in self._slices[index]}
@@ -181,9 +181,9 @@ class Feed:
             with suppress(OffloadError):  # the failure that led here is the one to be told
                 self._weights.give_back(shard, dirty=True)
 
-    def _stage(self, side: int, offset: int, piece: Piece) -> Piece:
+    def _stage(self, side: int, offset: int, piece: FlatPart) -> FlatPart:
         """Room for a piece in the block whose turn it is."""
-        return Piece(self._blocks[side].view(offset, piece.length, piece.base.dtype), 0, piece.length)
+        return FlatPart(self._blocks[side].view(offset, piece.length, piece.base.dtype), 0, piece.length)
 
     def _expect(self, index: int) -> None:
         """Have the weights of a slice brought that are neither here nor written without being read."""
