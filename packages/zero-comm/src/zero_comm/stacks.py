@@ -19,7 +19,7 @@ _SMALL = ("barrier", "monitored_barrier", "all_gather_object", "gather_object", 
 
 
 @dataclass(frozen=True)
-class Place:
+class CodePlace:
     """``text``: what runs, and from which line of the user's. ``waits``: it can only be waiting for other ranks."""
 
     text: str
@@ -40,7 +40,7 @@ def failed_backward() -> BaseException | None:
     return None if traceback is None else failure
 
 
-def place_of_main_thread() -> Place:
+def place_of_main_thread() -> CodePlace:
     """Where the main thread is now; may be called by any thread."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     call, waits, line = "", False, ""
@@ -55,4 +55,4 @@ def place_of_main_thread() -> Place:
             break
         frame = frame.f_back
     where = f" at {line}" if line else ""
-    return Place(f"is in {call}{where}" if call else f"runs{where}", waits)
+    return CodePlace(f"is in {call}{where}" if call else f"runs{where}", waits)

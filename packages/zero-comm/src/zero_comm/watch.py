@@ -15,7 +15,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from .stacks import Place, failed_backward, place_of_main_thread
+from .stacks import failed_backward, place_of_main_thread
 from .watched import Watched
 
 logger = logging.getLogger("zero_comm")

@@ -76,7 +76,7 @@ class RepeatedReductions:
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
-class Candidate:
+class AuditedUnit:
     """A unit whose parameters are those of one module's subtree, and used nowhere else."""
 
     def __init__(self, unit: Unit, module: nn.Module) -> None:
@@ -84,7 +84,7 @@ class Candidate:
         self.module = module
 
 
-def candidates(state: TrainingState) -> list[Candidate]:
+def candidates(state: TrainingState) -> list[AuditedUnit]:
     """The trained units whose gradient can be computed again at the cost of one of several modules."""
     users: dict[int, set[str]] = {}
     for name, module in state.module.named_modules():
@@ -97,7 +97,7 @@ def candidates(state: TrainingState) -> list[Candidate]:
         if name:
             module = state.module.get_submodule(name)
             if {id(p) for p in module.parameters()} == {id(p) for p in unit.parameters}:
-                found.append(Candidate(unit, module))
+                found.append(AuditedUnit(unit, module))
     return found
 
 
@@ -115,7 +115,7 @@ class Recomputation:
     the module is called several times, gets or returns objects, or writes buffers, nothing is compared.
     """
 
-    def __init__(self, candidate: Candidate, state: TrainingState) -> None:
+    def __init__(self, candidate: AuditedUnit, state: TrainingState) -> None:
         self.unit = candidate.unit
         self._module = candidate.module
         self._state = state

@@ -12,7 +12,7 @@ _LEAST = 5  # steps before the first save: their times are measured
 
 
 @dataclass(frozen=True)
-class Interval:
+class ChosenInterval:
     """``steps`` between two saves, and ``reason``, a sentence for the log."""
 
     steps: int
@@ -21,7 +21,7 @@ class Interval:
 
 def choose(
     step: float, held: float, written: float, *, overhead: float, between_failures: float | None = None
-) -> Interval:
+) -> ChosenInterval:
     """Return how many steps lie between two saves, all times in seconds.
 
     ``step``: of an ordinary step. ``held``: how long a save holds training up. ``written``: from its beginning until
@@ -39,7 +39,7 @@ def choose(
         text = f"sqrt(2 * {held:.3g} s * {between_failures / 3600:.3g} h between failures) = {best:.3g} s (Young, Daly)"
         bounds.append((best, text))
     seconds, reason = max(bounds, key=lambda bound: bound[0])
-    return Interval(max(1, math.ceil(seconds / step)), reason)
+    return ChosenInterval(max(1, math.ceil(seconds / step)), reason)
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Chooser:
         self._last: float | None = None
         self._since = 0
         self._save: _Save | None = None
-        self.chosen: Interval | None = None
+        self.chosen: ChosenInterval | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -116,7 +116,7 @@ class Chooser:
             self._save.held = now - self._save.began
         self._last = now
 
-    def save_completed(self, now: float) -> Interval | None:
+    def save_completed(self, now: float) -> ChosenInterval | None:
         """Choose anew. Returns the choice when it differs from the last by a fifth, or is the first."""
         save, self._save = self._save, None
         if save is None:

@@ -16,7 +16,7 @@ from zero_config import Config
 
 from ..errors import UsageError
 from ..state import TrainingState
-from .interval import Chooser, Interval
+from .interval import Chooser, ChosenInterval
 from .saving import Saver
 
 logger = logging.getLogger("zero_core")
@@ -129,7 +129,7 @@ class Automatic:
             logger.warning("%s", told(chosen, self._chooser))
 
 
-def told(chosen: Interval, chooser: Chooser) -> str:
+def told(chosen: ChosenInterval, chooser: Chooser) -> str:
     """The sentence that says which interval was chosen, and why."""
     step, held = chooser.step_seconds, chooser.held_seconds
     return (
