@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -15,49 +14,19 @@ import pytest
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 
+from converted import blocks, checkpoint, weights_only  # noqa: E402
+
 import zero_ckpt  # noqa: E402
 from zero_ckpt import CheckpointError, DamagedError, Interval, convert, open_checkpoint, save_sharded  # noqa: E402
 from zero_ckpt.conversion import open_source, output_nbytes  # noqa: E402
 from zero_ckpt.conversion.dtypes import convert_dtype  # noqa: E402
 from zero_ckpt.conversion.model import parse_size  # noqa: E402
 from zero_ckpt.locking import root_lock  # noqa: E402
-from zero_ckpt.torch import dtype_name, tensor_buffer, torch_dtype  # noqa: E402
+from zero_ckpt.torch import tensor_buffer, torch_dtype  # noqa: E402
 from zero_ckpt.zero_to_fp32 import (  # noqa: E402
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-
-
-def tensors() -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        "embed.weight": torch.randn(37, 11, generator=generator).bfloat16(),
-        "mid.weight": torch.randn(11, 11, generator=generator),
-        "scale": torch.randn((), generator=generator, dtype=torch.float64),
-        "count": torch.arange(5),
-        "none": torch.empty(0, 3),
-    }
-
-
-def checkpoint(root: Path) -> dict[str, Any]:
-    """A checkpoint with masters, moments and a tied head; returns its tensors, the embedding's master last."""
-    values = tensors()
-    master = torch.randn(37, 11)
-    intervals = [
-        Interval(
-            name,
-            "buffer" if name == "count" else "param",
-            tuple(value.shape),
-            dtype_name(value.dtype),
-            0,
-            tensor_buffer(value),
-        )
-        for name, value in values.items()
-    ]
-    intervals.append(Interval("embed.weight", "master", (37, 11), "F32", 0, tensor_buffer(master)))
-    intervals.append(Interval("embed.weight", "exp_avg", (37, 11), "F32", 0, tensor_buffer(master * 2)))
-    save_sharded(root, "t", intervals, step=5, aliases={"head.weight": "embed.weight"})
-    return {**values, "master": master}
 
 
 def test_one_file_in_fp32_takes_masters_and_keeps_integers(tmp_path: Path) -> None:
@@ -100,75 +69,6 @@ def test_shards_have_the_index_that_loaders_expect(tmp_path: Path) -> None:
     assert {name: value.tolist() for name, value in safetensors.load_file(again[0]).items()} == {
         name: value.tolist() for name, value in whole.items()
     }
-
-
-def test_an_interrupted_conversion_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    checkpoint(tmp_path / "ckpt")
-    first = convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500")
-    kept, redone = first[0].stat().st_ino, first[1].stat().st_ino
-    first[1].rename(first[1].with_name(first[1].name + ".partial"))
-    second = convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500")
-    assert second[0].stat().st_ino == kept and second[1].exists()
-    checkpoint(tmp_path / "ckpt")  # another checkpoint with the same shapes is not mistaken for it
-    with pytest.raises(CheckpointError, match=r"model-00001-of-.* exists and is not overwritten"):
-        convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500")
-    third = convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="500", overwrite=True)
-    assert third[0].stat().st_ino not in (kept, redone)
-
-
-class Counting:
-    """A source that counts its reads and raises `error` at one of them."""
-
-    def __init__(self, source: Any, stop: int = -1, error: BaseException | None = None) -> None:
-        self._source, self._stop, self._error = source, stop, error or KeyboardInterrupt()
-        self.reads = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def read_into(self, *place: Any) -> None:
-        self.reads += 1
-        if self.reads == self._stop:
-            raise self._error
-        self._source.read_into(*place)
-
-
-def test_an_interrupted_file_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_ckpt.conversion.sources.PIECE_BYTES", 1 << 14)
-    monkeypatch.setattr("zero_ckpt.conversion.safetensors_sink.RECORD_BYTES", 1 << 15)
-    target, partial = tmp_path / "out.safetensors", tmp_path / "out.safetensors.partial"
-    model = torch.nn.Linear(1024, 256)
-    zero_ckpt.save(tmp_path / "ckpt", {"model": model})
-    with pytest.raises(KeyboardInterrupt):
-        convert(Counting(open_source(tmp_path / "ckpt"), stop=50), target, workers=2)
-    assert partial.exists() and not target.exists()
-    with partial.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointError, match="is being written by another process"):
-            convert(tmp_path / "ckpt", target)
-    again = Counting(open_source(tmp_path / "ckpt"))
-    convert(again, target, workers=2)
-    assert 0 < again.reads < 65 and not partial.exists()
-    assert torch.equal(safetensors.load_file(target)["weight"], model.weight)
-
-
-def test_what_another_source_left_is_not_gone_on_with_and_a_failure_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zero_ckpt.conversion.sources.PIECE_BYTES", 1 << 14)
-    monkeypatch.setattr("zero_ckpt.conversion.safetensors_sink.RECORD_BYTES", 1 << 15)
-    target = tmp_path / "out.safetensors"
-    zero_ckpt.save(tmp_path / "old", {"model": torch.nn.Linear(1024, 256)})
-    with pytest.raises(KeyboardInterrupt):
-        convert(Counting(open_source(tmp_path / "old"), stop=50), target, workers=2)
-    model = torch.nn.Linear(1024, 256)
-    zero_ckpt.save(tmp_path / "new", {"model": model})
-    convert(tmp_path / "new", target)
-    assert torch.equal(safetensors.load_file(target)["weight"], model.weight)
-    for name in ("b.safetensors", "b.bin"):
-        with pytest.raises(CheckpointError, match="no more"):
-            convert(Counting(open_source(tmp_path / "new"), stop=50, error=CheckpointError("no more")), tmp_path / name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old", "out.safetensors"]
 
 
 @pytest.mark.parametrize("target", ["o.safetensors", "o.bin", "run"])
@@ -221,7 +121,7 @@ def test_deepspeeds_functions_read_lazily_and_leave_out_what_is_frozen(tmp_path:
     assert torch.equal(lazy["head.weight"].contiguous(), values["master"])
     trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ckpt", exclude_frozen_parameters=True)
     assert set(trained) == {"embed.weight", "head.weight", "count"}
-    said = get_fp32_state_dict_from_zero_checkpoint(_weights(tmp_path), exclude_frozen_parameters=True)
+    said = get_fp32_state_dict_from_zero_checkpoint(weights_only(tmp_path), exclude_frozen_parameters=True)
     assert set(said) == {"weight", "bias"}  # the checkpoint says which are trained, without any state
     save_sharded(tmp_path / "unsaid", "t", [Interval("w", "param", (1,), "F32", 0, bytes(4))], step=0)
     with pytest.raises(CheckpointError, match="holds no optimizer state"):
@@ -315,51 +215,7 @@ def test_a_universal_checkpoint_holds_everything_and_is_read_back(tmp_path: Path
     for name, kind in before.tensors:
         assert before.read(name, kind) == after.read(name, kind)
     with pytest.raises(CheckpointError, match="holds no optimizer state"):
-        convert(_weights(tmp_path), tmp_path / "x", to="deepspeed-universal")
-
-
-def _weights(root: Path) -> Path:
-    zero_ckpt.save(root / "weights", {"model": torch.nn.Linear(2, 2)})
-    return root / "weights"
-
-
-def blocks(tmp_path: Path) -> torch.nn.Sequential:
-    """A saved model of eight layers, two of them frozen, one trained but never with a gradient."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
-    model[1].requires_grad_(False)
-    model[5].requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    hidden = torch.randn(3, 64)
-    for number in (0, 1, 2, 4, 5, 6, 7):
-        hidden = model[number](hidden)
-    hidden.square().mean().backward()
-    optimizer.step()
-    zero_ckpt.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer}, step=1)
-    return model
-
-
-@pytest.mark.parametrize("shards", [None, "40KB"])
-def test_an_interrupted_pytorch_file_goes_on_where_it_stopped(tmp_path: Path, shards: str | None) -> None:
-    model = blocks(tmp_path)
-    target = tmp_path / ("out.bin" if shards is None else "out")
-
-    def run(source: Any) -> list[Path]:
-        return convert(source, target, to="pytorch", max_shard_size=shards, workers=2)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(Counting(open_source(tmp_path / "ckpt"), stop=6))
-    left = [path.name for path in [*tmp_path.glob("*.partial"), *tmp_path.glob("out/*.partial")]]
-    assert left == (["out.bin.partial"] if shards is None else ["pytorch_model-00003-of-00004.bin.partial"])
-    again = Counting(open_source(tmp_path / "ckpt"))
-    files = run(again)
-    assert 0 < again.reads < 8
-    loaded = {name: value for file in files for name, value in torch.load(file, weights_only=True).items()}
-    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
-    names = {path.name for path in tmp_path.iterdir()} | {path.name for path in tmp_path.glob("out/*")}
-    assert not [name for name in names if name.startswith(".") or name.endswith(".partial")]
-    for file in files:
-        with zipfile.ZipFile(file) as archive:
-            assert archive.testzip() is None
+        convert(weights_only(tmp_path), tmp_path / "x", to="deepspeed-universal")
 
 
 def test_a_universal_checkpoint_appears_under_the_lock_of_its_root(tmp_path: Path) -> None:
@@ -374,23 +230,6 @@ def test_a_universal_checkpoint_appears_under_the_lock_of_its_root(tmp_path: Pat
             assert not (root / "latest_universal").exists() and not (root / "global_step1").exists()
         assert work.result(timeout=30) == [root / "global_step1"]
     assert (root / "latest_universal").read_text() == "global_step1"
-
-
-def test_an_interrupted_universal_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    blocks(tmp_path)
-    (whole,) = convert(tmp_path / "ckpt", tmp_path / "whole", to="deepspeed-universal")
-    first = Counting(open_source(tmp_path / "ckpt"), stop=15)
-    with pytest.raises(KeyboardInterrupt):
-        convert(first, tmp_path / "out", to="deepspeed-universal", workers=3)
-    again = Counting(open_source(tmp_path / "ckpt"))
-    (written,) = convert(again, tmp_path / "out", to="deepspeed-universal", workers=3)
-    assert again.reads < 30
-    assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
-    files = sorted(path.relative_to(whole) for path in whole.rglob("*.pt"))
-    assert files == sorted(path.relative_to(written) for path in written.rglob("*.pt")) and len(files) > 20
-    for file in files:
-        expected, found = (torch.load(folder / file, weights_only=True) for folder in (whole, written))
-        assert repr(expected) == repr(found), file
 
 
 def test_a_trained_parameter_without_a_gradient_is_exported_as_trained(tmp_path: Path) -> None:
@@ -408,20 +247,6 @@ def test_a_trained_parameter_without_a_gradient_is_exported_as_trained(tmp_path:
     assert torch.equal(state["frozen_param_fragments"]["5.weight"], model[5].weight)
     again = convert(universal, tmp_path / "again", to="zero-ckpt")[0]
     assert open_checkpoint(again).frozen == {"1.weight", "5.weight"}
-
-
-def test_two_conversions_to_one_target_do_not_mix(tmp_path: Path) -> None:
-    blocks(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        convert(Counting(open_source(tmp_path / "ckpt"), stop=6), tmp_path / "out.bin", workers=1)
-    with (tmp_path / ".out.bin.conversion").open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointError, match="is being written by another conversion"):
-            convert(tmp_path / "ckpt", tmp_path / "out.bin")
-    blocks(tmp_path)  # another source: nothing of the first is kept
-    again = Counting(open_source(tmp_path / "ckpt"))
-    convert(again, tmp_path / "out.bin")
-    assert again.reads == 8
 
 
 def test_without_torch_what_needs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from .stacks import failed_backward, place_of_main_thread
+from .stacks import CodePlace, failed_backward, place_of_main_thread
 from .watched import Watched
 
 logger = logging.getLogger("zero_comm")
@@ -143,7 +143,7 @@ class Watch:
     def _answer(self) -> None:
         self._beat += 1
         waiting = self._watched.waiting
-        place = Place("", waits=False) if waiting is not None else place_of_main_thread()
+        place = CodePlace("", waits=False) if waiting is not None else place_of_main_thread()
         report = Report(
             self._beat,
             "" if waiting is None else str(waiting[0]),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import user_edit_cases as cases
+import user_edit_copies as copies
 
 from zero_comm import run_ranks
 
@@ -47,7 +48,7 @@ def test_edits_that_cannot_count_are_refused_by_name_on_every_rank(stage: int, t
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SOAK), pytest.param(2, marks=SOAK), 3])
 def test_a_router_that_forward_casts_to_float32_trains(stage: int, tmp_path: Path) -> None:
-    for facts in run_ranks(cases.routers, 2, stage, str(tmp_path)):
+    for facts in run_ranks(copies.routers, 2, stage, str(tmp_path)):
         assert facts["moved"] > 0.01 and facts["distance"] <= TOLERANCE["bfloat16"]
 
 
@@ -69,7 +70,7 @@ def test_copies_have_values_and_pickles_and_loads_of_released_parameters_are_ref
     stage: int, world_size: int, tier: str, tmp_path: Path
 ) -> None:
     releases = stage == 3 and (world_size > 1 or tier == "nvme")
-    for rank, facts in enumerate(run_ranks(cases.copies, world_size, stage, tier, str(tmp_path))):
+    for rank, facts in enumerate(run_ranks(copies.copies, world_size, stage, tier, str(tmp_path))):
         assert facts["copy"] and facts["plain"] and facts["trains"] and facts["average"]
         assert rank or facts["inside"]
         for name in ("pickle", "load"):
@@ -78,7 +79,7 @@ def test_copies_have_values_and_pickles_and_loads_of_released_parameters_are_ref
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_weight_written_after_its_use_is_refused_in_backward_as_in_torch(stage: int, tmp_path: Path) -> None:
-    for text in run_ranks(cases.writes_after_use, 2, stage, str(tmp_path)):
+    for text in run_ranks(copies.writes_after_use, 2, stage, str(tmp_path)):
         assert "modified" in text and ("inplace operation" in text if stage == 0 else "'first.weight'" in text)
 
 
@@ -87,7 +88,7 @@ def test_a_weight_written_after_its_use_is_refused_in_backward_as_in_torch(stage
     [(0, "none"), (3, "nvme"), *(pytest.param(*c, marks=SOAK) for c in product((1, 2, 3), ("none", "cpu", "nvme")))],
 )
 def test_a_checkpoint_holds_what_was_edited_before_it(stage: int, tier: str, tmp_path: Path) -> None:
-    assert all(run_ranks(cases.saves_after_an_edit, 2, stage, tier, str(tmp_path)))
+    assert all(run_ranks(copies.saves_after_an_edit, 2, stage, tier, str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_a_checkpoint_holds_what_was_edited_before_it(stage: int, tier: str, tmp
 def test_parameters_over_shared_memory_are_refused_by_both_names(
     stage: int, world_size: int, tier: str, tmp_path: Path
 ) -> None:
-    for found in run_ranks(cases.ties_of, world_size, stage, tier, str(tmp_path)):
+    for found in run_ranks(copies.ties_of, world_size, stage, tier, str(tmp_path)):
         for kind, other in {"data": "second.weight", "transposed": "second.weight", "row": "second.bias"}.items():
             assert "parameter 'first.weight'" in found[kind] and f"parameter '{other}'" in found[kind]
         assert "'first.weight'" in found["buffer"] and "buffer 'kept'" in found["buffer"]
@@ -106,7 +107,7 @@ def test_parameters_over_shared_memory_are_refused_by_both_names(
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=SOAK), 2, pytest.param(3, marks=SOAK)])
 def test_a_save_of_a_model_with_another_parameter_object_is_refused(stage: int, tmp_path: Path) -> None:
-    for text in run_ranks(cases.exchanges_a_parameter, 2, stage, str(tmp_path)):
+    for text in run_ranks(copies.exchanges_a_parameter, 2, stage, str(tmp_path)):
         assert "parameter 'first.weight'" in text
 
 
@@ -114,5 +115,5 @@ def test_a_save_of_a_model_with_another_parameter_object_is_refused(stage: int, 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=SOAK) for stage in (0, 1, 2)), 3])
 def test_adapters_merge_and_unmerge_as_in_one_process(stage: int, dora: bool) -> None:
     pytest.importorskip("peft")
-    for facts in run_ranks(cases.adapters, 2, stage, dora):
+    for facts in run_ranks(copies.adapters, 2, stage, dora):
         assert facts["merged"] <= 1e-12 and facts["apart"] <= 1e-12
