@@ -105,7 +105,7 @@ class _Copy:
             _copy(target, source)
 
     def chunks(self) -> list[tuple[memoryview, memoryview]]:
-        """Targets and sources, 16 MiB each; asks for the data."""
+        """Return pairs of target and source memory, 16 MiB each; calls the interval's data where that is a function."""
         data = self.interval.data
         if isinstance(data, FileExtent):
             raise TypeError(f"{self.interval.name!r}: a file's extent is linked, not copied")

@@ -15,7 +15,7 @@ class Topology:
     nodes: tuple[str, ...] = ()
 
     def far_peers(self, rank: int) -> int:
-        """How many ranks are on another node than ``rank``."""
+        """Return the number of ranks that are on another node than ``rank``."""
         return sum(node != self.nodes[rank] for node in self.nodes)
 
     def of(self, ranks: Sequence[int]) -> Topology:

@@ -55,7 +55,7 @@ class HostStore:
 
     def acquire(self, name: str) -> torch.Tensor:
         """The shard on the compute device, valid until `release`; may be nested."""
-        host = self._known(name)
+        host = self._shard_named(name)
         self._holders[name] = self._holders.get(name, 0) + 1
         if self._copies is None:
             return host
@@ -65,7 +65,7 @@ class HostStore:
 
     def release(self, name: str, *, dirty: bool) -> None:
         """The caller is done; where anyone who held the shard says ``dirty``, the last release takes it to the host."""
-        host = self._known(name)
+        host = self._shard_named(name)
         if not self._holders.get(name):
             raise ShardError(f"'{name}' was released but not acquired", tensor=name)
         self._holders[name] -= 1
@@ -80,7 +80,7 @@ class HostStore:
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
         """The shard in host memory, writable until it is given back; ShardError while it is acquired."""
-        host = self._known(name)
+        host = self._shard_named(name)
         if self._copies is not None:
             if self._holders.get(name):
                 raise ShardError(f"'{name}' is acquired; release it before borrowing it", tensor=name)
@@ -89,12 +89,12 @@ class HostStore:
 
     def give_back(self, name: str, *, dirty: bool) -> None:
         """The borrower is done: what it wrote is what is kept."""
-        self._known(name)
+        self._shard_named(name)
 
     def prefetch(self, names: Sequence[str]) -> None:
         """Start bringing shards that will be acquired soon, in this order."""
         for name in names:
-            host = self._known(name)
+            host = self._shard_named(name)
             if self._copies is not None and name not in self._copies:
                 self._copies.fetch(name, host)
 
@@ -105,7 +105,7 @@ class HostStore:
 
     def discard(self, name: str) -> None:
         """Forget a shard that nobody holds, and free its memory."""
-        self._known(name)
+        self._shard_named(name)
         if self._holders.get(name):
             raise ShardError(f"'{name}' is acquired; release it before discarding it", tensor=name)
         if self._copies is not None:
@@ -124,7 +124,8 @@ class HostStore:
     def __contains__(self, name: object) -> bool:
         return name in self._shards
 
-    def _known(self, name: str) -> torch.Tensor:
+    def _shard_named(self, name: str) -> torch.Tensor:
+        """Return a shard in host memory; raise `ShardError` by name where there is none."""
         if name not in self._shards:
             raise ShardError(f"no shard '{name}' was put into this store", tensor=name)
         return self._shards[name]

@@ -16,13 +16,13 @@ __all__ = [
     "LAMB",
     "LION",
     "SGD",
-    "adagrad_row",
-    "adam_row",
+    "adagrad_coefficients",
+    "adam_coefficients",
     "check_call",
-    "lamb_row",
-    "lion_row",
+    "lamb_coefficients",
+    "lion_coefficients",
     "segments_of",
-    "sgd_row",
+    "sgd_coefficients",
 ]
 
 ADAM, ADAGRAD, LION, SGD, LAMB = range(5)
@@ -66,10 +66,11 @@ def segments_of(
     return rows
 
 
-def adam_row(
+def adam_coefficients(
     segment: Segment, *, step: int, eps: float, adamw_mode: bool, bias_correction: bool, grad_scale: float
 ) -> tuple[int, tuple[float, ...]]:
-    """Coefficients of Adam (``adamw_mode=False``, decay added to the gradient) and AdamW."""
+    """Return where a segment ends, and the coefficients of AdamW, or with ``adamw_mode=False`` of Adam (decay is added
+    to the gradient), in the order of the native rule."""
     end, lr, weight_decay, beta1, beta2 = segment
     _at_least_zero("eps", eps)
     correction1 = 1.0 - beta1**step if bias_correction else 1.0
@@ -88,10 +89,10 @@ def adam_row(
     )
 
 
-def lamb_row(
+def lamb_coefficients(
     segment: Segment, *, step: int, eps: float, bias_correction: bool, grad_scale: float
 ) -> tuple[int, tuple[float, ...]]:
-    """Coefficients of LAMB's update direction."""
+    """Return where a segment ends, and the coefficients of LAMB's update direction in the order of the native rule."""
     end, _, weight_decay, beta1, beta2 = segment
     _at_least_zero("eps", eps)
     correction1 = 1.0 - beta1**step if bias_correction else 1.0
@@ -110,26 +111,29 @@ def lamb_row(
     )
 
 
-def lion_row(segment: Segment, *, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Coefficients of Lion."""
+def lion_coefficients(segment: Segment, *, grad_scale: float) -> tuple[int, tuple[float, ...]]:
+    """Return where a segment ends, and the coefficients of Lion in the order of the native rule."""
     end, lr, weight_decay, beta1, beta2 = segment
     return end, (grad_scale, 1.0 - lr * weight_decay, 1.0 - beta1, beta1, 1.0 - beta2, beta2, -lr)
 
 
-def adagrad_row(
+def adagrad_coefficients(
     segment: Segment, *, step: int, lr_decay: float, eps: float, grad_scale: float
 ) -> tuple[int, tuple[float, ...]]:
-    """Coefficients of Adagrad."""
+    """Return where a segment ends, and the coefficients of Adagrad in the order of the native rule."""
     end, lr, weight_decay, _, _ = segment
     _at_least_zero("lr_decay", lr_decay)
     _at_least_zero("eps", eps)
     return end, (grad_scale, weight_decay, -lr / (1.0 + (step - 1) * lr_decay), eps)
 
 
-def sgd_row(
+def sgd_coefficients(
     segment: Segment, *, momentum: float, dampening: float, nesterov: bool, first: bool, grad_scale: float
 ) -> tuple[int, tuple[float, ...]]:
-    """Coefficients of stochastic gradient descent; ``first`` starts the momentum buffer from the gradient."""
+    """Return where a segment ends, and the coefficients of stochastic gradient descent in the order of the native rule.
+
+    ``first`` starts the momentum buffer from the gradient.
+    """
     end, lr, weight_decay, _, _ = segment
     _at_least_zero("momentum", momentum)
     if nesterov and (momentum <= 0.0 or dampening != 0.0):

@@ -65,7 +65,7 @@ def adam_step(
     """
     _rules.check_call(step, element_offset, seed)
     rows = [
-        _rules.adam_row(
+        _rules.adam_coefficients(
             row, step=step, eps=eps, adamw_mode=adamw_mode, bias_correction=bias_correction, grad_scale=grad_scale
         )
         for row in _rules.segments_of(n, segments, lr, weight_decay, betas)
@@ -106,7 +106,7 @@ def adagrad_step(
     """
     _rules.check_call(step, element_offset, seed)
     rows = [
-        _rules.adagrad_row(row, step=step, lr_decay=lr_decay, eps=eps, grad_scale=grad_scale)
+        _rules.adagrad_coefficients(row, step=step, lr_decay=lr_decay, eps=eps, grad_scale=grad_scale)
         for row in _rules.segments_of(n, segments, lr, weight_decay, (0.0, 0.0))
     ]
     _native.step(
@@ -142,7 +142,8 @@ def lion_step(
     """One step of Lion (arXiv 2302.06675, algorithm 2); ``step`` only seeds stochastic rounding."""
     _rules.check_call(step, element_offset, seed)
     rows = [
-        _rules.lion_row(row, grad_scale=grad_scale) for row in _rules.segments_of(n, segments, lr, weight_decay, betas)
+        _rules.lion_coefficients(row, grad_scale=grad_scale)
+        for row in _rules.segments_of(n, segments, lr, weight_decay, betas)
     ]
     _native.step(
         _rules.LION, False, n, param, param_low, grad, exp_avg, None, exp_avg_scale, None, copy_out, None,
@@ -187,7 +188,7 @@ def sgd_step(
         raise ValueError(f"momentum_buffer: needed when momentum is not 0 and only then, got momentum = {momentum}")
     starts = step == 1 if first is None else first
     rows = [
-        _rules.sgd_row(
+        _rules.sgd_coefficients(
             row, momentum=momentum, dampening=dampening, nesterov=nesterov, first=starts, grad_scale=grad_scale
         )
         for row in _rules.segments_of(n, segments, lr, weight_decay, (0.0, 0.0))
@@ -234,7 +235,7 @@ def lamb_step(
     _rules.check_call(step, element_offset, seed)
     table = _rules.segments_of(n, segments, 0.0, weight_decay, betas)
     rows = [
-        _rules.lamb_row(row, step=step, eps=eps, bias_correction=bias_correction, grad_scale=grad_scale)
+        _rules.lamb_coefficients(row, step=step, eps=eps, bias_correction=bias_correction, grad_scale=grad_scale)
         for row in table
     ]
     if not isinstance(n, int) and len(rows) == 1:

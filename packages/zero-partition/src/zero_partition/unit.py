@@ -243,7 +243,7 @@ class Unit:
             shard.copy_(self.flat[start:end])
         own_master = self.master is not None and self.master.data_ptr() not in (shard.data_ptr(), self.flat.data_ptr())
         self._residency.release(self.name, dirty=True)
-        self._tell_states()
+        self._note_stale_masters()
         if self.master is not None and own_master:
             _follow(self.master, self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end])
 
@@ -292,7 +292,8 @@ class Unit:
         self._residency.release(self.name, dirty=False)
         self._stale_masters = False
 
-    def _tell_states(self) -> None:
+    def _note_stale_masters(self) -> None:
+        """Have a tier know that weights changed, so that its masters have to follow before they are used."""
         if self.states is not None:
             self.states.weights_changed(self.name)
             self._stale_masters = True
@@ -312,7 +313,7 @@ class Unit:
                 if self.master is not None and apart:
                     _follow(self.master[place], shard[place])
         self._residency.release(self.name, dirty=True)
-        self._tell_states()
+        self._note_stale_masters()
 
     def load_shard(self) -> torch.Tensor:
         """This rank's shard, lent to be written; `shard_loaded` gives it back. On every rank at the same point."""

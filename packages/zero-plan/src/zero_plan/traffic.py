@@ -63,7 +63,7 @@ def collectives(units: int | tuple[int, ...] | list[int], setup: Setup) -> tuple
         rows.append(Collective("all-to-all of gradients, between nodes", coded, "across", passes * count))
     else:
         rows.append(Collective("reduce-scatter gradients", passes * gradient, "all", passes * count))
-    return tuple(row for row in rows if _ranks(row.group, setup) > 1)
+    return tuple(row for row in rows if _ranks_in(row.group, setup) > 1)
 
 
 class LinkBytes(NamedTuple):
@@ -81,7 +81,7 @@ def link_bytes(rows: Iterable[Collective], setup: Setup) -> LinkBytes:
     """
     rank = node = 0
     for row in rows:
-        members = _ranks(row.group, setup)
+        members = _ranks_in(row.group, setup)
         share = row.volume // setup.per_node if row.group == "across" else row.volume
         rank += share * (members - 1) // members
         if row.group != "node":
@@ -137,5 +137,6 @@ def _coded(elements: int, bits: int, setup: Setup) -> int:
     return -(-elements * bits // 8) + SCALE * -(-elements // setup.codec_block)
 
 
-def _ranks(group: Group, setup: Setup) -> int:
+def _ranks_in(group: Group, setup: Setup) -> int:
+    """Return how many ranks one group of that kind has."""
     return {"all": setup.world_size, "node": setup.per_node, "across": setup.nodes}[group]

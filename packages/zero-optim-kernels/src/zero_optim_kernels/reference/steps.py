@@ -105,7 +105,7 @@ def adam(
     """Adam and AdamW."""
     segment: Segment = (0, lr, weight_decay, betas[0], betas[1])
     c = _rounded(
-        _rules.adam_row(
+        _rules.adam_coefficients(
             segment, step=step, eps=eps, adamw_mode=adamw_mode, bias_correction=bias_correction, grad_scale=grad_scale
         )
     )
@@ -131,7 +131,9 @@ def lamb(
 ) -> Result:
     """LAMB on one whole parameter: update, ratio of norms, application."""
     c = _rounded(
-        _rules.lamb_row((0, lr, weight_decay, *betas), step=step, eps=eps, bias_correction=True, grad_scale=grad_scale)
+        _rules.lamb_coefficients(
+            (0, lr, weight_decay, *betas), step=step, eps=eps, bias_correction=True, grad_scale=grad_scale
+        )
     )
     p = _wide(param)
     new = _adam(p, _wide(grad) * c[0], _wide(exp_avg), _wide(exp_avg_sq), c)
@@ -155,7 +157,7 @@ def lion(
 ) -> Result:
     """Lion."""
     scale, decay, w1, rest1, w2, rest2, negative_step = _rounded(
-        _rules.lion_row((0, lr, weight_decay, *betas), grad_scale=grad_scale)
+        _rules.lion_coefficients((0, lr, weight_decay, *betas), grad_scale=grad_scale)
     )
     p, g, m = _wide(param), _wide(grad) * scale, _wide(exp_avg)
     u = np.sign(_lerp(m, g, abs(g), w1, rest1)[0])
@@ -177,7 +179,7 @@ def adagrad(
     grad_scale: float = 1.0,
 ) -> Result:
     """Adagrad."""
-    row = _rules.adagrad_row(
+    row = _rules.adagrad_coefficients(
         (0, lr, weight_decay, 0.0, 0.0), step=step, lr_decay=lr_decay, eps=eps, grad_scale=grad_scale
     )
     scale, l2, negative_step, rounded_eps = _rounded(row)
@@ -204,7 +206,7 @@ def sgd(
     grad_scale: float = 1.0,
 ) -> Result:
     """Stochastic gradient descent; ``momentum_buffer`` is None without momentum."""
-    row = _rules.sgd_row(
+    row = _rules.sgd_coefficients(
         (0, lr, weight_decay, 0.0, 0.0),
         momentum=momentum,
         dampening=dampening,
