@@ -1,6 +1,6 @@
 """What one optimizer step sends, per rank: the formulas, by the ledger, and the ledger by the kernel.
 
-With Ψ parameters on N ranks, accumulation 1 and no resident parameters, one rank sends (N-1)/N of
+With Ψ parameters on N ranks, accumulation 1 and no persistent parameters, one rank sends (N-1)/N of
 
     stage 0   Ψ reduced + Ψ averaged gradients gathered                        = 2Ψ elements
     stage 1   Ψ reduced + Ψ published                                          = 2Ψ

@@ -43,7 +43,7 @@ def plain(run: Run, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
 
 
 def config(run: Run, stage: int, world_size: int, **zero: Any) -> dict[str, Any]:
-    """The engine's configuration of a run: many units, none resident, small prefetch: everything moves."""
+    """The engine's configuration of a run: many units, none persistent, small prefetch: everything moves."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": zoo.BATCH // world_size,
         "gradient_accumulation_steps": run.accumulation,

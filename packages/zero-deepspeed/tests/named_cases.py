@@ -39,7 +39,7 @@ def batch(number: int) -> torch.Tensor:
 
 
 def settings(stage: int, **changes: Any) -> dict[str, Any]:
-    """AdamW and nothing resident; ``changes`` replace whole sections."""
+    """AdamW and nothing persistent; ``changes`` replace whole sections."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return {
         "train_micro_batch_size_per_gpu": BATCH // ranks,

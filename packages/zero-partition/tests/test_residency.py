@@ -99,7 +99,7 @@ def train_on(strict: bool, half: bool, threshold: int) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("threshold", [0, 20], ids=["all released", "some resident"])
+@pytest.mark.parametrize("threshold", [0, 20], ids=["all released", "some persistent"])
 @pytest.mark.parametrize("half", [True, False], ids=["with masters", "without"])
 def test_a_store_that_hands_out_copies_gives_the_same_weights_and_sees_a_clean_protocol(
     half: bool, threshold: int

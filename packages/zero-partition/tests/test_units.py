@@ -90,9 +90,9 @@ def test_dtypes_and_frozen_parameters_make_units_of_their_own() -> None:
     assert len({plan.name for plan in plans_of(model)}) == 3
 
 
-def test_parameters_below_the_persistence_threshold_are_resident() -> None:
+def test_parameters_below_the_persistence_threshold_are_persistent() -> None:
     plans = plans_of(nn.Sequential(nn.Linear(8, 8)), UnitLimits(max_numel=1000, min_numel=1, persistence_threshold=64))
-    assert {name: plan.resident for plan in plans for name in plan.parameters} == {"0.weight": False, "0.bias": True}
+    assert {name: plan.persistent for plan in plans for name in plan.parameters} == {"0.weight": False, "0.bias": True}
 
 
 class Oddities(nn.Module):
@@ -105,9 +105,9 @@ class Oddities(nn.Module):
         self.weight = nn.Parameter(torch.zeros(5, 5))
 
 
-def test_single_elements_are_resident_and_what_cannot_be_cut_is_left_out_with_a_reason() -> None:
+def test_single_elements_are_persistent_and_what_cannot_be_sharded_is_left_out_with_a_reason() -> None:
     model = Oddities()
-    where = {name: plan.resident for plan in plans_of(model) for name in plan.parameters}
+    where = {name: plan.persistent for plan in plans_of(model) for name in plan.parameters}
     assert where == {"scale": True, "one": True, "weight": False}
     assert replicated_parameters(model) == {
         "empty": "it is empty",

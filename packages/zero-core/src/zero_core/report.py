@@ -16,10 +16,10 @@ from .state import TrainingState
 def startup_report(config: Config, partition: Partition) -> str:
     """Stage, ranks, units, batch sizes, the dtype table, and every configuration value that is not a default."""
     options, layout = partition.options, partition.layout
-    resident = sum(u.plan.resident for u in partition.units)
+    persistent = sum(u.plan.persistent for u in partition.units)
     lines = [
         f"ZeRO stage {options.stage}, {partition.data_world_size} rank(s) on {partition.device}" + _copies(partition),
-        f"{layout.used_numel:,} parameters in {len(layout.units)} units ({resident} resident), "
+        f"{layout.used_numel:,} parameters in {len(layout.units)} units ({persistent} persistent), "
         f"{layout.numel - layout.used_numel:,} elements of padding",
         f"batch {config.train_batch_size} = {config.train_micro_batch_size_per_gpu} "
         f"x {config.gradient_accumulation_steps} accumulation x {partition.data_world_size} rank(s)",

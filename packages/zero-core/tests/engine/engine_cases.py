@@ -63,7 +63,7 @@ def batch(number: int, dtype: torch.dtype = torch.float64, *, whole: bool = Fals
 
 
 def config(stage: int, **changes: Any) -> dict[str, Any]:
-    """Float64, AdamW, nothing resident; ``changes`` replace whole sections."""
+    """Float64, AdamW, nothing persistent; ``changes`` replace whole sections."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return {
         "train_micro_batch_size_per_gpu": BATCH // ranks,

@@ -109,7 +109,7 @@ Edit = Callable[[Trainer, int], None]
 
 
 def config(dtype: torch.dtype, stage: int, tier: str, folder: str) -> dict[str, Any]:
-    """Small units, nothing resident; states (and at stage 3 shards) on ``tier``."""
+    """Small units, nothing persistent; states (and at stage 3 shards) on ``tier``."""
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0, "unit_min_numel": 1}
     if tier != "none" and stage:
         section = {"device": tier} if tier == "cpu" else {"device": tier, "nvme_path": folder}

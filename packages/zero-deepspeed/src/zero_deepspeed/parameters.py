@@ -101,7 +101,7 @@ class ZeroParameter(nn.Parameter):
             if unit.releasable and unit.state is not UnitState.GATHERED:
                 inflight = unit.state is UnitState.GATHERING
                 return ZeroParamStatus.INFLIGHT if inflight else ZeroParamStatus.NOT_AVAILABLE
-            if unit.releasable or unit.plan.resident:
+            if unit.releasable or unit.plan.persistent:
                 return ZeroParamStatus.AVAILABLE
         record = sharded_record(self)
         if record is not None and record.is_full:
@@ -132,7 +132,7 @@ class ZeroParameter(nn.Parameter):
     def ds_persist(self) -> bool:
         """Return whether it is replicated, as small parameters do."""
         place = _place(self)
-        return place is not None and place[0].plan.resident
+        return place is not None and place[0].plan.persistent
 
     @property
     def ds_active_sub_modules(self) -> set[Any]:

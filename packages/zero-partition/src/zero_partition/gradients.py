@@ -102,8 +102,8 @@ class UnitGradients:
 
     @property
     def is_alone(self) -> bool:
-        """Whether `is_shown`, and no other rank takes part in the average."""
-        return self._whole is not None and self._whole.world_size == 1
+        """Return whether `is_shown`, and no other rank takes part in the average."""
+        return self._full_group is not None and self._full_group.world_size == 1
 
     @property
     def is_reduced(self) -> bool:

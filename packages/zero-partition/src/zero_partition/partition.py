@@ -242,7 +242,7 @@ class Partition:
 
     def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:
         elsewhere = self.world_size > 1 or not isinstance(self.residency, DeviceResidency)
-        releasable = self.options.stage >= 3 and not plan.resident and elsewhere
+        releasable = self.options.stage >= 3 and not plan.persistent and elsewhere
         unit = Unit(
             index,
             plan,

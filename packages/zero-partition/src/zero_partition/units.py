@@ -17,7 +17,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 @dataclass(frozen=True)
 class UnitLimits:
     """Bounds in elements: units are opened above ``max_numel``, small leftovers are merged up to ``min_numel``;
-    parameters below ``persistence_threshold`` elements are resident."""
+    parameters below ``persistence_threshold`` elements are persistent."""
 
     max_numel: int = 64_000_000
     min_numel: int = 250_000
@@ -34,7 +34,7 @@ class UnitPlan:
     name: str
     dtype: torch.dtype
     trainable: bool
-    resident: bool
+    persistent: bool
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     members: dict[str, nn.Module] = field(default_factory=dict)
 
@@ -78,10 +78,10 @@ def plan_units(
                 continue
             placed.add(id(parameter))
             dtype = dtype_of(name, parameter)
-            resident = parameter.numel() <= 1 or parameter.numel() < limits.persistence_threshold
-            key = (group.name, dtype, trainable(parameter), resident)
+            persistent = parameter.numel() <= 1 or parameter.numel() < limits.persistence_threshold
+            key = (group.name, dtype, trainable(parameter), persistent)
             if key not in plans:
-                plans[key] = UnitPlan(_unit_name(*key), dtype, key[2], resident)
+                plans[key] = UnitPlan(_unit_name(*key), dtype, key[2], persistent)
             plan = plans[key]
             plan.parameters[name] = parameter
             plan.members.update(group.members)
@@ -173,6 +173,8 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _unit_name(group: str, dtype: torch.dtype, trainable: bool, resident: bool) -> str:
-    marks = [str(dtype).removeprefix("torch.")] + ([] if trainable else ["frozen"]) + (["resident"] if resident else [])
+def _unit_name(group: str, dtype: torch.dtype, trainable: bool, persistent: bool) -> str:
+    marks = (
+        [str(dtype).removeprefix("torch.")] + ([] if trainable else ["frozen"]) + (["persistent"] if persistent else [])
+    )
     return f"{group} [{', '.join(marks)}]"
