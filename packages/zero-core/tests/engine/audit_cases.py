@@ -127,7 +127,7 @@ def on_wire(engine: zero_core.Engine) -> None:
 
         def broken(end: Any = end, of: Any = gradients) -> None:
             arrived = of._leaf if of._leaf is not None else of._arriving
-            flip(arrived if arrived is not None else of._slice(of.reduced) if of._whole else of.reduced)
+            flip(arrived if arrived is not None else of._slice(of.reduced) if of._full_group else of.reduced)
             end()
 
         gradients.end_reduce = broken
