@@ -209,7 +209,12 @@ class Hosts:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """What runs on the host, but for its sshd."""
-        return [process for process in _inside(self._namespaces[name]) if process.name() != "sshd"]
+        found = []
+        for process in _inside(self._namespaces[name]):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended while we looked
+                if process.name() != "sshd":
+                    found.append(process)
+        return found
 
     def ssh_clients(self) -> dict[str, psutil.Process]:
         """The launcher's connections, by host."""
