@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,36 +127,3 @@ def test_a_pass_that_is_reduced_fails_on_every_rank_within_seconds(stage: int) -
     assert seconds < 20 and waiting
     assert "the user's hook fails" in failed[0]
     assert any("rank 1" in text or "loss.backward()" in text for text in waiting), waiting
-
-
-def after_the_end(stage: int, folder: str) -> tuple[list[str], float]:
-    """What saving and reading say after rank 1 alone has failed; how far the parameters are from those before."""
-    engine = training.start(Run(), stage)
-    training.train(engine, Run(), 0, 1)
-    before = {} if stage == 3 else {n: v.clone() for n, v in engine.module.state_dict().items()}
-    if dist.get_rank() == 1:
-        engine.module.blocks[1].down.weight.register_hook(fail)
-    seen: list[str] = []
-    calls = (
-        lambda: engine.backward(loss_of(engine, 1)),
-        lambda: engine.save_checkpoint(folder),
-        lambda: training.weights(engine),
-        engine.consolidated_state_dict,
-    )
-    for call in calls:
-        try:
-            call()
-            seen.append("done")
-        except Exception as error:
-            seen.append(f"{type(error).__name__}: {error}")
-    apart = [float((v - before[n]).abs().max()) for n, v in engine.module.state_dict().items() if n in before]
-    return seen[1:], max(apart, default=0.0)
-
-
-@pytest.mark.parametrize("stage", (pytest.param(0, marks=pytest.mark.soak), 2, 3))
-def test_after_a_failure_of_one_rank_alone_saving_and_reading_say_what_to_do(stage: int, tmp_path: Path) -> None:
-    for seen, apart in run_ranks(after_the_end, 2, stage, str(tmp_path), timeout=60):
-        for text in seen:
-            assert "the user's hook fails" in text and "load a checkpoint" in text, text
-            assert ("cannot be gathered" if stage == 3 else "torch.save(model.state_dict())") in text, text
-        assert apart == 0.0

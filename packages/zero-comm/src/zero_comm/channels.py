@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,18 @@ from .replicated import Reduction, ReplicatedReduce
 from .slices import SliceSum, sum_slices
 from .tag import Tag
 from .topology import node_name
-from .watch import Watch
 
 Rows = Sequence[Sequence[int]]
 """Global ranks of every group of one kind; each rank of the world is in one row."""
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """With what groups were opened; see `EngineGroups.open`."""
+
+    rows: Rows = ()
+    ranks_per_node: int | None = None
+    stopped_after: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -39,9 +48,9 @@ class EngineGroups:
     control: Control
     replicate: Group = field(default_factory=lambda: Group(None))
     secondary: Group | None = None
-    _data: tuple[Group, ...] = ()
+    _data: tuple[tuple[Group, Rows], ...] = ()
     _connections: Connections = field(default_factory=Connections)
-    _watch: Watch | None = None
+    _opening: _Opening = _Opening()
 
     @classmethod
     def open(
@@ -82,8 +91,8 @@ class EngineGroups:
         control.place(node_name(dist.get_rank(), ranks_per_node))
         if check is not None:
             check(control)
-        watch = control.watch(connections.sever, stopped_after)
-        opened: list[Group] = []
+        control.watch(connections.sever, stopped_after)
+        opened: list[tuple[Group, Rows]] = []
 
         def data_group(over: Rows) -> Group:
             mine = next(row for row in rows if dist.get_rank() in row)
@@ -100,7 +109,7 @@ class EngineGroups:
                 topology=control.topology.of(ranks),
                 watched=control.watched,
             )
-            opened.append(group)
+            opened.append((group, over))
             return group
 
         gather, replicate = data_group(shards), Group(None, ledger=book)
@@ -116,7 +125,8 @@ class EngineGroups:
             copies = _columns(rows, len(shards[0]))
             replicate, others = data_group(copies), data_group(copies)
             reduction = _over_copies(reduction, others, replicate, gradient_codec, average_codec or gradient_codec)
-        return cls(gather, reduction, control, replicate, secondary, tuple(opened), connections, watch)
+        opening = _Opening(rows, ranks_per_node, stopped_after)
+        return cls(gather, reduction, control, replicate, secondary, tuple(opened), connections, opening)
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
         """Copy ``tensor`` (contiguous) of rank ``source`` of ``control`` to every rank of it."""
@@ -134,20 +144,40 @@ class EngineGroups:
         self._connections.sever()
         self.close()
 
+    @property
+    def can_reopen(self) -> bool:
+        """Return whether `reopen` can follow `abort`: these groups' ranks are all of the job."""
+        return len(self._opening.rows) == 1
+
+    def meet_again(self, call: str, payload: Any) -> list[Any]:
+        """After `abort`, before `reopen`: return every rank's ``payload`` (plain data) in rank order.
+
+        Raises `PeerError` on every rank when one has not made a call (named ``call`` here) that comes here within
+        ``stopped_after`` of another.
+        """
+        return self.control.meet_again(call, payload, self._opening.stopped_after)
+
+    def reopen(self) -> None:
+        """Make the process groups anew, for the same objects; right after `meet_again`, on every rank."""
+        opening = self._opening
+        with self._connections.recording():
+            self.control.reopen(open_group(opening.rows, "gloo"))
+        self.control.place(node_name(dist.get_rank(), opening.ranks_per_node))
+        self.control.watch(self._connections.sever, opening.stopped_after)
+        for group, rows in self._data:
+            with self._connections.recording():
+                group.reopen(open_group(rows))
+
     def issued(self) -> list[int]:
         """How many collectives this rank has started on each of its data groups."""
-        return [group.issued for group in self._data]
+        return [group.issued for group, _ in self._data]
 
     def close(self) -> None:
         """Give all process groups back."""
-        if self._watch is not None:
-            self._watch.end()
-        self._close_data()
-        self.control.close()
-
-    def _close_data(self) -> None:
-        for group in self._data:
+        self.control.end_watch()
+        for group, _ in self._data:
             group.close()
+        self.control.close()
 
 
 def open_group(rows: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:

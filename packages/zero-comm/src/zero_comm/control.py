@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 from .errors import CommError, DesyncError, PeerError
 from .leaving import close_at_exit, leave
 from .ledger import Ledger
+from .meeting import meet
 from .ring import Track
 from .tag import Tag
 from .topology import ONE_NODE, Topology
@@ -67,25 +68,41 @@ class Control:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, ledger: Ledger | None = None) -> None:
-        self._process_group = process_group
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
         self.ledger = ledger if ledger is not None else Ledger()
         self.topology: Topology = ONE_NODE
-        self._sequence = 0
         self.watched = Watched()
-        self._verdict: str | None = None
-        self._noted = False
-        self._name = "" if process_group is None else process_group.group_name
-        if process_group is not None:
-            self._store = PrefixStore(_FAILURE_KEY, dist.distributed_c10d._get_default_store())
-            self._stays = close_at_exit(self)
-        self._track = Track("" if process_group is None else process_group.group_name)
+        self._watch: Watch | None = None
+        self.reopen(process_group)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The gloo group underneath; None for a single rank."""
         return self._process_group
+
+    def reopen(self, process_group: dist.ProcessGroup | None) -> None:
+        """Go on over ``process_group``, of the same ranks, after `close`; `place` and `watch` follow."""
+        self._process_group = process_group
+        self._sequence = 0
+        self._verdict: str | None = None
+        self._noted = False
+        self.watched.failed = self.watched.waiting = None
+        self._name = "" if process_group is None else process_group.group_name
+        if process_group is not None:
+            self._store = PrefixStore(_FAILURE_KEY, dist.distributed_c10d._get_default_store())
+            self._stays = close_at_exit(self)
+        self._track = Track(self._name)
+
+    def meet_again(self, call: str, payload: Any, patience: float) -> list[Any]:
+        """After `close`: return every rank's ``payload`` (plain data) in rank order once all have called this.
+
+        Raises `PeerError` on every rank when one has not come ``patience`` seconds after another; see `meet`.
+        """
+        if self.world_size == 1:
+            return [payload]
+        store = PrefixStore(f"{self._name} again", self._store)
+        return meet(store, self.rank, self.world_size, call, payload, patience)
 
     def exchange(self, message: Message) -> list[Message]:
         """Return every rank's message. Raises `PeerError` when a rank is gone, has aborted, or is in `confer`."""
@@ -220,18 +237,26 @@ class Control:
             return error if self._verdict is None else PeerError(f"this rank {self._verdict}")
         return PeerError(f"rank {rank} {reason}; here: {error}")
 
-    def watch(self, sever: Callable[[], object], stopped_after: float) -> Watch | None:
-        """Start the thread that looks after this rank and those it waits for (see [Note: the watch]); None for a single
-        rank. ``sever`` frees whoever waits, here and elsewhere. Call it after `place`."""
+    def watch(self, sever: Callable[[], object], stopped_after: float) -> None:
+        """Start the thread that looks after this rank and those it waits for (see [Note: the watch]); none for a single
+        rank. ``sever`` frees whoever waits, here and elsewhere. Call it after `place`, and `end_watch` in the end."""
         if self._process_group is None:
-            return None
+            return
 
         def give_up(reason: str) -> None:
             self.give_up(reason)
             sever()
 
         store = PrefixStore(self._name, self._store)
-        return Watch(self.watched, store, self.rank, self.world_size, give_up, self.note, stopped_after=stopped_after)
+        self._watch = Watch(
+            self.watched, store, self.rank, self.world_size, give_up, self.note, stopped_after=stopped_after
+        )
+
+    def end_watch(self) -> None:
+        """End the thread of `watch`, if there is one."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
 
     def close(self) -> None:
         """Give the process group back."""

@@ -50,7 +50,6 @@ class Group:
         topology: Topology = ONE_NODE,
         watched: Watched | None = None,
     ) -> None:
-        self._process_group = process_group
         self._alone: dist.ProcessGroup | None = None
         self._explain = explain
         self._watched = watched
@@ -62,6 +61,11 @@ class Group:
         self._slice_sum = slice_sum
         self._deterministic = deterministic
         self._divisor = self.world_size if averages else 1
+        self.reopen(process_group)
+
+    def reopen(self, process_group: dist.ProcessGroup | None) -> None:
+        """Go on over ``process_group``, of the same ranks, after `close`. Works of before are of no use any more."""
+        self._process_group = process_group
         self._sequence = 0
         self.issued = 0
         if process_group is not None:

@@ -55,6 +55,18 @@ class Accumulation:
         """Begin a new accumulation with the next micro-batch; gradients are the caller's affair."""
         self._state.counters.accumulated, self.scaled = 0, False
 
+    def position(self) -> tuple[int, int, int]:
+        """Return the optimizer steps, micro-batches and samples that were counted."""
+        counters = self._state.counters
+        return counters.global_steps, counters.micro_steps, counters.global_samples
+
+    def go_back(self, micro_steps: int, samples: int) -> None:
+        """Begin the step anew, after so many micro-batches and samples."""
+        self.restart()
+        counters = self._state.counters
+        counters.micro_steps, counters.global_samples = micro_steps, samples
+        self._state.groups.control.watched.micro_batches = micro_steps
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Have backward passes inside only add up gradients on this rank. Raises `UsageError` above stage 1."""

@@ -36,7 +36,7 @@ def gathered(
     compared. Raises `PartitionError` inside a forward or backward pass.
     """
     runtime = partition.runtime
-    runtime.check_alive()
+    runtime.reopen("gathered")
     if runtime.gathers.active:
         raise PartitionError(
             "gathered(...) was opened inside a forward or backward pass; open it before or after the pass"
@@ -61,8 +61,9 @@ def gathered(
         yield
         if modifier_rank is not None:
             _refuse_misfits(partition, units, modifier_rank)
-            for unit in units:
-                _take_changes(partition, unit, modifier_rank)
+            with runtime.writing("gathered"):
+                for unit in units:
+                    _take_changes(partition, unit, modifier_rank)
     except EditRefusedError:  # every rank raises it
         raise
     except BaseException as failure:
@@ -107,6 +108,7 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
 
 def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tensor:
     """A copy of the parameter's weights as the optimizer sees them (the master's dtype), unsharded, on every rank."""
+    partition.runtime.reopen("full_param")
     unit, index = _find(partition, parameter)
     partition.runtime.agree("full parameter", unit.names[index], None)
     partition.settle()
@@ -122,6 +124,7 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
 
 def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor | None:
     """A copy of the parameter's averaged gradient, unsharded, on every rank; None when no rank has one."""
+    partition.runtime.reopen("full_grad")
     unit, index = _find(partition, parameter)
     partition.runtime.held_gradients.flush()
     gradients = partition.runtime.gradients.get(unit.index)
@@ -140,6 +143,7 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
 
     Zeros where a fragment has no state yet. Raises `PartitionError` for a parameter that is not trained.
     """
+    partition.runtime.reopen("full_state")
     unit, index = _find(partition, parameter)
     if not unit.plan.trainable:
         raise PartitionError(f"parameter '{unit.names[index]}' is not trained and has no optimizer state")
@@ -168,10 +172,11 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
 
 def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Replace a parameter's weights, masters included, by rank 0's ``value`` (the parameter's shape). Collective."""
+    partition.runtime.reopen("set_full_param")
     unit, index = _find(partition, parameter)
     flat = _agreed_value(partition, unit, index, "parameter", value)
     partition.readers.wait()
-    with torch.no_grad():
+    with torch.no_grad(), partition.runtime.writing("set_full_param"):
         if unit.master is not None:
             _write(partition, unit, index, unit.master, flat)
         elif unit.states is not None:
@@ -188,6 +193,7 @@ def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torc
 
     Raises `PartitionError` when its unit has had no gradient since the last step.
     """
+    partition.runtime.reopen("set_full_grad")
     unit, index = _find(partition, parameter)
     partition.runtime.held_gradients.flush()
     gradients = partition.runtime.gradients.get(unit.index)
@@ -207,9 +213,18 @@ def set_full_state(
 
     Raises `PartitionError` when the optimizer has no such state yet.
     """
+    partition.runtime.reopen("set_full_state")
     unit, index = _find(partition, parameter)
     flat = _agreed_value(partition, unit, index, f"state '{key}'", value)
     partition.readers.wait()
+    with partition.runtime.writing("set_full_state"):
+        _set_state(partition, optimizer, unit, index, key, flat)
+
+
+def _set_state(
+    partition: Partition, optimizer: ShardedOptimizer, unit: Unit, index: int, key: str, flat: torch.Tensor
+) -> None:
+    """Put the full ``flat`` where this rank keeps its part of a state."""
     if unit.states is not None:
         name = unit.names[index]
         here = any(f.entry.name == name for f in unit.layout.fragments(partition.rank))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from zero_comm import CommError, Message
 
-from .errors import PartitionError
+from .errors import EditRefusedError, PartitionError
 from .gatherer import OrderedGathers
 from .messages import LockStep, Observations, StepNumber
 from .reducer import OrderedReductions
@@ -39,36 +40,84 @@ class Liveness:
     """Says whether the engine can go on, or an earlier failure has ended it.
 
     ``abort``: tells the other ranks why this one leaves, so that nobody waits for it. ``sharded``: parameters are.
+    ``can_reopen``: the process groups can be made anew after a failure (see reopening.py).
+
+    Attributes:
+        failure: what has ended the engine; empty while it goes on.
+        interrupted: what was writing weights or states when the engine ended, None where nothing was.
+        ended_for_good: no call can make the engine go on.
     """
 
-    def __init__(self, abort: Callable[[BaseException], None], *, sharded: bool) -> None:
+    def __init__(self, abort: Callable[[BaseException], None], *, sharded: bool, can_reopen: bool = False) -> None:
         self._abort = abort
         self._sharded = sharded
-        self._failure: str | None = None
+        self._can_reopen = can_reopen
+        self._writes: list[str] = []
+        self._left: str | None = None
+        self.failure = ""
+        self.interrupted: str | None = None
+        self.ended_for_good = False
 
     @property
     def failed(self) -> bool:
         """Return whether an earlier failure has ended the engine."""
-        return self._failure is not None
+        return bool(self.failure)
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Around all that writes shards, masters or states: when it is interrupted, they are of no use."""
+        self._writes.append(what)
+        try:
+            yield
+        except EditRefusedError:  # nothing was written
+            raise
+        except BaseException:
+            self._left = self._left or what
+            raise
+        finally:
+            self._writes.pop()
+
+    def met(self) -> None:
+        """All ranks have met: what was interrupted before has not ended the engine."""
+        if not self._writes:
+            self._left = None
 
     def end(self, failure: BaseException) -> None:
         """This rank cannot go on: tell the others why and leave the data groups."""
-        if self._failure is None:
-            self._failure = f"{type(failure).__name__}: {failure}"
+        if not self.failed:
+            self.failure = f"{type(failure).__name__}: {failure}"
+            self.interrupted = self._writes[0] if self._writes else self._left
+            self.ended_for_good = not self._can_reopen
             self._abort(failure)
+
+    def end_for_good(self, problem: BaseException) -> None:
+        """The process groups cannot be made anew, because of ``problem``."""
+        self.ended_for_good = True
+        self.failure = f"{self.failure}. Then: {problem}"
+
+    def revive(self) -> None:
+        """The process groups were made anew."""
+        self.failure, self.interrupted, self._left = "", None, None
 
     def check(self) -> None:
         """Raise `CommError` when an earlier failure has ended the engine."""
-        if self._failure is not None:
-            here = (
-                "What this rank has of the weights is its shards, which cannot be gathered any more."
-                if self._sharded
-                else "The model's parameters are replicated on this rank: torch.save(model.state_dict()) writes them."
-            )
+        if not self.failed:
+            return
+        if self.interrupted is None and not self.ended_for_good:
             raise CommError(
-                f"this engine has failed earlier and cannot go on: {self._failure}. {here} Make a new engine on every "
-                "rank and load a checkpoint."
+                f"this engine has failed earlier: {self.failure}. The weights are those before the step under way. "
+                "Call engine.save_checkpoint(...), read weights, or call engine.zero_grad() on every rank: that makes "
+                "the process groups anew. After engine.zero_grad() training goes on with the next batch."
             )
+        here = (
+            "What this rank has of the weights is its shards, which cannot be gathered any more."
+            if self._sharded
+            else "The model's parameters are replicated on this rank: torch.save(model.state_dict()) writes them."
+        )
+        raise CommError(
+            f"this engine has failed earlier and cannot go on: {self.failure}. {here} Make a new engine on every "
+            "rank and load a checkpoint."
+        )
 
 
 class Agreement:
@@ -118,6 +167,7 @@ class Agreement:
         if not self._gathers.active:
             self._gathers.release_outside()
         messages = self._exchange(self._message(kind, name, payload))
+        self._liveness.met()
         self._control.check_same([m for m in messages if not (self.synced and m.kind == DONE)])
         return self._learn(messages, kind)
 
@@ -143,6 +193,14 @@ class Agreement:
         """This rank alone has written other weights into its shard; all ranks learn it when they next agree."""
         self._changed.add(unit.index)
 
+    def reset(self) -> None:
+        """Forget what was observed and not told, as ranks may have learned different things; the weights that travel
+        by another route are brought anew."""
+        self.synced = False
+        self._changed.clear()
+        for unit in self._units:
+            unit.route.weights_changed()
+
     def _message(self, kind: str, name: str, payload: Any) -> Message:
         """A message with what this rank has observed."""
         observed = Observations(
@@ -164,7 +222,8 @@ class Agreement:
             self._reductions.learn([one.reductions for one in observed])
         for index in {index for one in observed for index in one.changed}:
             self._units[index].route.weights_changed()
-        self._edits.settle([one.edits for one in observed], kind)
+        with self._liveness.writing("what user code has changed"):
+            self._edits.settle([one.edits for one in observed], kind)
         _check_discards([one.discards for one in observed])
         return [message.payload[0] for message in messages]
 

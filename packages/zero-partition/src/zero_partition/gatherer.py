@@ -161,6 +161,14 @@ class OrderedGathers:
         self._used = {}
         self._fresh.clear()
 
+    def reset(self) -> None:
+        """The running pass has failed, and ranks may have learned different orders: all of them are forgotten."""
+        self.abandon()
+        self._schedules.clear()
+        self._learned.clear()
+        self._observed.clear()
+        self._outside.clear()
+
     def take_observed(self) -> dict[str, list[int]]:
         """What this rank observed since this was asked last: pass -> units in order of first use."""
         observed, self._observed = self._observed, {}
@@ -265,6 +273,11 @@ class Gatherer:
         self._gathers.abandon()
         for unit in self._units:
             self._release(unit)
+
+    def reset(self) -> None:
+        """Forget the running pass and all that was learned; no gather travels any more."""
+        self._gathers.reset()
+        self._kept.clear()
 
     def _issue(self, unit: Unit) -> None:
         """Issue the gather of ``unit`` and those before it, or request it where the pass cannot give it."""

@@ -241,6 +241,13 @@ class UnitGradients:
             return None
         return self._full_group.all_gather(self.reduced, self._slice(self.reduced), Tag("reduce", self.unit.name, step))
 
+    def drop_reduction(self) -> None:
+        """Give up a reduction that will not arrive; `clear` follows, when all units have."""
+        self._travels, self._leaf = False, None
+        arriving, self._arriving = self._arriving, None
+        if self._states is not None and arriving is not None and arriving.device.type == "cpu":
+            self._states.give_back_gradient(self.unit.name)
+
     def clear(self) -> None:
         """Forget all gradients; the flat buffer is kept where it lives from step to step."""
         self.reduced = None

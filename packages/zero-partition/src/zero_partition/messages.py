@@ -120,6 +120,29 @@ class PassProgress:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """Where one rank was when a failure ended the process groups.
+
+    ``interrupted``: what was writing weights or states, if anything. ``steps``, ``micro_steps``, ``samples``: what its
+    training loop has counted.
+    """
+
+    interrupted: str | None
+    steps: int
+    micro_steps: int
+    samples: int
+
+    def encode(self) -> list[Any]:
+        """Plain data."""
+        return [self.interrupted, self.steps, self.micro_steps, self.samples]
+
+    @classmethod
+    def decode(cls, data: Sequence[Any]) -> Standing:
+        """The message that `encode` made ``data`` of."""
+        return cls(*data)
+
+
+@dataclass(frozen=True)
 class WrittenGradients:
     """What one rank says about gradients that its user wrote since the last step.
 

@@ -136,11 +136,12 @@ class ShardedOptimizer:
                 f"parameter '{agreed.culprit}'. The weights were not changed. Check the loss and the data of this "
                 "step, lower the learning rate, or set bf16.check_grad_overflow to true to skip such steps."
             )
-        taken = self.loss_scale.update(not finite)
-        if taken:
-            self._partition.readers.wait()
-            self._update.run(agreed.touched, self._factor(norm), self._step_inner)
-            self._partition.publish()
+        with runtime.writing("the step"):
+            taken = self.loss_scale.update(not finite)
+            if taken:
+                self._partition.readers.wait()
+                self._update.run(agreed.touched, self._factor(norm), self._step_inner)
+                self._partition.publish()
         runtime.held_gradients.forget()
         return StepResult(norm, taken)
 

@@ -185,9 +185,10 @@ class Partition:
         """Have the weights of the last step everywhere, also where the tier updates beside the passes or ranks step
         alone. Collective."""
         self.readers.wait()
-        finished = self.states is not None and self.states.finish()
-        if finished or (self.optimizer is not None and self.optimizer.synchronise()):
-            self.publish()
+        with self.runtime.writing("a step beside training"):
+            finished = self.states is not None and self.states.finish()
+            if finished or (self.optimizer is not None and self.optimizer.synchronise()):
+                self.publish()
 
     def memory(self) -> Mapping[str, int]:
         """Bytes of model state that this rank holds now, by kind, without the optimizer's states."""

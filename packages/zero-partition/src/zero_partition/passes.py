@@ -300,25 +300,29 @@ class Passes:
         else end the engine; return whether it goes on.
 
         ``awaited``: others wait for this rank though no pass is open. May be called again."""
-        if self._liveness.failed:
-            return False
         in_backward = self._calls.in_backward
+        goes_on = False
         try:
-            goes_on = self._recovery.leave_pass(call, failure, awaited=awaited)
+            goes_on = not self._liveness.failed and self._recovery.leave_pass(call, failure, awaited=awaited)
         except Exception as second:  # out of memory again, a tier that fails: the first cause is what counts
-            self._liveness.end(failure)
             raise failure from second
+        finally:
+            if not goes_on:
+                self._liveness.end(failure)
+            self.forget_pass()
         if not goes_on:
-            self._liveness.end(failure)
             return False
-        self._arrivals.forget_left()
         if in_backward or call == STEP:
             self._reducer.torn = f"{type(failure).__name__}: {failure}"
-        self._saved.close()
-        self._calls.forget()
         self._recovery.tell(call, failure)
         advise(failure, torn=self._reducer.torn is not None)
         return True
+
+    def forget_pass(self) -> None:
+        """No pass runs any more on this rank."""
+        self._arrivals.forget_left()
+        self._saved.close()
+        self._calls.forget()
 
     # -- refusals ----------------------------------------------------------------------------------------------------
 

@@ -60,9 +60,14 @@ class OrderedReductions:
         self._device = device
         self._bucket_numel = bucket_numel
         self.complete = complete
-        self._order = [g.unit.index for g in reversed(gradients)]
-        self._queue: deque[int] | None = None
         self._travelling: deque[StartedReduction] = deque()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the running pass, whose reductions will not arrive, and all that was learned."""
+        self._order = list(reversed(self._by_unit))
+        self._queue: deque[int] | None = None
+        self._travelling.clear()
         self._completions: dict[int, int] = {}
         self._gathered: list[int] = []
         self._steady = True
@@ -245,9 +250,13 @@ class Reducer:
         self._by_unit = {g.unit.index: g for g in gradients}
         self._reductions = reductions
         self._starts = starts
+        self.reset()
+        self.torn: str | None = None
+
+    def reset(self) -> None:
+        """Forget what was seen of passes."""
         self._expected = ExpectedGradients(self._by_unit)
         self._ran: set[int] = set()
-        self.torn: str | None = None
 
     @property
     def active(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from .passes import Passes, PassParts, forward_key
 from .recovery import Recovery
 from .reducer import OrderedReductions, Reducer
 from .released_use import ReleasedUse
+from .reopening import Reopening
 from .residency import Residency
 from .training_loop import FollowedLoop
 from .unannounced import UnannouncedUse
@@ -76,7 +77,9 @@ class Runtime:
         self._sharded = any(u.releasable for u in self.units)
         self._step = step = StepNumber()
         self._liveness = Liveness(
-            lambda failure: groups.abort(failure, when=f" (in step {step.value})"), sharded=self._sharded
+            lambda failure: groups.abort(failure, when=f" (in step {step.value})"),
+            sharded=self._sharded,
+            can_reopen=groups.can_reopen,
         )
         self.edits = UserEdits(self.units, groups.control.world_size)
         self.user_gradients = UserGradients(gradients, self.loop)
@@ -113,35 +116,35 @@ class Runtime:
         )
         self.gradient_watch = GradientWatch(gradients, self.held_gradients.discard, self._gradients_alone())
         self.released_use = ReleasedUse(unannounced, self.gathers, alone=groups.control.world_size == 1)
-        self.passes = Passes(
-            PassParts(
-                units=self.units,
-                loop=self.loop,
-                control=groups.control,
-                liveness=self._liveness,
-                calls=self._calls,
-                edits=self.edits,
-                user_gradients=self.user_gradients,
-                gathers=self.gathers,
-                agreement=self._agreement,
-                interleaving=interleaving,
-                gatherer=self.gatherer,
-                reducer=self.reducer,
-                unannounced=unannounced,
-                arrivals=GradientArrivals(
-                    self.units, self.gradients, self.gatherer, self.reducer, self._liveness, self._watched_units
-                ),
-                held_gradients=self.held_gradients,
-                gradient_watch=self.gradient_watch,
-                released_use=self.released_use,
-                watched_units=self._watched_units,
-                recovery=Recovery(groups, step, self.gathers, reductions, interleaving, self.gatherer, self.reducer),
-            )
+        parts = PassParts(
+            units=self.units,
+            loop=self.loop,
+            control=groups.control,
+            liveness=self._liveness,
+            calls=self._calls,
+            edits=self.edits,
+            user_gradients=self.user_gradients,
+            gathers=self.gathers,
+            agreement=self._agreement,
+            interleaving=interleaving,
+            gatherer=self.gatherer,
+            reducer=self.reducer,
+            unannounced=unannounced,
+            arrivals=GradientArrivals(
+                self.units, self.gradients, self.gatherer, self.reducer, self._liveness, self._watched_units
+            ),
+            held_gradients=self.held_gradients,
+            gradient_watch=self.gradient_watch,
+            released_use=self.released_use,
+            watched_units=self._watched_units,
+            recovery=Recovery(groups, step, self.gathers, reductions, interleaving, self.gatherer, self.reducer),
         )
+        self.passes = Passes(parts)
+        self._reopening = Reopening(groups, parts, self.passes, gradients, reductions)
         self._hooks = ModuleHooks(model, self.units, self.passes, self._calls, unannounced, self.gathers)
         self._interception = Interception(model, self.units, unannounced)
         self._compiled: CompiledRegions | None = None
-        zero_grads = watch_modules(model, self.held_gradients.discard) if self.gradients else []
+        zero_grads = watch_modules(model, self.discard_gradients) if self.gradients else []
         self._closing = [zero_grad.remove for zero_grad in zero_grads] + [self.gradient_watch.end]
 
     @property
@@ -213,7 +216,12 @@ class Runtime:
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:
         """Have ``optimizer.zero_grad`` forget all gradients."""
-        self.on_close(ZeroGrad(optimizer, self.held_gradients.discard).remove)
+        self.on_close(ZeroGrad(optimizer, self.discard_gradients).remove)
+
+    def discard_gradients(self, parameters: Iterable[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
+        """Forget the gradients of ``parameters`` (None: of all) since the last step; `reopen` first."""
+        self.reopen("zero_grad")
+        self.held_gradients.discard(parameters, set_to_none=set_to_none)
 
     def on_close(self, remove: Callable[[], None]) -> None:
         """Call ``remove`` when the runtime is closed."""
@@ -245,6 +253,15 @@ class Runtime:
     def check_alive(self) -> None:
         """Raise `CommError` when an earlier failure has ended this runtime."""
         self._liveness.check()
+
+    def reopen(self, call: str) -> None:
+        """After a failure that has ended this runtime, on every rank: go on with the weights before the step (see
+        `Reopening`). Returns at once without one. Raises `CommError` where that cannot be."""
+        self._reopening.reopen(call)
+
+    def writing(self, what: str) -> AbstractContextManager[None]:
+        """Around all that writes shards, masters or states: after its interruption `reopen` is refused."""
+        return self._liveness.writing(what)
 
     def abort(self, failure: BaseException) -> None:
         """This rank cannot go on: tell the others why and leave the data groups, so that nobody waits for it."""

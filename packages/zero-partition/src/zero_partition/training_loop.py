@@ -17,6 +17,12 @@ class TrainingLoop(Protocol):
     def refuse_written_gradients(self) -> str | None:
         """Return why the user's own gradients cannot be taken now, None when they can."""
 
+    def position(self) -> tuple[int, int, int]:
+        """Return the optimizer steps, micro-batches and samples that were counted."""
+
+    def go_back(self, micro_steps: int, samples: int) -> None:
+        """Begin the step anew, after so many micro-batches and samples; the step before is done on every rank."""
+
 
 class EveryPassReduces:
     """The loop of a partition that no engine drives: each backward pass reduces, and nothing is refused."""
@@ -32,6 +38,13 @@ class EveryPassReduces:
     def refuse_written_gradients(self) -> str | None:
         """Nothing is refused."""
         return None
+
+    def position(self) -> tuple[int, int, int]:
+        """Nothing is counted."""
+        return 0, 0, 0
+
+    def go_back(self, micro_steps: int, samples: int) -> None:
+        """Nothing was counted."""
 
 
 class FollowedLoop:
@@ -55,3 +68,11 @@ class FollowedLoop:
     def refuse_written_gradients(self) -> str | None:
         """As the loop says."""
         return self._loop.refuse_written_gradients()
+
+    def position(self) -> tuple[int, int, int]:
+        """As the loop has counted."""
+        return self._loop.position()
+
+    def go_back(self, micro_steps: int, samples: int) -> None:
+        """Have the loop begin its step anew."""
+        self._loop.go_back(micro_steps, samples)

@@ -48,9 +48,11 @@ class UnannouncedUse:
         return self._unit_of.get(id(parameter))
 
     def parameter_read(self, parameter: nn.Parameter) -> None:
-        """Code asked a module for a parameter: gather it when a pass of this engine runs on this rank."""
+        """Code asked a module for a parameter: gather it when a pass of this engine runs on this rank. After a failure
+        it gets the placeholder, with which nothing can be computed."""
         unit = self.unit_of(parameter)
-        if unit is not None and self._gathers.active and not self._gathers.is_used(unit):
+        runs = self._gathers.active and not self._liveness.failed
+        if unit is not None and runs and not self._gathers.is_used(unit):
             self.gather(unit)
 
     def refuse_pickle(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -153,6 +153,26 @@ class Unit:
             self.state = UnitState.GATHERED
             self.edits.arrived(self.views)
 
+    def drop_gather(self, *, keep_edits: bool) -> None:
+        """Give up a gather that will not arrive, and release a unit that is not pinned; what code wrote into gathered
+        parameters since is dropped, unless ``keep_edits``."""
+        work, self._work = self._work, None
+        del work  # the transport lets go of the memory before it is freed
+        if not self.releasable or (self.pinned and self.state is UnitState.GATHERED):
+            return
+        if not keep_edits:
+            self.edits.forget()
+        if self.state is UnitState.GATHERED and keep_edits:
+            self.release()
+            return
+        self.edits.gone()
+        self._placeholders.install()
+        if self.lent:
+            with torch.inference_mode(False):
+                self._make_views(torch.empty_like(self.flat))
+        self.flat.untyped_storage().resize_(0)
+        self.state, self.lent = UnitState.RELEASED, False
+
     def release(self) -> None:
         """Make the parameters absent; finishes a gather in flight first. Does nothing when they are absent already."""
         if not self.releasable or self.state is UnitState.RELEASED:

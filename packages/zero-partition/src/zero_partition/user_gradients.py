@@ -184,6 +184,11 @@ class UserGradients:
         self._edited.clear()
         self.discards = 0
 
+    def reset(self) -> None:
+        """Forget everything, also what the parameters' ``.grad`` holds."""
+        self._clear()
+        self.forget()
+
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:

@@ -68,6 +68,7 @@ class Checkpoints:
         """Write everything needed to go on into ``save_dir/tag``; leave afterwards if the launcher asks for it."""
         state = self._state
         state.check_open("save_checkpoint")
+        state.partition.runtime.reopen("save_checkpoint")
         if not str(save_dir):
             raise UsageError("save_checkpoint(save_dir): expected a directory, got an empty string")
         state.micro_batches.before("save_checkpoint", state.counters.accumulated)
@@ -136,7 +137,9 @@ class Checkpoints:
         return self._load(root, tag, Wanted(strict=True, optimizer=trained, scheduler=True, counters=True))
 
     def _load(self, root: Path, tag: str | None, wanted: Wanted) -> tuple[str, dict[str, Any]]:
+        runtime = self._state.partition.runtime
+        runtime.reopen("load_checkpoint")
         self._before_load()
-        with self._failures.told_to_all():
+        with self._failures.told_to_all(), runtime.writing("load_checkpoint"):
             self.report, client_state = load(self._state, root, tag, wanted)
         return str(self.report.path), client_state
