@@ -53,6 +53,7 @@ class Work:
         self._advance = advance
         self._ledger = ledger
         self._watched = watched
+        self._failure: CommError | None = None
         self._began = time.perf_counter()
 
     @property
@@ -75,8 +76,11 @@ class Work:
         """Block until the result is in place (on an accelerator: until the current stream is ordered behind it).
 
         Raises `PeerError` when the transport reports that a rank is gone, or after ``patience``; the group is of no
-        use then.
+        use then, and a further `wait` raises the same at once: gloo waits for ever where it is asked twice for one
+        message.
         """
+        if self._failure is not None:
+            raise self._failure
         if self._pending:
             before = time.perf_counter()
             if self._watched is not None:
@@ -104,4 +108,5 @@ class Work:
                     self._watched.waiting = None
                 who = "a rank" if peer is None else f"rank {peer}"
                 failure: CommError = PeerError(f"{self.tag}: {who} did not answer: {error}")
-                raise (failure if self._explain is None else self._explain(failure)) from error
+                self._failure = failure if self._explain is None else self._explain(failure)
+                raise self._failure from error
