@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import io
 import logging
+import random
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
-from rich.table import Table
+_drawn = random.getstate()
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+random.setstate(_drawn)  # rich draws a number when it is imported, and the script's generator is the script's
+del _drawn
 
 logger = logging.getLogger("zero_core")
 
