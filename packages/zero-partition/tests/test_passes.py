@@ -41,7 +41,7 @@ class Made:
         units = [self._unit(index, layer) for index, layer in enumerate(self.model)]
         for name, value in {"goes_on": lambda: None, "failed": lambda _reason: None}.items():
             setattr(rank.control, name, value)
-        groups: Any = SimpleNamespace(control=rank.control, abort=lambda *_args, **_more: None)
+        groups: Any = SimpleNamespace(control=rank.control, abort=lambda *_args, **_more: None, can_reopen=False)
         self.runtime = Runtime(
             self.model,
             units,

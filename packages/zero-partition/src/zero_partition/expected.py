@@ -14,17 +14,21 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 class ExpectedGradients:
     """Counts the gradients of a pass, and says when a unit has all that the pass is expected to bring.
 
-    A unit is expected to get as many as in the last pass that reached it: more than that come late, and are reduced
-    with the next message among ranks. Where the user sees the averages right after backward (stage 0), none may be
-    late: there a unit is expected to get one for each parameter that requires a gradient now, whether its modules ran
-    or not, and as many more as nested backward passes (reentrant activation checkpointing) have given it at most. What
-    does not come is waited for until the end of the pass, as is everything in the first pass.
+    Where parameters are sharded (stage 3), a unit is expected to get as many as in the last pass that reached it, so
+    that it need not stay gathered until the end of the pass. At lower stages it is expected to get one for each
+    parameter that requires a gradient now, and as many more as nested backward passes (reentrant activation
+    checkpointing) have given it at most; what does not come is waited for until the end of the pass.
+
+    Gradients that come after the expected ones are late, and are reduced with the next message among ranks. Where the
+    user sees the averages right after backward (stage 0), none may be late: there units whose modules did not run are
+    waited for too, and all units in the first pass.
 
     ``gradients``: those of all trained units, by index.
     """
 
     def __init__(self, gradients: Mapping[int, UnitGradients]) -> None:
         self.may_be_late = not any(g.is_shown for g in gradients.values())
+        self._learns = any(g.unit.releasable for g in gradients.values())
         self._gradients = gradients
         self._count = {index: len(g.unit.parameters) for index, g in gradients.items()}
         self._arrived = dict.fromkeys(gradients, 0)
@@ -37,7 +41,7 @@ class ExpectedGradients:
     def begin(self) -> None:
         """A pass begins."""
         self._arrived = dict.fromkeys(self._gradients, 0)
-        if self.may_be_late:
+        if self._learns:
             return
         self._numbers = {index: set() for index in self._gradients}
         for index in self._incomplete:
@@ -47,7 +51,7 @@ class ExpectedGradients:
     def arrived(self, index: int, number: int) -> bool:
         """Count the gradient of parameter ``number``; return True when it was the last one expected."""
         self._arrived[index] += 1
-        if not self.may_be_late:
+        if not self._learns:
             self._numbers[index].add(number)
         return self._arrived[index] == self._count[index]
 
@@ -59,10 +63,10 @@ class ExpectedGradients:
         """Autograd is done: yield the units that got other gradients than expected, and expect those from now on."""
         self._first = False
         for index, count in self._arrived.items():
-            if not self.may_be_late:
-                self._note_shown(index, count)
+            if not self._learns:
+                self._note_required(index, count)
             if count and count != self._count[index]:
-                if self.may_be_late:
+                if self._learns:
                     self._count[index] = count
                 yield index
 
@@ -70,7 +74,7 @@ class ExpectedGradients:
         """Yield the units that got gradients in this pass."""
         return (index for index, count in self._arrived.items() if count)
 
-    def _note_shown(self, index: int, count: int) -> None:
+    def _note_required(self, index: int, count: int) -> None:
         distinct = len(self._numbers[index])
         repeats = max(self._repeats[index], count - distinct)
         if distinct < len(self._gradients[index].unit.parameters) or repeats > self._repeats[index]:
