@@ -1,4 +1,4 @@
-"""An interrupted conversion goes on where it stopped, and what another left is not gone on with."""
+"""An interrupted conversion resumes where it stopped, and never resumes another one's files."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ class Control:
 
     def watch(self, sever: Callable[[], object], stopped_after: float) -> None:
         """Start the thread that looks after this rank and those it waits for (see [Note: the watch]); none for a single
-        rank. ``sever`` frees whoever waits, here and elsewhere. Call it after `place`, and `end_watch` in the end."""
+        rank. ``sever`` ends every wait, on this rank and on others. Call it after `place`; `end_watch` stops it."""
         if self._process_group is None:
             return
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __import_ahead__ = ("zero_core.assembly",)
-"""What zero-launch may import before the script of a rank that begins again does; importing it has no other effects."""
+"""Modules without side effects that zero-launch imports ahead of the script in processes that replace lost ranks."""
 
 _LAZY = {
     "AuditError": ".errors",

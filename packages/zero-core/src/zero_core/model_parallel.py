@@ -118,7 +118,7 @@ class ModelPart:
 
 
 def model_parallel(mpu: Any) -> ModelParallel:
-    """What ``mpu`` says of all ranks; without one, every rank has the full model. Collective over all ranks.
+    """Return what ``mpu`` says of all ranks; without one, every rank has the full model. Collective over all ranks.
 
     Reads ``get_data_parallel_group()`` and the group, rank and world size called ``tensor_model_parallel``,
     ``slice_parallel`` or ``model_parallel``, the first that is there. Raises `UsageError` on every rank for an mpu

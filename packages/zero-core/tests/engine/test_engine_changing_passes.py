@@ -73,7 +73,7 @@ def plain_run(nested: bool) -> list[dict[str, torch.Tensor | None]]:
 
 
 def compare(stage: int, unit_min_numel: int, nested: bool) -> str:
-    """What differs from torch alone; "" for nothing."""
+    """Return the differences from torch alone, "" when there are none."""
     expected = plain_run(nested)
     model = build()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -123,7 +123,7 @@ def compare(stage: int, unit_min_numel: int, nested: bool) -> str:
 
 
 def compare_all() -> list[str]:
-    """What differs at each stage and size of units; nested passes that change at stage 0 are another test's."""
+    """Return the differences at each stage and unit size. At stage 0 on several ranks, no nested passes."""
     found = []
     for stage in (0, 1, 2, 3):
         for unit_min_numel in (1, 1000):

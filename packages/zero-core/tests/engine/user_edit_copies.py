@@ -73,7 +73,7 @@ def copies(stage: int, tier: str, folder: str) -> dict[str, Any]:
 
 
 def writes_after_use(stage: int, folder: str) -> str:
-    """What backward says when forward has used a weight before it wrote it."""
+    """Return backward's error after forward has used a weight and then written it."""
 
     class Late(Net):
         def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def saves_after_an_edit(stage: int, tier: str, folder: str) -> bool:
 
 
 def exchanges_a_parameter(stage: int, folder: str) -> str:
-    """What a save says after a module got a new `nn.Parameter`."""
+    """Return the error of a save after a module got a new `nn.Parameter`."""
     t = Sharded(Net(), torch.float64, stage, "none", folder)
     t.model.first.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=torch.float64))
     try:

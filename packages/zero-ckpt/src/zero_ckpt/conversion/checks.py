@@ -1,4 +1,4 @@
-"""What a conversion checks before it begins: what it needs is there, what it may replace is its own."""
+"""Checks before a conversion begins: its input is complete, and it replaces only files of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file that is filled piece by piece and may be gone on with after an interruption.
+"""A file that is written in pieces, and completed later when it was interrupted.
 
 [Note: resumable files]
 `<path>.partial` is the file at its final size, followed by a trailer: magic, a digest of what the file is made from,

@@ -30,7 +30,7 @@ def write_pytorch(
 ) -> list[Path]:
     """Write `target` when it ends in `.bin`, `.pt` or `.pth`, otherwise shards into that directory; returns the files.
 
-    Memory is bounded by `workers` times 64 MiB, whatever the size. A run that was interrupted is gone on with (see
+    Memory is bounded by `workers` times 64 MiB, whatever the size. An interrupted run resumes (see
     [Note: records of conversions]). Raises CheckpointError, before anything is written, when a file exists that this
     conversion has not made, unless `overwrite`.
     """
@@ -54,7 +54,7 @@ def write_pytorch(
         if len(files) > 1:
             write_index(folder / "pytorch_model.bin.index.json", files, aliases)
     except BaseException as error:
-        record.close(keep=not isinstance(error, Exception))  # an interrupted run may be gone on with
+        record.close(keep=not isinstance(error, Exception))  # an interrupted run can resume
         raise
     record.close(keep=False)
     return [folder / name for name in files]

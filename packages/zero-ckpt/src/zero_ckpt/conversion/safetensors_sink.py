@@ -35,7 +35,7 @@ def write_safetensors(
 ) -> list[Path]:
     """Write `target` (a `.safetensors` file), or into directory `target` as Hugging Face lays models out.
 
-    Memory is bounded by `workers` times 64 MiB, whatever the size. A run that was interrupted is gone on with: shards
+    Memory is bounded by `workers` times 64 MiB, whatever the size. An interrupted run resumes: shards
     that are complete are kept, and a file goes on where it was (see [Note: resumable files]). Returns the files. Raises
     CheckpointError, before anything is written, when a file exists that this conversion has not made, unless
     `overwrite`.
@@ -90,7 +90,7 @@ def _write_file(
         _copy_all(source, _chunks(source, ordered, len(header)), file, workers, progress)
         file.finish()
     except BaseException as error:
-        file.abort(keep=not isinstance(error, Exception))  # an interrupted run may be gone on with
+        file.abort(keep=not isinstance(error, Exception))  # an interrupted run can resume
         raise
 
 

@@ -43,7 +43,7 @@ def write_universal(source: Source, root: Path, *, workers: int, progress: Progr
     Hyperparameters come from `param_groups` in the source's client state, or from an optimizer that `zero_ckpt.save`
     stored; without either the target run's own configuration stays in force. Trained parameters that never had a
     gradient get zeros as their state, which is what DeepSpeed gives them. Memory is bounded by `workers` times 64 MiB.
-    A run that was interrupted is gone on with (see [Note: records of conversions]). Raises CheckpointError when the
+    An interrupted run resumes (see [Note: records of conversions]). Raises CheckpointError when the
     source holds no optimizer state, or the directory exists and `overwrite` is not given.
     """
     tag, names = f"global_step{source.step}", _trainable(source)
@@ -58,7 +58,7 @@ def write_universal(source: Source, root: Path, *, workers: int, progress: Progr
         _save(_optimizer_state(source, names), staging / "zero" / "optimizer_state.pt")
         _write_model_files(source, names, staging, record, workers, progress)
     except BaseException as error:
-        record.close(keep=not isinstance(error, Exception))  # an interrupted run may be gone on with
+        record.close(keep=not isinstance(error, Exception))  # an interrupted run can resume
         if isinstance(error, Exception):
             remove_directory(staging)
         raise

@@ -214,8 +214,8 @@ def _leads(group: Coordinator, node: str) -> bool:
 def state_intervals(
     state: TrainingState, tiers: Offloading, root: Path, exclude_frozen: bool, *, replicated: bool, replicas: bool
 ) -> Iterator[Interval]:
-    """What this rank contributes; ``replicated``: what every rank has too. ``replicas``: also what other ranks hold as
-    well, for nodes that cannot read one another's files. Of several copies of the model, the first is written.
+    """Yield the intervals that this rank writes. ``replicated``: with those that every rank has too. ``replicas``: with
+    those that other ranks hold as well, for nodes that cannot read one another's files; else the first replica writes.
 
     Parameters that user code can write at any time are to be copied at once, what only the engine writes until it does
     (`Interval.version`).
