@@ -1,7 +1,8 @@
 """Hosts for the launcher's tests: network namespaces on one bridge, each with an address, a host name and an sshd.
 
 Nothing of the machine's own network, sshd or keys is touched: the bridge is in a namespace too, and keys and
-configuration live in the test's folder.
+configuration live in the test's folder. So do the hosts' home folders: the profile of who runs the tests may take long,
+and waits for a minute for a lock that a host which was lost has left.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ class Hosts:
             config.write_text(
                 f"Port {PORT}\nListenAddress {address}\nHostKey {self.folder}/host_key\nPidFile none\n"
                 f"AuthorizedKeysFile {self.folder}/user_key.pub\nStrictModes no\nUsePAM no\nUseDNS no\n"
-                f"PasswordAuthentication no\nPermitRootLogin prohibit-password\n{self._clock_of(name)}"
+                f"PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+                f"SetEnv HOME={self._home_of(name)}{self._clock_of(name)}\n"
             )
             memory = shlex.quote(str(self.memory))
             shell = f"hostname {name}; mount -t tmpfs -o mode=700 none {memory} && exec {SSHD} -D -e -f {config}"
@@ -149,14 +151,19 @@ class Hosts:
             if not wait_until(lambda log=log: b"listening on" in log.read_bytes(), 20):  # type: ignore[misc]
                 raise RuntimeError(f"sshd of {name} does not listen: {log.read_text()}")
 
+    def _home_of(self, name: str) -> Path:
+        home = self.folder / f"home_{name}"
+        home.mkdir()
+        return home
+
     def _clock_of(self, name: str) -> str:
-        """Return the line of the sshd's configuration that sets the clock of what it starts."""
+        """Return the variables that set the clock of what the host's sshd starts."""
         if name not in self._ahead:
             return ""
         source, library = self.folder / "clock.c", self.folder / "clock.so"
         source.write_text(CLOCK)
         subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
-        return f"SetEnv LD_PRELOAD={library} CLOCK_AHEAD={self._ahead[name]}\n"
+        return f" LD_PRELOAD={library} CLOCK_AHEAD={self._ahead[name]}"
 
     def launch(
         self, *arguments: object, launcher: str = "ssh", errors: Path | None = None, **variables: str
