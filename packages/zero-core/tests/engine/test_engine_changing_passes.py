@@ -150,3 +150,42 @@ def test_gradients_of_passes_that_differ_are_complete_where_the_user_sees_them(w
 def test_an_average_that_was_shown_too_early_is_refused_by_name() -> None:
     for refusal in run_ranks(compare_nested, 2):
         assert "gradient of 'shared.weight' came after" in refusal and "use_reentrant=False" in refusal
+
+
+def masters_in_bfloat16(stage: int) -> dict[str, torch.Tensor]:
+    """The masters after steps of three micro-batches that each bring other gradients than the one before."""
+    torch.manual_seed(7)
+    model = Changing().bfloat16()
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 3,
+        "bf16": {"enabled": True},
+        "reduce_each_micro_batch": True,
+        "steps_per_print": 0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "unit_min_numel": 1000},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = zero_core.initialize(model=model, optimizer=optimizer, config=config)[0]
+    for step in range(9):
+        still = list(frozen(model, step // 3))
+        x = batch(10 * step + dist.get_rank()).bfloat16()
+        engine.backward(engine(x, step % 3, False))
+        engine.step()
+        for parameter in still:
+            parameter.requires_grad_(True)
+    masters = {name: engine.full_param(parameter) for name, parameter in model.named_parameters()}
+    engine.destroy()
+    return masters
+
+
+def differing_in_bfloat16() -> list[str]:
+    """Return the stages and parameters whose masters have other bits than at stage 0."""
+    expected = masters_in_bfloat16(0)
+    found = ((stage, masters_in_bfloat16(stage)) for stage in (1, 2, 3))
+    return [f"stage {s}: {n}" for s, masters in found for n, m in masters.items() if not torch.equal(m, expected[n])]
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+def test_late_gradients_of_a_micro_batch_are_not_rounded_with_those_of_the_next(world_size: int) -> None:
+    for differing in run_ranks(differing_in_bfloat16, world_size):
+        assert not differing

@@ -15,7 +15,8 @@ A **backward pass** lasts from `begin_backward` to `end_backward`. When the user
 gradient, or the first use of a unit, begins it, and the end of autograd's run ends it.
 
 6. `begin_backward`: gradients that the user wrote are taken over, averages that ``.grad`` shows are hidden.
-7. Where it gathers or reduces, the ranks agree on the pass. Its agreed orders of gathers and of reductions begin, and
+7. Where it gathers or reduces, the ranks agree on the pass, and gradients that came too late for their unit's reduction
+   in the pass before are reduced. Its agreed orders of gathers and of reductions begin, and
    where it does both, they are interleaved.
 8. `before_backward` gathers the units that autograd is about to read, and releases frozen ones that it is done with.
 9. `gradient_ready` puts a finished gradient into its unit's buffer (arrivals.py). With the last one of a unit its
@@ -222,13 +223,22 @@ class Passes:
         self._calls.in_backward = True
         if not self._sharded and not reduces:
             return
-        pending = self._agreement.agree(BACKWARD, "", self._reducer.pending() if reduces else [])
+        pending, late = self._agree_backward(reduces=reduces)
+        self._reducer.reduce_now(late)
         if self._sharded:
             self._gatherer.begin(BACKWARD, like_reversed=self._last_forward)
         if self._sharded and reduces:
             self._interleaving.begin()
         if reduces:
-            self._reducer.begin({unit for units in pending for unit in units})
+            self._reducer.begin(pending)
+
+    def _agree_backward(self, *, reduces: bool) -> tuple[set[int], list[int]]:
+        """Meet the other ranks before a pass; return the units that it has to consider, and those that have gradients
+        left of the pass before, which must not be added to this pass's in the parameters' dtype."""
+        mine = [self._reducer.pending(), self._reducer.unreduced()] if reduces else [[], []]
+        everyones = self._agreement.agree(BACKWARD, "", mine)
+        pending, late = ({unit for one in everyones for unit in one[n]} for n in (0, 1))
+        return pending, sorted(late)
 
     def before_backward(self, units: Sequence[Unit]) -> None:
         """Backward is about to read the units' parameters."""
