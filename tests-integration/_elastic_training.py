@@ -15,12 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
 import zero_core
 
 EVERY = int(os.environ.get("ELASTIC_EVERY", "3"))  # steps between two checkpoints on disk
+STANDBY = "zero-standby"
 PACE = float(os.environ.get("ELASTIC_PACE", "0"))  # seconds a step
 
 
@@ -48,6 +50,7 @@ def config(changes: dict[str, Any]) -> dict[str, Any]:
 def train(steps: int, folder: Path, changes: dict[str, Any], accidents: list[str]) -> None:
     engine, _, loader, _ = zero_core.initialize(model=model(), training_data=data(), config=config(changes))
     engine.resume(folder)
+    tell_parent(folder)
     batches = iter(zero_core.RepeatingLoader(loader))
     last = last_step(steps, engine, accidents)
     while engine.global_steps < last:
@@ -76,8 +79,22 @@ def have_accidents(accidents: list[str], step: int) -> None:
     here = os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ.get("RANK"), str(step)
     for kind, *where in (accident.split(":") for accident in accidents):
         if here == tuple(where):
+            if kind == "host":
+                await_standby()
             os.kill(os.getppid() if kind == "host" else os.getpid(), signal.SIGKILL)
             time.sleep(60)
+
+
+def await_standby() -> None:
+    """Wait until this host's agent has begun a standby, and so has told the launcher what ranks import."""
+    while not any(child.name() == STANDBY for child in psutil.Process(os.getppid()).children()):
+        time.sleep(0.05)
+
+
+def tell_parent(folder: Path) -> None:
+    """Write down what this rank's process comes from: a standby, or the agent."""
+    attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ.get("RANK")
+    (folder.parent / f"{folder.name}.parent.{attempt}.{rank}").write_text(psutil.Process(os.getppid()).name())
 
 
 def tell(folder: Path, engine: Any, loss: float) -> None:

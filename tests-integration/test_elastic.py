@@ -102,6 +102,7 @@ def test_a_lost_host_shrinks_the_world_and_its_return_grows_it_at_a_checkpoint(
     shrunk, grown = worlds.index(1), len(worlds) - worlds[::-1].index(1)
     assert shrunk == EVERY and grown % EVERY == 0  # it went on from the last checkpoint, and grew at one
     assert set(worlds[:shrunk]) == set(worlds[grown:]) == {2} and set(worlds[shrunk:grown]) == {1}
+    assert (tmp_path / "checkpoints.parent.2.1").read_text() == _elastic_training.STANDBY  # with torch imported
     repeated = [line.step for before, line in itertools.pairwise(told(folder)) if line.step <= before.step]
     assert repeated == [EVERY + 1]  # nothing was thrown away to grow
     expected = undisturbed(tmp_path / "reference", found, changes)

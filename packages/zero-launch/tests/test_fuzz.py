@@ -91,6 +91,7 @@ FIELDS = {
     "failures": st.lists(failure, max_size=2),
     "port": st.integers(1, 65535),
     "pids": st.dictionaries(st.integers(0, 9).map(str), small, max_size=3),
+    "imports": st.dictionaries(st.integers(0, 9).map(str), text, max_size=2),
     "stream": st.sampled_from(["stdout", "stderr"]),
     "text": text,
     "attempt": small,

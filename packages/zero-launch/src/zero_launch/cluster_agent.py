@@ -23,6 +23,8 @@ from zero_launch.orders import REGROUP
 from zero_launch.rendezvous import LedRendezvous
 from zero_launch.spec import LaunchSpec
 
+_PREPARE_SECONDS = 60.0
+"""How long a host that is back waits for its standbys before it says that it is ready without them."""
 _NO_LIMIT = 1 << 30
 
 
@@ -83,6 +85,7 @@ class ClusterAgent(Agent):
         agent._said_stalled = False
         agent._success = None
         agent._said_presence = ([], [])
+        agent._imports = {} if terms is None else {int(number): text for number, text in terms["imports"].items()}
         return agent
 
     finish: threading.Event
@@ -91,11 +94,27 @@ class ClusterAgent(Agent):
     """How the ranks of this host ended, while those of others may still fail and all begin again."""
     _said_stalled: bool
     _said_presence: tuple[list[int], list[int]]
+    _imports: Mapping[int, str]
+    """What the ranks of this host import ahead, by local rank, as the launcher knows it."""
 
     @property
     def pids(self) -> list[int]:
         """The ranks of this host."""
         return [record.pid for record in self._records]
+
+    def prepare(self) -> None:
+        """Have standbys that have imported what the ranks of this host did before it was lost, where it was: ranks of
+        a round in which it takes part begin as fast here as elsewhere."""
+        if self._files.standbys is not None and self._imports:
+            self._files.standbys.prepare(self._imports, _PREPARE_SECONDS)
+
+    def _prepare_restart(self) -> None:
+        """Tell the launcher what a standby imports: this host may have to begin anew."""
+        super()._prepare_restart()
+        imports = {} if self._files.standbys is None else self._files.standbys.imports
+        if imports != self._imports:
+            self._imports = imports
+            self.channel.send("imported", imports={str(number): text for number, text in imports.items()})
 
     def account(self) -> dict[str, Any]:
         """What the launcher needs to know of the attempt that ended."""

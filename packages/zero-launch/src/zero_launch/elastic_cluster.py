@@ -73,10 +73,16 @@ class ElasticCluster(Cluster):
         self._ranks = 0
         self._restarts = 0
         self._calls: dict[str, float] = {}
+        self._imports: dict[str, Message] = {}
         self._questions: list[_Question] = []
         self._ran_at = time.monotonic()
         del self._handlers["store"]
-        self._handlers |= {"started": self._on_started, "state": self._on_state, "served": self._on_served}
+        self._handlers |= {
+            "started": self._on_started,
+            "state": self._on_state,
+            "served": self._on_served,
+            "imported": self._on_imported,
+        }
 
     # -- calling hosts, also again
 
@@ -86,7 +92,13 @@ class ElasticCluster(Cluster):
 
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
         address = self._addresses.of(peer) or peer.hello["address"] or LOOPBACK
-        return {"place": self._places[peer.name], "address": address, "least": self._least, "most": self._most}
+        return {
+            "place": self._places[peer.name],
+            "address": address,
+            "least": self._least,
+            "most": self._most,
+            "imports": self._imports.get(peer.name, {}),
+        }
 
     def _drop(self, peer: Peer, why: str) -> None:
         peer.state = "lost"
@@ -178,8 +190,13 @@ class ElasticCluster(Cluster):
                 newest["state"] = on_another_clock(newest["state"], -_clock_offset(question.peer))
                 question.peer.send("state", number=question.number, replaced=question.replaced, **newest)
 
+    def _on_imported(self, peer: Peer, message: Message) -> None:
+        self._imports[peer.name] = message["imports"]
+
     def _review(self) -> None:
-        here = [peer for peer in self._there() if peer.state in ("greeted", "ready", "running", "done")]
+        """Say for whom a round waits: for hosts that are still getting ready the first one does, no later one."""
+        counted = ("ready", "running", "done") if self._rounds else ("greeted", "ready", "running", "done")
+        here = [peer for peer in self._there() if peer.state in counted]
         slots = {self._places[peer.name]: len(peer.slots) for peer in self._peers.values()}
         self._keeper.review([self._places[peer.name] for peer in here][: self._most], slots, self._least_ranks)
 

@@ -25,13 +25,22 @@ _ROUND_SECONDS = 0.3
 
 
 class Guard:
-    """The launcher's end of the pipe. ``folder`` is removed when the launcher was killed."""
+    """The launcher's end of the pipe. ``folder`` is removed when the launcher was killed.
 
-    def __init__(self, job_id: str, folder: str) -> None:
+    ``silent``: the guard does not keep the launcher's standard error open. On a host of several, that is the channel
+    whose end says that this host was lost.
+    """
+
+    def __init__(self, job_id: str, folder: str, *, silent: bool = False) -> None:
         act = [sys.executable, "-c", "from zero_launch.guard import main; main()", job_id, folder]
         command = ["/bin/sh", "-c", _WATCH, "zero-launch-guard", *act]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL if silent else None,
+            text=True,
+            start_new_session=True,
         )
 
     def watch(self, pids: list[int]) -> None:

@@ -104,7 +104,7 @@ class Hand:
             signal.signal(signal.SIGUSR1, lambda signum, frame: None)
         asks = spec.requeue
         folder, keep = run_folder(spec.log_dir, order["job_id"])
-        with ring_folder() as rings, guarded(job_id, rings) as guard:
+        with ring_folder() as rings, guarded(job_id, rings, silent=True) as guard:
             agent = ClusterAgent.for_host(
                 *(self._channel, spec, job_id, folder, rings, guard, order),
                 own_signals=(signal.SIGTERM,) if asks else (),
@@ -183,6 +183,7 @@ def _run(agent: ClusterAgent) -> tuple[bool, bool]:
 
     try:
         with quiet_engine():
+            agent.prepare()
             return agent.run().is_failed(), False
     except (SignalException, _Stopped):
         return True, True

@@ -202,9 +202,9 @@ def ring_folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def guarded(job_id: str, rings: Path) -> Iterator[Guard]:
+def guarded(job_id: str, rings: Path, *, silent: bool = False) -> Iterator[Guard]:
     """Have a guard that ends the job's processes should this one be killed."""
-    guard = Guard(job_id, str(rings))
+    guard = Guard(job_id, str(rings), silent=silent)
     try:
         yield guard
     finally:

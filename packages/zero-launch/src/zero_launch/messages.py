@@ -137,7 +137,8 @@ _meeting = _fields(
     redundant=_list(_node),
     heartbeats=_list(_row(_node, _time)),
 )
-_terms = _fields(place=_text, address=_text, least=_within(1, 1 << 30), most=_within(1, 1 << 30))
+_imports = _map(_text, _rank_key)
+_terms = _fields(place=_text, address=_text, least=_within(1, 1 << 30), most=_within(1, 1 << 30), imports=_imports)
 
 FROM_HOST: Mapping[str, Mapping[str, Check]] = {
     "beat": {},
@@ -148,6 +149,7 @@ FROM_HOST: Mapping[str, Mapping[str, Check]] = {
     "store": {"port": _within(1, 65535)},
     "state": {"number": _natural, "state": _or_none(_meeting), "version": _or_none(_natural)},
     "served": {"round": _natural, "port": _within(1, 65535)},
+    "imported": {"imports": _imports},
     "started": {"pids": _map(_natural, _rank_key)},
     "lines": {"stream": lambda value: value in ("stdout", "stderr"), "text": _text},
     "failed": {"attempt": _natural, "divergence": _or_none(_text)},

@@ -26,6 +26,7 @@ _READY_SECONDS = 15.0
 _START_SECONDS = 5.0
 _TELL_SECONDS = 1.0
 _END_SECONDS = 2.0
+_PAUSE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,8 @@ class Standbys:
         self._standbys: list[Standby] = []
         self._ranks: dict[int, ForkedRank] = {}
         self._given_up = False
+        self.imports: dict[int, str] = {}
+        """What ranks import ahead, by local rank, as recorded when `look` was called last."""
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """What tells a rank where to record its imports."""
@@ -211,7 +214,8 @@ class Standbys:
         """Begin the next one for ``ranks`` ranks, when the last one is ready."""
         if self._given_up:
             return
-        wanted = [kind for kind in map(self._kind, range(ranks)) if kind is not None]
+        kinds = {number: kind for number in range(ranks) if (kind := self._kind(number)) is not None}
+        self.imports, wanted = {number: kind.imports for number, kind in kinds.items()}, list(kinds.values())
         for standby in list(self._standbys):
             why = standby.why_not if standby.ready else None if standby.runs else "importing ahead ended the process"
             if why is not None:
@@ -226,6 +230,18 @@ class Standbys:
         missing = next((kind for kind in wanted if kind not in there), None)
         if missing is not None:
             self._standbys.append(Standby(missing))
+
+    def prepare(self, imports: Mapping[int, str], seconds: float) -> None:
+        """Have the standbys that `look` would have for ranks with these imports; return when they are ready, or in
+        ``seconds``."""
+        for number, text in imports.items():
+            self._record(number).write_text(text, encoding="utf-8")
+        end = time.monotonic() + seconds
+        while not self._given_up and time.monotonic() < end:
+            self.look(1 + max(imports))
+            if {standby.kind for standby in self._standbys if standby.ready} >= {self._kind(n) for n in imports}:
+                return
+            time.sleep(_PAUSE_SECONDS)
 
     def take(
         self, local_rank: int, env: Mapping[str, str], stdout: str | None, stderr: str | None, wait: float
