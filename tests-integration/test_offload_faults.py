@@ -21,7 +21,7 @@ from offload_runs import facts, start
 from training import Run
 
 import zero_core.offloading
-from zero_comm import RankFailure, run_ranks
+from zero_comm import RanksFailedError, run_ranks
 
 CASE = Run("plain", steps=6, dtype="bf16", clip=0.5)
 SAVED = 2
@@ -86,7 +86,7 @@ def spoil(drive: Path, fault: str) -> None:
 
 def fails_on_every_rank(drive: Path, folder: Path, fault: str, options: dict[str, Any] | None = None) -> dict[int, str]:
     begin = time.monotonic()
-    with pytest.raises(RankFailure) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(struck, 2, str(drive), str(folder), fault, options or {})
     assert time.monotonic() - begin < 60
     failures: dict[int, str] = caught.value.failures
@@ -153,7 +153,7 @@ def test_a_full_disk_is_named_on_every_rank(size: str, words: list[str], tmp_pat
     if mounted.returncode:
         pytest.skip(f"cannot mount here: {mounted.stderr!r}")
     try:
-        with pytest.raises(RankFailure) as caught:
+        with pytest.raises(RanksFailedError) as caught:
             run_ranks(healthy, 2, str(drive), str(tmp_path / "saved"))
         for message in caught.value.failures.values():
             assert all(word in message for word in [*words, str(drive)]), message

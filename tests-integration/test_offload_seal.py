@@ -15,7 +15,7 @@ from offload_runs import facts, start, tiers
 from training import Run
 
 from zero_ckpt import open_checkpoint, verify
-from zero_comm import RankFailure, run_ranks
+from zero_comm import RanksFailedError, run_ranks
 
 CASE = Run("plain", steps=6, dtype="bf16", clip=0.5)
 
@@ -111,7 +111,7 @@ def test_a_disk_without_room_for_the_next_generation_refuses_the_checkpoint(tmp_
             assert saved
             assert len(said) == 1 and "CheckpointError" in said[0]
             assert "masters and states after this checkpoint" in said[0] and "short of" in said[0]
-    except RankFailure as failure:
+    except RanksFailedError as failure:
         raise AssertionError(str(failure)) from None
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)

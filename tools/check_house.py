@@ -4,6 +4,7 @@
 * At most one file of zero-offload and of zero-ckpt imports zero-nvme-aio (the `nvme` extra).
 * No product file swallows every exception without a word, carries a to-do, names a machine's own folder or a
   registry's host.
+* No class name stands in two packages, or twice in one, unless all but one of its docstrings say what it is "Named as".
 * `ruff format` changes nothing.
 * Every package has its README, CHANGELOG and LICENSE, a static version, and its siblings pinned to its own series.
 """
@@ -115,6 +116,21 @@ def written_down(path: Path) -> Iterator[str]:
         yield from silent_handlers(path, text)
 
 
+def namesakes() -> Iterator[str]:
+    """Complaints about classes of one name: one bears it for good, the docstring of each other says "Named as …"."""
+    found: dict[str, list[tuple[str, bool]]] = {}
+    for package in PACKAGES:
+        for path in sorted((package / "src").rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    reason = "Named as " in (ast.get_docstring(node) or "")
+                    found.setdefault(node.name, []).append((f"{path.relative_to(ROOT)}:{node.lineno}", reason))
+    for name, classes in sorted(found.items()):
+        without = [place for place, reason in classes if not reason]
+        if len(classes) > 1 and len(without) > 1:
+            yield f"class {name} stands in {', '.join(without)}: rename, or say in its docstring what it is named as"
+
+
 def unformatted() -> Iterator[str]:
     """Complaints about files that `ruff format` would change."""
     command = [sys.executable, "-m", "ruff", "format", "--check", "--output-format", "concise", str(ROOT)]
@@ -154,6 +170,7 @@ def main() -> int:
         if package.name in {"zero-offload", "zero-ckpt"}:
             complaints += one_door_to_nvme(package)
     complaints += [line for path in tracked() for line in written_down(path)]
+    complaints += namesakes()
     complaints += unformatted()
     print("\n".join(complaints) or f"house rules: {len(PACKAGES)} packages, no complaint")
     return 1 if complaints else 0

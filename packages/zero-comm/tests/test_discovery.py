@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from zero_comm import Place, discover
+from zero_comm import RankEnvironment, discover
 from zero_comm.discovery import expand_counts, expand_hosts
 
 SLURM = {
@@ -58,7 +58,7 @@ def test_each_starters_variables_give_the_place(environ: dict[str, str], place: 
     if place is None:
         assert found is None
     else:
-        assert isinstance(found, Place)
+        assert isinstance(found, RankEnvironment)
         numbers = (found.source, found.rank, found.world_size, found.local_rank, found.local_world_size, found.address)
         assert numbers == place
         assert 1024 < found.port < 32768

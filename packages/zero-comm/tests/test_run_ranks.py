@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_comm import RankFailure, run_ranks
+from zero_comm import RanksFailedError, run_ranks
 
 
 def facts(word: str) -> tuple[int, int, str, int, int]:
@@ -35,7 +35,7 @@ def test_results_come_by_rank_and_the_processes_are_used_again() -> None:
 
 
 def test_a_rank_that_raises_is_reported_with_its_traceback_and_the_next_call_works() -> None:
-    with pytest.raises(RankFailure, match="no luck on rank 1") as caught:
+    with pytest.raises(RanksFailedError, match="no luck on rank 1") as caught:
         run_ranks(fail_on, 2, 1)
     assert list(caught.value.failures) == [1]
     assert "--- rank 1 ---" in str(caught.value) and "in fail_on" in str(caught.value)

@@ -19,12 +19,17 @@ from torch import nn
 import zero_core
 from zero_comm import Ledger, Tag, run_ranks
 from zero_core.recording.ledger import RecordedLedger
-from zero_report import Kind, RecordWriter, read_run
+from zero_report import RecordWriter, SpanKind, read_run
 from zero_report.record.reader import Block
 from zero_report.record.schema import COLLECTIVES
 
 RANKS, BLOCKS, BATCH, STEPS, REPLAYS = 2, 12, 64, 30, 400
-PHASES = {Kind.GATHER: "gather", Kind.REDUCE: "reduce", Kind.PUBLISH: "publish", Kind.BROADCAST: "broadcast"}
+PHASES = {
+    SpanKind.GATHER: "gather",
+    SpanKind.REDUCE: "reduce",
+    SpanKind.PUBLISH: "publish",
+    SpanKind.BROADCAST: "broadcast",
+}
 
 
 class Layer(nn.Module):
@@ -66,7 +71,7 @@ def trained(folder: str, width: int) -> dict[str, list[float]]:
 
 def replayed(block: Block, *, recorded: bool) -> float:
     """Processor seconds of the calls that one step makes to its ledger and record, written out four steps at a time."""
-    tags = {span: Tag(PHASES.get(Kind(span.kind), "control"), span.name) for span in block.spans}
+    tags = {span: Tag(PHASES.get(SpanKind(span.kind), "control"), span.name) for span in block.spans}
     values = {"loss": 1.0, "loss_min": 1.0, "loss_max": 1.0, "lr": 1e-3, "grad_norm": 1.0, "loss_scale": 1.0}
     with tempfile.TemporaryDirectory() as folder:
         writer = RecordWriter(folder, rank=0, world_size=RANKS, background=False)
@@ -79,7 +84,7 @@ def replayed(block: Block, *, recorded: bool) -> float:
                     ledger.arrived(tags[span], 1e-3, 1e-4)
                 elif recorded:
                     start = time.perf_counter()
-                    writer.span(Kind(span.kind), span.name, start, time.perf_counter())
+                    writer.span(SpanKind(span.kind), span.name, start, time.perf_counter())
             if recorded:
                 writer.end_step(**values, skipped=0, samples=BATCH)
                 if number % 4 == 3:

@@ -4,7 +4,16 @@ import struct
 
 import pytest
 
-from zero_launch.desync import Entry, Record, Watcher, deadlocked, difference, explain, read_ring, stall
+from zero_launch.desync import (
+    FlightRecord,
+    RecordedCollective,
+    Watcher,
+    deadlocked,
+    difference,
+    explain,
+    read_ring,
+    stall,
+)
 
 HEADER = struct.Struct("<8sIIIIQQQ")
 SLOT = struct.Struct("<QQqQd24s16s112s64s")
@@ -21,8 +30,8 @@ def write_ring(path, names, *, waiting=0, slots=4):
 
 
 def record(names, waiting=0, first=1):
-    entries = [Entry(n, n, 5, 64, "1", "gather", name, "") for n, name in enumerate(names, start=first)]
-    return Record(tuple(entries), first + len(names) - 1, 0, waiting)
+    entries = [RecordedCollective(n, n, 5, 64, "1", "gather", name, "") for n, name in enumerate(names, start=first)]
+    return FlightRecord(tuple(entries), first + len(names) - 1, 0, waiting)
 
 
 def test_a_ring_is_read_with_its_newest_entries(tmp_path):
@@ -30,7 +39,7 @@ def test_a_ring_is_read_with_its_newest_entries(tmp_path):
     found = read_ring(tmp_path / "ring")
     assert [entry.name for entry in found.entries] == list("cdef")
     assert str(found.awaited) == "gather of 'f' in step 5, 64 bytes at train.py:3"
-    assert Record.from_json(found.to_json()) == found
+    assert FlightRecord.from_json(found.to_json()) == found
     assert read_ring(tmp_path / "none") is None
     (tmp_path / "other").write_bytes(bytes(200))
     with pytest.raises(ValueError, match="not a ring of collectives in format 1"):
@@ -59,14 +68,19 @@ def test_a_stall_says_who_waits_for_what_the_others_did_not_ask_for():
 def test_a_long_transfer_is_no_deadlock_and_a_collective_that_one_did_not_ask_for_is():
     assert not deadlocked({0: record("ab", waiting=2), 1: record("ab", waiting=2)})
     assert not deadlocked({0: record("abc", waiting=3), 1: record("ab", waiting=2)})  # rank 0 only went ahead
-    gathers = [Entry(n + 1, n, 5, 64, "1", "gather", name, "") for n, name in enumerate("abc", start=1)]
-    begin, forward = (Entry(n * n, n, 5, 0, "2", "control", name, "") for n, name in ((1, "begin"), (2, "forward")))
-    first = Record((begin, *gathers[:2], forward), 4, 0, 4)
-    started = Record((begin, *gathers), 4, 0, 4)
+    gathers = [RecordedCollective(n + 1, n, 5, 64, "1", "gather", name, "") for n, name in enumerate("abc", start=1)]
+    begin, forward = (
+        RecordedCollective(n * n, n, 5, 0, "2", "control", name, "") for n, name in ((1, "begin"), (2, "forward"))
+    )
+    first = FlightRecord((begin, *gathers[:2], forward), 4, 0, 4)
+    started = FlightRecord((begin, *gathers), 4, 0, 4)
     assert deadlocked({0: first, 1: started})
     assert explain({0: first, 1: started}, stalled=False) is None
-    other = Record(
-        tuple(Entry(e.number, e.sequence, 5, 64, "3", "gather", "z", "") for e in record("ab").entries), 2, 0, 2
+    other = FlightRecord(
+        tuple(RecordedCollective(e.number, e.sequence, 5, 64, "3", "gather", "z", "") for e in record("ab").entries),
+        2,
+        0,
+        2,
     )
     assert not deadlocked({0: other, 1: record("ab", waiting=2)})  # groups of their own
 

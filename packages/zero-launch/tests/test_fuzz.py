@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zero_launch.cluster import Cluster
-from zero_launch.desync import Record, difference, explain
+from zero_launch.desync import FlightRecord, difference, explain
 from zero_launch.elastic_cluster import ElasticCluster
 from zero_launch.facts import versions
 from zero_launch.handshake import Refused, Seal, present, welcome
@@ -163,7 +163,7 @@ def check_line(line: bytes) -> None:
             continue
         json.dumps(message).encode()
         for found in message.get("records", {}).values():
-            Record.from_json(found)
+            FlightRecord.from_json(found)
 
 
 @relaxed
@@ -212,7 +212,7 @@ def test_rings_that_make_no_sense_are_compared_all_the_same(found):
 
 
 def check_rings(found: dict[int, dict[str, object]]) -> None:
-    records = {rank: Record.from_json(data) for rank, data in found.items()}
+    records = {rank: FlightRecord.from_json(data) for rank, data in found.items()}
     difference(records), explain(records, stalled=True)
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import Lines, wait_until
 
-from zero_launch.desync import Entry, Record, abandoned
+from zero_launch.desync import FlightRecord, RecordedCollective, abandoned
 from zero_launch.presence import Presence
 
 
@@ -54,16 +54,18 @@ def test_a_stopped_rank_is_named_and_a_slow_one_is_not(start, write_script, tmp_
 
 
 def test_whoever_waits_for_a_rank_that_has_ended_is_found_in_the_rings():
-    entries = tuple(Entry(n, n, 5, 64, "1", "gather", name, "train.py:3") for n, name in enumerate("abc", start=1))
-    records = {0: Record(entries, 3, 2, 3), 1: Record(entries[:2], 2, 2, 0)}
+    entries = tuple(
+        RecordedCollective(n, n, 5, 64, "1", "gather", name, "train.py:3") for n, name in enumerate("abc", start=1)
+    )
+    records = {0: FlightRecord(entries, 3, 2, 3), 1: FlightRecord(entries[:2], 2, 2, 0)}
     text = abandoned(records, [1])
     assert text == (
         "rank 1 ended with exit status 0 while others wait for it:\n"
         "  rank 0 waits in gather of 'c' in step 5, 64 bytes at train.py:3"
     )
     assert abandoned(records, []) is None
-    assert abandoned({0: records[0], 1: Record(entries, 3, 3, 0)}, [1]) is None  # it asked for that too
-    assert abandoned({0: Record(entries, 3, 3, 0), 1: records[1]}, [1]) is None  # nobody waits
+    assert abandoned({0: records[0], 1: FlightRecord(entries, 3, 3, 0)}, [1]) is None  # it asked for that too
+    assert abandoned({0: FlightRecord(entries, 3, 3, 0), 1: records[1]}, [1]) is None  # nobody waits
 
 
 def test_each_thing_is_said_once_and_nothing_of_a_job_that_goes_on(monkeypatch):

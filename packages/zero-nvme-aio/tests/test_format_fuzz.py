@@ -114,7 +114,7 @@ class Headers:
     """The header of a file of six numbers and four."""
 
     def __init__(self, folder: Path) -> None:
-        entries = [_header.Entry("a", "F64", (2, 3), 0, 48), _header.Entry("b", "F32", (4,), 48, 64)]
+        entries = [_header.TensorInfo("a", "F64", (2, 3), 0, 48), _header.TensorInfo("b", "F32", (4,), 48, 64)]
         self.text = _header.build(entries, {"format": "pt"})[8:].rstrip()
 
     def check(self, rng: random.Random) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_offload import FragmentPlan, OffloadedUpdate, Placement, ShardPlan
+from zero_offload import FragmentPlan, OffloadedUpdate, ShardPlan, TierOptions
 from zero_optim_kernels.torch import CPUAdamW
 
 GROUPS: list[dict[str, Any]] = [
@@ -59,8 +59,10 @@ def gradient(step: int, shard: str, dtype: torch.dtype = torch.float32) -> torch
     return torch.randn(NUMELS[shard], generator=generator, dtype=dtype)
 
 
-def update_of(lender: Any, shards: list[ShardPlan], placement: Placement | None = None, **more: Any) -> OffloadedUpdate:
-    return OffloadedUpdate(shards, "AdamW", lambda: GROUPS, lender, placement, device="cpu", **more)
+def update_of(
+    lender: Any, shards: list[ShardPlan], tier_options: TierOptions | None = None, **more: Any
+) -> OffloadedUpdate:
+    return OffloadedUpdate(shards, "AdamW", lambda: GROUPS, lender, tier_options, device="cpu", **more)
 
 
 def one_step(

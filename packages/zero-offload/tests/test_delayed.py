@@ -13,11 +13,13 @@ from shards import GROUPS, NUMELS, Lender, gradient, plans, same_states, states_
 from torch import nn
 
 from zero_nvme_aio.testing import Delay, Fail, faulty_engine
-from zero_offload import DelayedUpdate, HostBudget, OffloadedOptimizer, OffloadError, Placement, ShardError
+from zero_offload import DelayedUpdate, HostBudget, OffloadedOptimizer, OffloadError, ShardError, TierOptions
 
 
-def delayed_of(lender: Lender, dtype: torch.dtype, placement: Placement | None = None, **more: Any) -> DelayedUpdate:
-    return DelayedUpdate(plans(dtype), "AdamW", lambda: GROUPS, lender, placement, device="cpu", **more)
+def delayed_of(
+    lender: Lender, dtype: torch.dtype, tier_options: TierOptions | None = None, **more: Any
+) -> DelayedUpdate:
+    return DelayedUpdate(plans(dtype), "AdamW", lambda: GROUPS, lender, tier_options, device="cpu", **more)
 
 
 def gradient_at(lender: Lender, step: int, shard: str) -> torch.Tensor:
@@ -39,8 +41,8 @@ def test_gradients_are_taken_one_update_before_they_are_applied(tmp_path: Path, 
         last = masters.flat()
         want_states = states_of(update)
     lender = Lender(dtype)
-    placement = Placement(tier="nvme", path=tmp_path, sub_group_size=8192, buffer_count=2)
-    delayed = delayed_of(lender, dtype, placement)
+    tier_options = TierOptions(tier="nvme", path=tmp_path, sub_group_size=8192, buffer_count=2)
+    delayed = delayed_of(lender, dtype, tier_options)
     assert delayed.memory() == delayed.plan
     for step in range(5):
         assert torch.equal(lender.flat(), want[step]), step
@@ -57,10 +59,10 @@ def test_gradients_are_taken_one_update_before_they_are_applied(tmp_path: Path, 
 def test_the_step_runs_beside_what_follows(tmp_path: Path) -> None:
     lender = Lender(torch.bfloat16)
     with faulty_engine(Delay(on=("write",), seconds=0.02)) as engine:
-        placement = Placement(
+        tier_options = TierOptions(
             tier="nvme", path=tmp_path, sub_group_size=4096, buffer_count=1, pipeline_write=False, engine=engine
         )
-        delayed = delayed_of(lender, torch.bfloat16, placement)
+        delayed = delayed_of(lender, torch.bfloat16, tier_options)
         before = lender.flat()
         delayed.add_gradient("first", gradient(0, "first"))
         delayed.step()
@@ -96,8 +98,8 @@ def test_weights_written_in_between_win() -> None:
 def test_a_step_that_failed_comes_up_in_the_next(tmp_path: Path) -> None:
     lender = Lender(torch.bfloat16)
     with faulty_engine(Fail(on=("write",), first=2, error=errno.EIO)) as engine:
-        placement = Placement(tier="nvme", path=tmp_path, sub_group_size=4096, buffer_count=1, engine=engine)
-        delayed = delayed_of(lender, torch.bfloat16, placement)
+        tier_options = TierOptions(tier="nvme", path=tmp_path, sub_group_size=4096, buffer_count=1, engine=engine)
+        delayed = delayed_of(lender, torch.bfloat16, tier_options)
         delayed.add_gradient("first", gradient(0, "first"))
         delayed.step()
         with pytest.raises(ShardError, match="cannot write"):

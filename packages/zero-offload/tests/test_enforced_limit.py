@@ -15,7 +15,7 @@ CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 START = """
 import os, pathlib, resource, sys
 import psutil, torch, zero_nvme_aio, zero_offload
-from zero_offload import FragmentPlan, HostBudget, NvmeStore, OffloadedUpdate, Placement, ShardPlan
+from zero_offload import FragmentPlan, HostBudget, NvmeStore, OffloadedUpdate, TierOptions, ShardPlan
 folder, group = sys.argv[1], pathlib.Path(sys.argv[2])
 torch.ones(1 << 20).add_(1).sum()
 groups = [torch.optim.AdamW([torch.zeros(1)], lr=0.1).defaults]
@@ -46,18 +46,18 @@ weights = NvmeStore(folder + "/weights", device="cpu", buffer_count=3, engine=en
 for name in names:
     weights.put(name, ones)
 
-def update(placement, gradients):
+def update(tier_options, gradients):
     budget = HostBudget(reserve_bytes=0)
     return OffloadedUpdate(
-        shards, "AdamW", lambda: groups, weights, placement, gradients=gradients, device="cpu", budget=budget
+        shards, "AdamW", lambda: groups, weights, tier_options, gradients=gradients, device="cpu", budget=budget
     )
 
 try:
-    update(Placement(), "host")
+    update(TierOptions(), "host")
 except zero_offload.BudgetError as error:
     print("refused:", error.table.splitlines()[-1])
-placement = Placement(tier="nvme", path=folder + "/states", sub_group_size=1 << 20, buffer_count=3, engine=engine)
-made = update(placement, "nvme")
+tier_options = TierOptions(tier="nvme", path=folder + "/states", sub_group_size=1 << 20, buffer_count=3, engine=engine)
+made = update(tier_options, "nvme")
 held = sum(made.memory()[what] for what in ("states", "ring", "gradients", "staging")) + weights.resident_bytes
 print("a fifth:", held < state // 5, made.memory() == made.plan)
 for step in range(2):

@@ -21,10 +21,10 @@ from zero_offload import (
     NvmeStore,
     OffloadedOptimizer,
     OffloadError,
-    Placement,
     ShardCorruptError,
     ShardError,
     StoreFullError,
+    TierOptions,
     offload_activations,
 )
 
@@ -214,8 +214,8 @@ def gradients_of(shard: str) -> torch.Tensor:
 
 def test_a_damaged_gradient_is_found_before_it_is_used(tmp_path: Path) -> None:
     lender = Lender(torch.bfloat16)
-    placement = Placement(tier="nvme", path=tmp_path, sub_group_size=4096, buffer_count=1, verify=True)
-    with update_of(lender, plans(torch.bfloat16), placement, gradients="nvme") as update:
+    tier_options = TierOptions(tier="nvme", path=tmp_path, sub_group_size=4096, buffer_count=1, verify=True)
+    with update_of(lender, plans(torch.bfloat16), tier_options, gradients="nvme") as update:
         for shard in NUMELS:
             update.add_gradient(shard, gradients_of(shard))
         update.flush()
@@ -235,9 +235,11 @@ def test_whenever_the_device_fails_the_step_says_so_and_a_saved_state_goes_on(
     """Weights, gradients and states in files: the first failure comes up typed, nothing hangs or stays borrowed."""
     with faulty_engine(Fail(on=(kind,), first=first, limit=1)) as engine:
         store = NvmeStore(tmp_path / "weights", device="cpu", buffer_count=3, engine=engine)
-        placement = Placement(tier="nvme", path=tmp_path / "states", sub_group_size=4096, buffer_count=2, engine=engine)
+        tier_options = TierOptions(
+            tier="nvme", path=tmp_path / "states", sub_group_size=4096, buffer_count=2, engine=engine
+        )
         start = Lender(torch.bfloat16)
-        with update_of(store, plans(torch.bfloat16), placement, gradients="nvme") as update:
+        with update_of(store, plans(torch.bfloat16), tier_options, gradients="nvme") as update:
             with pytest.raises(ShardError) as caught:
                 for name, tensor in start.tensors.items():
                     store.put(name, tensor)

@@ -16,7 +16,7 @@ from zero_offload import (
     NvmeStore,
     OffloadedOptimizer,
     OffloadedUpdate,
-    Placement,
+    TierOptions,
     offload_activations,
 )
 
@@ -114,8 +114,8 @@ def test_shards_on_the_device_are_updated_as_in_host_memory(tmp_path: Path, wher
     for place in (torch.device("cpu"), device()):
         lender = Lender(torch.bfloat16)
         lender.tensors = {name: tensor.to(place) for name, tensor in lender.tensors.items()}
-        placement = Placement(tier="nvme", path=tmp_path / place.type, sub_group_size=8192, buffer_count=2)
-        arguments: Any = (plans(torch.bfloat16), "AdamW", lambda: GROUPS, lender, placement)
+        tier_options = TierOptions(tier="nvme", path=tmp_path / place.type, sub_group_size=8192, buffer_count=2)
+        arguments: Any = (plans(torch.bfloat16), "AdamW", lambda: GROUPS, lender, tier_options)
         update: DelayedUpdate | OffloadedUpdate
         if delayed:
             update = DelayedUpdate(*arguments, device=place)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from shards import Lender, one_step, plans, update_of
 
-from zero_offload import NvmeStore, Placement, Trace, offload_activations
+from zero_offload import NvmeStore, TierOptions, Trace, offload_activations
 
 
 def test_busy_time_is_the_union_and_waiting_is_not_hidden() -> None:
@@ -42,8 +42,10 @@ def test_a_transfer_that_fails_moves_nothing() -> None:
 
 def test_a_step_over_nvme_is_accounted_to_the_byte(tmp_path: Path) -> None:
     trace = Trace(rank=3)
-    placement = Placement(tier="nvme", path=tmp_path / "swap", sub_group_size=8192, buffer_count=3)
-    with update_of(Lender(torch.bfloat16), plans(torch.bfloat16), placement, gradients="nvme", trace=trace) as update:
+    tier_options = TierOptions(tier="nvme", path=tmp_path / "swap", sub_group_size=8192, buffer_count=3)
+    with update_of(
+        Lender(torch.bfloat16), plans(torch.bfloat16), tier_options, gradients="nvme", trace=trace
+    ) as update:
         one_step(update, 0)
         trace.clear()
         written = update.bytes_written()

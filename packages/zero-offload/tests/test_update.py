@@ -25,9 +25,9 @@ from zero_offload import (
     FragmentPlan,
     OffloadedUpdate,
     OffloadError,
-    Placement,
     ShardError,
     ShardPlan,
+    TierOptions,
 )
 from zero_offload.update._staging import StagedSlices, staging_bytes
 
@@ -48,20 +48,20 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def placed(way: str, path: Path) -> tuple[Placement, str]:
+def placed(way: str, path: Path) -> tuple[TierOptions, str]:
     options, gradients = WAYS[way]
     if options.get("tier") == "nvme":
         options = {**options, "path": path}
-    return Placement(**options), gradients
+    return TierOptions(**options), gradients
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_every_tier_gives_the_bits_of_the_kernels(tmp_path: Path, way: str, dtype: torch.dtype) -> None:
-    placement, gradients = placed(way, tmp_path)
+    tier_options, gradients = placed(way, tmp_path)
     lender = Lender(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    with update_of(lender, plans(dtype), placement, gradients=gradients) as update:
+    with update_of(lender, plans(dtype), tier_options, gradients=gradients) as update:
         for step in range(STEPS):
             one_step(update, step, wide)
         assert not lender.held
@@ -72,7 +72,7 @@ def test_every_tier_gives_the_bits_of_the_kernels(tmp_path: Path, way: str, dtyp
 def test_weights_in_place_need_no_master(tmp_path: Path) -> None:
     for options in ({}, {"tier": "nvme", "path": tmp_path, "sub_group_size": 4096}):
         lender = Lender(torch.float32)
-        with update_of(lender, plans(torch.float32, in_place=True), Placement(**options)) as update:
+        with update_of(lender, plans(torch.float32, in_place=True), TierOptions(**options)) as update:
             assert update.kinds("head") == ("exp_avg", "exp_avg_sq")
             for step in range(STEPS):
                 one_step(update, step)
@@ -84,10 +84,10 @@ def test_weights_in_place_need_no_master(tmp_path: Path) -> None:
 def test_low_precision_states_do_not_depend_on_the_cuts(tmp_path: Path, state_dtype: torch.dtype) -> None:
     results, states = [], []
     for way in ("host", "small slices", "nvme", "a part in files"):
-        placement, gradients = placed(way, tmp_path / way.replace(" ", ""))
+        tier_options, gradients = placed(way, tmp_path / way.replace(" ", ""))
         lender = Lender(torch.bfloat16)
-        placement = replace(placement, state_dtype=state_dtype)
-        with update_of(lender, plans(torch.bfloat16), placement, gradients=gradients) as update:
+        tier_options = replace(tier_options, state_dtype=state_dtype)
+        with update_of(lender, plans(torch.bfloat16), tier_options, gradients=gradients) as update:
             for step in range(STEPS):
                 one_step(update, step)
             states.append(states_of(update))
@@ -99,16 +99,16 @@ def test_low_precision_states_do_not_depend_on_the_cuts(tmp_path: Path, state_dt
 
 
 def test_eight_bit_states_take_a_byte_and_a_scale_for_256() -> None:
-    with update_of(Lender(torch.bfloat16), plans(torch.bfloat16), Placement(state_dtype=torch.int8)) as update:
+    with update_of(Lender(torch.bfloat16), plans(torch.bfloat16), TierOptions(state_dtype=torch.int8)) as update:
         numels = [plan.numel for fragments in FRAGMENTS.values() for plan in fragments]
         assert update.memory()["states"] == sum(4 * n + 2 * (n + 4 * -(-n // 256)) for n in numels)
 
 
 def test_fragments_that_are_absent_stay_as_they_were_with_their_state(tmp_path: Path) -> None:
-    placement, gradients = placed("nvme", tmp_path)
+    tier_options, gradients = placed("nvme", tmp_path)
     lender = Lender(torch.bfloat16)
     before = lender.tensors["first"][9_000:9_077].clone()
-    with update_of(lender, plans(torch.bfloat16), placement, gradients=gradients) as update:
+    with update_of(lender, plans(torch.bfloat16), tier_options, gradients=gradients) as update:
         one_step(update, 0, absent={"norm"})
         assert "norm" not in states_of(update)
         assert torch.equal(lender.tensors["first"][9_000:9_077], before)
@@ -125,10 +125,10 @@ def test_fragments_that_are_absent_stay_as_they_were_with_their_state(tmp_path: 
 
 
 def test_shards_without_a_gradient_are_not_touched(tmp_path: Path) -> None:
-    placement, _ = placed("nvme, gradients too", tmp_path)
+    tier_options, _ = placed("nvme, gradients too", tmp_path)
     lender = Lender(torch.bfloat16)
     second = lender.tensors["second"].clone()
-    with update_of(lender, plans(torch.bfloat16), placement, gradients="nvme") as update:
+    with update_of(lender, plans(torch.bfloat16), tier_options, gradients="nvme") as update:
         update.add_gradient("first", gradient(0, "first"))
         update.step()
         assert lender.log == ["borrow first", "give back first"]
@@ -179,7 +179,7 @@ class AllAway(StagedSlices):
 @pytest.mark.parametrize("gradients", ["host", "caller"])
 def test_staging_changes_no_bit(gradients: str) -> None:
     lender = Lender(torch.bfloat16)
-    with update_of(lender, plans(torch.bfloat16), Placement(sub_group_size=4096), gradients=gradients) as update:
+    with update_of(lender, plans(torch.bfloat16), TierOptions(sub_group_size=4096), gradients=gradients) as update:
         parts = update._parts
         needed = staging_bytes(parts.slices, gradients_too=True)
         # A slice of 4096 float32 gradients and bfloat16 weights, twice, in whole multiples of 64 bytes.
@@ -240,14 +240,14 @@ def test_plans_that_cannot_be_updated_are_named(case: str) -> None:
 
 def test_wrong_placements_and_calls_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ratio: expected 0 to 1"):
-        Placement(tier="nvme", path=tmp_path, ratio=1.5)
+        TierOptions(tier="nvme", path=tmp_path, ratio=1.5)
     with pytest.raises(ValueError, match="state_dtype: expected None"):
-        Placement(state_dtype=torch.float16)
+        TierOptions(state_dtype=torch.float16)
     with pytest.raises(ValueError, match="gradients='nvme': expected a path"):
         update_of(Lender(torch.float32), plans(torch.float32), gradients="nvme")
     odd = [ShardPlan("s", 9, torch.float32, torch.float32, (FragmentPlan("a", 0, 4, 0, 100),))]
     with pytest.raises(ValueError, match="'a': 8-bit states are in blocks of 256"):
-        update_of(Lender(torch.float32), odd, Placement(state_dtype=torch.int8))
+        update_of(Lender(torch.float32), odd, TierOptions(state_dtype=torch.int8))
     assert OffloadedUpdate.supports(torch.optim.AdamW)
     assert not OffloadedUpdate.supports(torch.optim.LBFGS)
     update = update_of(Lender(torch.float32), plans(torch.float32))

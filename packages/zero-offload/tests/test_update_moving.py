@@ -25,9 +25,9 @@ from zero_offload import (
     HostStore,
     NvmeStore,
     OffloadedUpdate,
-    Placement,
     ShardError,
     ShardPlan,
+    TierOptions,
     Trace,
 )
 from zero_offload._copy_streams import CopyStream
@@ -37,8 +37,8 @@ STEPS = 3
 
 @pytest.mark.parametrize("where", ["host", "nvme"])
 def test_gradients_add_up_can_be_looked_at_changed_and_forgotten(tmp_path: Path, where: str) -> None:
-    placement = Placement(tier="nvme", path=tmp_path, buffer_count=1)
-    with update_of(Lender(torch.bfloat16), plans(torch.bfloat16), placement, gradients=where) as update:
+    tier_options = TierOptions(tier="nvme", path=tmp_path, buffer_count=1)
+    with update_of(Lender(torch.bfloat16), plans(torch.bfloat16), tier_options, gradients=where) as update:
         for step in range(3):
             update.add_gradient("second", gradient(step, "second"))
             grad, again = update.borrow_gradient("first")
@@ -90,8 +90,8 @@ def test_gradients_that_are_on_their_way_from_a_device_are_waited_for_when_neede
     results = []
     for slow in (False, True):
         weights = {name: torch.ones(numel, dtype=torch.bfloat16) for name in names}
-        placement = Placement(tier="nvme", path=tmp_path, sub_group_size=8192, buffer_count=1)
-        with update_of(OneLender(weights), shards, placement, gradients=where) as update:
+        tier_options = TierOptions(tier="nvme", path=tmp_path, sub_group_size=8192, buffer_count=1)
+        with update_of(OneLender(weights), shards, tier_options, gradients=where) as update:
             if slow:
                 update._parts.gradients._copy_stream = SlowCopyStream(torch.device("cpu"))  # type: ignore[attr-defined]
             for step in range(3):
@@ -116,8 +116,8 @@ def test_the_stores_lend_weights(tmp_path: Path, kind: str, in_place: bool) -> N
         store = NvmeStore(tmp_path / "weights", device="cpu", buffer_count=3, verify=True)
     for name, tensor in start.tensors.items():
         store.put(name, tensor)
-    placement = Placement(tier="nvme", path=tmp_path / "states", sub_group_size=4096)
-    with update_of(store, plans(dtype, in_place=in_place), placement) as update:
+    tier_options = TierOptions(tier="nvme", path=tmp_path / "states", sub_group_size=4096)
+    with update_of(store, plans(dtype, in_place=in_place), tier_options) as update:
         for step in range(STEPS):
             one_step(update, step)
     found = []
@@ -140,7 +140,7 @@ def test_weights_that_are_written_whole_are_not_read_and_others_are_read_ahead(t
         ShardPlan(n, numel, torch.bfloat16, torch.float32, (FragmentPlan(n, 0, used, 0),), padding=padding)
         for n in names
     ]
-    with update_of(store, shards, Placement(sub_group_size=4096), gradients="caller") as update:
+    with update_of(store, shards, TierOptions(sub_group_size=4096), gradients="caller") as update:
         gradients = {name: torch.ones(numel) for name in names}
         update.step(gradients=gradients)
         store.flush()
@@ -163,9 +163,9 @@ def test_a_step_begins_with_what_the_one_before_left_in_the_buffers(tmp_path: Pa
     slices, buffers, size = 12, 4, 8192
     shard = ShardPlan("s", slices * size, torch.bfloat16, torch.float32, (FragmentPlan("a", 0, slices * size, 0),))
     weights = {"s": torch.zeros(slices * size, dtype=torch.bfloat16)}
-    placement = Placement(tier="nvme", path=tmp_path, sub_group_size=size, buffer_count=buffers)
+    tier_options = TierOptions(tier="nvme", path=tmp_path, sub_group_size=size, buffer_count=buffers)
     with OffloadedUpdate(
-        [shard], "AdamW", lambda: GROUPS, OneLender(weights), placement, device="cpu", trace=trace
+        [shard], "AdamW", lambda: GROUPS, OneLender(weights), tier_options, device="cpu", trace=trace
     ) as update:
         reads = []
         for _ in range(5):

@@ -15,20 +15,20 @@ from safetensors import safe_open
 from shards import Lender, one_step, plans, same_states, states_of, update_of
 
 from zero_nvme_aio import ExtentStore
-from zero_offload import BudgetError, OffloadedUpdate, OffloadError, Placement, Sealed, ShardError
+from zero_offload import BudgetError, OffloadedUpdate, OffloadError, Sealed, ShardError, TierOptions
 from zero_offload.limits import Limit
 from zero_optim_kernels import dequantize_blocks
 
 DTYPES = {"master": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
 
-def on_nvme(path: Path, **more: object) -> Placement:
-    return Placement(tier="nvme", path=path, sub_group_size=8192, buffer_count=3, verify=True, **more)  # type: ignore[arg-type]
+def on_nvme(path: Path, **more: object) -> TierOptions:
+    return TierOptions(tier="nvme", path=path, sub_group_size=8192, buffer_count=3, verify=True, **more)  # type: ignore[arg-type]
 
 
-def trained(placement: Placement | None, steps: int) -> tuple[OffloadedUpdate, Lender]:
+def trained(tier_options: TierOptions | None, steps: int) -> tuple[OffloadedUpdate, Lender]:
     lender = Lender(torch.bfloat16)
-    update = update_of(lender, plans(torch.bfloat16), placement)
+    update = update_of(lender, plans(torch.bfloat16), tier_options)
     for step in range(steps):
         one_step(update, step)
     return update, lender
@@ -36,7 +36,7 @@ def trained(placement: Placement | None, steps: int) -> tuple[OffloadedUpdate, L
 
 @pytest.mark.parametrize(("source", "target"), [("host", "nvme"), ("nvme", "host"), ("nvme", "nvme")])
 def test_states_written_to_another_tier_go_on_to_the_bit(tmp_path: Path, source: str, target: str) -> None:
-    tiers = {"host": Placement(sub_group_size=4096), "nvme": on_nvme(tmp_path / "a")}
+    tiers = {"host": TierOptions(sub_group_size=4096), "nvme": on_nvme(tmp_path / "a")}
     first, lender = trained(tiers[source], 2)
     saved = states_of(first)
     weights = {name: tensor.clone() for name, tensor in lender.tensors.items()}

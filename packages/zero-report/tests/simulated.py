@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_report import Kind, RecordWriter
+from zero_report import RecordWriter, SpanKind
 
 UNIT_BYTES = 50 << 20
 CONFIGURATION = [
@@ -98,21 +98,21 @@ def _step(what: Simulation, step: int, clocks: list[Clock], writers: list[Record
     for rank, (clock, writer) in enumerate(zip(clocks, writers, strict=True)):
         begin = clock.now
         clock.now += what.data.get(rank, 0.0005) * chance.uniform(0.9, 1.1)
-        writer.span(Kind.DATA, "data", begin, clock.now)
+        writer.span(SpanKind.DATA, "data", begin, clock.now)
     begins = [clock.now for clock in clocks]
     order = range(what.units)
     for unit in order:
-        _unit(what, unit, Kind.GATHER, 1.0, clocks, writers, chance)
+        _unit(what, unit, SpanKind.GATHER, 1.0, clocks, writers, chance)
     for rank, writer in enumerate(writers):
-        writer.span(Kind.FORWARD, "forward", begins[rank], clocks[rank].now)
+        writer.span(SpanKind.FORWARD, "forward", begins[rank], clocks[rank].now)
         begins[rank] = clocks[rank].now
     for unit in reversed(order):
-        _unit(what, unit, Kind.REDUCE, 2.0, clocks, writers, chance)
+        _unit(what, unit, SpanKind.REDUCE, 2.0, clocks, writers, chance)
     for rank, (clock, writer) in enumerate(zip(clocks, writers, strict=True)):
-        writer.span(Kind.BACKWARD, "backward", begins[rank], clock.now)
+        writer.span(SpanKind.BACKWARD, "backward", begins[rank], clock.now)
         begin = clock.now
         clock.now += 0.2 * what.unit_s * what.units * what.compute.get(rank, 1.0)
-        writer.span(Kind.UPDATE, "step", begin, clock.now)
+        writer.span(SpanKind.UPDATE, "step", begin, clock.now)
         writer.count("collectives", 2 * what.units)
         decay = 2.2 + 2.5 * math.exp(-step / 60) + chance.gauss(0, 0.03)
         writer.end_step(
@@ -130,7 +130,7 @@ def _step(what: Simulation, step: int, clocks: list[Clock], writers: list[Record
 def _unit(
     what: Simulation,
     unit: int,
-    kind: Kind,
+    kind: SpanKind,
     work: float,
     clocks: list[Clock],
     writers: list[RecordWriter],
@@ -145,7 +145,7 @@ def _unit(
             begin = clock.now
             clock.now += read * chance.uniform(0.9, 1.1)
             if what.spans:
-                writer.span(Kind.TIER_READ, f"nvme in: {name}", begin, clock.now, clock.now - begin, UNIT_BYTES)
+                writer.span(SpanKind.TIER_READ, f"nvme in: {name}", begin, clock.now, clock.now - begin, UNIT_BYTES)
         starts.append(clock.now)
     met = max(starts) + 0.0002
     for rank, (clock, writer) in enumerate(zip(clocks, writers, strict=True)):
@@ -155,15 +155,15 @@ def _unit(
         clock.now = met
         begin = clock.now
         clock.now += work * what.unit_s * what.compute.get(rank, 1.0) * chance.uniform(0.98, 1.02)
-        if what.spans and kind == Kind.GATHER:
-            writer.span(Kind.COMPUTE, name, begin, clock.now)
+        if what.spans and kind == SpanKind.GATHER:
+            writer.span(SpanKind.COMPUTE, name, begin, clock.now)
         gathered = round(UNIT_BYTES * (2 + math.sin(unit)) * what.memory_scale)
         writer.memory(
             {
                 "gathered": gathered,
                 "parameters": 300 << 20,
                 "masters": 600 << 20,
-                "gradients": (unit + 1) * (20 << 20) if kind == Kind.REDUCE else 0,
+                "gradients": (unit + 1) * (20 << 20) if kind == SpanKind.REDUCE else 0,
                 "states": 1200 << 20,
                 "activations": (unit + 1) * (30 << 20),
                 "other": 100 << 20,

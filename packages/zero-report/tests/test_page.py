@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from simulated import Simulation, simulate
 
-from zero_report import Kind, RecordWriter, read_run, write_report
+from zero_report import RecordWriter, SpanKind, read_run, write_report
 from zero_report.analysis.analyse import analyse
 from zero_report.page.data import page_data
 
@@ -121,9 +121,9 @@ def live_ranks(path: Path, steps: tuple[int, ...], *, began: float = 0.0, apart:
     ``apart`` waits for its data."""
     clocks = [100.0] * len(steps)
     for rank, count in enumerate(steps):
-        running = [(Kind.BACKWARD, "backward", 100.0 + count, 0), (Kind.REDUCE, "h.1", 100.0 + count, 8)]
+        running = [(SpanKind.BACKWARD, "backward", 100.0 + count, 0), (SpanKind.REDUCE, "h.1", 100.0 + count, 8)]
         if rank == apart:
-            running = [(Kind.DATA, "data", 100.0 + count, 0)]
+            running = [(SpanKind.DATA, "data", 100.0 + count, 0)]
         writer = RecordWriter(
             path,
             rank=rank,
@@ -133,7 +133,7 @@ def live_ranks(path: Path, steps: tuple[int, ...], *, began: float = 0.0, apart:
             under_way=lambda running=running: running,  # type: ignore[misc]
         )
         for _ in range(count):
-            writer.span(Kind.FORWARD, "forward", clocks[rank], clocks[rank] + 0.9)
+            writer.span(SpanKind.FORWARD, "forward", clocks[rank], clocks[rank] + 0.9)
             clocks[rank] += 1.0
             writer.end_step(loss=1.0)
         clocks[rank] += began
@@ -201,7 +201,11 @@ def test_a_noted_peak_of_drives_is_that_of_every_drive_in_its_direction(tmp_path
     writer.note("peak", link="drive in", bytes_per_second=4e9, source="a plan")
     for _ in range(5):
         now = time.perf_counter()
-        for hop, kind in (("states in", Kind.TIER_READ), ("states out", Kind.TIER_WRITE), ("copies", Kind.TIER_READ)):
+        for hop, kind in (
+            ("states in", SpanKind.TIER_READ),
+            ("states out", SpanKind.TIER_WRITE),
+            ("copies", SpanKind.TIER_READ),
+        ):
             drive = "drive, " if " " in hop else ""
             writer.span(kind, f"{drive}{hop}: x", now, now + 0.001, 0.0, 2_000_000)
         writer.end_step()
@@ -216,7 +220,7 @@ def test_memory_of_a_step_that_was_not_looked_at_is_that_of_one_that_was(tmp_pat
     writer = RecordWriter(tmp_path, rank=0, world_size=1, background=False)
     for step in range(200):
         now = time.perf_counter()
-        writer.span(Kind.FORWARD, "forward", now - 1e-3, now)
+        writer.span(SpanKind.FORWARD, "forward", now - 1e-3, now)
         if step == 101:
             writer.memory({"states": 8}, process=16)
         writer.end_step(loss=1.0)
@@ -300,9 +304,9 @@ def write_ranks(path: Path, ranks: range, world_size: int, steps: int) -> None:
             if step % 250 == 0:
                 for unit in range(10):
                     start, end = begin + 0.008 * unit + compute / 20, begin + 0.008 * (unit + 1)
-                    writer.span(Kind.GATHER, f"layers.{unit}", start, end, end - start, 1 << 20)
+                    writer.span(SpanKind.GATHER, f"layers.{unit}", start, end, end - start, 1 << 20)
                 writer.memory({"parameters": 1 << 30}, process=2 << 30)
-            writer.span(Kind.FORWARD, "forward", begin, begin + 0.1)
+            writer.span(SpanKind.FORWARD, "forward", begin, begin + 0.1)
             writer.count("sent_bytes", 10 << 20)
             clock.now = begin + 0.1
             writer.end_step(loss=3.0 / step, lr=1e-4, samples=4096)

@@ -11,22 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zero_report import Kind, RecordError, RecordWriter, next_attempt, read_run
+from zero_report import RecordError, RecordWriter, SpanKind, next_attempt, read_run
 from zero_report.record.files import merge, together
 from zero_report.record.schema import COLUMN_NAMES, RECENT_STEPS
 
 KILLED = """
 import sys, time
-from zero_report import Kind, RecordWriter
+from zero_report import SpanKind, RecordWriter
 writer = RecordWriter(sys.argv[1], rank=0, world_size=1)
 step = 0
 while True:
     begin = time.perf_counter()
     time.sleep(0.01)
-    writer.span(Kind.FORWARD, "forward", begin, time.perf_counter())
+    writer.span(SpanKind.FORWARD, "forward", begin, time.perf_counter())
     step += 1
     if step == 100:
-        writer.span(Kind.GATHER, "the one that hangs", begin, time.perf_counter(), 0.001, 8)
+        writer.span(SpanKind.GATHER, "the one that hangs", begin, time.perf_counter(), 0.001, 8)
         print(time.time(), flush=True)
         time.sleep(60)
     writer.end_step(loss=1.0 / step, samples=1)
@@ -38,7 +38,7 @@ def write(path: Path, steps: int, *, max_bytes: int = 1 << 30, spans: int = 3, w
     for step in range(steps):
         now = time.perf_counter()
         for number in range(spans):
-            with_rank.span(Kind.GATHER, f"layers.{number}", now, now + 0.001, 0.0005, 1000 + step)
+            with_rank.span(SpanKind.GATHER, f"layers.{number}", now, now + 0.001, 0.0005, 1000 + step)
             with_rank.count("sent_bytes", 1000 + step)
         with_rank.end_step(loss=float(step), loss_min=float(step), loss_max=float(step), lr=0.1 / (step + 1), samples=8)
         if step % 50 == 0:
@@ -64,16 +64,16 @@ def test_a_killed_run_can_be_read_up_to_its_last_second(tmp_path: Path) -> None:
 
 def test_what_is_under_way_is_in_the_block_of_the_open_step_and_in_no_sum(tmp_path: Path) -> None:
     begin = time.perf_counter()
-    running = [(Kind.REDUCE, "layers.3", begin, 64), (Kind.DATA, "later", begin + 3600, 0)]
+    running = [(SpanKind.REDUCE, "layers.3", begin, 64), (SpanKind.DATA, "later", begin + 3600, 0)]
     writer = RecordWriter(tmp_path, rank=0, world_size=1, background=False, under_way=lambda: running)
-    writer.span(Kind.FORWARD, "forward", begin, begin + 0.5)
+    writer.span(SpanKind.FORWARD, "forward", begin, begin + 0.5)
     writer.flush()
     record = read_run(tmp_path).last.first
     block = record.open_block()
     assert block is not None and block.step == 1 and block.under_way == 1
     assert [(span.kind, span.name, span.waited) for span in block.spans] == [
-        (Kind.FORWARD, "forward", 0),
-        (Kind.REDUCE, "layers.3", 0),
+        (SpanKind.FORWARD, "forward", 0),
+        (SpanKind.REDUCE, "layers.3", 0),
     ]
     assert abs(block.spans[1].end - block.us) <= 1
     writer.end_step(loss=1.0)
@@ -251,7 +251,7 @@ def test_a_column_that_does_not_exist_is_refused_by_name(tmp_path: Path) -> None
 
 def test_writing_imports_neither_numpy_nor_rich() -> None:
     code = (
-        "import sys; from zero_report import RecordWriter, Kind; RecordWriter; "
+        "import sys; from zero_report import RecordWriter, SpanKind; RecordWriter; "
         "print([m for m in ('numpy', 'rich', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from simulated import Simulation, simulate
 
-from zero_report import Kind, RecordWriter
+from zero_report import RecordWriter, SpanKind
 from zero_report.analysis.analyse import Analysis, analyse
 from zero_report.record.reader import read_run
 
@@ -75,7 +75,7 @@ SKIPPED = " 5 of 20 steps were skipped, because a gradient was not finite."
 def test_many_skipped_steps_are_said(tmp_path: Path, every: int, said: str) -> None:
     writer = RecordWriter(tmp_path, rank=0, world_size=1, background=False)
     for step in range(1, 21):
-        writer.span(Kind.FORWARD, "forward", 0.0, 0.01)
+        writer.span(SpanKind.FORWARD, "forward", 0.0, 0.01)
         writer.end_step(loss=1.0, skipped=int(step % every == 0))
     writer.close()
     found = analyse(read_run(tmp_path)).verdict

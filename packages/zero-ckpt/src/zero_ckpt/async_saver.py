@@ -59,7 +59,7 @@ class AsyncSaver:
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="zero-ckpt-copy-behind")
         self._copying: Future[None] | None = None
         self._pending = max_pending
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._jobs: queue.Queue[_SaveJob | None] = queue.Queue()
         self._failures: queue.Queue[Exception] = queue.Queue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="zero-ckpt-async", daemon=True)
@@ -84,13 +84,13 @@ class AsyncSaver:
             snapshot = arena.begin(list(intervals))
             self._copying = self._copier.submit(snapshot.finish)
         except Exception as error:
-            self._jobs.put(_Job(arena, {**arguments, "intervals": _Refused(error)}, told=True))
+            self._jobs.put(_SaveJob(arena, {**arguments, "intervals": _Refused(error)}, told=True))
             raise
         except BaseException:
             self._arenas.put(arena)
             raise
         arguments["intervals"] = snapshot.intervals
-        self._jobs.put(_Job(arena, arguments, self._copying))
+        self._jobs.put(_SaveJob(arena, arguments, self._copying))
         self.check()
 
     def copied(self) -> None:
@@ -157,7 +157,7 @@ class AsyncSaver:
 
 
 @dataclass
-class _Job:
+class _SaveJob:
     """A save to be run with its snapshot; `told` when this rank's failure was raised already."""
 
     arena: Arena

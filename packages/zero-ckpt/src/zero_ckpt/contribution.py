@@ -8,13 +8,13 @@ from pathlib import Path
 
 from .linking import Copying, Stretch, link_files
 from .manifest import FileEntry
-from .plan import MAX_SLICE_BYTES, Piece
+from .plan import MAX_SLICE_BYTES, PlannedSlice
 from .types import ITEMSIZE, FileExtent, Interval
 from .writer import OpenSink, WrittenSlice, file_order, write_rank_file
 
 
 def write_contribution(
-    directory: Path, rank: int, intervals: Sequence[Interval], pieces: Sequence[Piece], open_sink: OpenSink
+    directory: Path, rank: int, intervals: Sequence[Interval], pieces: Sequence[PlannedSlice], open_sink: OpenSink
 ) -> tuple[list[FileEntry], list[WrittenSlice]]:
     """Write the given pieces of `intervals` and wait until they are on disk; returns the files and their slices.
 
@@ -37,7 +37,7 @@ def write_contribution(
         copied = [
             part
             for index, interval in enumerate(copying.intervals, start=len(intervals))
-            for part in _cut(Piece(index, interval.offset, interval.length or 0), ITEMSIZE[interval.dtype])
+            for part in _cut(PlannedSlice(index, interval.offset, interval.length or 0), ITEMSIZE[interval.dtype])
         ]
         path = directory / f"rank-{rank:05d}.safetensors"
         entry, own = write_rank_file(path, every, [*in_memory, *copied], open_sink)
@@ -47,6 +47,6 @@ def write_contribution(
     return [*files, entry], slices
 
 
-def _cut(piece: Piece, itemsize: int) -> list[Piece]:
+def _cut(piece: PlannedSlice, itemsize: int) -> list[PlannedSlice]:
     step, end = MAX_SLICE_BYTES // itemsize, piece.offset + piece.length
-    return [Piece(piece.index, at, min(step, end - at)) for at in range(piece.offset, end, step)]
+    return [PlannedSlice(piece.index, at, min(step, end - at)) for at in range(piece.offset, end, step)]

@@ -20,7 +20,7 @@ _PENDING_BYTES = 256 << 20
 
 
 class Request(Protocol):
-    """A transfer under way; `checksum` is known when it is done, if it was asked for."""
+    """A transfer under way; `checksum` is known when it is done, if it was asked for. Named as what satisfies it."""
 
     @property
     def checksum(self) -> str | None: ...
@@ -29,7 +29,7 @@ class Request(Protocol):
 
 
 class IoEngine(Protocol):
-    """What is used of `zero_nvme_aio.Engine`."""
+    """The calls that are used of `zero_nvme_aio.Engine`."""
 
     def open(self, path: str, mode: str) -> Any: ...
 

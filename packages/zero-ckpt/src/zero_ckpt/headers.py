@@ -6,7 +6,7 @@ from .checksum import checksum
 from .errors import DamagedError
 from .manifest import FileEntry
 from .opened import Folder
-from .safetensors_file import MAX_HEADER_BYTES, Entry, parse_header
+from .safetensors_file import MAX_HEADER_BYTES, HeaderEntry, parse_header
 
 
 def read_raw_header(folder: Folder, entry: FileEntry) -> bytes:
@@ -24,6 +24,6 @@ def read_raw_header(folder: Folder, entry: FileEntry) -> bytes:
     return bytes(raw)
 
 
-def read_entries(folder: Folder, entry: FileEntry) -> dict[str, Entry]:
+def read_entries(folder: Folder, entry: FileEntry) -> dict[str, HeaderEntry]:
     """What lies where in a safetensors file of a checkpoint; raises DamagedError."""
     return parse_header(read_raw_header(folder, entry), entry.nbytes, str(folder.path / entry.path))[0]

@@ -22,7 +22,7 @@ from .direct import has_direct, read_ranges
 from .errors import CheckpointError, DamagedError
 from .filing import read_at, share_file, sync_file
 from .manifest import FileEntry, raw_checksum
-from .plan import MAX_SLICE_BYTES, Piece
+from .plan import MAX_SLICE_BYTES, PlannedSlice
 from .scanning import scan
 from .types import ITEMSIZE, FileExtent, Interval
 from .writer import WrittenSlice
@@ -34,7 +34,7 @@ _COPY_BYTES = 2 * MAX_SLICE_BYTES
 class Stretch:
     """A piece of an interval that lies in a file, with the byte of that file at which it begins."""
 
-    piece: Piece
+    piece: PlannedSlice
     interval: Interval
     extent: FileExtent
 

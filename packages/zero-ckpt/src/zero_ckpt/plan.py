@@ -36,7 +36,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlannedSlice:
     """One slice to be written: `length` elements of a tensor from `offset` on, out of the rank's interval `index`."""
 
     index: int
@@ -45,11 +45,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """`tensors` in the order in which ranks first named them; `pieces[rank]` in order of interval and offset."""
 
     tensors: tuple[tuple[str, str, tuple[int, ...], str], ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[PlannedSlice, ...], ...]
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Run:
     holders: tuple[Holding, ...]
 
 
-def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str] | None = None) -> Plan:
+def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str] | None = None) -> SavePlan:
     """Assign every element of every tensor to exactly one rank, or to one rank of each node that holds it.
 
     `nodes` names each rank's node where nodes do not share a file system. Raises CheckpointError when ranks disagree on
@@ -69,7 +69,7 @@ def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str]
     for holding in holdings:
         tensors.setdefault((holding.name, holding.kind), []).append(holding)
     load = [0] * world_size
-    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+    pieces: list[list[PlannedSlice]] = [[] for _ in range(world_size)]
     shared: list[_Run] = []
     for group in tensors.values():
         _check_same(group)
@@ -86,7 +86,7 @@ def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str]
             _assign(run, best, load, pieces)
     order = [sorted(own, key=lambda piece: (piece.index, piece.offset)) for own in pieces]
     heads = tuple((group[0].name, group[0].kind, group[0].shape, group[0].dtype) for group in tensors.values())
-    return Plan(heads, tuple(tuple(own) for own in order))
+    return SavePlan(heads, tuple(tuple(own) for own in order))
 
 
 def _by_node(run: _Run, nodes: Sequence[str] | None) -> Collection[Sequence[Holding]]:
@@ -155,7 +155,7 @@ def _run_nbytes(run: _Run) -> int:
     return (run.end - run.begin) * ITEMSIZE[run.holders[0].dtype]
 
 
-def _assign(run: _Run, holder: Holding, load: list[int], pieces: list[list[Piece]]) -> None:
+def _assign(run: _Run, holder: Holding, load: list[int], pieces: list[list[PlannedSlice]]) -> None:
     load[holder.rank] += 0 if holder.linked else _run_nbytes(run)
     for part in [run] if holder.linked else _cut(run):
-        pieces[holder.rank].append(Piece(holder.index, part.begin, part.end - part.begin))
+        pieces[holder.rank].append(PlannedSlice(holder.index, part.begin, part.end - part.begin))

@@ -28,7 +28,7 @@ from .headers import read_entries
 from .manifest import Manifest, Slice, TensorEntry
 from .opened import Folder, read_fd
 from .plan import MAX_SLICE_BYTES
-from .safetensors_file import Entry
+from .safetensors_file import HeaderEntry
 from .scanning import scan_fd
 from .types import ITEMSIZE
 
@@ -73,7 +73,7 @@ class Checkpoint:
         self.path, self.tag, self.report = path, tag, report
         self._manifest, self._folder = manifest, folder
         self._tensors = {(tensor.name, tensor.kind): tensor for tensor in manifest.tensors}
-        self._headers: dict[int, dict[str, Entry]] = {}
+        self._headers: dict[int, dict[str, HeaderEntry]] = {}
         self._lock = threading.Lock()
         self._large: set[tuple[int, str, int | None]] = set()
         self._large_lock = threading.Lock()
@@ -153,7 +153,7 @@ class Checkpoint:
         jobs = [job for request in requests for job in self._jobs(request)]
         if verify and has_direct_reads(sum(job.view.nbytes for job in jobs)):
             jobs = self._run_direct(jobs)
-        by_slice: dict[tuple[int, str, int | None], list[_Job]] = {}
+        by_slice: dict[tuple[int, str, int | None], list[_SliceCopy]] = {}
         for job in jobs:
             by_slice.setdefault((job.piece.file, job.piece.key, job.piece.begin), []).append(job)
         if threads <= 1 or len(by_slice) <= 1:
@@ -169,7 +169,7 @@ class Checkpoint:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _run_direct(self, jobs: list[_Job]) -> list[_Job]:
+    def _run_direct(self, jobs: list[_SliceCopy]) -> list[_SliceCopy]:
         """Do the jobs that are whole slices past the page cache, a few files at a time; returns the others."""
         whole = sorted((job for job in jobs if job.is_whole), key=lambda job: job.piece.file)
         by_file = [list(group) for _, group in groupby(whole, key=lambda job: job.piece.file)]
@@ -177,7 +177,7 @@ class Checkpoint:
             self._read_direct([job for group in by_file[first : first + _OPEN_FILES] for job in group])
         return [job for job in jobs if not job.is_whole]
 
-    def _read_direct(self, jobs: list[_Job]) -> None:
+    def _read_direct(self, jobs: list[_SliceCopy]) -> None:
         with ExitStack() as stack:
             opened: dict[int, Path] = {}
             for job in jobs:
@@ -203,7 +203,7 @@ class Checkpoint:
         self.read_into(name, kind, offset, out)
         return out
 
-    def _jobs(self, request: ReadRequest) -> list[_Job]:
+    def _jobs(self, request: ReadRequest) -> list[_SliceCopy]:
         entry = self.entry(request.name, request.kind)
         itemsize = ITEMSIZE[entry.dtype]
         out = _writable(request)
@@ -218,10 +218,10 @@ class Checkpoint:
         for piece in _overlapping(entry.slices, begin, end):
             low, high = max(begin, piece.offset), min(end, piece.offset + piece.length)
             view = out[(low - begin) * itemsize : (high - begin) * itemsize]
-            jobs.append(_Job(entry, piece, (low - piece.offset) * itemsize, view))
+            jobs.append(_SliceCopy(entry, piece, (low - piece.offset) * itemsize, view))
         return jobs
 
-    def _run(self, jobs: Sequence[_Job], verify: bool) -> None:
+    def _run(self, jobs: Sequence[_SliceCopy], verify: bool) -> None:
         """Do jobs that read from one slice; to verify them it is read once."""
         first = jobs[0]
         begin, where = self._begin(first), self._where(first)
@@ -243,7 +243,7 @@ class Checkpoint:
             if job.view is not whole:
                 job.view[:] = whole[job.skip : job.skip + job.view.nbytes]
 
-    def _verify_large(self, job: _Job, fd: int, begin: int, where: str) -> None:
+    def _verify_large(self, job: _SliceCopy, fd: int, begin: int, where: str) -> None:
         """Verify a slice that is larger than a scratch buffer, once."""
         place = (job.piece.file, job.piece.key, job.piece.begin)
         with self._large_lock:
@@ -251,21 +251,21 @@ class Checkpoint:
                 self._compare(job, scan_fd(fd, begin, job.slice_nbytes, where))
                 self._large.add(place)
 
-    def _open(self, job: _Job) -> int:
+    def _open(self, job: _SliceCopy) -> int:
         return self._folder.open_named(self._manifest.files[job.piece.file].path, self._where(job))
 
-    def _compare(self, job: _Job, found: str) -> None:
+    def _compare(self, job: _SliceCopy, found: str) -> None:
         if found != job.piece.checksum:
             raise DamagedError(
                 f"{self._where(job)}: elements {job.piece.offset} to {job.piece.offset + job.piece.length} are damaged "
                 f"(checksum {found}, expected {job.piece.checksum})"
             )
 
-    def _where(self, job: _Job) -> str:
+    def _where(self, job: _SliceCopy) -> str:
         file = self.path / self._manifest.files[job.piece.file].path
         return f"{job.entry.name!r} ({job.entry.kind}) in {file}"
 
-    def _begin(self, job: _Job) -> int:
+    def _begin(self, job: _SliceCopy) -> int:
         """The byte of its file at which a job's slice begins."""
         if job.piece.begin is not None:
             return job.piece.begin
@@ -276,7 +276,7 @@ class Checkpoint:
             )
         return stored.begin
 
-    def _header(self, index: int) -> dict[str, Entry]:
+    def _header(self, index: int) -> dict[str, HeaderEntry]:
         with self._lock:
             if index not in self._headers:
                 entry = self._manifest.files[index]
@@ -285,7 +285,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _SliceCopy:
     """Copy bytes of one slice, `skip` bytes after its begin, into `view`."""
 
     entry: TensorEntry

@@ -21,8 +21,8 @@ _ALIGNMENT = 4096
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor of a safetensors file; `begin` and `end` are byte positions in the file."""
+class HeaderEntry:
+    """One tensor in a safetensors header; `begin` and `end` are byte positions in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ def encode_header(
     return header, padded + position
 
 
-def parse_header(raw: bytes, file_nbytes: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
+def parse_header(raw: bytes, file_nbytes: int, where: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     """Entries by key, and the metadata, of a header as it is on disk (its 8 bytes of length included).
 
     `file_nbytes` bounds every position; `where` names the file in errors. Raises DamagedError.
@@ -98,7 +98,7 @@ def _require_text(texts: Iterable[str], where: str) -> None:
                 ) from error
 
 
-def _require_apart(entries: Mapping[str, Entry], where: str) -> None:
+def _require_apart(entries: Mapping[str, HeaderEntry], where: str) -> None:
     end, before = 0, ""
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin < end and entry.begin < entry.end:
@@ -107,7 +107,7 @@ def _require_apart(entries: Mapping[str, Entry], where: str) -> None:
             end, before = entry.end, key
 
 
-def _entry(key: str, value: Any, header_nbytes: int, file_nbytes: int, where: str) -> Entry:
+def _entry(key: str, value: Any, header_nbytes: int, file_nbytes: int, where: str) -> HeaderEntry:
     if not isinstance(value, dict):
         raise DamagedError(f"{where}: entry {key!r} of the safetensors header is not a map")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
@@ -121,7 +121,7 @@ def _entry(key: str, value: Any, header_nbytes: int, file_nbytes: int, where: st
             f"{where}: entry {key!r} ({dtype}, shape {shape}) cannot lie at bytes {begin} to {end} "
             f"of a file of {file_nbytes} bytes"
         )
-    return Entry(dtype, tuple(shape), begin, end)
+    return HeaderEntry(dtype, tuple(shape), begin, end)
 
 
 def _is_sizes(value: Any) -> TypeGuard[list[int]]:

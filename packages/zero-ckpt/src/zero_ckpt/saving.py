@@ -19,7 +19,7 @@ from .errors import CheckpointError
 from .latest import check_tag, require_replaceable, write_latest
 from .manifest import MANIFEST_NAME, FileEntry, Manifest, Slice, TensorEntry
 from .plain import to_plain
-from .plan import Holding, Plan, make_plan
+from .plan import Holding, SavePlan, make_plan
 from .retention import prune
 from .scripts import leave_script
 from .types import Coordinator, FileExtent, Interval, SoloCoordinator, is_kind
@@ -92,7 +92,7 @@ class _Save:
         self._leads = group.rank == 0
         self._token = ""
         self._intervals: list[Interval] = []
-        self._plan = Plan((), ())
+        self._plan = SavePlan((), ())
         self._staging: Staging | None = None
 
     def describe(
@@ -207,7 +207,7 @@ def _head(interval: Interval) -> list[Any]:
 
 
 def _manifest(
-    plan: Plan, described: list[dict[str, Any]], written: list[dict[str, Any] | None], own_ranks: set[int]
+    plan: SavePlan, described: list[dict[str, Any]], written: list[dict[str, Any] | None], own_ranks: set[int]
 ) -> Manifest:
     """The manifest as the ranks `own_ranks` see it: of what was written on several nodes, they use their own copy."""
     files: list[FileEntry] = []

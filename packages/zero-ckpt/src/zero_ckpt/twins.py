@@ -12,18 +12,18 @@ from .errors import CheckpointError, DamagedError
 from .headers import read_entries
 from .manifest import Manifest, Slice, TensorEntry
 from .opened import Folder, read_fd
-from .safetensors_file import Entry
+from .safetensors_file import HeaderEntry
 from .scanning import SCAN_BYTES, scan_fd
 from .types import ITEMSIZE
 
 
-class _Source:
+class _OpenCheckpoint:
     """A checkpoint directory, its manifest and the headers of its files as they are needed."""
 
     def __init__(self, path: Path) -> None:
         self.folder = Folder(path, follow=False)
         self.manifest: Manifest = load_manifest(self.folder)
-        self._headers: dict[int, dict[str, Entry]] = {}
+        self._headers: dict[int, dict[str, HeaderEntry]] = {}
 
     def slices(self) -> list[tuple[TensorEntry, Slice]]:
         return [(tensor, piece) for tensor in self.manifest.tensors for piece in tensor.slices]
@@ -53,7 +53,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Twin:
-    source: _Source
+    source: _OpenCheckpoint
     piece: Slice
 
 
@@ -67,7 +67,7 @@ def restore_slices(path: Path, others: list[Path]) -> bool:
     links to that file are restored with it.
     """
     try:
-        source = _Source(path)
+        source = _OpenCheckpoint(path)
         twins = _twins(others)
         return sum([_restore(source, tensor, piece, twins) for tensor, piece in source.slices()]) > 0
     except CheckpointError:
@@ -79,7 +79,7 @@ def _twins(others: list[Path]) -> _Twins:
     found: _Twins = {}
     for path in others:
         try:
-            source = _Source(path)
+            source = _OpenCheckpoint(path)
         except CheckpointError:
             continue
         for tensor, piece in source.slices():
@@ -88,7 +88,7 @@ def _twins(others: list[Path]) -> _Twins:
     return found
 
 
-def _restore(source: _Source, tensor: TensorEntry, piece: Slice, twins: _Twins) -> bool:
+def _restore(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, twins: _Twins) -> bool:
     nbytes, begin = piece.length * ITEMSIZE[tensor.dtype], source.begin(piece)
     fd = source.open(piece)
     try:
@@ -99,7 +99,7 @@ def _restore(source: _Source, tensor: TensorEntry, piece: Slice, twins: _Twins) 
     return any(_copy(twin, source, piece, nbytes) for twin in twins.get((piece.checksum, nbytes), []))
 
 
-def _copy(twin: _Twin, target: _Source, piece: Slice, nbytes: int) -> bool:
+def _copy(twin: _Twin, target: _OpenCheckpoint, piece: Slice, nbytes: int) -> bool:
     """Copy a slice from a twin whose bytes are good; False when they are not, or it cannot be read."""
     try:
         fd, begin = twin.source.open(twin.piece), twin.source.begin(twin.piece)
@@ -115,7 +115,7 @@ def _copy(twin: _Twin, target: _Source, piece: Slice, nbytes: int) -> bool:
         os.close(fd)
 
 
-def _overwrite(target: _Source, piece: Slice, source: int, begin: int, nbytes: int) -> None:
+def _overwrite(target: _OpenCheckpoint, piece: Slice, source: int, begin: int, nbytes: int) -> None:
     """Write into a file that may be read-only, as linked ones are."""
     own = target.open(piece)
     try:

@@ -16,7 +16,7 @@ from .errors import CheckpointError
 from .headers import read_raw_header
 from .manifest import FileEntry, Manifest, Slice, TensorEntry
 from .opened import Folder
-from .safetensors_file import Entry, parse_header
+from .safetensors_file import HeaderEntry, parse_header
 from .scanning import scan_fd
 from .types import ITEMSIZE
 
@@ -25,7 +25,7 @@ _BETWEEN_ATTEMPTS_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
-class Problem:
+class Damage:
     """One damage: `tensor` is `name (kind)`, or empty when it concerns the whole file or the checkpoint."""
 
     file: Path
@@ -44,7 +44,7 @@ class VerifyReport:
     nbytes: int = 0
     absent: list[str] = field(default_factory=list)
     """Files of other nodes that are not in this directory, when each node has its own."""
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[Damage] = field(default_factory=list)
     saved_as: str | None = None
     """The tag it was saved as, where the directory has another name now."""
 
@@ -83,7 +83,7 @@ def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[in
     candidate = examine(tag_of(directory), directory, in_root=in_root)
     manifest, folder = candidate.manifest, candidate.folder
     if manifest is None or folder is None:
-        report.problems.append(Problem(directory, "", candidate.problem or "no manifest"))
+        report.problems.append(Damage(directory, "", candidate.problem or "no manifest"))
         return report, candidate.moved
     if not in_root and manifest.tag not in (None, tag_of(directory.resolve())):
         report.saved_as = manifest.tag
@@ -122,7 +122,7 @@ def _contents(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]:
 
 def _verify_one(
     folder: Folder, entry: FileEntry, contents: list[tuple[TensorEntry, Slice]], progress: Callable[[int], None]
-) -> list[Problem]:
+) -> list[Damage]:
     path = folder.path / entry.path
     check = _verify_file if entry.extents is None else _verify_raw
     try:
@@ -132,7 +132,7 @@ def _verify_one(
         finally:
             os.close(fd)
     except CheckpointError as error:
-        return [Problem(path, "", str(error).removeprefix(f"{path}: "))]
+        return [Damage(path, "", str(error).removeprefix(f"{path}: "))]
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Open:
         return scan_fd(self.fd, begin, nbytes, str(self.path), self.progress, whole)
 
 
-def _verify_file(file: _Open, contents: list[tuple[TensorEntry, Slice]]) -> list[Problem]:
+def _verify_file(file: _Open, contents: list[tuple[TensorEntry, Slice]]) -> list[Damage]:
     total = Checksummer()
     raw = read_raw_header(file.folder, file.entry)
     total.update(raw)
@@ -161,14 +161,14 @@ def _verify_file(file: _Open, contents: list[tuple[TensorEntry, Slice]]) -> list
     problems = _verify_slices(file, contents, stored, total)
     if not problems and total.result() != file.entry.checksum:
         message = "the file is damaged outside of its tensors (its checksum does not hold)"
-        problems.append(Problem(file.path, "", message))
+        problems.append(Damage(file.path, "", message))
     return problems
 
 
-def _verify_raw(file: _Open, contents: list[tuple[TensorEntry, Slice]]) -> list[Problem]:
+def _verify_raw(file: _Open, contents: list[tuple[TensorEntry, Slice]]) -> list[Damage]:
     """Walk the extents of a linked file; those that are no slice lie between the tensors."""
     slices = {piece.begin: (tensor, piece) for tensor, piece in contents}
-    problems: list[Problem] = []
+    problems: list[Damage] = []
     for begin, (nbytes, expected) in file.entry.begins().items():
         found = file.scan(begin, nbytes)
         if found == expected:
@@ -178,25 +178,25 @@ def _verify_raw(file: _Open, contents: list[tuple[TensorEntry, Slice]]) -> list[
             problems.append(_damaged(file.path, f"{tensor.name} ({tensor.kind})", piece, found))
         else:
             message = f"bytes {begin} to {begin + nbytes}, outside of its tensors, are damaged"
-            problems.append(Problem(file.path, "", message))
+            problems.append(Damage(file.path, "", message))
     return problems
 
 
-def _damaged(path: Path, name: str, piece: Slice, found: str) -> Problem:
+def _damaged(path: Path, name: str, piece: Slice, found: str) -> Damage:
     message = f"elements {piece.offset} to {piece.offset + piece.length} are damaged"
-    return Problem(path, name, f"{message} (checksum {found}, expected {piece.checksum})")
+    return Damage(path, name, f"{message} (checksum {found}, expected {piece.checksum})")
 
 
 def _verify_slices(
-    file: _Open, contents: list[tuple[TensorEntry, Slice]], stored: dict[str, Entry], total: Checksummer
-) -> list[Problem]:
+    file: _Open, contents: list[tuple[TensorEntry, Slice]], stored: dict[str, HeaderEntry], total: Checksummer
+) -> list[Damage]:
     """Walk the file front to back, feeding `total`, and compare each slice on the way."""
     problems, placed = [], []
     for tensor, piece in contents:
         name = f"{tensor.name} ({tensor.kind})"
         place = stored.get(piece.key)
         if place is None or place.end - place.begin != piece.length * ITEMSIZE[tensor.dtype]:
-            problems.append(Problem(file.path, name, f"the file's header does not hold slice {piece.key!r}"))
+            problems.append(Damage(file.path, name, f"the file's header does not hold slice {piece.key!r}"))
         else:
             placed.append((place, name, piece))
     position = file.entry.header_nbytes

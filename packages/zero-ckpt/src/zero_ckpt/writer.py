@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from .checksum import Checksummer, checksum, is_checksum
 from .errors import CheckpointError
 from .manifest import FileEntry
-from .plan import Piece
+from .plan import PlannedSlice
 from .safetensors_file import encode_header
 from .types import ITEMSIZE, FileExtent, Interval, byte_view, numel
 
@@ -139,13 +139,13 @@ def slice_key(interval: Interval, offset: int) -> str:
     return f"{interval.kind}/{interval.name}@{offset}"
 
 
-def file_order(intervals: Sequence[Interval], pieces: Iterable[Piece]) -> list[Piece]:
+def file_order(intervals: Sequence[Interval], pieces: Iterable[PlannedSlice]) -> list[PlannedSlice]:
     """Pieces in the order of the file: wider dtypes come first, so every slice is aligned to its element size."""
     return sorted(pieces, key=lambda piece: -ITEMSIZE[intervals[piece.index].dtype])
 
 
 def write_rank_file(
-    path: Path, intervals: Sequence[Interval], pieces: Iterable[Piece], open_sink: OpenSink
+    path: Path, intervals: Sequence[Interval], pieces: Iterable[PlannedSlice], open_sink: OpenSink
 ) -> tuple[FileEntry, list[WrittenSlice]]:
     """Write the given pieces of `intervals` to a new safetensors file and wait until it is on disk.
 
@@ -163,7 +163,7 @@ def write_rank_file(
     try:
         total.update(header)
         sink.write(memoryview(header))
-        source = _Source(intervals, sink)
+        source = _IntervalBytes(intervals, sink)
         for piece in ordered:
             data = source.bytes_of(piece)
             written.append(
@@ -193,7 +193,7 @@ def _named(error: OSError, path: Path) -> OSError:
     return type(error)(error.errno, error.strerror, str(path)) if error.filename is None else error
 
 
-class _Source:
+class _IntervalBytes:
     """The bytes of pieces, asking each interval that is a function for its buffer once, in order."""
 
     def __init__(self, intervals: Sequence[Interval], sink: FileSink) -> None:
@@ -201,7 +201,7 @@ class _Source:
         self._index = -1
         self._view = memoryview(b"")
 
-    def bytes_of(self, piece: Piece) -> memoryview:
+    def bytes_of(self, piece: PlannedSlice) -> memoryview:
         interval = self._intervals[piece.index]
         itemsize = ITEMSIZE[interval.dtype]
         if piece.index != self._index:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .channels import EngineGroups, open_group
 from .control import Control, Message
-from .discovery import Place, discover
+from .discovery import RankEnvironment, discover
 from .errors import CommError, DesyncError, PeerError
 from .feedback import FeedbackAverage
 from .group import Group
@@ -20,7 +20,7 @@ from .setup import default_device, init
 from .slices import SliceSum, TreeSum, sum_slices
 from .starting import starting_together
 from .tag import Tag
-from .testing import RankFailure, run_ranks
+from .testing import RanksFailedError, run_ranks
 from .topology import Topology, node_name
 from .work import Work
 
@@ -37,10 +37,10 @@ __all__ = [
     "Mesh",
     "Message",
     "PeerError",
-    "Place",
     "QuantizedGather",
     "QuantizedReduce",
-    "RankFailure",
+    "RankEnvironment",
+    "RanksFailedError",
     "Reduction",
     "ReplicatedReduce",
     "SliceSum",

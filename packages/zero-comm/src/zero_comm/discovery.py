@@ -12,8 +12,8 @@ _PORTS = (20000, 10000)  # first port and number of ports for jobs whose starter
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among the ranks of its job, and where rank 0 can be reached.
+class RankEnvironment:
+    """The rank and the sizes that the environment gives this process, and where rank 0 can be reached.
 
     ``source`` names the kind of starter: `torchrun`, `Open MPI`, `PMI`, `Slurm`, `Kubernetes`. ``port`` is a TCP port
     on ``address``.
@@ -28,8 +28,8 @@ class Place:
     port: int
 
 
-def discover(environ: Mapping[str, str] | None = None) -> Place | None:
-    """Read the place from ``environ`` (this process's by default); None when nothing says that there are ranks.
+def discover(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
+    """Read the rank from ``environ`` (this process's by default); None when nothing says that there are ranks.
 
     In this order: RANK and WORLD_SIZE (torchrun, zero-launch, Kubernetes' training operator); Open MPI's mpirun; PMI
     (MPICH, Intel MPI); Slurm's srun with one task per rank; a Kubernetes indexed Job with WORLD_SIZE. MASTER_ADDR and
@@ -50,7 +50,7 @@ def local_rank() -> int:
     return 0 if place is None else place.local_rank
 
 
-def _torchrun(env: Mapping[str, str]) -> Place | None:
+def _torchrun(env: Mapping[str, str]) -> RankEnvironment | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -59,10 +59,10 @@ def _torchrun(env: Mapping[str, str]) -> Place | None:
     if world_size > 1 and "MASTER_ADDR" not in env:
         raise ValueError(f"RANK={rank} and WORLD_SIZE={world_size} are set, but not MASTER_ADDR: name rank 0's host")
     address, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "29500"))
-    return Place("torchrun", rank, world_size, local, locals_, address, port)
+    return RankEnvironment("torchrun", rank, world_size, local, locals_, address, port)
 
 
-def _open_mpi(env: Mapping[str, str]) -> Place | None:
+def _open_mpi(env: Mapping[str, str]) -> RankEnvironment | None:
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("OMPI_MCA_orte_ess_jobid", "")
@@ -71,7 +71,7 @@ def _open_mpi(env: Mapping[str, str]) -> Place | None:
     return _place(env, "Open MPI", (rank, world_size, local, locals_), job, "mpirun -x MASTER_ADDR=<host of rank 0>")
 
 
-def _pmi(env: Mapping[str, str]) -> Place | None:
+def _pmi(env: Mapping[str, str]) -> RankEnvironment | None:
     if "PMI_RANK" not in env or "PMI_SIZE" not in env or "SLURM_PROCID" in env:
         return None
     rank, world_size = int(env["PMI_RANK"]), int(env["PMI_SIZE"])
@@ -80,7 +80,7 @@ def _pmi(env: Mapping[str, str]) -> Place | None:
     return _place(env, "PMI", (rank, world_size, local, locals_), job, "mpiexec -genv MASTER_ADDR <host of rank 0>")
 
 
-def _slurm(env: Mapping[str, str]) -> Place | None:
+def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
     # SLURM_STEP_ID is only there inside srun: a batch script's own shell is no rank.
     if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env:
         return None
@@ -92,17 +92,19 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
     address = env.get("MASTER_ADDR") or (hosts[0] if len(hosts) > 1 else "127.0.0.1")
     step = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
     port = int(env["MASTER_PORT"]) if "MASTER_PORT" in env else _port(step)
-    return Place("Slurm", rank, world_size, int(env.get("SLURM_LOCALID", "0")), locals_, address, port)
+    return RankEnvironment("Slurm", rank, world_size, int(env.get("SLURM_LOCALID", "0")), locals_, address, port)
 
 
-def _indexed_job(env: Mapping[str, str]) -> Place | None:
+def _indexed_job(env: Mapping[str, str]) -> RankEnvironment | None:
     if "JOB_COMPLETION_INDEX" not in env or "WORLD_SIZE" not in env:
         return None
     place = (int(env["JOB_COMPLETION_INDEX"]), int(env["WORLD_SIZE"]), 0, 1)
     return _place(env, "Kubernetes", place, "", "MASTER_ADDR, the name of the pod with index 0, in the Job's template")
 
 
-def _place(env: Mapping[str, str], source: str, numbers: tuple[int, int, int, int], job: str, hint: str) -> Place:
+def _place(
+    env: Mapping[str, str], source: str, numbers: tuple[int, int, int, int], job: str, hint: str
+) -> RankEnvironment:
     rank, world_size, local, locals_ = numbers
     address = env.get("MASTER_ADDR")
     if address is None:
@@ -112,7 +114,7 @@ def _place(env: Mapping[str, str], source: str, numbers: tuple[int, int, int, in
             )
         address = "127.0.0.1"
     port = int(env["MASTER_PORT"]) if "MASTER_PORT" in env else _port(job)
-    return Place(source, rank, world_size, local, locals_, address, port)
+    return RankEnvironment(source, rank, world_size, local, locals_, address, port)
 
 
 def _port(job: str) -> int:

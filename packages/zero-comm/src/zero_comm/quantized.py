@@ -76,7 +76,7 @@ class QuantizedReduce:
         self._codec = codec
         self.rank = across.rank * inside.world_size + inside.rank
         self.world_size = inside.world_size * across.world_size
-        self._open: deque[_Reduction] = deque()
+        self._open: deque[_QuantizedReduction] = deque()
 
     def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Average the ranks' ``flat`` (1-D, floating, N*s elements) into the owners' ``out`` (s elements).
@@ -96,7 +96,7 @@ class QuantizedReduce:
             )
         if size == 0:
             return Work(tag)
-        reduction = _Reduction(self._inside, self._across, self._codec, flat, out, tag, accumulate)
+        reduction = _QuantizedReduction(self._inside, self._across, self._codec, flat, out, tag, accumulate)
         self._open.append(reduction)
 
         def finish() -> None:
@@ -105,7 +105,7 @@ class QuantizedReduce:
 
         return Work(tag, buffers=(flat, out), finish=finish, advance=lambda: self._advance(reduction))
 
-    def _advance(self, until: _Reduction) -> None:
+    def _advance(self, until: _QuantizedReduction) -> None:
         """Take the open reductions to their second hop, in order, up to ``until``."""
         while until in self._open:
             self._open[0].start_across()
@@ -148,7 +148,7 @@ class _Hop:
         return sums
 
 
-class _Reduction:
+class _QuantizedReduction:
     """One reduction on its way: inside the node, then `start_across`, then `finish`."""
 
     def __init__(

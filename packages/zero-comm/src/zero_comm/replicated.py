@@ -52,7 +52,7 @@ class ReplicatedReduce:
         self._rounds = rounds
         self.rank = shard.rank
         self.world_size = shard.world_size
-        self._open: deque[_Reduction] = deque()
+        self._open: deque[_ReplicatedReduction] = deque()
 
     def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Average ``flat`` (S*s elements) of all S*R ranks into ``out`` (s elements) of its R owners.
@@ -64,7 +64,7 @@ class ReplicatedReduce:
         copies = self._across.world_size
         partial = out.new_zeros(-(-out.numel() // copies) * copies)
         first = self._shard.reduce(flat, partial[: out.numel()], tag)
-        reduction = _Reduction(first, partial, flat.dtype if self._rounds else out.dtype, tag)
+        reduction = _ReplicatedReduction(first, partial, flat.dtype if self._rounds else out.dtype, tag)
         self._open.append(reduction)
 
         def finish() -> None:
@@ -78,12 +78,12 @@ class ReplicatedReduce:
 
         return Work(tag, buffers=(flat, out), finish=finish, advance=lambda: self._advance(reduction))
 
-    def _advance(self, until: _Reduction) -> None:
+    def _advance(self, until: _ReplicatedReduction) -> None:
         """Take the open reductions to their last hop, in order, up to ``until``."""
         while until in self._open:
             self._cross(self._open.popleft())
 
-    def _cross(self, reduction: _Reduction) -> None:
+    def _cross(self, reduction: _ReplicatedReduction) -> None:
         """Average the copies' slices, each rank a part of them, and start to send the parts back."""
         reduction.last.wait()
         part = reduction.buffer.new_empty(reduction.buffer.numel() // self._across.world_size)
@@ -92,7 +92,7 @@ class ReplicatedReduce:
         reduction.last = self._back.all_gather(whole, part.to(reduction.wire), reduction.tag)
 
 
-class _Reduction:
+class _ReplicatedReduction:
     """One on its way: ``last`` is the hop under way, which fills ``buffer``; it goes to other copies in ``wire``."""
 
     def __init__(self, first: Work, buffer: torch.Tensor, wire: torch.dtype, tag: Tag) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 
-class RankFailure(RuntimeError):
+class RanksFailedError(RuntimeError):
     """One or more ranks raised; the message holds every rank's traceback, `failures` maps rank to its exception
     text."""
 
@@ -73,7 +73,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     by rank.
 
     ``fn`` and ``args`` must be picklable (a function at module level). Workers run torch with one thread and are
-    reused. Raises `RankFailure` with every rank's traceback when one raises; TimeoutError after ``timeout`` seconds.
+    reused. Raises `RanksFailedError` with every rank's traceback when one raises, TimeoutError after ``timeout``
+    seconds.
     """
     pool = _pool()
     workers = pool.take(world_size)
@@ -100,7 +101,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             (results if ok else failures)[rank] = value
     if failures:
         pool.close()
-        raise RankFailure(failures)
+        raise RanksFailedError(failures)
     return [results[rank] for rank in range(world_size)]
 
 

@@ -29,8 +29,8 @@ _PEERS_PER_TICK = 32  # bounds the load on the store, which matters only while r
 
 
 @dataclass(frozen=True)
-class Report:
-    """Where one rank is. ``beat``: counts its reports. ``waits``: the message it waits with for the others, else empty.
+class Heartbeat:
+    """Says where one rank is. ``beat``: counts its heartbeats. ``waits``: the message it waits with, else empty.
     ``where``: what its main thread does outside this package. ``stuck``: that is a wait for other ranks. ``last``: its
     last call that all ranks took part in. ``micro_batches``: how many it has counted."""
 
@@ -49,7 +49,7 @@ class Report:
 class Watch:
     """Looks into ``store`` twice a second, and does nothing else while no rank has waited for a second.
 
-    [Note: the watch] A rank that waits longer asks for `Report`s. The ranks answer from this thread, so a slow one
+    [Note: the watch] A rank that waits longer asks for `Heartbeat`s. The ranks answer from this thread, so a slow one
     that computes answers and is left alone. ``give_up(reason)`` is called, from this thread, where waiting has no end:
     by a rank that failed, was caught, and makes no further call while others wait (or stays in the ``except`` block
     of a backward pass that failed before the engine had a part in it); by one that waits outside the
@@ -78,7 +78,7 @@ class Watch:
         self._ended = threading.Event()
         self._beat = 0
         self._asked = self._named = False
-        self._seen: dict[int, tuple[Report | None, float]] = {}
+        self._seen: dict[int, tuple[Heartbeat | None, float]] = {}
         self._steady: dict[int, tuple[tuple[Any, ...], float]] = {}
         self._looked = 0.0
         self._handled: tuple[int, float] | None = None
@@ -144,7 +144,7 @@ class Watch:
         self._beat += 1
         waiting = self._watched.waiting
         place = CodePlace("", waits=False) if waiting is not None else place_of_main_thread()
-        report = Report(
+        report = Heartbeat(
             self._beat,
             "" if waiting is None else str(waiting[0]),
             str(place),
@@ -157,7 +157,7 @@ class Watch:
     def _read(self, now: float) -> None:
         for rank in range(self._world_size):
             key = f"report {rank}"
-            report = Report(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+            report = Heartbeat(**json.loads(self._store.get(key))) if self._store.check([key]) else None
             before = self._seen.get(rank)
             if before is None or (report is not None and (before[0] is None or report.beat != before[0].beat)):
                 self._seen[rank] = report, now

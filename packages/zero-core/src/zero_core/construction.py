@@ -54,7 +54,7 @@ class Init:
     ``config``: as for `initialize`; without one, or below stage 3, the context does nothing. ``enabled``: false
     switches it off. ``mpu``: as for `initialize`. Initial values equal those that one process with the same seed
     draws. With ``offload_param`` on NVMe the shards wait in files of ``nvme_path``, so that the model need not fit in
-    all ranks' memory either. See `zero_partition.Init`. Collective.
+    all ranks' memory either. Named as `zero_partition.Init`, which it makes from the configuration. Collective.
     """
 
     def __init__(

@@ -21,9 +21,9 @@ from zero_offload import (
     MissingExtraError,
     NvmeStore,
     OffloadedUpdate,
-    Placement,
     Sealed,
     ShardPlan,
+    TierOptions,
     Trace,
     offload_activations,
 )
@@ -119,11 +119,11 @@ class Offloading:
         section = self._config.zero_optimization.offload_optimizer
         in_host = self._device.type == "cpu" or self._config.zero_optimization.offload_param.device != "none"
         plans = list(_plans(shards, groups, in_host))
-        placement = self._placement("nvme" if section.device == "nvme" else "host")
+        tier_options = self._tier_options("nvme" if section.device == "nvme" else "host")
         common: dict[str, Any] = {"device": self._device, "budget": self._budget, "trace": self.trace}
         if self._config.offload.delayed_update:
             self.update = DelayedUpdate(
-                plans, type(optimizer), lambda: optimizer.param_groups, residency, placement, **common
+                plans, type(optimizer), lambda: optimizer.param_groups, residency, tier_options, **common
             )
         else:
             self.update = OffloadedUpdate(
@@ -131,16 +131,16 @@ class Offloading:
                 type(optimizer),
                 lambda: optimizer.param_groups,
                 residency,
-                placement,
+                tier_options,
                 gradients="nvme" if section.device == "nvme" else "host",
                 **common,
             )
         return self.update
 
-    def _placement(self, tier: Literal["host", "nvme"]) -> Placement:
+    def _tier_options(self, tier: Literal["host", "nvme"]) -> TierOptions:
         section = self._config.zero_optimization.offload_optimizer
         explicit = section.model_fields_set
-        return Placement(
+        return TierOptions(
             tier=tier,
             path=section.nvme_path if tier == "nvme" else None,
             sub_group_size=max(4096, min(self._config.zero_optimization.sub_group_size, 1 << 23)),

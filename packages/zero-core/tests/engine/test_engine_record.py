@@ -25,7 +25,7 @@ from torch import nn
 
 import zero_core
 from zero_comm import run_ranks
-from zero_report import Kind, read_run, write_report
+from zero_report import SpanKind, read_run, write_report
 from zero_report.analysis.analyse import analyse
 from zero_report.page.data import page_data
 
@@ -135,20 +135,20 @@ def test_each_unit_computes_in_every_pass_inside_its_phase(tmp_path: Path, stage
         assert block is not None
         found: dict[tuple[str, int], int] = {}
         for span in block.spans:
-            if span.kind == Kind.COMPUTE:
+            if span.kind == SpanKind.COMPUTE:
                 around = [
                     phase.kind
                     for phase in block.spans
-                    if phase.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+                    if phase.kind in (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.UPDATE)
                     and phase.begin - 2 <= span.begin
                     and span.end <= phase.end + 2
                 ]
                 assert len(around) == 1, span
                 found[span.name, around[0]] = found.get((span.name, around[0]), 0) + 1
         for name in names:
-            assert found[name, Kind.FORWARD] >= passes
-            assert found[name, Kind.BACKWARD] == (passes if stage >= 2 else 1)
-        assert any(kind == Kind.UPDATE for _, kind in found) == offloaded
+            assert found[name, SpanKind.FORWARD] >= passes
+            assert found[name, SpanKind.BACKWARD] == (passes if stage >= 2 else 1)
+        assert any(kind == SpanKind.UPDATE for _, kind in found) == offloaded
 
 
 def test_memory_of_a_step_grows_by_activations_and_falls(alone: None, tmp_path: Path) -> None:

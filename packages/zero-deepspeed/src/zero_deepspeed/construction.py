@@ -31,7 +31,8 @@ _ACTIVE: ContextVar[tuple[Init, ...]] = ContextVar("zero_deepspeed_init", defaul
 
 
 class Init:
-    """Context manager: modules built inside are sharded over the ranks (see `zero_core.Init`). Collective.
+    """Context manager: modules built inside are sharded over the ranks (see `zero_core.Init`). Named as DeepSpeed's.
+    Collective.
 
     ``module``: a model that is there already is sharded at once. ``config_dict_or_path`` (or ``config``): values that
     frameworks have left "auto" are tolerated; ``mpu``: as for `initialize`. Initial values are those that one process

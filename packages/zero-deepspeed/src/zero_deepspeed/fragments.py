@@ -71,39 +71,39 @@ def safe_update_full_grad_vectorized(
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """A copy of this rank's part in the optimizer's precision, 1-D; empty when this rank has none."""
-    return _local(param, lambda place: place.master())
+    return _local(param, lambda fragment: fragment.master())
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """A copy of this rank's part of the averaged gradient, 1-D; None when there is no gradient yet."""
-    return _local(param, lambda place: place.gradient())
+    return _local(param, lambda fragment: fragment.gradient())
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A copy of this rank's part of an optimizer state, 1-D; None when it has none yet."""
-    return _local(param, lambda place: place.state(optim_state_key))
+    return _local(param, lambda fragment: fragment.state(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's part of the parameter, its master included."""
-    for place in _places(param):
-        place.set_master(value)
+    for fragment in _local_fragments(param):
+        fragment.set_master(value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's part of the averaged gradient until the next step."""
-    for place in _places(param):
-        place.set_gradient(value)
+    for fragment in _local_fragments(param):
+        fragment.set_gradient(value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Replace this rank's part of an optimizer state."""
-    for place in _places(param):
-        place.set_state(optim_state_key, value)
+    for fragment in _local_fragments(param):
+        fragment.set_state(optim_state_key, value)
 
 
-class _Place:
-    """This rank's part of one parameter."""
+class _LocalFragment:
+    """This rank's fragment of one parameter, of its gradient and of its states."""
 
     def __init__(self, partition: Partition, unit: Unit, fragment: Fragment) -> None:
         self._partition, self._unit, self._fragment = partition, unit, fragment
@@ -191,7 +191,7 @@ class _Place:
         return value.detach().flatten()
 
 
-def _places(param: nn.Parameter) -> Iterator[_Place]:
+def _local_fragments(param: nn.Parameter) -> Iterator[_LocalFragment]:
     owner = _owner(param)
     if owner.options.stage < 3:
         raise UsageError("the safe_*_local_* functions are for parameters that stage 3 has partitioned")
@@ -202,12 +202,12 @@ def _places(param: nn.Parameter) -> Iterator[_Place]:
     entry = unit.layout.entries[index]
     for fragment in unit.layout.fragments(owner.rank):
         if fragment.entry is entry:
-            yield _Place(owner, unit, fragment)
+            yield _LocalFragment(owner, unit, fragment)
 
 
-def _local(param: nn.Parameter, read: Callable[[_Place], torch.Tensor | None]) -> torch.Tensor | None:
-    for place in _places(param):
-        return read(place)
+def _local(param: nn.Parameter, read: Callable[[_LocalFragment], torch.Tensor | None]) -> torch.Tensor | None:
+    for fragment in _local_fragments(param):
+        return read(fragment)
     return param.new_empty(0)
 
 

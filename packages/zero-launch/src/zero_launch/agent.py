@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from zero_launch.desync import Record, Watcher, abandoned, explain
+from zero_launch.desync import FlightRecord, Watcher, abandoned, explain
 from zero_launch.orders import END, Orders
 from zero_launch.presence import HostPresence, Presence
 from zero_launch.processes import REQUEUE_VARIABLE, end_job, exit_status, kill_heedless, wait_for_helpers
@@ -118,8 +118,8 @@ class RankFiles(LogsSpecs):
 
 
 @dataclass
-class RankRecord:
-    """What is known of one rank: its exit status while it is a zombie, and when it was last seen alive (epoch)."""
+class RankStatus:
+    """The last known state of one rank: its exit status while it is a zombie, when it was last seen alive (epoch)."""
 
     rank: int
     pid: int
@@ -175,7 +175,7 @@ class Agent(LocalElasticAgent):
         self._quiet = quiet
         self._ignored = [s for s in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(s) is signal.SIG_IGN]
         self._streamer = Streamer()
-        self._records: list[RankRecord] = []
+        self._records: list[RankStatus] = []
         self._started_at = time.time()
         self._stopping = False
         self._watcher = Watcher({})
@@ -212,7 +212,7 @@ class Agent(LocalElasticAgent):
             signal.signal(sig, signal.SIG_IGN)
         folders = {worker.global_rank: self._files.ranks[worker.local_rank] for worker in worker_group.workers}
         self._records = [
-            RankRecord(
+            RankStatus(
                 *(worker.global_rank, ids[worker.local_rank], folders[worker.global_rank], time.time()),
                 status_of=self._status_of,
             )
@@ -347,7 +347,7 @@ class Agent(LocalElasticAgent):
         """Say at once why ranks that still run are ended; the error will say it again."""
         print(f"zero-launch: {why}", file=sys.stderr, flush=True)
 
-    def _explain(self, records: Mapping[int, Record], *, stalled: bool) -> str | None:
+    def _explain(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
         """Why the ranks cannot go on, as far as this host's ranks tell."""
         return explain(records, stalled=stalled and len(records) == self._world_size)
 
@@ -449,7 +449,7 @@ class Agent(LocalElasticAgent):
         return fates
 
     @property
-    def flight(self) -> Mapping[int, Record]:
+    def flight(self) -> Mapping[int, FlightRecord]:
         """What the flight recorders of the ranks held when last looked at, by rank."""
         return self._watcher.records
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from zero_launch.addresses import Addresses
-from zero_launch.desync import Record, difference, explain
+from zero_launch.desync import FlightRecord, difference, explain
 from zero_launch.facts import versions
 from zero_launch.messages import Message
 from zero_launch.outcome import failures_in_order, notes
@@ -390,7 +390,7 @@ class Cluster:
 
     def _on_stalled(self, peer: Peer, message: Message) -> None:
         peer.stalled = message["stalled"]
-        peer.records = {int(rank): Record.from_json(data) for rank, data in message["records"].items()}
+        peer.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
         records = {rank: record for other in self._there() for rank, record in other.records.items()}
         if all(other.stalled for other in self._there()):
             self._divergence = explain(records, stalled=len(records) == self._world_size)
@@ -421,7 +421,7 @@ class Cluster:
             peer.failures = []  # it has said them before
         peer.failures += message["failures"]
         peer.fates, peer.notes, peer.folder = message["fates"], message["notes"], message.get("folder", "")
-        peer.records = {int(rank): Record.from_json(data) for rank, data in message["records"].items()}
+        peer.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
         self._divergence = self._divergence or message.get("divergence")
         self._left = self._left or message.get("left") is not None
         peer.state = "ended"

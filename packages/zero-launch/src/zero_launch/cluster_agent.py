@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from zero_launch.agent import Agent, RankFiles
 from zero_launch.channel import Channel, ChannelSink
 from zero_launch.cores import bindings
-from zero_launch.desync import Record
+from zero_launch.desync import FlightRecord
 from zero_launch.guard import Guard
 from zero_launch.job import core_variables, job_environment, standbys_of, worker_group_spec
 from zero_launch.meeting import Meeting
@@ -182,7 +182,7 @@ class ClusterAgent(Agent):
     def _announce(self, why: str) -> None:
         """The launcher hears it with the failure, and says it."""
 
-    def _explain(self, records: Mapping[int, Record], *, stalled: bool) -> str | None:
+    def _explain(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
         if stalled or self._said_stalled:
             data = {str(rank): record.to_json() for rank, record in records.items()}
             self.channel.send("stalled", stalled=stalled, records=data)

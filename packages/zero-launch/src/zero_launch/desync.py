@@ -23,7 +23,7 @@ _RECENT = 256
 
 
 @dataclass(frozen=True)
-class Entry:
+class RecordedCollective:
     """One collective of one rank."""
 
     number: int
@@ -37,7 +37,7 @@ class Entry:
 
     @property
     def what(self) -> tuple[str, str, int]:
-        """What must be the same on every rank."""
+        """Phase, name and bytes, which must be the same on every rank."""
         return self.phase, self.name, self.same_bytes
 
     def __str__(self) -> str:
@@ -47,16 +47,17 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a ring says: the newest entries in order, how many began and finished, and the one waited for (0: none)."""
+class FlightRecord:
+    """The content of a rank's flight recorder: the newest entries in order, how many began and finished, and the one
+    waited for (0: none)."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[RecordedCollective, ...]
     started: int
     finished: int
     waiting: int
 
     @property
-    def awaited(self) -> Entry | None:
+    def awaited(self) -> RecordedCollective | None:
         """The collective in which the rank waits."""
         return next((entry for entry in self.entries if entry.number == self.waiting), None)
 
@@ -66,12 +67,12 @@ class Record:
         return {"entries": rows, "started": self.started, "finished": self.finished, "waiting": self.waiting}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Record:
-        entries = tuple(Entry(*row) for row in data["entries"])
+    def from_json(cls, data: Mapping[str, Any]) -> FlightRecord:
+        entries = tuple(RecordedCollective(*row) for row in data["entries"])
         return cls(entries, data["started"], data["finished"], data["waiting"])
 
 
-def read_ring(path: Path) -> Record | None:
+def read_ring(path: Path) -> FlightRecord | None:
     """The record of one rank; None when it has none, because it does not use zero-comm or has not begun to."""
     try:
         data = path.read_bytes()
@@ -86,11 +87,11 @@ def read_ring(path: Path) -> Record | None:
         if row[0] == number:  # else it is being written over
             sequence, step, same_bytes, _, *texts = row[1:]
             group, phase, name, site = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-            entries.append(Entry(number, sequence, step, same_bytes, group, phase, name, site))
-    return Record(tuple(entries), started, finished, waiting)
+            entries.append(RecordedCollective(number, sequence, step, same_bytes, group, phase, name, site))
+    return FlightRecord(tuple(entries), started, finished, waiting)
 
 
-def difference(records: Mapping[int, Record]) -> str | None:
+def difference(records: Mapping[int, FlightRecord]) -> str | None:
     """The first entry in which ranks that made it differ, per rank; None when all that both have is the same."""
     tables = {rank: {(e.group, e.sequence): e for e in record.entries} for rank, record in records.items()}
     shared = [key for key in set().union(*tables.values()) if sum(key in table for table in tables.values()) > 1]
@@ -106,7 +107,7 @@ def difference(records: Mapping[int, Record]) -> str | None:
     return f"the ranks ask for different things in collective {sequence} of the same group:\n{_listing(found)}"
 
 
-def deadlocked(records: Mapping[int, Record]) -> bool:
+def deadlocked(records: Mapping[int, FlightRecord]) -> bool:
     """Return whether ranks that all wait will wait for ever: each for what some rank of its group did not ask for.
 
     A collective that all have asked for may be a long transfer, and whoever waits for it will go on. A group's ranks
@@ -123,7 +124,7 @@ def deadlocked(records: Mapping[int, Record]) -> bool:
     return True
 
 
-def stall(records: Mapping[int, Record]) -> str:
+def stall(records: Mapping[int, FlightRecord]) -> str:
     """What every rank waits for, for ranks that all wait and do not differ in what they both have."""
     awaited = {rank: record.awaited for rank, record in records.items()}
     lines = ["every rank waits for another, and none of them gets any further:"]
@@ -137,7 +138,7 @@ def stall(records: Mapping[int, Record]) -> str:
     return "\n".join(lines)
 
 
-def abandoned(records: Mapping[int, Record], ended: Collection[int]) -> str | None:
+def abandoned(records: Mapping[int, FlightRecord], ended: Collection[int]) -> str | None:
     """Who waits for ranks that have ended with status 0 without asking for the same; None when nobody does.
 
     Ranks of a group are those that have used it.
@@ -158,11 +159,11 @@ def abandoned(records: Mapping[int, Record], ended: Collection[int]) -> str | No
     return "\n".join([f"{ranks_text(sorted(left))} ended with exit status 0 while others wait for it:", *lines])
 
 
-def _asked_for(entry: Entry, record: Record) -> bool:
+def _asked_for(entry: RecordedCollective, record: FlightRecord) -> bool:
     return any(other.group == entry.group and other.sequence >= entry.sequence for other in record.entries)
 
 
-def _listing(found: Mapping[int, Entry]) -> str:
+def _listing(found: Mapping[int, RecordedCollective]) -> str:
     alike: dict[str, list[int]] = {}
     for rank, entry in sorted(found.items()):
         alike.setdefault(str(entry), []).append(rank)
@@ -181,7 +182,7 @@ class Watcher:
         self._looked_at = 0.0
         self._progress: dict[int, tuple[int, int]] = {}
         self._moved_at = time.monotonic()
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, FlightRecord] = {}
         """What was seen when last looked at."""
 
     def look(self) -> bool:
@@ -213,7 +214,7 @@ class Watcher:
         return all_wait and time.monotonic() - self._moved_at > STALL_SECONDS
 
 
-def explain(records: Mapping[int, Record], *, stalled: bool) -> str | None:
+def explain(records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
     """Why these ranks will not finish, or None while they may."""
     if len(records) < 2:
         return None

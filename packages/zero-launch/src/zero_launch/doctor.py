@@ -25,8 +25,8 @@ _LITTLE_MEMLOCK = 4 << 20
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one host said (``facts``), or why it said nothing (``trouble``). ``skew`` is in seconds."""
+class HostReport:
+    """One host's answer (``facts``), or why there is none (``trouble``). ``skew`` is in seconds."""
 
     host: str
     facts: Mapping[str, Any] | None = None
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     if options.swap:
         return leftovers(options.swap, options.remove)
     if options.local or options.hostfile is None:
-        reports = [Report("this machine", examination(str(Path.cwd())))]
+        reports = [HostReport("this machine", examination(str(Path.cwd())))]
     else:
         hosts = Hostfile.read(options.hostfile).select(include=options.include, exclude=options.exclude)
         transport = Transport(options.launcher, tuple(shlex.split(options.launcher_args)), options.ssh_port)
@@ -88,7 +88,7 @@ def leftovers(folders: Sequence[str], remove: bool) -> int:
     return 1 if lines and not remove else 0
 
 
-def examine(hosts: Hostfile, transport: Transport) -> list[Report]:
+def examine(hosts: Hostfile, transport: Transport) -> list[HostReport]:
     """Ask every host at the same time, and see which of them have this working directory in common."""
     inbox: Inbox = queue.SimpleQueue()
     peers = {name: Peer(name, slots) for name, slots in hosts.hosts.items()}
@@ -99,7 +99,7 @@ def examine(hosts: Hostfile, transport: Transport) -> list[Report]:
         file.touch()
     except OSError:
         mark = None  # not writable here: whether it is shared stays open
-    reports: dict[str, Report] = {}
+    reports: dict[str, HostReport] = {}
     try:
         for peer in peers.values():
             call(peer, transport, inbox, listener)
@@ -117,11 +117,11 @@ def examine(hosts: Hostfile, transport: Transport) -> list[Report]:
             listener.close()
         if mark is not None:
             mark.unlink(missing_ok=True)
-    return [reports.get(name, Report(name, trouble=f"no answer within {_ANSWER_SECONDS:.0f} s")) for name in peers]
+    return [reports.get(name, HostReport(name, trouble=f"no answer within {_ANSWER_SECONDS:.0f} s")) for name in peers]
 
 
 def _take(
-    peer: Peer, message: Mapping[str, Any], transport: Transport, mark: Path | None, reports: dict[str, Report]
+    peer: Peer, message: Mapping[str, Any], transport: Transport, mark: Path | None, reports: dict[str, HostReport]
 ) -> None:
     if peer.name in reports:
         return
@@ -129,14 +129,14 @@ def _take(
         peer.send("examine", mark=None if mark is None else str(mark))
     elif message["kind"] == "examination":
         offset = 0.0 if peer.channel is None else peer.channel.clock_offset
-        reports[peer.name] = Report(peer.name, message["facts"], skew=offset, shared_folder=message["sees_mark"])
+        reports[peer.name] = HostReport(peer.name, message["facts"], skew=offset, shared_folder=message["sees_mark"])
     elif message["kind"] == "eof":
         status = None if peer.process is None else peer.process.wait()
         why = message["why"] if status is None else transport.explain(status)
-        reports[peer.name] = Report(peer.name, trouble="; ".join([why, *list(peer.errors)[-2:]]))
+        reports[peer.name] = HostReport(peer.name, trouble="; ".join([why, *list(peer.errors)[-2:]]))
 
 
-def diagnose(reports: Sequence[Report]) -> tuple[list[str], list[str]]:
+def diagnose(reports: Sequence[HostReport]) -> tuple[list[str], list[str]]:
     """What stops a job, and what is only worth knowing."""
     problems = [f"{r.host}: {r.trouble}" for r in reports if r.facts is None]
     remarks = []
@@ -164,7 +164,7 @@ def diagnose(reports: Sequence[Report]) -> tuple[list[str], list[str]]:
     return problems, remarks
 
 
-def _print(reports: Sequence[Report], problems: Sequence[str], remarks: Sequence[str]) -> None:
+def _print(reports: Sequence[HostReport], problems: Sequence[str], remarks: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 

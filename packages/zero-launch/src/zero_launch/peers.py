@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, BinaryIO
 
 from zero_launch.channel import Channel
-from zero_launch.desync import Record
+from zero_launch.desync import FlightRecord
 from zero_launch.handshake import Refused, welcome
 from zero_launch.messages import FROM_HOST, Message
 from zero_launch.sockets import listen
@@ -49,7 +49,7 @@ class Peer:
     failures: list[Message] = field(default_factory=list)
     fates: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    records: dict[int, Record] = field(default_factory=dict)
+    records: dict[int, FlightRecord] = field(default_factory=dict)
     divergence: str | None = None
     stalled: bool = False
     folder: str = ""

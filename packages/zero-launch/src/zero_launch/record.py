@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from zero_launch.desync import Record
+from zero_launch.desync import FlightRecord
 from zero_launch.report import LaunchError
 
 RECORD_VARIABLE = "ZERO_RUN_RECORD"
@@ -37,7 +37,7 @@ def record_failure(folder: str, error: LaunchError) -> str | None:
     return _record(folder, first, others, error.flight, interrupted=False)
 
 
-def record_interruption(environment: Mapping[str, str], why: str, flight: Mapping[int, Record]) -> str | None:
+def record_interruption(environment: Mapping[str, str], why: str, flight: Mapping[int, FlightRecord]) -> str | None:
     """As `record_failure`, for a job that a signal ended, and that records where ``environment`` says so.
 
     ``flight``: what the flight recorders of the ranks held, by rank.
@@ -47,7 +47,7 @@ def record_interruption(environment: Mapping[str, str], why: str, flight: Mappin
 
 
 def _record(
-    folder: str, first: str, others: Sequence[str], flight: Mapping[int, Record], *, interrupted: bool
+    folder: str, first: str, others: Sequence[str], flight: Mapping[int, FlightRecord], *, interrupted: bool
 ) -> str | None:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def _record(
     return made.stdout.strip() or None
 
 
-def _flight(rank: int, record: Record) -> dict[str, Any]:
+def _flight(rank: int, record: FlightRecord) -> dict[str, Any]:
     """Return the last collectives of one rank, the newest last, and the one in which it waits."""
     awaited = record.awaited
     return {

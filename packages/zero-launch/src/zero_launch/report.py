@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_launch.desync import Record
+from zero_launch.desync import FlightRecord
 
 _TAIL_LINES = 15
 _TAIL_BYTES = 16_384
@@ -77,7 +77,7 @@ class LaunchError(RuntimeError):
         notes: Sequence[str] = (),
         *,
         divergence: str | None = None,
-        flight: Mapping[int, Record] | None = None,
+        flight: Mapping[int, FlightRecord] | None = None,
         asked: bool = False,
     ) -> None:
         self.asked = asked

@@ -30,8 +30,8 @@ _PAUSE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What ranks have in common that can be forked from one process; ``imports`` as recorded."""
+class StandbyKind:
+    """Command, environment and recorded imports, which ranks that are forked from one standby have in common."""
 
     command: tuple[str, ...]
     env: tuple[tuple[str, str], ...]
@@ -71,7 +71,7 @@ class ForkedRank:
 class Standby:
     """One process that waits, and forks the ranks of one kind in each attempt."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: StandbyKind) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
@@ -269,11 +269,11 @@ class Standbys:
     def _record(self, local_rank: int) -> Path:
         return self._folder / f"imports{local_rank}.json"
 
-    def _kind(self, local_rank: int) -> Kind | None:
+    def _kind(self, local_rank: int) -> StandbyKind | None:
         """Return what a rank has in common with others; None while it has imported nothing that can be ahead."""
         imports = recorded(self._record(local_rank))
         env = {name: value for name, value in self._env(local_rank).items() if name != IMPORTS_VARIABLE}
-        kind = Kind(tuple(self.command(local_rank)), tuple(sorted(env.items())), imports)
+        kind = StandbyKind(tuple(self.command(local_rank)), tuple(sorted(env.items())), imports)
         return kind if imports else None
 
 

@@ -16,7 +16,7 @@ from ._request import Request
 from ._tensors import sync_folder
 from .errors import ChecksumError
 
-__all__ = ["Span", "copy_file", "copy_spans"]
+__all__ = ["CopyRange", "copy_file", "copy_spans"]
 
 PAGE = 4096
 CHUNK_BYTES = 16 << 20
@@ -44,7 +44,7 @@ def copy_file(
         nbytes = reading.size
         try:
             with engine.open(scratch, "rw") as writing:
-                sums = copy_spans(engine, [Span(reading, 0, writing, 0, nbytes)])
+                sums = copy_spans(engine, [CopyRange(reading, 0, writing, 0, nbytes)])
                 if sync:
                     engine.sync(writing)
                 if verify:
@@ -60,7 +60,7 @@ def copy_file(
     return nbytes
 
 
-class Span(NamedTuple):
+class CopyRange(NamedTuple):
     """`nbytes` at `offset` of one file that go to `target_offset` of another."""
 
     source: File
@@ -70,7 +70,7 @@ class Span(NamedTuple):
     nbytes: int
 
 
-def copy_spans(engine: Engine, spans: Sequence[Span], *, chunk_bytes: int = CHUNK_BYTES) -> list[str | None]:
+def copy_spans(engine: Engine, spans: Sequence[CopyRange], *, chunk_bytes: int = CHUNK_BYTES) -> list[str | None]:
     """Reads ahead while it writes, all through one ring of four buffers; returns the checksum of every chunk.
 
     Errors of the engine, EndOfFileError where a source is shorter than its span.
@@ -78,7 +78,7 @@ def copy_spans(engine: Engine, spans: Sequence[Span], *, chunk_bytes: int = CHUN
     chunks = deque(chunk for span in spans for chunk in _chunks(span, chunk_bytes))
     largest = max((chunk.offset % PAGE + chunk.nbytes for chunk in chunks), default=1)
     free = deque(memoryview(AlignedBuffer(largest)) for _ in range(CHUNKS))
-    reads: deque[tuple[Span, memoryview, memoryview, Request]] = deque()
+    reads: deque[tuple[CopyRange, memoryview, memoryview, Request]] = deque()
     writes: deque[tuple[memoryview, Request]] = deque()
     sums: list[str | None] = []
     while chunks or reads or writes:
@@ -99,12 +99,12 @@ def copy_spans(engine: Engine, spans: Sequence[Span], *, chunk_bytes: int = CHUN
     return sums
 
 
-def _chunks(span: Span, chunk_bytes: int) -> Iterator[Span]:
+def _chunks(span: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
     """The span, cut where the source has a multiple of `chunk_bytes`."""
     begin = span.offset
     while begin < span.offset + span.nbytes:
         end = min(span.offset + span.nbytes, (begin // chunk_bytes + 1) * chunk_bytes)
-        yield Span(span.source, begin, span.target, span.target_offset + begin - span.offset, end - begin)
+        yield CopyRange(span.source, begin, span.target, span.target_offset + begin - span.offset, end - begin)
         begin = end
 
 

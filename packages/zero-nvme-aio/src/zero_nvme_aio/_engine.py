@@ -37,7 +37,7 @@ _DIRECT: dict[Any, int] = {"auto": 0, False: 1, True: 2}
 
 
 class Engine:
-    """Moves bytes between memory and files on threads of its own; submitting only enqueues.
+    """Moves bytes between memory and files on threads of its own; submitting only enqueues. Named as fio's I/O engines.
 
     `backend`: "auto" (io_uring, else libaio, else threads; `probe()` says why), or one of "io_uring", "libaio",
     "threads", "null" by name. `queue_depth`: blocks in flight per progress thread (32). `block_bytes`: bytes per block,

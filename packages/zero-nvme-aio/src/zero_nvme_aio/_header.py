@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .errors import FormatError
 
-__all__ = ["Entry", "build", "parse"]
+__all__ = ["TensorInfo", "build", "parse"]
 
 PAGE = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -21,7 +21,7 @@ ITEM_BITS = {
 }  # fmt: skip
 
 
-class Entry(NamedTuple):
+class TensorInfo(NamedTuple):
     """One tensor of a file: dtype in safetensors' spelling, shape, and its bytes [begin, end) after the header."""
 
     name: str
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
         return self.end - self.begin
 
 
-def build(entries: Sequence[Entry], metadata: Mapping[str, str], reserve_bytes: int = 0) -> bytes:
+def build(entries: Sequence[TensorInfo], metadata: Mapping[str, str], reserve_bytes: int = 0) -> bytes:
     """Length field and JSON of a header, padded with spaces so that the data begins at a multiple of 4096 bytes.
 
     `reserve_bytes`: the least size, for a header that will be written again with more to say.
@@ -64,7 +64,7 @@ def header_length(path: str, prefix: bytes, file_bytes: int) -> int:
     return 8 + int(length)
 
 
-def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[Entry], dict[str, str]]:
+def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[TensorInfo], dict[str, str]]:
     """Entries in order of their place in the file, and the metadata.
 
     Raises FormatError for anything that the format does not allow: unknown dtypes, sizes that do not fit the shape,
@@ -105,7 +105,7 @@ def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _entry(path: str, name: str, value: Any) -> Entry:
+def _entry(path: str, name: str, value: Any) -> TensorInfo:
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         numbers_are_whole = len(shape) <= _MOST_DIMENSIONS and all(
@@ -129,4 +129,4 @@ def _entry(path: str, name: str, value: Any) -> Entry:
             expected=expected,
             got=end - begin,
         )
-    return Entry(name, dtype, shape, begin, end)
+    return TensorInfo(name, dtype, shape, begin, end)

@@ -12,7 +12,7 @@ from . import _buffers, _header
 from ._engine import Engine
 from ._file import File
 from ._frameworks import choose_framework, dtype_and_shape, view
-from ._header import Entry
+from ._header import TensorInfo
 from ._memory import AlignedBuffer
 from .errors import FormatError, InvalidBufferError
 
@@ -86,7 +86,7 @@ def load(
     return tensors
 
 
-def read_header(io: Engine, file: File) -> tuple[int, list[Entry], dict[str, str]]:
+def read_header(io: Engine, file: File) -> tuple[int, list[TensorInfo], dict[str, str]]:
     """Where the data begins (bytes), the entries in file order, and the metadata."""
     size = file.size
     first = bytearray(min(size, _header.PAGE))
@@ -118,7 +118,7 @@ def _engine(given: Engine | None) -> Iterator[Engine]:
         yield own
 
 
-def _layout(tensors: Mapping[str, Any]) -> tuple[list[Entry], list[Any]]:
+def _layout(tensors: Mapping[str, Any]) -> tuple[list[TensorInfo], list[Any]]:
     described = []
     for name, tensor in tensors.items():
         if not isinstance(name, str) or name == "__metadata__":
@@ -133,12 +133,12 @@ def _layout(tensors: Mapping[str, Any]) -> tuple[list[Entry], list[Any]]:
     entries, position = [], 0
     for name, dtype, shape, item in described:
         end = position + _buffers.nbytes_of(item)
-        entries.append(Entry(name, dtype, shape, position, end))
+        entries.append(TensorInfo(name, dtype, shape, position, end))
         position = end
     return entries, [item for *_, item in described]
 
 
-def _select(path: str, entries: list[Entry], names: Iterable[str] | None) -> list[Entry]:
+def _select(path: str, entries: list[TensorInfo], names: Iterable[str] | None) -> list[TensorInfo]:
     if names is None:
         return entries
     wanted = set(names)
@@ -149,7 +149,7 @@ def _select(path: str, entries: list[Entry], names: Iterable[str] | None) -> lis
     return chosen
 
 
-def _read_into(io: Engine, file: File, start: int, entries: list[Entry], out: Mapping[str, Any]) -> None:
+def _read_into(io: Engine, file: File, start: int, entries: list[TensorInfo], out: Mapping[str, Any]) -> None:
     requests = []
     for entry in entries:
         item = _buffers.describe(out[entry.name], True)
@@ -166,9 +166,9 @@ def _read_into(io: Engine, file: File, start: int, entries: list[Entry], out: Ma
         request.wait()
 
 
-def _read_fresh(io: Engine, file: File, start: int, entries: list[Entry], framework: str) -> dict[str, Any]:
+def _read_fresh(io: Engine, file: File, start: int, entries: list[TensorInfo], framework: str) -> dict[str, Any]:
     requests = []
-    pieces: dict[str, tuple[Entry, memoryview, bool]] = {}
+    pieces: dict[str, tuple[TensorInfo, memoryview, bool]] = {}
     for run in _runs(entries):
         begin, end = start + run[0].begin, start + run[-1].end
         # The memory is as far from a page as the file offset is, so that direct I/O needs no copy.
@@ -185,7 +185,7 @@ def _read_fresh(io: Engine, file: File, start: int, entries: list[Entry], framew
     return {name: _tensor(framework, *found) for name, found in pieces.items()}
 
 
-def _tensor(framework: str, entry: Entry, piece: memoryview, misplaced: bool) -> Any:
+def _tensor(framework: str, entry: TensorInfo, piece: memoryview, misplaced: bool) -> Any:
     if misplaced and framework != "memoryview":
         copy = memoryview(AlignedBuffer(len(piece)))
         copy[:] = piece
@@ -196,9 +196,9 @@ def _tensor(framework: str, entry: Entry, piece: memoryview, misplaced: bool) ->
         raise FormatError(f"tensor '{entry.name}' cannot be made of its bytes: {error}") from None
 
 
-def _runs(entries: list[Entry]) -> Iterator[list[Entry]]:
+def _runs(entries: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
     """Groups of entries that are adjacent in the file."""
-    run: list[Entry] = []
+    run: list[TensorInfo] = []
     for entry in entries:
         if run and entry.begin != run[-1].end:
             yield run

@@ -12,7 +12,7 @@ from .optimizer import OffloadedOptimizer
 from .parking import park, unpark
 from .sealed import Sealed
 from .trace import Trace
-from .update import DelayedUpdate, FragmentPlan, OffloadedUpdate, Placement, ShardPlan
+from .update import DelayedUpdate, FragmentPlan, OffloadedUpdate, ShardPlan, TierOptions
 
 __all__ = [
     "BudgetError",
@@ -25,12 +25,12 @@ __all__ = [
     "OffloadError",
     "OffloadedOptimizer",
     "OffloadedUpdate",
-    "Placement",
     "Sealed",
     "ShardCorruptError",
     "ShardError",
     "ShardPlan",
     "StoreFullError",
+    "TierOptions",
     "Trace",
     "offload_activations",
     "park",

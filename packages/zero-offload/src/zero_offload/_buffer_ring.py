@@ -14,13 +14,13 @@ from ._protocols import ExtentStore, Request
 from .errors import ShardError, StoreFullError
 from .trace import Trace
 
-__all__ = ["BufferRing", "Pack", "Part", "lay_out"]
+__all__ = ["BufferContent", "BufferRing", "BufferedExtent", "lay_out"]
 
 _PATIENCE = 8  # a hint is forgotten when every buffer was used this often without it
 
 
 @dataclass(frozen=True)
-class Part:
+class BufferedExtent:
     """``nbytes`` at ``extent_offset`` of the extent ``name``, kept at ``buffer_offset`` of a buffer."""
 
     name: str
@@ -30,25 +30,25 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Pack:
-    """UpdateParts that come and go together in one buffer of at least ``nbytes``."""
+class BufferContent:
+    """Extents that come and go together in one buffer of at least ``nbytes``."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[BufferedExtent, ...]
     nbytes: int
 
 
-def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> Pack:
+def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> BufferContent:
     """A pack of (extent name, offset, bytes) pieces, each as far from a page boundary in memory as in its extent, so
     that direct I/O needs no copy.
     """
-    parts: list[Part] = []
+    parts: list[BufferedExtent] = []
     position = 0
     for extent, offset, nbytes in pieces:
         shift = offset % PAGE
-        parts.append(Part(extent, offset, nbytes, position + shift))
+        parts.append(BufferedExtent(extent, offset, nbytes, position + shift))
         position += page_rounded(shift + nbytes)
-    return Pack(name, tuple(parts), position)
+    return BufferContent(name, tuple(parts), position)
 
 
 @dataclass
@@ -56,13 +56,13 @@ class _Slot:
     """One buffer. It is free (no pack), idle (a pack nobody holds) or held."""
 
     memory: torch.Tensor
-    pack: Pack | None = None
+    pack: BufferContent | None = None
     holders: int = 0
     dirty: bool = False
     writing: bool = False
     used: int = 0  # when it was last acquired; 0 while it was only prefetched
     hinted: int = 0  # when it was last prefetched
-    pending: list[tuple[Part, Request]] = field(default_factory=list)
+    pending: list[tuple[BufferedExtent, Request]] = field(default_factory=list)
 
     def settled(self) -> bool:
         return all(request.done() for _, request in self.pending)
@@ -102,7 +102,7 @@ class BufferRing:
         """Host memory of all buffers, in whole pages."""
         return sum(page_rounded(slot.memory.numel()) for slot in self._slots)
 
-    def prefetch(self, packs: Iterable[Pack]) -> None:
+    def prefetch(self, packs: Iterable[BufferContent]) -> None:
         """Start reading packs into buffers that are free now, and keep those that are here; stop where none is free."""
         for pack in packs:
             known = self._find(pack)
@@ -116,12 +116,12 @@ class BufferRing:
             self._read(slot, pack)
             self._hint(slot)
 
-    def is_here(self, pack: Pack) -> bool:
+    def is_here(self, pack: BufferContent) -> bool:
         """Return whether `acquire` would return at once."""
         slot = self._find(pack)
         return slot is not None and slot.settled()
 
-    def acquire(self, pack: Pack, *, fresh: bool = False) -> torch.Tensor:
+    def acquire(self, pack: BufferContent, *, fresh: bool = False) -> torch.Tensor:
         """The pack's bytes, writable until `release`; with ``fresh`` they are not read and their content is arbitrary.
 
         Raises ShardError for a transfer that failed, StoreFullError when every buffer is held.
@@ -139,7 +139,7 @@ class BufferRing:
         self._touch(slot)
         return slot.memory[: pack.nbytes]
 
-    def release(self, pack: Pack, *, dirty: bool) -> None:
+    def release(self, pack: BufferContent, *, dirty: bool) -> None:
         """Give a pack back. Where anyone who held it says ``dirty``, the last release starts writing it."""
         slot = self._find(pack)
         if slot is None or slot.holders == 0:
@@ -149,18 +149,18 @@ class BufferRing:
         if slot.dirty and slot.holders == 0:
             self._write(slot, pack)
 
-    def drop(self, pack: Pack) -> None:
+    def drop(self, pack: BufferContent) -> None:
         """Give a pack back that nobody wrote, and forget it: its extents will change."""
         self.release(pack, dirty=False)
         self.remove(pack)
 
-    def remove(self, pack: Pack) -> None:
+    def remove(self, pack: BufferContent) -> None:
         """Forget what a buffer has of a pack that nobody holds; nothing of it may be under way."""
         slot = self._find(pack)
         if slot is not None and not slot.holders:
             slot.pack = None
 
-    def discard(self, pack: Pack) -> None:
+    def discard(self, pack: BufferContent) -> None:
         """Give a held pack back without keeping what was written to its buffer."""
         slot = self._find(pack)
         if slot is not None:
@@ -179,7 +179,7 @@ class BufferRing:
             for slot in self._slots:
                 stack.callback(self._settle, slot)
 
-    def _find(self, pack: Pack) -> _Slot | None:
+    def _find(self, pack: BufferContent) -> _Slot | None:
         return next((slot for slot in self._slots if slot.pack is not None and slot.pack.name == pack.name), None)
 
     def _free_now(self) -> _Slot | None:
@@ -210,7 +210,7 @@ class BufferRing:
         slot.pack = None
         return slot
 
-    def _read(self, slot: _Slot, pack: Pack) -> None:
+    def _read(self, slot: _Slot, pack: BufferContent) -> None:
         self._fit(slot, pack)
         slot.pack = pack
         slot.writing = False
@@ -224,7 +224,7 @@ class BufferRing:
             self._abandon(slot)
             raise
 
-    def _write(self, slot: _Slot, pack: Pack) -> None:
+    def _write(self, slot: _Slot, pack: BufferContent) -> None:
         slot.writing, slot.dirty = True, False
         try:
             for part in pack.parts:
@@ -250,7 +250,7 @@ class BufferRing:
             raise
         slot.writing = False
 
-    def _follow(self, way: str, part: Part, request: Request) -> None:
+    def _follow(self, way: str, part: BufferedExtent, request: Request) -> None:
         if self._trace is not None:
             self._trace.follow(f"{self._hop} {way}", part.name, part.nbytes, request.wait)
 
@@ -266,7 +266,7 @@ class BufferRing:
         slot.pending.clear()
         slot.memory = self._buffer(nbytes)
 
-    def _fit(self, slot: _Slot, pack: Pack) -> None:
+    def _fit(self, slot: _Slot, pack: BufferContent) -> None:
         if slot.memory.numel() >= pack.nbytes:
             return
         if self._fixed:
@@ -283,7 +283,7 @@ class BufferRing:
             pin_memory(memory)
         return memory
 
-    def _memory(self, slot: _Slot, part: Part) -> torch.Tensor:
+    def _memory(self, slot: _Slot, part: BufferedExtent) -> torch.Tensor:
         return slot.memory[part.buffer_offset : part.buffer_offset + part.nbytes]
 
     def _hint(self, slot: _Slot) -> None:

@@ -1,4 +1,4 @@
-"""What this package expects of an extent store. zero-nvme-aio satisfies it; nothing here imports it."""
+"""Protocols of an extent store, named as the classes of zero-nvme-aio that satisfy them; nothing here imports those."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Extent", "ExtentStore", "Generation", "Request"]
 
 
 class Request(Protocol):
-    """A transfer under way."""
+    """A transfer under way. Named as what satisfies it."""
 
     def done(self) -> bool:
         """Return whether it has ended, well or not."""
@@ -19,7 +19,7 @@ class Request(Protocol):
 
 
 class Extent(Protocol):
-    """A piece of a name in a file."""
+    """A range of a name's bytes in a file. Named as what satisfies it."""
 
     @property
     def path(self) -> str: ...
@@ -36,7 +36,7 @@ class Extent(Protocol):
 
 
 class Generation(Protocol):
-    """What was written between two seals; its files are never written again."""
+    """The extents written between two seals; their files are never written again. Named as what satisfies it."""
 
     @property
     def index(self) -> int: ...
@@ -52,7 +52,7 @@ class Generation(Protocol):
 
 
 class ExtentStore(Protocol):
-    """Named byte ranges in files, in generations."""
+    """Byte ranges with names, in files, in generations. Named as what satisfies it."""
 
     def declare(self, name: str, nbytes: int, dtype: str = "U8") -> None:
         """Say how large a name is before it is written."""
@@ -70,7 +70,7 @@ class ExtentStore(Protocol):
         """Bytes that `seal` would copy if it were called now."""
 
     def extents(self) -> Mapping[str, tuple[Extent, ...]]:
-        """What holds each name now, over all generations."""
+        """Return the extents that hold each name now, over all generations."""
 
     def flush(self) -> None:
         """Wait for everything submitted."""

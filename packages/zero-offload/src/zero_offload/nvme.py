@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._buffer_ring import BufferRing, Pack, lay_out
+from ._buffer_ring import BufferContent, BufferRing, lay_out
 from ._copy_streams import DeviceCopies, compute_device
 from ._extents import DTYPE_NAMES, NvmePath, folders, naming, open_extents
 from ._memory import nbytes_of
@@ -70,13 +70,15 @@ class NvmeStore:
         self._started = time.monotonic()
         self._host = HostStore(device=self.device, pin=pin, trace=trace)
         self._host_bytes = host_bytes
-        self._packs: dict[str, tuple[Pack, torch.dtype]] = {}
+        self._packs: dict[str, tuple[BufferContent, torch.dtype]] = {}
         self._holders: dict[str, int] = {}
         self._dirty: set[str] = set()
         self._in_host: set[str] = set()
         self._copies = None if self.device.type == "cpu" else DeviceCopies(self.device, trace)
         self._generations: list[Generation] = []
-        self._travelling: deque[tuple[torch.Event | None, Pack]] = deque()  # buffers that copies to the device read
+        self._travelling: deque[tuple[torch.Event | None, BufferContent]] = (
+            deque()
+        )  # buffers that copies to the device read
 
     @property
     def resident_bytes(self) -> int:
@@ -266,7 +268,7 @@ class NvmeStore:
         event = copies.fetch(name, _typed(self._take(pack), pack, dtype))
         self._travelling.append((event, pack))
 
-    def _take(self, pack: Pack, *, fresh: bool = False) -> torch.Tensor:
+    def _take(self, pack: BufferContent, *, fresh: bool = False) -> torch.Tensor:
         """A pack in a buffer; where copies to the device hold all of them, the oldest is waited for."""
         self._arrived()
         if len(self._travelling) == self._buffer_count:
@@ -281,13 +283,13 @@ class NvmeStore:
         while self._travelling and (self._travelling[0][0] is None or self._travelling[0][0].query()):
             self._ring.release(self._travelling.popleft()[1], dirty=False)
 
-    def _known(self, name: str) -> tuple[Pack, torch.dtype]:
+    def _known(self, name: str) -> tuple[BufferContent, torch.dtype]:
         if name not in self._packs:
             raise ShardError(f"no shard '{name}' was put into this store", tensor=name)
         return self._packs[name]
 
 
-def _typed(buffer: torch.Tensor, pack: Pack, dtype: torch.dtype) -> torch.Tensor:
+def _typed(buffer: torch.Tensor, pack: BufferContent, dtype: torch.dtype) -> torch.Tensor:
     return buffer[: pack.parts[0].nbytes].view(dtype)
 
 

@@ -18,7 +18,7 @@ from .budget import HostBudget
 from .errors import OffloadError
 from .sealed import Sealed
 from .trace import Trace
-from .update import DelayedUpdate, OffloadedUpdate, Placement
+from .update import DelayedUpdate, OffloadedUpdate, TierOptions
 from .update._gradients import norm_squared
 from .update._rules import find_rule
 from .update._slices import MASTER
@@ -28,14 +28,14 @@ __all__ = ["OffloadedOptimizer"]
 
 ModelOrParams = nn.Module | Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 
-_PLACEMENT = frozenset(Placement.__dataclass_fields__)
+_TIER_OPTIONS = frozenset(TierOptions.__dataclass_fields__)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Adam, AdamW, SGD, Adagrad or Lion with masters and states on the host or on NVMe, for one device.
 
     ``model_or_params``: a module, or what a torch optimizer takes. ``optimizer``: a name or a torch class. ``options``
-    are its own (``lr``, ``betas``, …; not ``amsgrad``) and those of `Placement` (``tier``, ``path``,
+    are its own (``lr``, ``betas``, …; not ``amsgrad``) and those of `TierOptions` (``tier``, ``path``,
     ``sub_group_size``, ``buffer_count``, ``ratio``, ``state_dtype``, ``verify``, …). Parameters are float32, bfloat16,
     float16 or (on the CPU) float64, contiguous, on one device; states are float32 (float64 for float64) unless
     ``state_dtype`` says otherwise, 16-bit parameters have a float32 master. Parameters that do not require gradients
@@ -68,7 +68,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"gradients: expected 'keep', 'host' or 'nvme', got {gradients!r}")
         if delayed and gradients != "host":
             raise ValueError(f"delayed: expected gradients='host' with it, got {gradients!r}")
-        placement = Placement(**{name: value for name, value in options.items() if name in _PLACEMENT})
+        tier_options = TierOptions(**{name: value for name, value in options.items() if name in _TIER_OPTIONS})
         self._closed = False
         self._clip = 1.0
         self._sealed_groups = False
@@ -76,7 +76,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         params: Any = model_or_params
         if isinstance(model_or_params, nn.Module):
             params = list(model_or_params.named_parameters())
-        own = {name: value for name, value in options.items() if name not in _PLACEMENT}
+        own = {name: value for name, value in options.items() if name not in _TIER_OPTIONS}
         super().__init__(params, self._rule.defaults(own))
         self._sealed_groups = True
         self._members = self._make_members()
@@ -85,7 +85,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._update: DelayedUpdate | OffloadedUpdate
         if delayed:
             self._update = DelayedUpdate(
-                shards, optimizer, groups, weights, placement, device=device, budget=budget, trace=trace
+                shards, optimizer, groups, weights, tier_options, device=device, budget=budget, trace=trace
             )
         else:
             self._update = OffloadedUpdate(
@@ -93,7 +93,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 optimizer,
                 groups,
                 weights,
-                placement,
+                tier_options,
                 gradients="caller" if gradients == "keep" else gradients,
                 device=device,
                 budget=budget,

@@ -20,7 +20,7 @@ from .errors import EditRefusedError, NonFiniteGradientError, PartitionError, Re
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
 from .gradients import UnitGradients
 from .initialisation import Init, NewShard, ShardedParameter, sharded_record
-from .layout import Entry, Fragment, Layout, UnitLayout
+from .layout import Fragment, Layout, LayoutEntry, UnitLayout
 from .leaves import LeafTree
 from .model_parts import ModelParts, TensorParallelModel, UnsplitModel
 from .needs import AveragingOptimizer, NormOptimizer
@@ -39,11 +39,11 @@ __all__ = [
     "AveragingOptimizer",
     "DeviceResidency",
     "EditRefusedError",
-    "Entry",
     "Fragment",
     "GRID",
     "Init",
     "Layout",
+    "LayoutEntry",
     "LeafTree",
     "MakeStates",
     "ModelParts",

@@ -9,7 +9,7 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class Entry:
+class LayoutEntry:
     """One parameter's place in its unit's flat buffer; ``offset`` and ``numel`` in elements."""
 
     name: str
@@ -34,7 +34,7 @@ class Fragment:
     ``param_offset``: first element within the flattened parameter; ``shard_offset``: within the shard.
     """
 
-    entry: Entry
+    entry: LayoutEntry
     rank: int
     param_offset: int
     shard_offset: int
@@ -46,7 +46,7 @@ class UnitLayout:
     """The flat buffer of one unit: entries in order, padded so that every rank owns an equal, aligned shard."""
 
     name: str
-    entries: tuple[Entry, ...]
+    entries: tuple[LayoutEntry, ...]
     world_size: int
     shard_numel: int
 
@@ -70,7 +70,7 @@ class UnitLayout:
             raise ValueError(f"unit '{name}': expected world_size and alignments >= 1, got {got}")
         entries, offset = [], 0
         for parameter, shape in shapes.items():
-            entry = Entry(parameter, tuple(shape), -(-offset // entry_alignment) * entry_alignment)
+            entry = LayoutEntry(parameter, tuple(shape), -(-offset // entry_alignment) * entry_alignment)
             entries.append(entry)
             offset = entry.end
         shard = -(-offset // (world_size * alignment)) * alignment
@@ -117,10 +117,10 @@ class Layout:
     units: tuple[UnitLayout, ...]
 
     @cached_property
-    def _where(self) -> dict[str, tuple[UnitLayout, Entry]]:
+    def _where(self) -> dict[str, tuple[UnitLayout, LayoutEntry]]:
         return {entry.name: (unit, entry) for unit in self.units for entry in unit.entries}
 
-    def find(self, parameter: str) -> tuple[UnitLayout, Entry]:
+    def find(self, parameter: str) -> tuple[UnitLayout, LayoutEntry]:
         """The unit and entry of a parameter; KeyError names an unknown one."""
         try:
             return self._where[parameter]

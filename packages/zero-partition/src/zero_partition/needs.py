@@ -46,10 +46,10 @@ class NormOptimizer(Protocol):
 
 
 class ReduceNorms(Protocol):
-    """Adds up partial norms over all parts of each parameter."""
+    """Adds up partial norms over all parts of each parameter. Named as what a LAMB asks for."""
 
     def __call__(self, partial: PartialNorms, /) -> list[tuple[float, ...]]:
-        """Norms in the order of ``partial``. Collective."""
+        """Return the norms in the order of ``partial``. Collective."""
 
 
 @runtime_checkable

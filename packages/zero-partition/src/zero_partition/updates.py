@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zero_comm import Tag
 
-from .layout import Entry, Fragment
+from .layout import Fragment, LayoutEntry
 from .needs import NormOptimizer, PartialNorms
 from .partition import Partition
 from .stretches import Stretches
@@ -104,7 +104,7 @@ class FragmentUpdate:
             numel = 0 if master is None else master.numel()
             yield index, (fragments, Stretches(places, numel, [o.tensor.shape for o in fragments]))
 
-    def _parts(self, unit: Unit, entry: Entry) -> list[Fragment]:
+    def _parts(self, unit: Unit, entry: LayoutEntry) -> list[Fragment]:
         if self._full:
             return [Fragment(entry, 0, 0, entry.offset, entry.numel)]
         return [f for rank in self._partition.owned_ranks() for f in unit.layout.fragments(rank) if f.entry is entry]

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .page.report import Report, make_report, write_report
     from .record.reader import RecordError, Run, read_run
-    from .record.schema import Kind
+    from .record.schema import SpanKind
     from .record.writer import RecordWriter, next_attempt
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Kind": "record.schema",
+    "SpanKind": "record.schema",
     "RecordError": "record.reader",
     "RecordWriter": "record.writer",
     "Report": "page.report",
@@ -30,11 +30,11 @@ _LAZY = {
 }
 
 __all__ = [
-    "Kind",
     "RecordError",
     "RecordWriter",
     "Report",
     "Run",
+    "SpanKind",
     "make_report",
     "next_attempt",
     "read_run",

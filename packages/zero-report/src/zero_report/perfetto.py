@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .record.reader import Attempt, Span, read_run
-from .record.schema import COLLECTIVES, TIERS, Kind
+from .record.schema import COLLECTIVES, TIERS, SpanKind
 
 _TRACKS = ("passes", "collectives", "tiers", "units")
 
@@ -48,8 +48,10 @@ def _events(attempt: Attempt) -> Iterator[dict[str, Any]]:
 
 
 def _span(span: Span, rank: int, step: int, origin: float) -> Iterator[dict[str, Any]]:
-    track = 2 * (1 if span.kind in COLLECTIVES else 2 if span.kind in TIERS else 3 if span.kind == Kind.COMPUTE else 0)
-    kind = Kind(span.kind).name.lower()
+    track = 2 * (
+        1 if span.kind in COLLECTIVES else 2 if span.kind in TIERS else 3 if span.kind == SpanKind.COMPUTE else 0
+    )
+    kind = SpanKind(span.kind).name.lower()
     name = kind if span.name in (kind, "") else f"{kind}: {span.name}"
     args = {"step": step, "bytes": span.nbytes, "waited_us": span.waited}
     event = {"ph": "X", "name": name, "cat": kind, "pid": rank, "args": args}

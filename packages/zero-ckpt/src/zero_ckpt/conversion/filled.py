@@ -23,7 +23,7 @@ from ..types import ITEMSIZE
 from .dtypes import convert_dtype
 from .model import ModelTensor
 from .partial_file import write_at
-from .record import RECORD_BYTES, Record
+from .record import RECORD_BYTES, ConversionRecord
 from .sources import PIECE_BYTES, Progress, Source, pieces
 
 
@@ -50,7 +50,7 @@ def empty_tensor(tensor: ModelTensor) -> Any:
     return torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
 
 
-def write_filled(source: Source, frame: Frame, record: Record, *, workers: int, progress: Progress) -> None:
+def write_filled(source: Source, frame: Frame, record: ConversionRecord, *, workers: int, progress: Progress) -> None:
     """Write one file, going on where `record` says, and note that it is complete."""
     name = frame.path.relative_to(record.folder).as_posix()
     if record.is_complete(name) and frame.path.is_file():

@@ -13,7 +13,7 @@ from .checks import refuse_existing, require_torch
 from .dtypes import convert_dtype
 from .filled import Frame, empty_tensor, write_filled
 from .model import ModelTensor, model_aliases, split_files
-from .record import Record
+from .record import ConversionRecord
 from .safetensors_sink import write_index
 from .sources import Progress, Source, pieces
 
@@ -44,7 +44,7 @@ def write_pytorch(
         files = split_files(tensors, limit, "pytorch_model", ".bin")
     wanted = [(name, [(item.name, item.dtype) for item in members]) for name, members in files.items()]
     made_from = checksum(repr((source.fingerprint, wanted, sorted(aliases.items()))).encode())
-    record = Record(folder / f".{target.name}.conversion", made_from)
+    record = ConversionRecord(folder / f".{target.name}.conversion", made_from)
     try:
         for name in files:
             if not record.is_complete(name):

@@ -22,8 +22,8 @@ RECORD_BYTES = 256 << 20
 """After so many bytes a conversion notes how far it is."""
 
 
-class Record:
-    """The record at `path` of an output that `made_from` identifies; what an earlier run did is in it.
+class ConversionRecord:
+    """The record at `path` of an output that `made_from` identifies, with the work of an earlier run in it.
 
     Raises CheckpointError when another process is writing the same output. Safe to use from several threads.
     """

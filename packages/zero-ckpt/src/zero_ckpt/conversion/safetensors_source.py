@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FileTensor:
     """One tensor: its file and first byte."""
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class SafetensorsSource:
     frozen: frozenset[str] | None = None
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._tensors: dict[tuple[str, str], _Place] = {}
+        self._tensors: dict[tuple[str, str], _FileTensor] = {}
         self._aliases: dict[str, str] = {}
         total = Checksummer()
         shared: dict[str, str] = {}
@@ -47,7 +47,7 @@ class SafetensorsSource:
             for name, entry in entries.items():
                 if (name, "param") in self._tensors:
                     raise DamagedError(f"{file}: tensor {name!r} is in another file too")
-                self._tensors[name, "param"] = _Place(entry.shape, entry.dtype, file, entry.begin, entry.end)
+                self._tensors[name, "param"] = _FileTensor(entry.shape, entry.dtype, file, entry.begin, entry.end)
             shared.update(metadata)
             stat = file.stat()
             total.update(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode())
@@ -55,7 +55,7 @@ class SafetensorsSource:
         self.fingerprint = total.result()
 
     @property
-    def tensors(self) -> Mapping[tuple[str, str], _Place]:
+    def tensors(self) -> Mapping[tuple[str, str], _FileTensor]:
         """Every tensor by (name, `param`)."""
         return self._tensors
 

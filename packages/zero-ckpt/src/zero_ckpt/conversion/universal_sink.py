@@ -28,7 +28,7 @@ from .dtypes import output_dtype
 from .filled import Frame, empty_tensor, write_filled
 from .model import ModelTensor
 from .pytorch_sink import read_model_tensor
-from .record import Record
+from .record import ConversionRecord
 from .sources import Progress, Source
 
 _WRITTEN_FOR = "0.19.8"
@@ -50,7 +50,7 @@ def write_universal(source: Source, root: Path, *, workers: int, progress: Progr
     staging = staging_path(root, tag, "conversion")
     refuse_existing(root / tag, overwrite)
     make_directories(staging)
-    record = Record(staging / _RECORD, checksum(repr((source.fingerprint, names, _WRITTEN_FOR)).encode()))
+    record = ConversionRecord(staging / _RECORD, checksum(repr((source.fingerprint, names, _WRITTEN_FOR)).encode()))
     try:
         if record.is_new:
             _clear(staging)
@@ -92,7 +92,7 @@ def _trainable(source: Source) -> list[str]:
 
 
 def _write_parameters(
-    source: Source, names: list[str], folder: Path, record: Record, workers: int, progress: Progress
+    source: Source, names: list[str], folder: Path, record: ConversionRecord, workers: int, progress: Progress
 ) -> None:
     kinds = _moments(source, names)
     step = _common_step(source, names)
@@ -127,7 +127,13 @@ def _folder(name: str) -> str:
 
 
 def _write_parameter(
-    source: Source, name: str, folder: Path, moments: dict[str, str], step: Any, record: Record, progress: Progress
+    source: Source,
+    name: str,
+    folder: Path,
+    moments: dict[str, str],
+    step: Any,
+    record: ConversionRecord,
+    progress: Progress,
 ) -> None:
     kind = "master" if (name, "master") in source.tensors else "param"
     tensor = source.tensors[name, kind]
@@ -230,7 +236,7 @@ def _optimizer_state(source: Source, names: list[str]) -> dict[str, Any]:
 
 
 def _write_model_files(
-    source: Source, names: list[str], folder: Path, record: Record, workers: int, progress: Progress
+    source: Source, names: list[str], folder: Path, record: ConversionRecord, workers: int, progress: Progress
 ) -> None:
     """The model state file under the names that stages 1 and 2, and stage 3, look for."""
     trained = set(names)

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Run:
+class ContiguousRun:
     """`length` elements: `local` is where they begin in the flattened local part, `whole` in the flattened tensor."""
 
     local: int
@@ -21,13 +21,13 @@ class Run:
     length: int
 
 
-def local_part(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, list[Run]]:
+def local_part(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, list[ContiguousRun]]:
     """What this rank holds of a tensor (of a DTensor, its local tensor), and its runs in the whole one.
 
     Raises CheckpointError for placements other than `Shard` and `Replicate`.
     """
     if not _is_dtensor(tensor):
-        return tensor, [Run(0, 0, tensor.numel())]
+        return tensor, [ContiguousRun(0, 0, tensor.numel())]
     local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     box = _box(tensor, name)
     if box is None:
@@ -66,7 +66,7 @@ def _box(tensor: Any, name: str) -> tuple[list[int], list[int]] | None:
     return begins, sizes
 
 
-def _runs(shape: list[int], begins: list[int], sizes: list[int]) -> Iterator[Run]:
+def _runs(shape: list[int], begins: list[int], sizes: list[int]) -> Iterator[ContiguousRun]:
     if 0 in sizes:
         return
     split = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
@@ -78,5 +78,5 @@ def _runs(shape: list[int], begins: list[int], sizes: list[int]) -> Iterator[Run
     for index in itertools.product(*(range(size) for size in sizes[:split])):
         position = (*index, 0)
         whole = sum((begins[dim] + at) * strides[dim + 1] for dim, at in enumerate(position)) if shape else 0
-        yield Run(local, whole, length)
+        yield ContiguousRun(local, whole, length)
         local += length

@@ -8,7 +8,7 @@ from ..errors import MismatchError
 from ..manifest import TensorEntry
 from ..reader import Checkpoint, ReadRequest
 from .buffers import tensor_buffer, torch_dtype
-from .dtensors import Run, local_part
+from .dtensors import ContiguousRun, local_part
 
 _STAGING_BYTES = 64 << 20
 
@@ -19,7 +19,7 @@ class Filler:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._direct: list[ReadRequest] = []
-        self._staged: list[tuple[TensorEntry, torch.Tensor, list[Run]]] = []
+        self._staged: list[tuple[TensorEntry, torch.Tensor, list[ContiguousRun]]] = []
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor, name: str) -> bool:
         """Ask for the values of `tensor`; returns whether their dtype has to be converted.
@@ -48,7 +48,7 @@ class Filler:
         for entry, local, runs in self._staged:
             self._fill(entry, local, runs)
 
-    def _fill(self, entry: TensorEntry, local: torch.Tensor, runs: list[Run]) -> None:
+    def _fill(self, entry: TensorEntry, local: torch.Tensor, runs: list[ContiguousRun]) -> None:
         flat = local.view(-1) if local.is_contiguous() else torch.empty(local.shape, dtype=local.dtype).view(-1)
         dtype = torch_dtype(entry.dtype)
         step = _STAGING_BYTES // dtype.itemsize

@@ -43,7 +43,7 @@ def choose(
 
 
 @dataclass
-class _Save:
+class _PendingSave:
     """A save that is not complete: when it began, how long it has held training up so far."""
 
     began: float
@@ -64,7 +64,7 @@ class Chooser:
         self._written: deque[float] = deque(maxlen=_SAVES)
         self._last: float | None = None
         self._since = 0
-        self._save: _Save | None = None
+        self._save: _PendingSave | None = None
         self.chosen: ChosenInterval | None = None
 
     @property
@@ -107,7 +107,7 @@ class Chooser:
 
     def save_began(self, now: float) -> None:
         """Count from here to the next save."""
-        self._save = _Save(now, 0.0)
+        self._save = _PendingSave(now, 0.0)
         self._since = 0
 
     def save_returned(self, now: float) -> None:

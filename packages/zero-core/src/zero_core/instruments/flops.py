@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Part:
-    """What the counter saw during forward or backward."""
+class _PassCount:
+    """Operations and seconds of forward or of backward."""
 
     flops: int = 0
     seconds: float = 0.0
@@ -47,7 +47,7 @@ class FlopsProfile:
         self._section = section
         self._module = module
         self._device = device
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _PassCount] = {}
         self._modules = _Modules()
         self._done = False
 
@@ -62,7 +62,7 @@ class FlopsProfile:
         counter = FlopCounterMode(display=False)
         with nullcontext() if part == "step" else counter, self._timed_modules(part == "forward"):
             yield
-        self._parts[part] = _Part(counter.get_total_flops(), self._now() - start)
+        self._parts[part] = _PassCount(counter.get_total_flops(), self._now() - start)
         if part == "forward":
             self._modules.flops = {name: sum(c.values()) for name, c in counter.get_flop_counts().items()}
 

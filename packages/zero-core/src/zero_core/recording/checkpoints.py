@@ -10,14 +10,14 @@ from zero_report import RecordWriter
 
 
 @dataclass
-class _Save:
+class _SaveEvent:
     path: Path
     step: int
     began: float
     blocked: float
 
 
-class Checkpoints:
+class CheckpointEvents:
     """Notes each checkpoint when it is on disk, with its size and how long that took; rank 0 looks.
 
     A save that goes on behind training is looked for after every step, so that its seconds are exact to a step.
@@ -26,11 +26,11 @@ class Checkpoints:
     def __init__(self, writer: RecordWriter, *, looks: bool) -> None:
         self._writer = writer
         self._looks = looks
-        self._pending: list[_Save] = []
+        self._pending: list[_SaveEvent] = []
 
     def saved(self, path: Path, step: int, blocked: float) -> None:
         """Training goes on after it was blocked for ``blocked`` seconds by a checkpoint in ``path``."""
-        save = _Save(path, step, time.time() - blocked, blocked)
+        save = _SaveEvent(path, step, time.time() - blocked, blocked)
         if self._looks:
             self._pending.append(save)
             self.look()
@@ -50,13 +50,13 @@ class Checkpoints:
             self._note(save, None)
         self._pending.clear()
 
-    def _note(self, save: _Save, nbytes: int | None) -> None:
+    def _note(self, save: _SaveEvent, nbytes: int | None) -> None:
         seconds = save.blocked if nbytes is None else max(save.blocked, time.time() - save.began)
         facts = {"path": str(save.path), "of_step": save.step, "bytes": nbytes}
         self._writer.note("checkpoint", **facts, seconds=seconds, blocked_s=save.blocked)
 
 
-def _is_there(save: _Save) -> bool:
+def _is_there(save: _SaveEvent) -> bool:
     try:
         return save.path.stat().st_mtime >= save.began - 1
     except FileNotFoundError:

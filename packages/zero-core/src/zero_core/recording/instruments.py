@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from zero_comm import PeerError
-from zero_report import Kind, RecordWriter
+from zero_report import RecordWriter, SpanKind
 
 from ..instruments import Instruments
-from .checkpoints import Checkpoints
+from .checkpoints import CheckpointEvents
 from .ledger import Running
 from .memory import MemoryLooks
-from .plan import Plan
+from .plan import RunPlan
 from .tokens import TokenCount
 from .units import UnitTimes
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..offloading import Offloading
     from ..state import TrainingState
 
-_KINDS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD, "step": Kind.UPDATE, "save": Kind.SAVE}
+_KINDS = {"forward": SpanKind.FORWARD, "backward": SpanKind.BACKWARD, "step": SpanKind.UPDATE, "save": SpanKind.SAVE}
 
 
 class RecordingInstruments:
@@ -38,7 +38,7 @@ class RecordingInstruments:
         state: TrainingState,
         offloading: Offloading,
         writer: RecordWriter,
-        plan: Plan | None,
+        plan: RunPlan | None,
         close: Callable[[], None],
     ) -> None:
         self._inner = inner
@@ -46,12 +46,12 @@ class RecordingInstruments:
         self._close = close
         self._writer = writer
         self._memory = MemoryLooks(state, offloading, writer, plan)
-        self._checkpoints = Checkpoints(writer, looks=state.reports)
+        self._checkpoints = CheckpointEvents(writer, looks=state.reports)
         self.units = UnitTimes(writer, self._memory.look)
         self._tokens = TokenCount(state.module, state.partition.data_world_size, writer)
         self._losses: list[torch.Tensor] = []
         self._skipped = state.counters.skipped_steps
-        self._open: list[tuple[Kind, str, float, int]] = []
+        self._open: list[tuple[SpanKind, str, float, int]] = []
         self._idle_since = time.perf_counter()
         self._failed = False
         self._save_seconds = 0.0
@@ -59,12 +59,12 @@ class RecordingInstruments:
 
     def under_way(self) -> Running:
         """Return the parts of a step that have begun and are not over; else, what the engine waits for to be given."""
-        return self._open.copy() or [(Kind.DATA, "data", self._idle_since, 0)]
+        return self._open.copy() or [(SpanKind.DATA, "data", self._idle_since, 0)]
 
     def during(self, part: str) -> AbstractContextManager[None]:
         """Surround one of `PARTS`, or ``save``."""
         kind = _KINDS.get(part)
-        return self._inner.during(part) if kind is None else _Part(self, part, kind, self._inner.during(part))
+        return self._inner.during(part) if kind is None else _TimedPart(self, part, kind, self._inner.during(part))
 
     def loss(self, loss: torch.Tensor) -> None:
         """Keep a loss until the step is over."""
@@ -113,7 +113,7 @@ class RecordingInstruments:
         self._checkpoints.close()
         self._close()
 
-    def begin(self, part: str, kind: Kind) -> float:
+    def begin(self, part: str, kind: SpanKind) -> float:
         """Note what passed before a forward pass, outside the engine; go on at the step of a checkpoint just loaded.
         Returns the part's begin."""
         now = time.perf_counter()
@@ -123,7 +123,7 @@ class RecordingInstruments:
                 self._writer.restart(step)
                 self._idle_since = now = time.perf_counter()
             if now > self._idle_since:
-                self._writer.span(Kind.DATA, "data", self._idle_since, now)
+                self._writer.span(SpanKind.DATA, "data", self._idle_since, now)
             self._memory.begin_pass()
             self.units.forward()
         elif part == "backward":
@@ -132,7 +132,7 @@ class RecordingInstruments:
         self._open.append((kind, part, now, 0))
         return now
 
-    def end(self, part: str, kind: Kind, begin: float, error: BaseException | None) -> None:
+    def end(self, part: str, kind: SpanKind, begin: float, error: BaseException | None) -> None:
         """Note a part that is over."""
         now = time.perf_counter()
         self._open.pop()
@@ -148,12 +148,14 @@ class RecordingInstruments:
         self._idle_since = time.perf_counter()
 
 
-class _Part:
+class _TimedPart:
     """One part of a step, around which something else may be timed too."""
 
     __slots__ = ("_begin", "_inner", "_kind", "_of", "_part")
 
-    def __init__(self, of: RecordingInstruments, part: str, kind: Kind, inner: AbstractContextManager[None]) -> None:
+    def __init__(
+        self, of: RecordingInstruments, part: str, kind: SpanKind, inner: AbstractContextManager[None]
+    ) -> None:
         self._of, self._part, self._kind, self._inner = of, part, kind, inner
 
     def __enter__(self) -> None:

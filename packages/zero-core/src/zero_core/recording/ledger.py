@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Mapping
 
 from zero_comm import Ledger, Tag
-from zero_report import Kind, RecordWriter
+from zero_report import RecordWriter, SpanKind
 
-Running = list[tuple[Kind, str, float, int]]
+Running = list[tuple[SpanKind, str, float, int]]
 """What has begun and is not over: kind, name, begin and bytes."""
 _PENDING = 64  # messages of one name whose end is awaited
 
@@ -21,7 +21,7 @@ class RecordedLedger(Ledger):
         super().__init__()
         self._inner = None if type(inner) is Ledger else inner
         self._writer = writer
-        self._kinds: Mapping[str, Kind] = {kind.name.lower(): kind for kind in Kind}
+        self._kinds: Mapping[str, SpanKind] = {kind.name.lower(): kind for kind in SpanKind}
         self._pending: dict[tuple[str, str], deque[tuple[float, int]]] = {}
 
     def under_way(self) -> Running:

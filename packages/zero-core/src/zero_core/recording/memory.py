@@ -14,7 +14,7 @@ import torch
 from zero_report import RecordWriter
 
 from ..instruments import memory_rows
-from .plan import Plan, PlannedRun
+from .plan import PlannedRun, RunPlan
 
 if TYPE_CHECKING:
     from ..offloading import Offloading
@@ -37,7 +37,9 @@ _LOOKS = 96  # in one step
 class MemoryLooks:
     """Notes who holds memory at the ends of passes and units, in some steps."""
 
-    def __init__(self, state: TrainingState, offloading: Offloading, writer: RecordWriter, plan: Plan | None) -> None:
+    def __init__(
+        self, state: TrainingState, offloading: Offloading, writer: RecordWriter, plan: RunPlan | None
+    ) -> None:
         self._state = state
         self._offloading = offloading
         self._planned = None if plan is None else PlannedRun(plan, state, writer)

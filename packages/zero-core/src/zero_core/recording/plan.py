@@ -22,8 +22,8 @@ _LINKS = {"links of a rank": ("gather", "reduce"), "disk read": ("drive in",), "
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What `zero-plan estimate --json` wrote.
+class RunPlan:
+    """The estimate that `zero-plan estimate --json` wrote.
 
     ``device_bytes``: what one rank holds on its device at most; ``state_bytes``: weights, masters and moments of one
     rank in memory; ``rates``: bytes per second of one rank, by resource; ``setup``: what has to be that of the run.
@@ -38,7 +38,7 @@ class Plan:
     setup: Mapping[str, int]
 
     @classmethod
-    def load(cls, path: str) -> Plan:
+    def load(cls, path: str) -> RunPlan:
         """Read a plan. Raises `UsageError` that names the file for what is none."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -70,7 +70,7 @@ class Plan:
 class PlannedRun:
     """Notes a plan at the start, and where the run departs from it by more than 5 %."""
 
-    def __init__(self, plan: Plan, state: TrainingState, writer: RecordWriter) -> None:
+    def __init__(self, plan: RunPlan, state: TrainingState, writer: RecordWriter) -> None:
         self._plan = plan
         self._writer = writer
         self._is_of_this_run = True

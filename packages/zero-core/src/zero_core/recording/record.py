@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from zero_comm import Ledger
-from zero_report import Kind, RecordWriter
+from zero_report import RecordWriter, SpanKind
 
 from .events import WarningEvents, note_degraded
 from .facts import head_facts
 from .instruments import RecordingInstruments
 from .ledger import RecordedLedger, Running
-from .plan import Plan
+from .plan import RunPlan
 
 if TYPE_CHECKING:
     from zero_config import Config
@@ -38,7 +38,7 @@ class RunRecord:
 
     def __init__(self, folder: Path, config: Config, device: torch.device, attempt: int) -> None:
         self.folder = folder
-        self.plan = None if config.run_record.plan is None else Plan.load(config.run_record.plan)
+        self.plan = None if config.run_record.plan is None else RunPlan.load(config.run_record.plan)
         self._running: list[weakref.WeakMethod[Callable[[], Running]]] = []  # an engine may be dropped while we write
         self.writer: RecordWriter = RecordWriter(
             folder,
@@ -69,10 +69,10 @@ class RunRecord:
 
         def take(hop: str, name: str, begin: float, end: float, nbytes: int, waited: bool) -> None:
             if hop == _UPDATE:
-                writer.span(Kind.COMPUTE, name, begin, end)
+                writer.span(SpanKind.COMPUTE, name, begin, end)
                 return
             drive = hop.endswith((" in", " out"))
-            kind = Kind.TIER_WRITE if hop.endswith(" out") else Kind.TIER_READ
+            kind = SpanKind.TIER_WRITE if hop.endswith(" out") else SpanKind.TIER_READ
             link = f"drive, {hop}" if drive else hop
             with lock:
                 waiting = end - begin if waited else 0.0

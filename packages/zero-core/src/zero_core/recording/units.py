@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from zero_partition import Unit
-from zero_report import Kind, RecordWriter
+from zero_report import RecordWriter, SpanKind
 
 
 class UnitTimes:
@@ -42,12 +42,12 @@ class UnitTimes:
             depth = self._depth.get(unit.index, 0) - 1
             self._depth[unit.index] = max(0, depth)
             if depth == 0:
-                self._writer.span(Kind.COMPUTE, unit.name, self._began[unit.index], time.perf_counter())
+                self._writer.span(SpanKind.COMPUTE, unit.name, self._began[unit.index], time.perf_counter())
                 self._after()
 
     def backward_done(self, unit: Unit) -> None:
         """Autograd has finished the last parameter of ``unit``."""
         now = time.perf_counter()
-        self._writer.span(Kind.COMPUTE, unit.name, self._backward_since, now)
+        self._writer.span(SpanKind.COMPUTE, unit.name, self._backward_since, now)
         self._after()
         self._backward_since = time.perf_counter()

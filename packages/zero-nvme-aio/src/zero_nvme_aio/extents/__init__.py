@@ -1,4 +1,4 @@
-"""Named extents in files on one or more devices, in generations. Read `_pieces.py` first, then `_store.py`."""
+"""Named extents in files on one or more devices, in generations. Read `_ranges.py` first, then `_store.py`."""
 
 from __future__ import annotations
 

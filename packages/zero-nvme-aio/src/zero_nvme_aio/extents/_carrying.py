@@ -12,11 +12,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from .._copy import Span, copy_spans
+from .._copy import CopyRange, copy_spans
 from .._engine import Engine
 from .._memory import AlignedBuffer
 from ._files import GenerationFiles
-from ._pieces import Covered, Piece, Place
+from ._ranges import Allocation, Covered, WrittenRange
 from ._reading import compare
 from ._reflink import block_bytes, clone_range
 
@@ -29,7 +29,7 @@ Live = Mapping[str, list[Covered]]
 
 class _Move(NamedTuple):
     covered: Covered
-    places: list[Place]
+    places: list[Allocation]
 
 
 class Carrying:
@@ -40,7 +40,7 @@ class Carrying:
         engine: Engine,
         generations: Mapping[int, GenerationFiles],
         target: GenerationFiles,
-        place: Callable[[str, int, int], list[Place]],
+        place: Callable[[str, int, int], list[Allocation]],
         shares_blocks: Callable[[int], bool],
     ) -> None:
         self._engine = engine
@@ -48,10 +48,10 @@ class Carrying:
         self._target = target
         self._place = place
         self._shares_blocks = shares_blocks
-        self._spans: list[Span] = []
+        self._spans: list[CopyRange] = []
         self.copied_bytes = 0
 
-    def run(self, live: Live) -> list[Piece]:
+    def run(self, live: Live) -> list[WrittenRange]:
         """The pieces that now hold in the target what older generations held. All of them have arrived.
 
         Errors of the engine; ChecksumError where what is left of an extent lies in bytes that were changed underneath.
@@ -66,7 +66,7 @@ class Carrying:
         self.copied_bytes += sum(span.nbytes for span in self._spans)
         return pieces
 
-    def _move(self, covered: Covered) -> Iterator[Piece]:
+    def _move(self, covered: Covered) -> Iterator[WrittenRange]:
         old = covered.piece
         places = self._place(old.name, covered.begin, covered.end)
         if len(places) > 1 or (covered.begin, covered.end) != (old.begin, old.end):
@@ -75,7 +75,7 @@ class Carrying:
         self._whole(old, places[0])
         yield self._piece(old, places[0], old.checksum)  # the bytes keep the checksum that they were written with
 
-    def _whole(self, old: Piece, place: Place) -> None:
+    def _whole(self, old: WrittenRange, place: Allocation) -> None:
         """Shares the whole blocks of a piece, and copies what is left at its ends; or copies all of it."""
         source, target = self._generations[old.generation], self._target
         head, shared = 0, 0
@@ -88,10 +88,10 @@ class Carrying:
         for begin, end in ((0, head), (head + shared, old.nbytes)):
             if begin < end:
                 reading, writing = source.file(old.stripe), target.file(place.stripe)
-                span = Span(reading, old.file_offset + begin, writing, place.file_offset + begin, end - begin)
+                span = CopyRange(reading, old.file_offset + begin, writing, place.file_offset + begin, end - begin)
                 self._spans.append(span)
 
-    def _verified(self, covered: Covered, places: list[Place]) -> Iterator[Piece]:
+    def _verified(self, covered: Covered, places: list[Allocation]) -> Iterator[WrittenRange]:
         """Copies parts of a piece. Its checksum is of the whole, so the whole is read: a checksum of what is left must
         not vouch for bytes that nobody wrote.
         """
@@ -108,9 +108,9 @@ class Carrying:
             self.copied_bytes += place.end - place.begin
             yield self._piece(old, place, writing.checksum or "")
 
-    def _piece(self, old: Piece, place: Place, checksum: str) -> Piece:
+    def _piece(self, old: WrittenRange, place: Allocation, checksum: str) -> WrittenRange:
         nbytes = place.end - place.begin
-        return Piece(
+        return WrittenRange(
             old.name, place.begin, nbytes, self._target.generation, place.stripe, place.file_offset, checksum=checksum
         )
 
@@ -138,7 +138,7 @@ def _chosen(
     return (c for c in old if c.piece.generation in emptied or shares_blocks(c.piece.stripe))
 
 
-def _whole_blocks(old: Piece, place: Place, block: int) -> tuple[int, int]:
+def _whole_blocks(old: WrittenRange, place: Allocation, block: int) -> tuple[int, int]:
     """Bytes before the first whole block of a piece, and in its whole blocks; none where the two places are not equally
     far from a block's begin.
     """

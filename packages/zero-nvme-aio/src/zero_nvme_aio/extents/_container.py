@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .. import _header
-from .._header import Entry
-from ._pieces import Piece
+from .._header import TensorInfo
+from ._ranges import WrittenRange
 
 __all__ = ["header_for", "reserve_for"]
 
@@ -27,7 +27,7 @@ def reserve_for(declared: Mapping[str, tuple[int, str]], stripes: int, stripe_by
 
 
 def header_for(
-    pieces: Sequence[Piece], declared: Mapping[str, tuple[int, str]], reserved: int, file_bytes: int
+    pieces: Sequence[WrittenRange], declared: Mapping[str, tuple[int, str]], reserved: int, file_bytes: int
 ) -> tuple[bytes, dict[tuple[str, int], str]] | None:
     """The header of one file and the entry name of each piece; None when it does not fit the space reserved.
 
@@ -38,18 +38,18 @@ def header_for(
         nbytes, dtype = declared[piece.name]
         begin = piece.file_offset - reserved
         if begin > position:
-            entries.append(Entry(f"__gap__.{gaps}", "U8", (begin - position,), position, begin))
+            entries.append(TensorInfo(f"__gap__.{gaps}", "U8", (begin - position,), position, begin))
             gaps += 1
         item_bytes = _header.ITEM_BITS[dtype] // 8
         if piece.begin % item_bytes or piece.nbytes % item_bytes:
             dtype, item_bytes = "U8", 1
         key = piece.name if (piece.begin, piece.nbytes) == (0, nbytes) else f"{piece.name}@{piece.begin}"
         position = begin + piece.nbytes
-        entries.append(Entry(key, dtype, (piece.nbytes // item_bytes,), begin, position))
+        entries.append(TensorInfo(key, dtype, (piece.nbytes // item_bytes,), begin, position))
         keys[piece.name, piece.begin] = key
     if position < file_bytes - reserved:
         entries.append(
-            Entry(f"__gap__.{gaps}", "U8", (file_bytes - reserved - position,), position, file_bytes - reserved)
+            TensorInfo(f"__gap__.{gaps}", "U8", (file_bytes - reserved - position,), position, file_bytes - reserved)
         )
     header = _header.build(entries, {"format": "zero-nvme-aio extents"}, reserved)
     if len(header) != reserved:

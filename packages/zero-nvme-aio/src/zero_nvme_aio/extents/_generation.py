@@ -26,7 +26,7 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """What was written between two seals; its files are never written again.
+    """The extents written between two seals; their files are never written again.
 
     `extents`: name -> pieces in order of offset, of this generation only (`ExtentStore.extents` has the whole current
     state). `files`: the paths. `kind`: "safetensors" or "raw". While this object is alive its files stay in the store,

@@ -19,27 +19,27 @@ from .. import _native
 from .._request import format_checksum
 from .._tensors import sync_folder
 from ..errors import FormatError
-from ._pieces import Piece
+from ._ranges import WrittenRange
 
-__all__ = ["Sealed", "read_index", "write_index"]
+__all__ = ["SealedIndex", "read_index", "write_index"]
 
 _FORMAT = "zero-nvme-aio extents"
 _MOST_BYTES = 1 << 30
 _STRIPE = re.compile(r"0|[1-9][0-9]{0,3}")
 
 
-class Sealed(NamedTuple):
-    """What an index says. `files`: stripe -> (name, bytes); `keys`: (name, offset) -> safetensors entry."""
+class SealedIndex(NamedTuple):
+    """The content of an index. `files`: stripe -> (name, bytes); `keys`: (name, offset) -> safetensors entry."""
 
     generation: int
     kind: str
     stripes: int
     files: Mapping[int, tuple[str, int]]
-    pieces: list[Piece]
+    pieces: list[WrittenRange]
     keys: Mapping[tuple[str, int], str]
 
 
-def write_index(path: str, sealed: Sealed) -> None:
+def write_index(path: str, sealed: SealedIndex) -> None:
     """Writes the index so that it is either complete or absent, and lasts."""
     extents: dict[str, list[list[object]]] = {}
     for piece in sealed.pieces:
@@ -66,7 +66,7 @@ def write_index(path: str, sealed: Sealed) -> None:
     sync_folder(os.path.dirname(path))
 
 
-def read_index(path: str) -> Sealed:
+def read_index(path: str) -> SealedIndex:
     """Reads and checks an index; FormatError when it is damaged, says what cannot be, or is of an unknown version."""
     with open(path, "rb") as file:
         content = file.read(_MOST_BYTES + 1)
@@ -86,10 +86,10 @@ def read_index(path: str) -> Sealed:
     _check(path, table)
     pieces, keys = [], {}
     for name, begin, nbytes, stripe, file_offset, checksum, key in _rows(table["extents"]):
-        pieces.append(Piece(name, begin, nbytes, table["generation"], stripe, file_offset, checksum))
+        pieces.append(WrittenRange(name, begin, nbytes, table["generation"], stripe, file_offset, checksum))
         keys[name, begin] = key
     files = {int(stripe): (entry[0], entry[1]) for stripe, entry in table["files"].items()}
-    return Sealed(table["generation"], table["kind"], table["stripes"], files, pieces, keys)
+    return SealedIndex(table["generation"], table["kind"], table["stripes"], files, pieces, keys)
 
 
 def _check(path: str, table: Mapping[str, Any]) -> None:

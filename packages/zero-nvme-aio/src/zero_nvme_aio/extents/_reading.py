@@ -12,7 +12,7 @@ from .._memory import AlignedBuffer
 from .._request import Request
 from ..errors import ChecksumError
 from ._files import GenerationFiles
-from ._pieces import Covered, Piece
+from ._ranges import Covered, WrittenRange
 
 __all__ = ["Reading", "compare"]
 
@@ -61,7 +61,7 @@ class Reading:
         return request
 
 
-def compare(file: File, piece: Piece, request: Request) -> None:
+def compare(file: File, piece: WrittenRange, request: Request) -> None:
     """ChecksumError unless a read of the whole piece gave what was written."""
     if request.checksum != piece.checksum:
         raise ChecksumError(

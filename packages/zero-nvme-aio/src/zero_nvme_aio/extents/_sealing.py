@@ -10,8 +10,8 @@ from .._memory import AlignedBuffer
 from ..errors import FormatError
 from ._container import header_for
 from ._files import GenerationFiles, StoreFolders
-from ._index import Sealed, write_index
-from ._pieces import Piece, Placement
+from ._index import SealedIndex, write_index
+from ._ranges import Allocator, WrittenRange
 
 __all__ = ["check", "seal"]
 
@@ -20,16 +20,16 @@ def seal(
     engine: Engine,
     folders: StoreFolders,
     files: GenerationFiles,
-    placement: Placement,
-    pieces: Sequence[Piece],
+    placement: Allocator,
+    pieces: Sequence[WrittenRange],
     declared: Mapping[str, tuple[int, str]],
     reserved: int,
-) -> Sealed:
+) -> SealedIndex:
     """Completes checksums, writes headers, syncs, and then the index: the moment at which the generation exists."""
     complete_checksums(engine, files, pieces)
     headers, keys = _headers(files, placement, pieces, declared, reserved)
     files.make_last(placement.ends, headers)
-    sealed = Sealed(
+    sealed = SealedIndex(
         generation=files.generation,
         kind="safetensors" if headers else "raw",
         stripes=len(folders.paths),
@@ -42,7 +42,7 @@ def seal(
     return sealed
 
 
-def complete_checksums(engine: Engine, files: GenerationFiles, pieces: Sequence[Piece]) -> None:
+def complete_checksums(engine: Engine, files: GenerationFiles, pieces: Sequence[WrittenRange]) -> None:
     """Reads back what has no checksum yet: writes without one, and the rests of pieces that were partly overwritten."""
     missing = [piece for piece in pieces if not piece.checksum]
     if not missing:
@@ -54,7 +54,7 @@ def complete_checksums(engine: Engine, files: GenerationFiles, pieces: Sequence[
         piece.checksum = request.checksum or ""
 
 
-def check(folders: StoreFolders, sealed: Sealed, generation: int) -> None:
+def check(folders: StoreFolders, sealed: SealedIndex, generation: int) -> None:
     """FormatError unless an index is of its generation, over the same paths, and its files are as long as it says."""
     index = folders.index_path(generation)
     if sealed.generation != generation:
@@ -73,8 +73,8 @@ def check(folders: StoreFolders, sealed: Sealed, generation: int) -> None:
 
 def _headers(
     files: GenerationFiles,
-    placement: Placement,
-    pieces: Sequence[Piece],
+    placement: Allocator,
+    pieces: Sequence[WrittenRange],
     declared: Mapping[str, tuple[int, str]],
     reserved: int,
 ) -> tuple[dict[int, bytes], dict[tuple[str, int], str]]:

@@ -17,7 +17,7 @@ from . import _carrying, _container, _reading, _sealing
 from ._files import GenerationFiles, StoreFolders
 from ._generation import Extent, Generation
 from ._index import read_index
-from ._pieces import Covered, Piece, Place, Placement, cover, overlay
+from ._ranges import Allocation, Allocator, Covered, WrittenRange, cover, overlay
 from ._request import StoreRequest
 
 __all__ = ["ExtentStore", "StoreRequest"]
@@ -68,7 +68,7 @@ class ExtentStore:
         self._generations: dict[int, GenerationFiles] = {}
         self._pins: dict[int, weakref.finalize[Any, Any]] = {}
         self._busy: dict[str, list[tuple[int, int, bool, Request]]] = {}
-        self._placement: Placement | None = None
+        self._placement: Allocator | None = None
         self._first_stripes: dict[str, int] = {}
         self._reserved = 0
         self._lock_fd = self._folders.take()
@@ -118,7 +118,7 @@ class ExtentStore:
                 part = _buffers.slice_items(items, place.begin - offset_bytes, place.end - offset_bytes)
                 file = files.file(place.stripe)
                 request = self.engine.submit_items(True, file, part, place.file_offset, self._checksums)
-                piece = Piece(
+                piece = WrittenRange(
                     name, place.begin, place.end - place.begin, files.generation, place.stripe, place.file_offset
                 )
                 piece.request = request
@@ -251,16 +251,16 @@ class ExtentStore:
     ) -> None:
         self.close(remove=False)
 
-    def _open_generation(self) -> tuple[Placement, GenerationFiles]:
+    def _open_generation(self) -> tuple[Allocator, GenerationFiles]:
         if self._placement is None:
             stripes = len(self._folders.paths)
             start = _container.reserve_for(self._declared, stripes, self._stripe_bytes) if self._declared else 0
             self._reserved = start
-            self._placement = Placement(stripes, self._stripe_bytes, start, self._first_stripes)
+            self._placement = Allocator(stripes, self._stripe_bytes, start, self._first_stripes)
             self._generations[self._next] = GenerationFiles(self.engine, self._folders, self._next)
         return self._placement, self._generations[self._next]
 
-    def _places(self, placement: Placement, name: str, begin: int, end: int) -> list[Place]:
+    def _places(self, placement: Allocator, name: str, begin: int, end: int) -> list[Allocation]:
         if name in self._declared:
             placement.reserve(name, self._declared[name][0])
         return placement.place(name, begin, end)
@@ -268,7 +268,7 @@ class ExtentStore:
     def _written_since_seal(self) -> bool:
         return any(c.piece.generation == self._next for covered in self._live.values() for c in covered)
 
-    def _carry(self, placement: Placement, files: GenerationFiles) -> None:
+    def _carry(self, placement: Allocator, files: GenerationFiles) -> None:
         """Takes what is current in older generations into the open one."""
         if not self._written_since_seal():
             return

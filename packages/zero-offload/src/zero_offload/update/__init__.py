@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .delayed import DelayedUpdate
-from .placement import Placement
 from .plans import FragmentPlan, ShardPlan, Weights
+from .tier_options import TierOptions
 from .update import OffloadedUpdate
 
-__all__ = ["DelayedUpdate", "FragmentPlan", "OffloadedUpdate", "Placement", "ShardPlan", "Weights"]
+__all__ = ["DelayedUpdate", "FragmentPlan", "OffloadedUpdate", "ShardPlan", "TierOptions", "Weights"]

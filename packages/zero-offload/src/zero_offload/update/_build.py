@@ -24,8 +24,8 @@ from ._gradients import (
 from ._slices import BLOCK, KeptFragment, Slice, cut, split
 from ._staging import StagedSlices, staging_bytes
 from ._tiers import HostTier, NvmeOptions, NvmeTier, SplitTier, Tier, host_bytes, ring_bytes
-from .placement import Placement
 from .plans import BoundedWeights, ShardPlan, Weights
+from .tier_options import TierOptions
 
 __all__ = ["UpdateParts", "build", "check_room_for_seal"]
 
@@ -49,24 +49,24 @@ def build(
     shards: Sequence[ShardPlan],
     fragments: Sequence[KeptFragment],
     weights: Weights,
-    placement: Placement,
+    tier_options: TierOptions,
     where: Where,
     device: torch.device,
     budget: HostBudget,
     trace: Trace | None,
 ) -> UpdateParts:
     """Cut, plan, check the plan against ``budget``, allocate."""
-    if where == "nvme" and placement.path is None:
-        raise ValueError("gradients='nvme': expected a path in the placement, got none")
-    uses_files = _uses_files(fragments, placement, budget)
-    placement.check_device(device)
-    ratio = placement.ratio if uses_files or placement.tier == "host" else 1.0
-    offloaded, rest = _cut(fragments, placement, ratio, weights)
+    if where == "nvme" and tier_options.path is None:
+        raise ValueError("gradients='nvme': expected a path in the tier options, got none")
+    uses_files = _uses_files(fragments, tier_options, budget)
+    tier_options.check_device(device)
+    ratio = tier_options.ratio if uses_files or tier_options.tier == "host" else 1.0
+    offloaded, rest = _cut(fragments, tier_options, ratio, weights)
     in_files, in_memory = (offloaded, rest) if uses_files else ([], offloaded)
     on_device = [] if uses_files else rest
     slices = [*offloaded, *rest]
-    pin = placement.pin and device.type != "cpu"
-    options = _options(placement)
+    pin = tier_options.pin and device.type != "cpu"
+    options = _options(tier_options)
     staging = 0 if device.type == "cpu" else staging_bytes(slices, gradients_too=where == "caller")
     plan = {
         "device": host_bytes(on_device),
@@ -104,21 +104,21 @@ def check_room_for_seal(parts: UpdateParts) -> None:
 
 
 def _cut(
-    fragments: Sequence[KeptFragment], placement: Placement, ratio: float, weights: Weights
+    fragments: Sequence[KeptFragment], tier_options: TierOptions, ratio: float, weights: Weights
 ) -> tuple[list[Slice], list[Slice]]:
     """The slices of the share that is offloaded, and those of the rest. Two slices are under way at a time, so each has
     less than half of the shards that can be borrowed together.
     """
     shards = max(1, (weights.lends_at_most - 1) // 2) if isinstance(weights, BoundedWeights) else None
-    grain = BLOCK if placement.state_dtype == torch.int8 else 1
+    grain = BLOCK if tier_options.state_dtype == torch.int8 else 1
     offloaded, rest = split(fragments, ratio, grain)
-    size = placement.sub_group_size
+    size = tier_options.sub_group_size
     return cut(offloaded, size, shards), cut(rest, size, shards)
 
 
-def _uses_files(fragments: Sequence[KeptFragment], placement: Placement, budget: HostBudget) -> bool:
-    if placement.tier != "auto":
-        return placement.tier == "nvme"
+def _uses_files(fragments: Sequence[KeptFragment], tier_options: TierOptions, budget: HostBudget) -> bool:
+    if tier_options.tier != "auto":
+        return tier_options.tier == "nvme"
     trial = budget.copy()
     trial.need("masters and optimizer states", sum(f.nbytes(f.plan.numel) for f in fragments))
     try:
@@ -129,16 +129,16 @@ def _uses_files(fragments: Sequence[KeptFragment], placement: Placement, budget:
     return False
 
 
-def _options(placement: Placement) -> NvmeOptions:
+def _options(tier_options: TierOptions) -> NvmeOptions:
     return NvmeOptions(
-        paths=[] if placement.path is None else folders(placement.path),
-        buffer_count=placement.buffer_count,
-        pipeline_read=placement.pipeline_read,
-        pipeline_write=placement.pipeline_write,
-        checksums=placement.checksums,
-        verify=placement.verify,
-        prefix=placement.prefix,
-        engine=placement.engine,
+        paths=[] if tier_options.path is None else folders(tier_options.path),
+        buffer_count=tier_options.buffer_count,
+        pipeline_read=tier_options.pipeline_read,
+        pipeline_write=tier_options.pipeline_write,
+        checksums=tier_options.checksums,
+        verify=tier_options.verify,
+        prefix=tier_options.prefix,
+        engine=tier_options.engine,
     )
 
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from .._buffer_ring import BufferRing, Pack, lay_out
+from .._buffer_ring import BufferContent, BufferRing, lay_out
 from .._copy_streams import CopyStream
 from .._extents import DTYPE_NAMES, open_extents
 from .._memory import page_rounded
 from ..trace import Trace
 from ._gradients import HOP, copy_to_host, gradient_bytes, known_shard
-from ._slices import FlatPart, Slice
+from ._slices import FlatSpan, Slice
 from ._tiers import NvmeOptions
 from .plans import ShardPlan
 
@@ -51,7 +51,7 @@ class NvmeGradients:
         self._shards = {shard.name: (_shard_pack(shard), shard.grad_dtype) for shard in shards}
         self._packs = [_slice_pack(index, slice_) for index, slice_ in enumerate(slices)]
         self._present: set[str] = set()
-        self._acquired: dict[int, Pack] = {}
+        self._acquired: dict[int, BufferContent] = {}
         self._arriving: deque[tuple[torch.Event | None, str]] = deque()
         self._most_arriving = _buffers(options.buffer_count) - 2
         self._stored_bytes = gradient_bytes(shards)
@@ -123,7 +123,7 @@ class NvmeGradients:
         if all(map(self.has, self._shards_of(index))):
             self._ring.prefetch([pack])
 
-    def acquire(self, index: int) -> list[FlatPart | None]:
+    def acquire(self, index: int) -> list[FlatSpan | None]:
         self._arrived(at_most=0)
         present = {shard for shard in self._shards_of(index) if self.has(shard)}
         pack, places = self._packs[index]
@@ -131,7 +131,7 @@ class NvmeGradients:
             pack, places = _slice_pack(index, self._slices[index], only=present)
         buffer = self._ring.acquire(pack)
         self._acquired[index] = pack
-        found: list[FlatPart | None] = []
+        found: list[FlatSpan | None] = []
         for span in self._slices[index]:
             shard = span.fragment.shard
             if shard.name not in present:
@@ -139,7 +139,7 @@ class NvmeGradients:
                 continue
             begin = places[shard.name] + (span.fragment.plan.start + span.begin) * shard.grad_dtype.itemsize
             nbytes = span.length * shard.grad_dtype.itemsize
-            found.append(FlatPart(buffer[begin : begin + nbytes].view(shard.grad_dtype), 0, span.length))
+            found.append(FlatSpan(buffer[begin : begin + nbytes].view(shard.grad_dtype), 0, span.length))
         return found
 
     def release(self, index: int) -> None:
@@ -176,11 +176,11 @@ def _extent(shard: ShardPlan) -> str:
     return f"{shard.name}/gradient"
 
 
-def _shard_pack(shard: ShardPlan) -> Pack:
+def _shard_pack(shard: ShardPlan) -> BufferContent:
     return lay_out(_extent(shard), [(_extent(shard), 0, shard.numel * shard.grad_dtype.itemsize)])
 
 
-def _slice_pack(index: int, slice_: Slice, only: set[str] | None = None) -> tuple[Pack, dict[str, int]]:
+def _slice_pack(index: int, slice_: Slice, only: set[str] | None = None) -> tuple[BufferContent, dict[str, int]]:
     """One piece for each shard (of ``only``) in a slice, and where in the buffer its element 0 would be."""
     ranges: dict[str, tuple[ShardPlan, int, int]] = {}
     for span in slice_:

@@ -14,7 +14,7 @@ from .._copy_streams import CopyStream
 from .._memory import HostBlock, nbytes_of
 from ..errors import ShardError
 from ..trace import Trace
-from ._slices import FlatPart, Slice
+from ._slices import FlatSpan, Slice
 from .plans import KERNEL_DTYPES, ShardPlan, checked
 
 __all__ = [
@@ -43,7 +43,7 @@ class Gradients(Protocol):
     def prefetch(self, index: int) -> None:
         """A slice will be acquired soon."""
 
-    def acquire(self, index: int) -> list[FlatPart | None]:
+    def acquire(self, index: int) -> list[FlatSpan | None]:
         """The gradient of each span of a slice, wherever it is; None for shards without one."""
 
     def release(self, index: int) -> None:
@@ -102,7 +102,7 @@ class CallerGradients:
     def prefetch(self, index: int) -> None:
         """Nothing to do."""
 
-    def acquire(self, index: int) -> list[FlatPart | None]:
+    def acquire(self, index: int) -> list[FlatSpan | None]:
         given = [self._given.get(span.fragment.shard.name) for span in self._slices[index]]
         return [None if g is None else s.of_shard(g) for s, g in zip(self._slices[index], given, strict=True)]
 
@@ -177,8 +177,8 @@ class HostGradients:
     def prefetch(self, index: int) -> None:
         """They are here."""
 
-    def acquire(self, index: int) -> list[FlatPart | None]:
-        found: list[FlatPart | None] = []
+    def acquire(self, index: int) -> list[FlatSpan | None]:
+        found: list[FlatSpan | None] = []
         for span in self._slices[index]:
             shard = span.fragment.shard.name
             self._settle(shard)

@@ -11,13 +11,13 @@ import torch
 from zero_optim_kernels import adagrad_step, adam_step, lion_step, sgd_step
 from zero_optim_kernels.torch import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 
-__all__ = ["Batch", "Rule", "find_rule", "has_rule"]
+__all__ = ["KernelOperands", "Rule", "find_rule", "has_rule"]
 
 Group = Mapping[str, Any]
 
 
 @dataclass
-class Batch:
+class KernelOperands:
     """The operands of one kernel call: one entry per fragment in every list, all of one kind."""
 
     sizes: list[int]
@@ -39,7 +39,7 @@ class Rule:
     template: type[torch.optim.Optimizer]
     moments: Callable[[Group], tuple[tuple[str, bool], ...]]
     initial: Callable[[Group], float]
-    run: Callable[[Batch, Group], None]
+    run: Callable[[KernelOperands, Group], None]
     refused: tuple[str, ...] = ()
 
     def defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,11 +61,11 @@ def _sign(group: Group) -> float:
     return -1.0 if group.get("maximize") else 1.0
 
 
-def _scaled(batch: Batch, group: Group) -> dict[str, Any]:
+def _scaled(batch: KernelOperands, group: Group) -> dict[str, Any]:
     return {**batch.common, "grad_scale": batch.common["grad_scale"] * _sign(group)}
 
 
-def _adam(batch: Batch, group: Group) -> None:
+def _adam(batch: KernelOperands, group: Group) -> None:
     adam_step(
         batch.params,
         batch.grads,
@@ -83,7 +83,7 @@ def _adam(batch: Batch, group: Group) -> None:
     )
 
 
-def _sgd(batch: Batch, group: Group) -> None:
+def _sgd(batch: KernelOperands, group: Group) -> None:
     sgd_step(
         batch.params,
         batch.grads,
@@ -100,7 +100,7 @@ def _sgd(batch: Batch, group: Group) -> None:
     )
 
 
-def _adagrad(batch: Batch, group: Group) -> None:
+def _adagrad(batch: KernelOperands, group: Group) -> None:
     adagrad_step(
         batch.params,
         batch.grads,
@@ -115,7 +115,7 @@ def _adagrad(batch: Batch, group: Group) -> None:
     )
 
 
-def _lion(batch: Batch, group: Group) -> None:
+def _lion(batch: KernelOperands, group: Group) -> None:
     lion_step(
         batch.params,
         batch.grads,

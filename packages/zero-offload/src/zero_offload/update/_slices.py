@@ -13,12 +13,12 @@ from .plans import FragmentPlan, ShardPlan, wide_dtype
 
 __all__ = [
     "BLOCK",
-    "FlatPart",
+    "FlatSpan",
+    "FragmentSpan",
     "GRAIN",
     "KeptFragment",
     "MASTER",
     "Slice",
-    "Span",
     "StateKind",
     "cut",
     "kinds_of",
@@ -93,7 +93,7 @@ class KeptFragment:
         return sum(kind.nbytes(elements) for kind in self.kinds)
 
 
-class FlatPart(NamedTuple):
+class FlatSpan(NamedTuple):
     """Elements [start, start + length) of a flat tensor: kernels take addresses, which cost less than a view."""
 
     base: torch.Tensor
@@ -110,16 +110,16 @@ class FlatPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Span:
+class FragmentSpan:
     """Elements [begin, begin + length) of a fragment."""
 
     fragment: KeptFragment
     begin: int
     length: int
 
-    def of_shard(self, shard: torch.Tensor) -> FlatPart:
+    def of_shard(self, shard: torch.Tensor) -> FlatSpan:
         """This part of the shard's flat tensor."""
-        return FlatPart(shard, self.fragment.plan.start + self.begin, self.length)
+        return FlatSpan(shard, self.fragment.plan.start + self.begin, self.length)
 
     def of_kind(self, kind: StateKind, whole: torch.Tensor) -> torch.Tensor:
         """This part of a flat tensor of all the fragment's items of a kind."""
@@ -127,7 +127,7 @@ class Span:
         return whole[start : start + kind.items(self.length)]
 
 
-Slice = tuple[Span, ...]
+Slice = tuple[FragmentSpan, ...]
 
 
 def kinds_of(
@@ -148,28 +148,28 @@ def kinds_of(
     return tuple(kinds)
 
 
-def split(fragments: Sequence[KeptFragment], ratio: float, grain: int) -> tuple[list[Span], list[Span]]:
+def split(fragments: Sequence[KeptFragment], ratio: float, grain: int) -> tuple[list[FragmentSpan], list[FragmentSpan]]:
     """The first ``ratio`` of all elements, to a multiple of ``grain`` within a fragment, and the rest."""
     room = round(sum(fragment.plan.numel for fragment in fragments) * ratio)
-    first: list[Span] = []
-    rest: list[Span] = []
+    first: list[FragmentSpan] = []
+    rest: list[FragmentSpan] = []
     for fragment in fragments:
         numel = fragment.plan.numel
         taken = numel if numel <= room else room - room % grain
         room -= min(numel, room)
         if taken:
-            first.append(Span(fragment, 0, taken))
+            first.append(FragmentSpan(fragment, 0, taken))
         if numel > taken:
-            rest.append(Span(fragment, taken, numel - taken))
+            rest.append(FragmentSpan(fragment, taken, numel - taken))
     return first, rest
 
 
-def cut(spans: Iterable[Span], sub_group_size: int, shards: int | None = None) -> list[Slice]:
+def cut(spans: Iterable[FragmentSpan], sub_group_size: int, shards: int | None = None) -> list[Slice]:
     """Slices of at most ``sub_group_size`` elements of at most ``shards`` shards, in order; spans are cut at multiples
     of `GRAIN`.
     """
     slices: list[Slice] = []
-    current: list[Span] = []
+    current: list[FragmentSpan] = []
     room = sub_group_size
     for span in spans:
         if shards is not None and len({s.fragment.shard.name for s in (*current, span)}) > shards:
@@ -181,7 +181,7 @@ def cut(spans: Iterable[Span], sub_group_size: int, shards: int | None = None) -
             if begin + length < end:
                 length -= length % GRAIN
             if length > 0:
-                current.append(Span(span.fragment, begin, length))
+                current.append(FragmentSpan(span.fragment, begin, length))
                 begin += length
                 room -= length
             if begin < end or room == 0:

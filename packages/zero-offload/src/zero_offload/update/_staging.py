@@ -13,7 +13,7 @@ from .._memory import HostBlock, nbytes_of
 from ..errors import OffloadError
 from ..trace import Trace
 from ._gradients import Gradients
-from ._slices import FlatPart, Slice, Span
+from ._slices import FlatSpan, FragmentSpan, Slice
 from .plans import ExpectingWeights, ShardPlan, Weights, checked
 
 __all__ = ["StagedSlices", "StagedSpan", "staging_bytes"]
@@ -28,10 +28,10 @@ class StagedSpan(NamedTuple):
     """
 
     number: int
-    span: Span
-    grad: FlatPart
-    out: FlatPart
-    weights: FlatPart
+    span: FragmentSpan
+    grad: FlatSpan
+    out: FlatSpan
+    weights: FlatSpan
 
 
 def staging_bytes(slices: Sequence[Slice], *, gradients_too: bool) -> int:
@@ -181,9 +181,9 @@ class StagedSlices:
             with suppress(OffloadError):  # the failure that led here is the one to be told
                 self._weights.give_back(shard, dirty=True)
 
-    def _stage(self, side: int, offset: int, piece: FlatPart) -> FlatPart:
+    def _stage(self, side: int, offset: int, piece: FlatSpan) -> FlatSpan:
         """Room for a piece in the block whose turn it is."""
-        return FlatPart(self._blocks[side].view(offset, piece.length, piece.base.dtype), 0, piece.length)
+        return FlatSpan(self._blocks[side].view(offset, piece.length, piece.base.dtype), 0, piece.length)
 
     def _expect(self, index: int) -> None:
         """Have the weights of a slice brought that are neither here nor written without being read."""

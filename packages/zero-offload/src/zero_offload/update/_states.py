@@ -13,7 +13,7 @@ from zero_optim_kernels import quantize_blocks
 from .._protocols import Generation
 from ..sealed import Sealed
 from ._rules import Rule
-from ._slices import BLOCK, MASTER, KeptFragment, Slice, Span
+from ._slices import BLOCK, MASTER, FragmentSpan, KeptFragment, Slice
 from ._step import Groups, Tensors, fill_moments
 from ._tiers import Tier
 
@@ -53,7 +53,7 @@ def read_states(
                 yield fragment, {_STEP: torch.tensor(float(fragment.step)), **states.pop(fragment)}
 
 
-def _read(span: Span, tensors: Tensors, state: dict[str, torch.Tensor]) -> None:
+def _read(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tensor]) -> None:
     fragment = span.fragment
     for kind in fragment.kinds:
         if fragment.keeps(kind):
@@ -102,11 +102,11 @@ def write_states(
             fragment.step = int(state[_STEP])
 
 
-def _concerned(span: Span, states: Mapping[KeptFragment, State]) -> bool:
+def _concerned(span: FragmentSpan, states: Mapping[KeptFragment, State]) -> bool:
     return span.fragment in states
 
 
-def _write(span: Span, tensors: Tensors, state: State) -> None:
+def _write(span: FragmentSpan, tensors: Tensors, state: State) -> None:
     for kind in span.fragment.kinds:
         value = state.get(kind.name)
         if value is None:

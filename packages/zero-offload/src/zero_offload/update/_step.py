@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..trace import Trace
-from ._rules import Batch, Rule
-from ._slices import MASTER, KeptFragment, Slice, Span
+from ._rules import KernelOperands, Rule
+from ._slices import MASTER, FragmentSpan, KeptFragment, Slice
 from ._staging import StagedSlices, StagedSpan
 from ._tiers import Tier
 from .plans import KERNEL_DTYPES
@@ -107,7 +107,7 @@ def _run(
 
     States below float32 are rounded with random numbers that depend on the position, so each span is a call of its own.
     """
-    batches: dict[tuple[Any, ...], Batch] = {}
+    batches: dict[tuple[Any, ...], KernelOperands] = {}
     for staged_span in staged_spans:
         fragment, own = staged_span.span.fragment, tensors[staged_span.number]
         plan, shard = fragment.plan, fragment.shard
@@ -139,7 +139,7 @@ def _run(
             staged_span.out.view().copy_(tensors[staged_span.number][MASTER])
 
 
-def _batch(span: Span, grad_scale: float) -> Batch:
+def _batch(span: FragmentSpan, grad_scale: float) -> KernelOperands:
     fragment = span.fragment
     state = fragment.moments[0].dtype if fragment.moments else fragment.dtype
     common: dict[str, Any] = {
@@ -155,4 +155,4 @@ def _batch(span: Span, grad_scale: float) -> Batch:
         common["copy_out"] = []
         common["copy_dtype"] = KERNEL_DTYPES[fragment.shard.dtype]
     states: dict[str, list[int]] = {kind.name: [] for kind in fragment.moments}
-    return Batch([], [], [], states, common, first=fragment.step == 0)
+    return KernelOperands([], [], [], states, common, first=fragment.step == 0)

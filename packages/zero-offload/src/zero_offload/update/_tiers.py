@@ -7,19 +7,19 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .._buffer_ring import BufferRing, Pack, lay_out
+from .._buffer_ring import BufferContent, BufferRing, lay_out
 from .._extents import DTYPE_NAMES, naming, open_extents
 from .._memory import HostBlock, page_rounded
 from .._protocols import Extent, Generation
 from ..trace import Trace
 from ._slices import Slice, slice_bytes
 
-__all__ = ["HostTier", "NvmeOptions", "NvmeTier", "SplitTier", "Tier", "Visit", "host_bytes", "ring_bytes"]
+__all__ = ["HostTier", "LoadedSlice", "NvmeOptions", "NvmeTier", "SplitTier", "Tier", "host_bytes", "ring_bytes"]
 
 _Tensors = dict[str, torch.Tensor]
 
 
-class Visit(NamedTuple):
+class LoadedSlice(NamedTuple):
     """One slice in host memory: the tensors of each of its spans, by kind."""
 
     number: int
@@ -32,7 +32,7 @@ class Tier(Protocol):
     def order(self, indices: Sequence[int]) -> list[int]:
         """Slices, given in ascending order, in the order in which visiting them costs least."""
 
-    def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[Visit]:
+    def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
         """Each slice in turn, valid until the next is asked for; with ``dirty`` it was changed and is kept.
 
         Iterate to the end, or close the iterator: then the slice at hand is lost.
@@ -93,9 +93,9 @@ class HostTier:
     def order(self, indices: Sequence[int]) -> list[int]:
         return list(indices)
 
-    def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[Visit]:
+    def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
         for index in indices:
-            yield Visit(index, self._tensors[index])
+            yield LoadedSlice(index, self._tensors[index])
 
     def reset(self) -> None:
         """There is nothing to forget: what is in memory is there to be written."""
@@ -178,7 +178,7 @@ class NvmeTier:
         ordered = list(indices)
         return ordered[::-1] if ordered and self._last >= ordered[-1] else ordered
 
-    def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[Visit]:
+    def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
         for position, index in enumerate(indices):
             self._last = index
             pack, kept = self._packs[index], index in self._kept
@@ -187,7 +187,7 @@ class NvmeTier:
             self._ring.prefetch(self._packs[i] for i in ahead if i in self._kept)
             finished = False
             try:
-                yield Visit(index, self._tensors(index, buffer))
+                yield LoadedSlice(index, self._tensors(index, buffer))
                 finished = True
             finally:
                 if not finished or not (kept or dirty):
@@ -249,7 +249,7 @@ class NvmeTier:
         return tensors
 
 
-def _pack(index: int, slice_: Slice) -> Pack:
+def _pack(index: int, slice_: Slice) -> BufferContent:
     """A slice as a pack of the extents ``<fragment>/<kind>``."""
     pieces = [
         (f"{span.fragment.name}/{kind.name}", kind.nbytes(span.begin), kind.nbytes(span.length))
@@ -271,10 +271,10 @@ class SplitTier:
         first = self._first.order([i for i in indices if i < self._count])
         return first + [i for i in indices if i >= self._count]
 
-    def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[Visit]:
+    def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
         yield from self._first.visit([i for i in indices if i < self._count], dirty=dirty)
         for visit in self._rest.visit([i - self._count for i in indices if i >= self._count], dirty=dirty):
-            yield Visit(visit.number + self._count, visit.tensors)
+            yield LoadedSlice(visit.number + self._count, visit.tensors)
 
     def reset(self) -> None:
         self._first.reset()

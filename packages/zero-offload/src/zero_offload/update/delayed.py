@@ -16,8 +16,8 @@ from ..budget import HostBudget
 from ..sealed import Sealed
 from ..trace import Trace
 from ._gradients import HostGradients, gradient_bytes, looked_at
-from .placement import Placement
 from .plans import ShardPlan, Weights, checked
+from .tier_options import TierOptions
 from .update import OffloadedUpdate
 
 __all__ = ["DelayedUpdate"]
@@ -44,18 +44,18 @@ class DelayedUpdate:
         optimizer: str | type[torch.optim.Optimizer],
         groups: Callable[[], Sequence[Mapping[str, Any]]],
         weights: Weights,
-        placement: Placement | None = None,
+        tier_options: TierOptions | None = None,
         *,
         device: torch.device | str | None = None,
         budget: HostBudget | None = None,
         trace: Trace | None = None,
     ) -> None:
         device = compute_device(device)
-        (placement or Placement()).check_device(device)
+        (tier_options or TierOptions()).check_device(device)
         budget = HostBudget() if budget is None else budget
         budget.need("two sets of gradients", 2 * gradient_bytes(shards))
         budget.need("weights that wait for their step", _Mirror.bytes_of(shards))
-        pin = (placement or Placement()).pin and device.type != "cpu"
+        pin = (tier_options or TierOptions()).pin and device.type != "cpu"
         self._groups = groups
         self._options: Sequence[Mapping[str, Any]] = _copied(groups())
         self._weights = weights
@@ -66,7 +66,7 @@ class DelayedUpdate:
             optimizer,
             lambda: self._options,
             self._mirror,
-            placement,
+            tier_options,
             gradients="caller",
             device="cpu",
             budget=budget,

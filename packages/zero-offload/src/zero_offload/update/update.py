@@ -22,8 +22,8 @@ from ._rules import find_rule, has_rule
 from ._slices import BLOCK, KeptFragment, kinds_of
 from ._states import check_state, forget, read_states, sealed_state, write_states
 from ._step import run_step
-from .placement import Placement
 from .plans import ShardPlan, Weights, check_plans
+from .tier_options import TierOptions
 
 __all__ = ["OffloadedUpdate"]
 
@@ -34,7 +34,7 @@ class OffloadedUpdate:
     ``optimizer``: a name or a class (`supports` says which). ``groups`` returns the parameter groups; it is asked at
     every step, so schedulers and loaded options work; what they have besides the optimizer's options is ignored.
     ``weights`` lends the shards. Everything
-    kept lives where ``placement`` says. ``gradients``: collected during backward in ``"host"`` memory or in files
+    kept lives where ``tier_options`` says. ``gradients``: collected during backward in ``"host"`` memory or in files
     (``"nvme"``), or kept by the ``"caller"``. ``device``: where weights and gradients come from, by default the current
     accelerator, else the CPU. ``budget`` collects and checks what is needed before anything is allocated (BudgetError).
     ``trace`` records what moves.
@@ -56,7 +56,7 @@ class OffloadedUpdate:
         optimizer: str | type[torch.optim.Optimizer],
         groups: Callable[[], Sequence[Mapping[str, Any]]],
         weights: Weights,
-        placement: Placement | None = None,
+        tier_options: TierOptions | None = None,
         *,
         gradients: Literal["host", "nvme", "caller"] = "host",
         device: torch.device | str | None = None,
@@ -66,7 +66,7 @@ class OffloadedUpdate:
         if gradients not in ("host", "nvme", "caller"):
             raise ValueError(f"gradients: expected 'host', 'nvme' or 'caller', got {gradients!r}")
         check_plans(shards, len(groups()))
-        placement = placement or Placement()
+        tier_options = tier_options or TierOptions()
         self._rule = find_rule(optimizer)
         self._groups = groups
         self._trace = trace
@@ -74,14 +74,14 @@ class OffloadedUpdate:
         self._closed = False
         self._failed = False
         self.writes = 0
-        self._by_shard = {shard.name: self._make_fragments(shard, placement) for shard in shards}
+        self._by_shard = {shard.name: self._make_fragments(shard, tier_options) for shard in shards}
         self._fragments = {f.name: f for fragments in self._by_shard.values() for f in fragments}
         self._first_of_group = {f.plan.group: f for f in reversed(self._fragments.values())}
         self._parts = build(
             shards,
             list(self._fragments.values()),
             weights,
-            placement,
+            tier_options,
             gradients,
             compute_device(device),
             HostBudget() if budget is None else budget,
@@ -95,9 +95,9 @@ class OffloadedUpdate:
         """Return whether there is a kernel for an optimizer, by name or class."""
         return has_rule(optimizer)
 
-    def _make_fragments(self, shard: ShardPlan, placement: Placement) -> list[KeptFragment]:
+    def _make_fragments(self, shard: ShardPlan, tier_options: TierOptions) -> list[KeptFragment]:
         fragments = []
-        state_dtype = None if shard.dtype == torch.float64 else placement.state_dtype
+        state_dtype = None if shard.dtype == torch.float64 else tier_options.state_dtype
         for plan in shard.fragments:
             group = self._groups()[plan.group]
             self._rule.check_group(group)

@@ -23,7 +23,7 @@ from ._formats import (
     zero_moment,
     zero_scales,
 )
-from ._plan import Cohort, Plan, gradients
+from ._plan import Cohort, CohortPlan, gradients
 
 __all__ = ["Bf16Weights", "KernelOptimizer", "Settings", "check_range"]
 
@@ -83,7 +83,7 @@ class KernelOptimizer(Optimizer):
         if threads < 0:
             raise ValueError(f"threads: expected 0 (torch's number) or a positive number, got {threads}")
         self._settings = Settings(parse_state_dtype(state_dtype), bf16_weights, seed, threads)
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, CohortPlan] = {}
         self._seen: list[dict[str, Any]] = []
         super().__init__(params, defaults)
 
@@ -195,7 +195,7 @@ class KernelOptimizer(Optimizer):
 
     def _make_plan(
         self, index: int, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor | None]
-    ) -> Plan:
+    ) -> CohortPlan:
         for position, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is not None:
                 self._check_param(index, position, param)
@@ -234,7 +234,7 @@ class KernelOptimizer(Optimizer):
                     first=first,
                 )
             )
-        return Plan(list(params), where, cohorts)
+        return CohortPlan(list(params), where, cohorts)
 
     # The step
 
@@ -247,7 +247,7 @@ class KernelOptimizer(Optimizer):
                 loss = closure()
         if len(self._seen) != len(self.state) or not all(map(is_, self.state.values(), self._seen)):
             self._plans.clear()
-        work: list[tuple[int, dict[str, Any], Plan, list[list[int]]]] = []
+        work: list[tuple[int, dict[str, Any], CohortPlan, list[list[int]]]] = []
         for index, group in enumerate(self.param_groups):
             self._check_group(group)
             params = group["params"]

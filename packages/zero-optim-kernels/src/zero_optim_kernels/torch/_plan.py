@@ -17,7 +17,7 @@ import torch
 from .._types import Dtype
 from ._formats import local
 
-__all__ = ["Cohort", "Plan", "addresses", "gradients"]
+__all__ = ["Cohort", "CohortPlan", "addresses", "gradients"]
 
 _data_ptr = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
@@ -77,7 +77,7 @@ class Cohort:
 
 
 @dataclass
-class Plan:
+class CohortPlan:
     """The cohorts of one parameter group; ``where`` has each parameter's cohort, or -1 for one without a gradient."""
 
     params: list[torch.Tensor]

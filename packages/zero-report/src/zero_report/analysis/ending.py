@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..record.reader import Attempt, Block, RankRecord, Run
-from ..record.schema import COLLECTIVES, Kind
+from ..record.schema import COLLECTIVES, SpanKind
 
 _FRESH = 5.0  # seconds since the last sign of a rank that lives; a record is written twice a second
 _TOGETHER = 2.0  # seconds between the last signs of ranks that stopped at once
 _LONG = 10.0  # a step that has lasted so many seconds, and so many times the usual, is said to hang
 _PARTS = {
-    Kind.DATA: "the data loader or the script",
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.UPDATE: "the update",
-    Kind.SAVE: "a checkpoint",
+    SpanKind.DATA: "the data loader or the script",
+    SpanKind.FORWARD: "forward",
+    SpanKind.BACKWARD: "backward",
+    SpanKind.UPDATE: "the update",
+    SpanKind.SAVE: "a checkpoint",
 }
 
 
@@ -123,7 +123,7 @@ def _reason(attempt: Attempt) -> str:
     if len(apart) != 1 or len(blocks) < 2:
         return ""
     block = blocks[apart[0]]
-    kinds = [Kind(span.kind) for span in block.spans[len(block.spans) - block.under_way :]]
+    kinds = [SpanKind(span.kind) for span in block.spans[len(block.spans) - block.under_way :]]
     where = _PARTS.get(kinds[-1]) if kinds else None
     return "" if where is None else f"; rank {apart[0]} was in {where}, and others waited for it"
 
@@ -146,9 +146,9 @@ def _present(record: RankRecord) -> str:
     now = block.spans[-block.under_way :]
     messages = [span for span in now if span.kind in COLLECTIVES]
     parts = [span for span in now if span.kind not in COLLECTIVES]
-    inside = [f"in {_PARTS.get(Kind(span.kind), 'no pass')} for {span.duration / 1e6:.1f} s" for span in parts[-1:]]
+    inside = [f"in {_PARTS.get(SpanKind(span.kind), 'no pass')} for {span.duration / 1e6:.1f} s" for span in parts[-1:]]
     inside += [
-        f"{Kind(span.kind).name.lower()} of {span.name} under way for {span.duration / 1e6:.1f} s"
+        f"{SpanKind(span.kind).name.lower()} of {span.name} under way for {span.duration / 1e6:.1f} s"
         for span in messages[:3]
     ]
     return f"rank {record.rank}, step {block.step}: {', '.join(inside)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..record.reader import Block
-from ..record.schema import COLLECTIVES, TIERS, Kind
+from ..record.schema import COLLECTIVES, TIERS, SpanKind
 
 
 @dataclass
@@ -76,7 +76,7 @@ def _add(links: dict[str, Link], block: Block) -> None:
 
 def link_name(kind: int, name: str) -> str:
     """Return the link of a transfer: for tiers what stands before the colon, for collectives their phase."""
-    return name.partition(":")[0] if kind in TIERS else Kind(kind).name.lower()
+    return name.partition(":")[0] if kind in TIERS else SpanKind(kind).name.lower()
 
 
 def is_of(name: str, named: str) -> bool:

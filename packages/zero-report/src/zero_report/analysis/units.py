@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..record.reader import Block, Span
-from ..record.schema import COLLECTIVES, TIERS, Kind
+from ..record.schema import COLLECTIVES, TIERS, SpanKind
 
 
 @dataclass
@@ -26,14 +26,14 @@ class UnitSums:
 
 
 _BYTES = {
-    Kind.GATHER: "gathered",
-    Kind.PUBLISH: "gathered",
-    Kind.REDUCE: "reduced",
-    Kind.BROADCAST: "other",
-    Kind.CONTROL: "other",
-    Kind.CHECKPOINT: "other",
-    Kind.TIER_READ: "read",
-    Kind.TIER_WRITE: "written",
+    SpanKind.GATHER: "gathered",
+    SpanKind.PUBLISH: "gathered",
+    SpanKind.REDUCE: "reduced",
+    SpanKind.BROADCAST: "other",
+    SpanKind.CONTROL: "other",
+    SpanKind.CHECKPOINT: "other",
+    SpanKind.TIER_READ: "read",
+    SpanKind.TIER_WRITE: "written",
 }
 
 
@@ -52,12 +52,12 @@ class AllUnits:
         """Add the spans of one step; ``blocks`` by rank."""
         for block in blocks.values():
             for span in block.spans:
-                if span.kind == Kind.COMPUTE:
+                if span.kind == SpanKind.COMPUTE:
                     self._of(span.name).computed += span.duration / 1e6
                 elif span.kind in COLLECTIVES or span.kind in TIERS:
                     tier = span.kind in TIERS
                     unit = self._of(thing_of(span))
-                    column = _BYTES[Kind(span.kind)]
+                    column = _BYTES[SpanKind(span.kind)]
                     setattr(unit, column, getattr(unit, column) + span.nbytes)
                     unit.messages += not tier
                     unit.waited += span.waited / 1e6

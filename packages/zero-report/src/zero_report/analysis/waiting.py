@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..record.reader import Block, Span
-from ..record.schema import COLLECTIVES, TIERS, Kind
+from ..record.schema import COLLECTIVES, TIERS, SpanKind
 
 _DEPTH = 6  # collectives that are followed from one to the next
 CauseKind = Literal["data", "tier", "rank", "link", "save"]
@@ -64,13 +64,13 @@ class _RankStep:
                 key = (span.kind, span.name, place)
                 self.starts[key] = span.begin + self.offset
                 self.keys[span] = key
-            if span.kind in (Kind.DATA, Kind.SAVE):
+            if span.kind in (SpanKind.DATA, SpanKind.SAVE):
                 idle.append(_Idle(span.begin + self.offset, end, span))
             elif span.waited and (span.kind in COLLECTIVES or span.kind in TIERS):
                 idle.append(_Idle(end - span.waited, end, span))
         self.idle = sorted(idle, key=lambda item: item.begin)
         self._begins = [item.begin for item in self.idle]
-        self._phases = [s for s in block.spans if s.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)]
+        self._phases = [s for s in block.spans if s.kind in (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.UPDATE)]
 
     def during(self, begin: float, end: float) -> Iterator[tuple[float, float, Span | None]]:
         """Yield what the rank did from ``begin`` to ``end``: pieces with the span that it waited in, None where it
@@ -94,7 +94,7 @@ class _RankStep:
         inside = moment - self.offset
         for span in self._phases:
             if span.begin <= inside <= span.end:
-                return Kind(span.kind).name.lower()
+                return SpanKind(span.kind).name.lower()
         return "between passes"
 
 
@@ -122,9 +122,9 @@ class _Step:
 
     def _follow(self, rank: int, span: Span, begin: float, end: float, depth: int) -> Iterator[tuple[Cause, float]]:
         """Yield why ``rank`` was in ``span`` from ``begin`` to ``end``."""
-        if span.kind == Kind.DATA:
+        if span.kind == SpanKind.DATA:
             yield Cause("data", rank, span.name), end - begin
-        elif span.kind == Kind.SAVE:
+        elif span.kind == SpanKind.SAVE:
             yield Cause("save", rank, span.name), end - begin
         elif span.kind in TIERS:
             yield Cause("tier", rank, span.name), end - begin
@@ -135,7 +135,7 @@ class _Step:
             if until > begin:
                 yield from self._blame(last, begin, until, depth)
             if end > max(begin, until):
-                yield Cause("link", -1, Kind(span.kind).name.lower()), end - max(begin, until)
+                yield Cause("link", -1, SpanKind(span.kind).name.lower()), end - max(begin, until)
 
     def _blame(self, rank: int, begin: float, end: float, depth: int) -> Iterator[tuple[Cause, float]]:
         """Yield what ``rank`` did from ``begin`` to ``end``, while others waited for it."""

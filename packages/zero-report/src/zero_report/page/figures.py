@@ -11,7 +11,7 @@ from ..analysis.analyse import Analysis
 from ..analysis.causes import Share, cause_text
 from ..analysis.ending import how_attempt_ended
 from ..record.reader import Array, Attempt, RankRecord, Run
-from ..record.schema import OWNERS, Kind
+from ..record.schema import OWNERS, SpanKind
 from .curves import WAITS, tables
 
 _CAUSES = 8
@@ -118,9 +118,9 @@ def wait_rows(analysis: Analysis) -> list[dict[str, Any]]:
             "rank": loss.rank,
             "step": loss.step,
             "us": loss.us,
-            "in": f"{Kind(loss.span.kind).name.lower().replace('_', ' ')} of {loss.span.name}"
-            if loss.span.kind not in (Kind.DATA, Kind.SAVE)
-            else Kind(loss.span.kind).name.lower(),
+            "in": f"{SpanKind(loss.span.kind).name.lower().replace('_', ' ')} of {loss.span.name}"
+            if loss.span.kind not in (SpanKind.DATA, SpanKind.SAVE)
+            else SpanKind(loss.span.kind).name.lower(),
             "cause": cause_text(loss.cause),
         }
         for loss in analysis.causes.longest

@@ -7,11 +7,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .lines import encode_text, json_text
-from .schema import Kind
+from .schema import SpanKind
 
 SPAN_NUMBERS = 6
 """Numbers that a span is collected as: kind, index into names, begin and end, waited seconds, bytes."""
-UnderWay = Sequence[tuple[Kind, str, float, int]]
+UnderWay = Sequence[tuple[SpanKind, str, float, int]]
 """What has begun and is not over: kind, name, begin and bytes."""
 _FORMAT = "%d,%d,%.0f,%.0f,%.0f,%.0f"
 
@@ -64,5 +64,5 @@ class OpenBlock(NamedTuple):
             block.spans.extend((kind, number, begin, block.end, 0.0, nbytes))
         return block.encode(unix, f',"open":true,"under_way":{len(running)}')
 
-    def _running(self) -> Iterable[tuple[Kind, str, float, int]]:
+    def _running(self) -> Iterable[tuple[SpanKind, str, float, int]]:
         return (item for item in self.under_way if item[2] <= self.block.end)

@@ -44,8 +44,8 @@ MAX_BYTES = 256 << 20
 """Bytes of a whole record, all ranks together, unless the writer is told otherwise."""
 
 
-class Kind(IntEnum):
-    """What a span is. `waited` of a span is the part at its end in which the rank did nothing but wait for it."""
+class SpanKind(IntEnum):
+    """Kinds of spans. `waited` of a span is the part at its end in which the rank did nothing but wait for it."""
 
     DATA = 0  # between the end of a step's work and the next forward: the data loader, and the script's own code
     FORWARD = 1
@@ -63,9 +63,16 @@ class Kind(IntEnum):
     SAVE = 13  # training was blocked by a checkpoint
 
 
-PHASES = (Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.SAVE)
-COLLECTIVES = (Kind.GATHER, Kind.REDUCE, Kind.PUBLISH, Kind.BROADCAST, Kind.CONTROL, Kind.CHECKPOINT)
-TIERS = (Kind.TIER_READ, Kind.TIER_WRITE)
+PHASES = (SpanKind.DATA, SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.UPDATE, SpanKind.SAVE)
+COLLECTIVES = (
+    SpanKind.GATHER,
+    SpanKind.REDUCE,
+    SpanKind.PUBLISH,
+    SpanKind.BROADCAST,
+    SpanKind.CONTROL,
+    SpanKind.CHECKPOINT,
+)
+TIERS = (SpanKind.TIER_READ, SpanKind.TIER_WRITE)
 
 OWNERS = ("gathered", "parameters", "masters", "gradients", "states", "activations", "buffers", "other")
 """Who holds memory; `other` is what the process holds beyond the rest."""

@@ -20,7 +20,7 @@ from .schema import (
     OWNERS,
     SCHEMA_VERSION,
     SPANS_PER_STEP,
-    Kind,
+    SpanKind,
     attempt_folder,
     rank_file,
 )
@@ -30,24 +30,24 @@ _LEAST_BYTES = 128 << 10  # of one rank, whatever the bound
 _MOST_BYTES = 32 << 20
 _NUMBERS_PER_STEP = SPANS_PER_STEP * SPAN_NUMBERS
 _PHASES = {
-    Kind.DATA: "data_s",
-    Kind.FORWARD: "forward_s",
-    Kind.BACKWARD: "backward_s",
-    Kind.UPDATE: "update_s",
-    Kind.SAVE: "save_s",
+    SpanKind.DATA: "data_s",
+    SpanKind.FORWARD: "forward_s",
+    SpanKind.BACKWARD: "backward_s",
+    SpanKind.UPDATE: "update_s",
+    SpanKind.SAVE: "save_s",
 }
-_GATHERS = (Kind.GATHER, Kind.PUBLISH, Kind.BROADCAST)
+_GATHERS = (SpanKind.GATHER, SpanKind.PUBLISH, SpanKind.BROADCAST)
 _WAITS = {
     **dict.fromkeys(COLLECTIVES, "control_wait_s"),
     **dict.fromkeys(_GATHERS, "gather_wait_s"),
-    Kind.REDUCE: "reduce_wait_s",
-    Kind.TIER_READ: "tier_wait_s",
-    Kind.TIER_WRITE: "tier_wait_s",
+    SpanKind.REDUCE: "reduce_wait_s",
+    SpanKind.TIER_READ: "tier_wait_s",
+    SpanKind.TIER_WRITE: "tier_wait_s",
 }
-_MOVED = {Kind.TIER_READ: "read_bytes", Kind.TIER_WRITE: "written_bytes"}
+_MOVED = {SpanKind.TIER_READ: "read_bytes", SpanKind.TIER_WRITE: "written_bytes"}
 # By the number of a kind, which is quicker than by the kind: its hash is computed in Python.
 _PHASE_COLUMN, _WAIT_COLUMN, _MOVED_COLUMN = (
-    tuple(found.get(kind) for kind in Kind) for found in (_PHASES, _WAITS, _MOVED)
+    tuple(found.get(kind) for kind in SpanKind) for found in (_PHASES, _WAITS, _MOVED)
 )
 _COLUMNS = frozenset(column.name for column in COLUMNS)
 _SUMS = frozenset(column.name for column in COLUMNS if column.merge == "sum")
@@ -125,7 +125,7 @@ class RecordWriter:
         """The number of the step that is under way."""
         return self._step
 
-    def span(self, kind: Kind, name: str, begin: float, end: float, waited: float = 0.0, nbytes: int = 0) -> None:
+    def span(self, kind: SpanKind, name: str, begin: float, end: float, waited: float = 0.0, nbytes: int = 0) -> None:
         """Add that something lasted from ``begin`` to ``end``; in its last ``waited`` seconds the rank only waited.
 
         Phases, waits, and bytes of tiers add up in the table; bytes of collectives are counted where they are sent.

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from .._request import Request
 
-__all__ = ["Covered", "Piece", "Place", "Placement", "cover", "overlay"]
+__all__ = ["Allocation", "Allocator", "Covered", "WrittenRange", "cover", "overlay"]
 
 PAGE = 4096
 
 
-class Piece:
+class WrittenRange:
     """Bytes [begin, begin + nbytes) of `name`, written in one go at one place of one generation."""
 
     __slots__ = ("_checksum", "_partial", "begin", "file_offset", "generation", "name", "nbytes", "request", "stripe")
@@ -48,9 +48,11 @@ class Piece:
     def checksum(self, value: str) -> None:
         self._checksum = value
 
-    def part(self, begin: int, end: int) -> Piece:
-        """The piece for a sub-range of what this one wrote; its checksum is not known."""
-        part = Piece(self.name, begin, end - begin, self.generation, self.stripe, self.file_offset + begin - self.begin)
+    def part(self, begin: int, end: int) -> WrittenRange:
+        """Return a sub-range of what this one wrote; its checksum is not known."""
+        part = WrittenRange(
+            self.name, begin, end - begin, self.generation, self.stripe, self.file_offset + begin - self.begin
+        )
         part.request = self.request  # whether the bytes arrived is known from the write that carried them
         part._partial = True
         return part
@@ -61,10 +63,10 @@ class Covered(NamedTuple):
 
     begin: int
     end: int
-    piece: Piece
+    piece: WrittenRange
 
 
-def overlay(current: list[Covered], new: Piece, open_generation: int) -> list[Covered]:
+def overlay(current: list[Covered], new: WrittenRange, open_generation: int) -> list[Covered]:
     """The coverage after `new` was written over it.
 
     Sealed pieces are only shadowed. Pieces of the open generation lie in the same place as `new`, so what is left of
@@ -85,7 +87,7 @@ def overlay(current: list[Covered], new: Piece, open_generation: int) -> list[Co
 
 
 def cover(current: list[Covered], begin: int, end: int) -> Iterator[Covered | tuple[int, int]]:
-    """What holds [begin, end), in order: covered ranges, and (begin, end) pairs for bytes that were never written."""
+    """Yield what holds [begin, end), in order: covered ranges, and (begin, end) pairs for bytes never written."""
     position = begin
     for covered in current:
         low, high = max(covered.begin, begin), min(covered.end, end)
@@ -99,7 +101,7 @@ def cover(current: list[Covered], begin: int, end: int) -> Iterator[Covered | tu
         yield (position, end)
 
 
-class Place(NamedTuple):
+class Allocation(NamedTuple):
     """Bytes [begin, end) of a name go to `file_offset` of the file on path number `stripe`."""
 
     begin: int
@@ -108,7 +110,7 @@ class Place(NamedTuple):
     file_offset: int
 
 
-class Placement:
+class Allocator:
     """Hands out file space of one generation. Places are page-aligned like the bytes they hold, so that memory at a
     page boundary for a range at a page boundary needs no copy. ``first_stripes``: name -> the stripe of its first
     bytes, kept from one generation to the next so that bytes stay on their device.
@@ -118,7 +120,7 @@ class Placement:
         self.stripes = stripes
         self.stripe_bytes = stripe_bytes
         self.ends = [first_offset] * stripes
-        self._places: dict[str, list[Place]] = {}
+        self._places: dict[str, list[Allocation]] = {}
         self._first_stripes = first_stripes
 
     def reserve(self, name: str, nbytes: int) -> None:
@@ -126,7 +128,7 @@ class Placement:
         if name not in self._places:
             self.place(name, 0, nbytes)
 
-    def place(self, name: str, begin: int, end: int) -> list[Place]:
+    def place(self, name: str, begin: int, end: int) -> list[Allocation]:
         """Where [begin, end) goes: the place it had before in this generation, else a new one."""
         places = self._places.setdefault(name, [])
         out, position = [], begin
@@ -135,12 +137,12 @@ class Placement:
             if low >= high:
                 continue
             out += self._allocate(name, position, low)
-            out.append(Place(low, high, known.stripe, known.file_offset + low - known.begin))
+            out.append(Allocation(low, high, known.stripe, known.file_offset + low - known.begin))
             position = high
         out += self._allocate(name, position, end)
         return out
 
-    def _allocate(self, name: str, begin: int, end: int) -> list[Place]:
+    def _allocate(self, name: str, begin: int, end: int) -> list[Allocation]:
         first = self._first_stripes.setdefault(name, len(self._first_stripes) % self.stripes)
         new = []
         while begin < end:
@@ -149,7 +151,7 @@ class Placement:
             stripe = (first + unit) % self.stripes
             offset = -(-self.ends[stripe] // PAGE) * PAGE + begin % PAGE
             self.ends[stripe] = offset + stop - begin
-            new.append(Place(begin, stop, stripe, offset))
+            new.append(Allocation(begin, stop, stripe, offset))
             begin = stop
         if new:
             self._places[name] = sorted([*self._places[name], *new])

@@ -10,12 +10,12 @@ import torch
 from .._extents import NvmePath
 from ._slices import GRAIN
 
-__all__ = ["Placement"]
+__all__ = ["TierOptions"]
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where the masters and moments of an update live, and how they get there.
+class TierOptions:
+    """Options of the tier that keeps an update's masters and moments.
 
     ``tier="host"``: one block of host memory of exactly their size. ``tier="nvme"``: files under ``path`` (one folder,
     or several to stripe over) behind a ring of ``buffer_count`` buffers, so that reading, computing and writing
