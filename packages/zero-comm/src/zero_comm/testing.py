@@ -8,6 +8,7 @@ import gc
 import itertools
 import multiprocessing
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -17,6 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+_PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"]
+"""What the fork server imports once for all workers. The last three cost each worker a second otherwise: torch imports
+them when a first optimizer is made."""
 
 
 class RanksFailedError(RuntimeError):
@@ -29,13 +34,14 @@ class RanksFailedError(RuntimeError):
 
 
 class _Pool:
-    """Worker processes that stay alive between calls; new ones come from a server that has imported torch already, for
-    that costs seconds. They see the environment as it was when the first one was made. They meet in one TCPStore,
-    whose clients are told of a key at once; those of a FileStore look every 10 ms, several times for each group."""
+    """Worker processes that stay alive between calls; new ones come from a server that has imported torch and what
+    packages declare, for that costs seconds. They see the environment as it was when the first one was made. They meet
+    in one TCPStore, whose clients are told of a key at once; those of a FileStore look every 10 ms, several times for
+    each group."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._context.set_forkserver_preload([*_PRELOADED, *_declared()])
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._calls = itertools.count()
@@ -59,6 +65,12 @@ class _Pool:
             process.kill()
             process.join()
         self._workers.clear()
+
+
+def _declared() -> list[str]:
+    """Modules that packages imported here declare free of side effects: `__import_ahead__`, as for zero-launch."""
+    loaded = list(sys.modules.values())
+    return [name for module in loaded for name in vars(module).get("__import_ahead__", ())]
 
 
 @functools.cache
