@@ -1,6 +1,6 @@
 """The cost of `deterministic.across_world_sizes` and of an audit: one step with and without, on ranks of one thread.
 
-    python tests-integration/bench_virtual_ranks.py [--ranks 2] [--virtual 4] [--dtypes fp32 bf16] [--rounds 12]
+    python tests-integration/bench_virtual_ranks.py [--ranks 2] [--virtual 4] [--dtypes fp32 bf16] [--tiers none nvme]
 
 Both engines of a pair live in the same processes, have the same model, data and micro-batches, and take one step per
 round, in an order that rotates. The ordinary one accumulates as many micro-batches as the other. Ratios are taken
@@ -14,8 +14,10 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"
 WARM_UP = 3
 
 
-def settings(args: argparse.Namespace, stage: int, dtype: str, **changes: Any) -> dict[str, Any]:
+def settings(args: argparse.Namespace, stage: int, dtype: str, tier: str, **changes: Any) -> dict[str, Any]:
+    tiers = {
+        "offload_optimizer": {"device": tier}
+        | ({"nvme_path": tempfile.mkdtemp(dir=args.scratch)} if tier == "nvme" else {})
+    }
     return {
         "train_micro_batch_size_per_gpu": args.samples,
         "gradient_accumulation_steps": args.virtual // args.ranks,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **(tiers if tier != "none" else {})},
         **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
         **changes,
     }
@@ -53,13 +59,13 @@ def contestant(args: argparse.Namespace, config: dict[str, Any]) -> Callable[[],
     return step
 
 
-def measure(args: argparse.Namespace, stage: int, dtype: str) -> dict[str, list[list[float]]]:
+def measure(args: argparse.Namespace, stage: int, dtype: str, tier: str) -> dict[str, list[list[float]]]:
     """Seconds and processor seconds of every step, by contestant."""
     import torch.distributed as dist
 
     mode = {"deterministic": {"across_world_sizes": args.virtual}}
     makers = {"ordinary": {}, "across world sizes": mode, "audited each step": {"audit_every": 1}}
-    steps = {name: contestant(args, settings(args, stage, dtype, **changes)) for name, changes in makers.items()}
+    steps = {name: contestant(args, settings(args, stage, dtype, tier, **changes)) for name, changes in makers.items()}
     found: dict[str, list[list[float]]] = {name: [] for name in steps}
     names = list(steps)
     for number in range(args.rounds + WARM_UP):
@@ -89,6 +95,8 @@ def main() -> None:
     parser.add_argument("--virtual", type=int, default=4)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
+    parser.add_argument("--tiers", nargs="+", default=["none", "cpu", "nvme"], help="of optimizer states")
+    parser.add_argument("--nvme-path", default=None, help="default: where temporary files go")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
@@ -98,12 +106,15 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from zero_comm import run_ranks
 
-    for dtype in args.dtypes:
-        for stage in args.stages:
-            found = run_ranks(measure, args.ranks, args, stage, dtype, timeout=900.0)[0]
-            for name in found:
-                if name != "ordinary":
-                    print(f"{dtype} stage {stage}  {name:20} {ratios(name, found)}", flush=True)
+    with tempfile.TemporaryDirectory(dir=args.nvme_path) as args.scratch:
+        for dtype in args.dtypes:
+            for stage, tier in product(args.stages, args.tiers):
+                if stage == 0 and tier != "none":
+                    continue  # states that every rank has are not offloaded
+                found = run_ranks(measure, args.ranks, args, stage, dtype, tier, timeout=900.0)[0]
+                for name in found:
+                    if name != "ordinary":
+                        print(f"{dtype} stage {stage} {tier:4}  {name:20} {ratios(name, found)}", flush=True)
 
 
 if __name__ == "__main__":
