@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from behind_cases import TIERS, attack
+from behind_cases import TIERS, attack, differences_after_unseen_writes
 
 from zero_ckpt import open_checkpoint
 from zero_comm import run_ranks
 
 DELAYED = {"offload": {"delayed_update": True}}
-EDITS = ["writes_in_place", "writes_by_data", "assigns_data", "writes_states"]
+EDITS = ["writes_in_place", "writes_by_data", "assigns_data", "writes_states", "writes_states_by_data"]
 WHOLE = [
     (world, stage, tier, dtype, changes, [])
     for world, stage, tier, dtype in itertools.product((1, 2), (0, 1, 2, 3), TIERS, ("fp32", "bf16"))
@@ -39,6 +39,11 @@ def test_the_checkpoint_holds_the_state_at_the_call(
     world_size: int, stage: int, tier: str, dtype: str, changes: dict[str, Any], names: list[str], tmp_path: Path
 ) -> None:
     assert run_ranks(attack, world_size, str(tmp_path), stage, tier, dtype, changes, names)[0] == []
+
+
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.soak) for stage in (1, 2, 3))])
+def test_masters_follow_writes_without_a_trace_as_in_a_save_at_once(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(differences_after_unseen_writes, 2, str(tmp_path), stage) == [[], []]
 
 
 ENDS = {

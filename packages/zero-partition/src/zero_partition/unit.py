@@ -267,6 +267,25 @@ class Unit:
         if self.master is not None and own_master:
             _follow(self.master, self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end])
 
+    @property
+    def mastered(self) -> torch.Tensor | None:
+        """The gathered weights of which this rank has the master, 1-D, where both are in host memory for good and apart
+        from each other; None elsewhere."""
+        if self.releasable or self.states is not None or self.master is None or not self.keeps_masters:
+            return None
+        start, end = self.layout.shard_range(self.route.rank)
+        is_view = self._residency.acquire(self.name).data_ptr() == self.flat[start:end].data_ptr()
+        self._residency.release(self.name, dirty=False)
+        if not is_view or self.flat.device.type != "cpu":
+            return None
+        return self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end]
+
+    def follow(self, weights: torch.Tensor) -> None:
+        """Have the master follow ``weights``, a copy of `mastered`, as a write of the user's. On any thread, while
+        `readers` wait for it."""
+        if self.master is not None:
+            _follow(self.master.data, weights)  # with a version counter of its own: readers of the master look at that
+
     def take_over(self, values: Mapping[int, torch.Tensor | None]) -> None:
         """Have full ``values`` (by parameter number; None for those that its view holds) as the weights, here and in
         shard and master, and the views back. Every rank calls it with the same values at the same point."""

@@ -7,6 +7,7 @@ import socket
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,16 +17,18 @@ import torch.distributed as dist
 from zero_ckpt import AsyncSaver, CheckpointError, Coordinator, Interval, SoloCoordinator, save_sharded
 from zero_ckpt.torch import DistCoordinator, RngState, Stager
 from zero_offload import BudgetError, HostBudget
-from zero_partition import DeviceResidency, OwnedFragment
+from zero_partition import DeviceResidency, OwnedFragment, Unit
 
 from ..errors import UsageError
 from ..offloading import Offloading
 from ..state import TrainingState
 from .fragments import has_own_master, master_fragments, shard_fragments
+from .held_states import HeldStates
 from .names import aliases, exchanged, replicated_parameters
 from .progress import progress_of
 from .rank_state import rank_intervals
 from .tiers import tier_intervals, weight_intervals
+from .weights import CopiedWeights
 
 
 class Dialect(Protocol):
@@ -64,6 +67,8 @@ class Saver:
         self._decoupled, self._per_node = section.writer.decoupled, section.use_node_local_storage
         self._keep_last = section.keep_last
         self._waited = 0.0
+        self._weights = CopiedWeights(check_room)
+        self._states = HeldStates(self._await_copies)
         self._behind: AsyncSaver | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -87,22 +92,34 @@ class Saver:
         _refuse_inside_accumulation([accumulated for accumulated, _ in answers], state)
         _refuse_exchanged([name for _, name in answers])
         parts.settle()
-        parts.runtime.edits.settle_masters()
+        if self._decoupled:
+            parts.runtime.edits.settle_masters(self._weights.copy(parts.units))
+        else:
+            parts.runtime.edits.settle_masters()
         group = coordinator_of(state)
         node = socket.gethostname() if self._per_node else None
         leads = parts.data_rank == 0 if node is None else _leads(group, node)
         options = describe(state, client) | {"save_latest": save_latest, "node": node, "keep_last": self._keep_last}
         options["beside"] = self._dialect.files_beside(state, client)
         intervals = state_intervals(
-            state, self._offloading, root, exclude_frozen, replicated=leads, replicas=node is not None
+            *(state, self._offloading, root, exclude_frozen),
+            replicated=leads,
+            replicas=node is not None,
+            copied=self._weights if self._decoupled else None,
         )
         if self._decoupled:
             self._open_behind(group).save(root, tag, intervals, **options)
+            if state.optimizer is not None:
+                self._states.hold(state.optimizer.inner)
         else:
             save_sharded(root, tag, intervals, coordinator=group, **options)
 
     def copied(self) -> None:
         """Wait until what a save behind still copies is copied: before anything writes shards, masters or states."""
+        self._await_copies()
+        self._states.let_go()
+
+    def _await_copies(self) -> None:
         if self._behind is not None:
             began = time.perf_counter()
             self._behind.copied()
@@ -120,6 +137,7 @@ class Saver:
 
     def close(self) -> None:
         """Finish what was started; raises as `wait` does."""
+        self.copied()
         if self._behind is not None:
             try:
                 self._behind.close()
@@ -212,10 +230,18 @@ def _leads(group: Coordinator, node: str) -> bool:
 
 
 def state_intervals(
-    state: TrainingState, tiers: Offloading, root: Path, exclude_frozen: bool, *, replicated: bool, replicas: bool
+    state: TrainingState,
+    tiers: Offloading,
+    root: Path,
+    exclude_frozen: bool,
+    *,
+    replicated: bool,
+    replicas: bool,
+    copied: CopiedWeights | None = None,
 ) -> Iterator[Interval]:
     """Yield the intervals that this rank writes. ``replicated``: with those that every rank has too. ``replicas``: with
     those that other ranks hold as well, for nodes that cannot read one another's files; else the first replica writes.
+    ``copied``: weights that were copied already, and that masters have to follow.
 
     Parameters that user code can write at any time are to be copied at once, what only the engine writes until it does
     (`Interval.version`).
@@ -228,13 +254,13 @@ def state_intervals(
     for unit in parts.units:
         if exclude_frozen and not unit.plan.trainable:
             continue
+        copies = None if copied is None else copied.of(unit, parts.rank)
         if isinstance(parts.residency, DeviceResidency):
-            shard = parts.residency.acquire(unit.name)
-            for fragment, piece in shard_fragments(unit, shard, parts.rank):
+            stays = unit.releasable or copies is not None
+            pieces = copies or shard_fragments(unit, parts.residency.acquire(unit.name), parts.rank)
+            for fragment, piece in pieces:
                 entry, offset = fragment.entry, fragment.param_offset
-                yield from stager.intervals(
-                    entry.name, "param", piece, shape=entry.shape, offset=offset, stays=unit.releasable
-                )
+                yield from stager.intervals(entry.name, "param", piece, shape=entry.shape, offset=offset, stays=stays)
         else:
             yield from weight_intervals(parts.residency, unit, parts.rank, weights)
         if has_own_master(unit):
@@ -242,9 +268,14 @@ def state_intervals(
                 unit, parts.owned_ranks() if replicas else range(parts.rank, parts.rank + 1)
             ):
                 entry = fragment.entry
-                yield from stager.intervals(
+                for interval in stager.intervals(
                     entry.name, "master", piece, shape=entry.shape, offset=fragment.param_offset, stays=True
-                )
+                ):
+                    yield (
+                        interval
+                        if copied is None or copies is None
+                        else _following(interval, piece.numel(), unit, copied)
+                    )
         if unit.states is not None:
             yield from tier_intervals(unit.states, unit, parts.rank, sealed, replicas=replicas)
     if state.optimizer is not None:
@@ -259,6 +290,17 @@ def state_intervals(
             yield from stager.intervals(name, "buffer", buffer.detach().contiguous())
         for name, parameter in replicated_parameters(state).items():
             yield from stager.intervals(name, "param", parameter.contiguous())
+
+
+def _following(interval: Interval, length: int, unit: Unit, copied: CopiedWeights) -> Interval:
+    """The interval of a master in host memory, which follows its weights before it is read."""
+    buffer: Any = interval.data
+
+    def read() -> Any:
+        copied.follow(unit)
+        return buffer
+
+    return replace(interval, data=read, length=length)
 
 
 def _optimizer_intervals(
