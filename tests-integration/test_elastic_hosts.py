@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 STEPS = int(os.environ.get("ZERO_ELASTIC_STEPS", "400"))
 ACCIDENTS = int(os.environ.get("ZERO_ELASTIC_ACCIDENTS", "20"))
 RECOVERY_SECONDS = 15
-STEPS_BETWEEN = 6
+STEPS_BETWEEN = 8
 KINDS = ("rank", "rank", "agent", "link")
 
 
@@ -52,7 +52,11 @@ def victims(hosts: Hosts, name: str, module: str) -> list[psutil.Process]:
 
 
 class Accidents:
-    """Takes ranks, agents and links away, one after another, and brings links back."""
+    """Takes ranks, agents and links away, one after another, and brings links back.
+
+    Hosts come back later than others recover, so often the ranks are all on one host. There only ranks are killed: what
+    takes the last host away is over when another has come back.
+    """
 
     def __init__(self, hosts: Hosts, folder: Path, chance: random.Random) -> None:
         self._hosts, self._folder, self._chance = hosts, folder, chance
@@ -75,8 +79,9 @@ class Accidents:
             self._hosts.plug(name)
 
     def _one(self, job: subprocess.Popen[str]) -> None:
-        kind = self._chance.choice(KINDS)
-        name = self._chance.choice([name for name in NAMES if name not in self._unplugged and self._ranks(name)])
+        there = [name for name in NAMES if name not in self._unplugged and self._ranks(name)]
+        kind = self._chance.choice(KINDS if len(there) > 1 else KINDS[:1])
+        name = self._chance.choice(there)
         before = len(lines(self._folder))
         began = time.time()
         if kind == "link":
@@ -108,7 +113,7 @@ def test_a_job_of_many_accidents_ends_by_itself_with_the_losses_of_an_undisturbe
     hostfile.write_text("alpha slots=2\nbeta slots=1\ngamma slots=1\n")
     words = ["--elastic", "1:4", "--restarts", 3 * ACCIDENTS, "--hostfile", hostfile]
     errors = tmp_path / "errors"  # more than a pipe holds
-    job = hosts.launch(*words, TRAINING, STEPS, folder, "{}", errors=errors, ELASTIC_PACE="0.05")
+    job = hosts.launch(*words, TRAINING, STEPS, folder, "{}", errors=errors, ELASTIC_PACE="0.2")
     accidents = Accidents(hosts, folder, random.Random(5))
     accidents.run(job, 60 + 30 * ACCIDENTS)
     job.wait(timeout=120)
