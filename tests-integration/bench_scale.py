@@ -87,7 +87,7 @@ def train(args: argparse.Namespace) -> None:
             offloading.trace.clear()
     print(offloading.table(), flush=True)
     print(json.dumps({"written": written}), flush=True)
-    engine.destroy(whole=False)
+    engine.destroy(unshard=False)
 
 
 def tiers_written(offloading: object) -> int:

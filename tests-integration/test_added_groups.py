@@ -76,7 +76,7 @@ def unfreezes_as_told(stages: tuple[int, ...], zero: dict[str, Any], dtype: str)
             engine.backward(sum(engine(*zoo.batch(step, 0, rank, ranks))))
             engine.step()
         found.append(training.weights(engine))
-        engine.destroy(whole=False)
+        engine.destroy(unshard=False)
     return found
 
 
@@ -130,7 +130,7 @@ def adds(stages: tuple[int, ...]) -> list[Any]:
             training.train(engine, Run(), 2, 3)
         except PartitionError as error:
             texts.append(str(error))
-        engine.destroy(whole=False)
+        engine.destroy(unshard=False)
         found.append((texts, moved, "add_param_group" in engine.optimizer.__dict__))
     return found
 

@@ -157,7 +157,7 @@ def undisturbed(scene: Scene, stage: int, zero: dict[str, Any], dtype: str) -> d
         engine.backward(sum(engine(*inputs(scene, number))))
         engine.step()
     found = training.weights(engine)
-    engine.destroy(whole=False)
+    engine.destroy(unshard=False)
     return found
 
 
@@ -287,7 +287,7 @@ def inside_an_accumulation(stage: int, folder: str, dtype: str, zero: dict[str, 
         undisturbed = training.start(run, stage, **zero)
         training.train(undisturbed, run, 0, 4)
         expected = training.weights(undisturbed)
-        undisturbed.destroy(whole=False)
+        undisturbed.destroy(unshard=False)
     engine = training.start(run, stage, **zero)
     training.train(engine, run, 0, 2)
     engine.save_checkpoint(folder)

@@ -80,7 +80,7 @@ def over_two_nodes(name: BlockFormat, ranks_per_node: int, size: int) -> tuple[t
     inside, across = (Group(open_group(rows)) for rows in (grid.tolist(), grid.T.tolist()))
     reduction = QuantizedReduce(inside, across, codec)
     flat, out = gradients(dist.get_rank(), size * dist.get_world_size()), torch.empty(size)
-    reduction.reduce(flat, out, Tag("reduce", "block")).wait()
+    reduction.reduce_scatter(flat, out, Tag("reduce", "block")).wait()
     everyone = Group(open_group([grid.view(-1).tolist()]))
     weights = torch.empty(size * everyone.world_size)
     QuantizedGather(everyone, codec).all_gather(weights, flat[:size], Tag("gather", "block")).wait()

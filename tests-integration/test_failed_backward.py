@@ -58,7 +58,7 @@ def alone(stages: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
         engine = training.start(Run(), stage)
         scripted(engine, engine.module, engine.step, engine.optimizer.zero_grad if stage % 2 else engine.zero_grad)
         found.append(training.weights(engine))
-        engine.destroy(whole=False)
+        engine.destroy(unshard=False)
     return found
 
 
@@ -90,7 +90,7 @@ def without_communication(stage: int) -> dict[str, torch.Tensor]:
         engine.backward(loss_of(engine, number))
         engine.step()
     found = training.weights(engine)
-    engine.destroy(whole=False)
+    engine.destroy(unshard=False)
     return found
 
 

@@ -91,7 +91,7 @@ def hooked(ways: Sequence[tuple[int, bool, bool]], tier: dict[str, Any]) -> dict
 
         scripted(model, backward, engine.step, early=early)
         found[stage, early, own_call] = training.weights(engine)
-        engine.destroy(whole=False)
+        engine.destroy(unshard=False)
     return found
 
 
@@ -161,7 +161,7 @@ def clipped(scenes: Sequence[tuple[int, str]]) -> dict[tuple[int, str], str]:
             text = "clipped" if abs(float(engine.get_global_grad_norm()) - 1e-3) < 1e-6 else "silent"
         except PartitionError as error:
             text = str(error)
-        engine.destroy(whole=False)
+        engine.destroy(unshard=False)
         found[stage, between] = text
     return found
 
@@ -196,7 +196,7 @@ def cancelled(stage: int) -> bool:
     engine.module.norm.bias.grad = None
     gone = engine.full_grad(engine.module.norm.bias)
     kept = engine.full_grad(engine.module.norm.weight)
-    engine.destroy(whole=False)
+    engine.destroy(unshard=False)
     return gone is None or not bool(gone.any()) if kept is not None else False
 
 
@@ -243,7 +243,7 @@ def read_by_hand(stage: int, accumulation: int) -> tuple[list[str], str]:
             heard.append(str(refusal))
         if heard[-1] != "nothing" and deviation(training.weights(engine), before):
             heard[-1] += " but weights changed"
-    engine.destroy(whole=False)
+    engine.destroy(unshard=False)
     model = zoo.build("plain")
     chosen = [p for n, p in model.named_parameters() if n != "norm.bias"]
     optimizer = torch.optim.SGD(chosen, lr=0.1)
@@ -255,7 +255,7 @@ def read_by_hand(stage: int, accumulation: int) -> tuple[list[str], str]:
         refusal = ""
     except PartitionError as error:
         refusal = str(error)
-    engine.destroy(whole=False)
+    engine.destroy(unshard=False)
     return heard, refusal
 
 

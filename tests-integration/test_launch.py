@@ -30,7 +30,7 @@ if how == "skip" and rank != 1:
     gather("layers.3.weight")
 gather("layers.4.weight", 32 if how == "shape" and rank == 1 else 64)
 flat = torch.zeros(64 * dist.get_world_size())
-groups.reduce.reduce(flat, torch.zeros(64), Tag("reduce", "layers.4.weight", 3)).wait()
+groups.reduce.reduce_scatter(flat, torch.zeros(64), Tag("reduce", "layers.4.weight", 3)).wait()
 groups.control.exchange(zero_comm.Message("step", "engine", 3))
 gather("layers.5.weight")
 """

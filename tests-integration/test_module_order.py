@@ -33,7 +33,7 @@ def trained(stages: tuple[int, ...]) -> tuple[dict[int, dict[str, torch.Tensor]]
             engine.backward(engine(x, torch.randint(0, 4, (5,), generator=generator).tolist()))
             engine.step()
         found[stage], late[stage] = training.weights(engine), sum(counted)
-        engine.destroy(whole=False)
+        engine.destroy(unshard=False)
     return found, late
 
 

@@ -47,7 +47,7 @@ def losses(device: str, drive: str) -> tuple[list[bytes], dict[str, int], bool]:
         whole = engine.consolidated_state_dict()
     expected = zoo.build("plain", torch.float32).to(DTYPE).state_dict()
     right = whole is None or all(torch.equal(value, whole[name]) for name, value in expected.items())
-    engine.destroy(whole=False)
+    engine.destroy(unshard=False)
     return found, facts, right
 
 

@@ -70,7 +70,7 @@ def loads_plain(cases: list[tuple[str, int, dict[str, Any]]], states: dict[str, 
         engine.optimizer.load_state_dict(states[optimizer])
         train(engine, 0, 2)
         found.append((training.weights(engine), engine.get_lr()))
-        engine.destroy(whole=False)
+        engine.destroy(unshard=False)
     return found
 
 
@@ -111,7 +111,7 @@ def goes_back(cases: list[tuple[int, dict[str, Any], str]]) -> list[bool]:
             engine.optimizer.load_state_dict(states)
             train(engine, 2, 4)
             found.append(training.bits(once) == training.bits(training.weights(engine)))
-        engine.destroy(whole=False)
+        engine.destroy(unshard=False)
     return found
 
 
@@ -140,7 +140,7 @@ def refusals(stage: int, state: Any) -> list[str]:
             found.append("loaded")
         except PartitionError as error:
             found.append(str(error))
-        engine.destroy(whole=False)
+        engine.destroy(unshard=False)
     return found
 
 

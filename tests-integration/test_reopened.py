@@ -91,7 +91,7 @@ def goes_on(stage: int, tier: str, dtype: str, where: str, folder: str) -> dict[
     engine.zero_grad()
     training.train(engine, run, 3, 6)
     facts["weights"] = training.weights(engine)
-    engine.destroy(whole=False)
+    engine.destroy(unshard=False)
     return facts
 
 
@@ -219,7 +219,7 @@ def again_and_again(stage: int, variant: str, accumulation: int, names: list[str
         training.train(engine, run, step, step + 1)
         step += 1
     found["deviation"] = training.deviation(training.weights(engine), training.plain(run._replace(steps=step)))
-    engine.destroy(whole=False)
+    engine.destroy(unshard=False)
     return found
 
 

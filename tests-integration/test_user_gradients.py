@@ -131,7 +131,7 @@ def refusals(stage: int) -> dict[str, tuple[str, bool]]:
     for act in acts:
         engine = training.start(Run(), stage)
         found[act.__name__] = refusal(engine, act)
-        engine.destroy(whole=False)
+        engine.destroy(unshard=False)
     return found
 
 
@@ -155,7 +155,7 @@ def edits_by_rank() -> float:
     for p in engine.module.parameters():
         p.grad.mul_(1 + dist.get_rank())
     found = [float((engine.full_grad(p) - 2 * average[n]).abs().max()) for n, p in engine.module.named_parameters()]
-    engine.destroy(whole=False)
+    engine.destroy(unshard=False)
     return max(found)
 
 
@@ -182,7 +182,7 @@ def unscaled(stage: int) -> list[str]:
             found.append(f"{float((before - training.weights(engine)['norm.bias']).mean()):.3f}")
         except PartitionError as error:
             found.append(str(error))
-        engine.destroy(whole=False)
+        engine.destroy(unshard=False)
     return found
 
 
@@ -236,7 +236,7 @@ def gan(stage: int | None) -> Weights:
         return {f"{n}.{k}": p.detach().clone() for n, model in pair.items() for k, p in model.named_parameters()}
     found = {f"{n}.{k}": v for n, engine in engines.items() for k, v in training.weights(engine).items()}
     for engine in engines.values():
-        engine.destroy(whole=False)
+        engine.destroy(unshard=False)
     return found
 
 

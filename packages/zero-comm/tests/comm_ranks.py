@@ -15,7 +15,7 @@ def data_group(ledger: Ledger | None = None, *, deterministic: bool = False) -> 
 
 
 def engine_groups() -> EngineGroups:
-    """The three channels of one engine over all ranks."""
+    """The three process groups of one engine over all ranks."""
     return Mesh(device=torch.device("cpu")).open_groups()
 
 

@@ -22,7 +22,7 @@ def hear_abort(waits_in: str) -> str:
     if waits_in == "gather":
         work = groups.gather.all_gather(torch.empty(4 * world_size), torch.zeros(4), Tag("gather", "layer 3", 5))
     else:
-        work = groups.reduce.reduce(torch.zeros(4 * world_size), torch.empty(4), Tag("reduce", "layer 3", 5))
+        work = groups.reduce.reduce_scatter(torch.zeros(4 * world_size), torch.empty(4), Tag("reduce", "layer 3", 5))
     return failure_of(work.wait)
 
 

@@ -47,7 +47,7 @@ def reduce(
     out = torch.ones(numel, dtype=out_dtype)
     if aliased:
         out = flat[group.rank * numel : (group.rank + 1) * numel]
-    group.reduce(flat, out, Tag("reduce", "block"), accumulate=accumulate).wait()
+    group.reduce_scatter(flat, out, Tag("reduce", "block"), accumulate=accumulate).wait()
     return out
 
 
@@ -127,7 +127,7 @@ def overlapping() -> tuple[list[torch.Tensor], torch.Tensor]:
     outs = [torch.empty(group.world_size * 16) for _ in range(4)]
     works = [group.all_gather(out, values(group.rank, 16, torch.float32, k), TAG) for k, out in enumerate(outs)]
     reduced = torch.empty(8)
-    works.append(group.reduce(values(group.rank, 8 * group.world_size, torch.float32, 9), reduced, TAG))
+    works.append(group.reduce_scatter(values(group.rank, 8 * group.world_size, torch.float32, 9), reduced, TAG))
     for work in reversed(works):
         work.wait()
         work.wait()  # a second wait does nothing, in particular no second division
@@ -166,7 +166,7 @@ def wrong_sizes() -> tuple[str, str]:
     group = data_group()
     return (
         failure_of(group.all_gather, torch.empty(3), torch.empty(2), TAG),
-        failure_of(group.reduce, torch.empty(3), torch.empty(2), Tag("reduce", "head", 4)),
+        failure_of(group.reduce_scatter, torch.empty(3), torch.empty(2), Tag("reduce", "head", 4)),
     )
 
 

@@ -37,7 +37,7 @@ def traffic_of(dtype: torch.dtype) -> dict[str, tuple[int, int]]:
     group.all_gather(
         torch.empty(size * world_size, dtype=dtype), torch.zeros(size, dtype=dtype), Tag("gather", "u")
     ).wait()
-    group.reduce(torch.zeros(size * world_size, dtype=dtype), torch.empty(size), Tag("reduce", "u")).wait()
+    group.reduce_scatter(torch.zeros(size * world_size, dtype=dtype), torch.empty(size), Tag("reduce", "u")).wait()
     group.broadcast(torch.zeros(size, dtype=dtype), 0, Tag("broadcast", "u")).wait()
     return {phase: (ledger.calls(phase), ledger.sent_bytes(phase)) for phase in ("gather", "reduce", "broadcast")}
 
@@ -58,7 +58,7 @@ def shared_book() -> tuple[int, int, int]:
     groups = engine_groups()
     groups.gather.ledger.reset()
     groups.gather.all_gather(torch.empty(8), torch.zeros(4), Tag("gather", "u")).wait()
-    groups.reduce.reduce(torch.zeros(8), torch.empty(4), Tag("reduce", "u")).wait()
+    groups.reduce.reduce_scatter(torch.zeros(8), torch.empty(4), Tag("reduce", "u")).wait()
     groups.control.exchange(Message("step", "", 0))
     ledger = groups.gather.ledger
     return ledger.sent_bytes("gather"), ledger.sent_bytes("reduce"), ledger.calls("control")
@@ -73,9 +73,9 @@ def waiting() -> tuple[tuple[float, float], tuple[float, float]]:
     work = group.all_gather(torch.empty(2), torch.zeros(1), Tag("gather", "u"))
     if group.rank == 0:
         time.sleep(0.2)  # rank 0 does something else, and then
-        group.reduce(torch.zeros(2), torch.empty(1), Tag("reduce", "u")).wait()
+        group.reduce_scatter(torch.zeros(2), torch.empty(1), Tag("reduce", "u")).wait()
     else:
-        group.reduce(torch.zeros(2), torch.empty(1), Tag("reduce", "u")).wait()
+        group.reduce_scatter(torch.zeros(2), torch.empty(1), Tag("reduce", "u")).wait()
     work.wait()
     return ledger.seconds("gather"), ledger.seconds("reduce")
 

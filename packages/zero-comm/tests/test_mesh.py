@@ -44,7 +44,9 @@ def sums(shard_size: int) -> dict[str, object]:
     averages = []
     flat = torch.arange(3.0 * shard_size)
     for accumulate in (False, True):  # two open at once: hops of several reductions must not mix
-        averages.append((out := torch.ones(3), groups.reduce.reduce(flat + rank, out, TAG, accumulate=accumulate)))
+        averages.append(
+            (out := torch.ones(3), groups.reduce.reduce_scatter(flat + rank, out, TAG, accumulate=accumulate))
+        )
     averages[1][1].advance()
     for _, work in averages:
         work.wait()
@@ -97,7 +99,7 @@ def test_every_copy_ends_with_the_bits_of_averages_that_travel_in_the_dtype_of_g
 def reduced(wire: torch.dtype) -> tuple[list[float], int]:
     groups = Mesh(shard_size=2, device=CPU).open_groups(ranks_per_node=2)
     out = torch.empty(5)
-    groups.reduce.reduce(values(torch.distributed.get_rank(), 10, wire), out, TAG).wait()
+    groups.reduce.reduce_scatter(values(torch.distributed.get_rank(), 10, wire), out, TAG).wait()
     groups.close()
     return out.tolist(), groups.gather.ledger.across_bytes("reduce")
 
@@ -105,7 +107,7 @@ def reduced(wire: torch.dtype) -> tuple[list[float], int]:
 def largest_of_all() -> float:
     groups = Mesh(shard_size=2, device=CPU).open_groups()
     flat, out = torch.full((4,), 65504.0, dtype=torch.float16), torch.empty(2)
-    groups.reduce.reduce(flat, out, TAG).wait()
+    groups.reduce.reduce_scatter(flat, out, TAG).wait()
     groups.close()
     return float(out.max())
 

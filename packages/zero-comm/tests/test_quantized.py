@@ -75,7 +75,7 @@ def reduction(ranks_per_node: int, codec: Any, ledgers: tuple[Ledger, Ledger] | 
 def reduced(over: QuantizedReduce, size: int, dtype: torch.dtype, out_dtype: torch.dtype, missing: int) -> torch.Tensor:
     out = torch.ones(size, dtype=out_dtype)
     flat = values(over.rank, size * over.world_size - missing, dtype)
-    over.reduce(flat, out, TAG, accumulate=missing > 0).wait()
+    over.reduce_scatter(flat, out, TAG, accumulate=missing > 0).wait()
     return out
 
 
@@ -138,7 +138,7 @@ def test_the_error_is_that_of_the_messages_that_the_terms_came_in(world_size: in
 def counted_bytes(ranks_per_node: int) -> tuple[int, int]:
     ledgers = Ledger(), Ledger()
     over = reduction(ranks_per_node, Rounded(), ledgers)
-    over.reduce(values(over.rank, 100 * over.world_size, torch.float32), torch.empty(100), TAG).wait()
+    over.reduce_scatter(values(over.rank, 100 * over.world_size, torch.float32), torch.empty(100), TAG).wait()
     return ledgers[0].sent_bytes("reduce"), ledgers[1].sent_bytes("reduce")
 
 
@@ -170,14 +170,14 @@ def over_copies(copy: int, ranks_per_node: int) -> dict[str, Any]:
     )
     outs = [torch.ones(37) for _ in range(3)]
     works = [
-        over.reduce.reduce(values(rank, 37 * copy, torch.float32), out, TAG, accumulate=accumulate)
+        over.reduce.reduce_scatter(values(rank, 37 * copy, torch.float32), out, TAG, accumulate=accumulate)
         for over, out, accumulate in zip((groups, groups, coarse), outs, (False, True, False), strict=True)
     ]
     works[1].advance()
     for work in works:
         work.wait()
     ledger.reset()
-    coarse.reduce.reduce(values(rank, 100 * copy, torch.float32), torch.empty(100), TAG).wait()
+    coarse.reduce.reduce_scatter(values(rank, 100 * copy, torch.float32), torch.empty(100), TAG).wait()
     sent = ledger.sent_bytes("reduce"), ledger.across_bytes("reduce")
     groups.close()
     coarse.close()
@@ -223,7 +223,7 @@ def several_in_flight() -> tuple[list[int], list[torch.Tensor]]:
     works, outs, across = [], [torch.empty(10) for _ in range(3)], []
     for number, out in enumerate(outs):
         flat = values(over.rank, 10 * over.world_size, torch.float32, seed=number)
-        works.append(over.reduce(flat, out, Tag("reduce", f"block.{number}")))
+        works.append(over.reduce_scatter(flat, out, Tag("reduce", f"block.{number}")))
     for go_on in (works[1].advance, works[0].advance, works[2].wait, works[0].wait, works[1].wait, works[0].wait):
         go_on()
         across.append(ledgers[1].calls("reduce"))
@@ -276,7 +276,7 @@ def refusals() -> list[str]:
     over, out = reduction(1, Plain()), torch.empty(5)
     gather = QuantizedGather(Group(None), Plain())
     return [
-        failure_of(over.reduce, torch.empty(11), out, TAG),
+        failure_of(over.reduce_scatter, torch.empty(11), out, TAG),
         failure_of(gather.all_gather, torch.empty(4), torch.empty(3), TAG),
     ]
 

@@ -43,7 +43,7 @@ def traffic(ranks_per_node: int | None) -> dict[str, tuple[int, int]]:
     groups.gather.all_gather(torch.empty(8), torch.zeros(2), Tag("gather", "all")).wait()
     assert groups.secondary is not None
     groups.secondary.all_gather(torch.empty(8), torch.zeros(4), Tag("publish", "near")).wait()
-    groups.reduce.reduce(torch.zeros(8), torch.empty(2), Tag("reduce", "u")).wait()
+    groups.reduce.reduce_scatter(torch.zeros(8), torch.empty(2), Tag("reduce", "u")).wait()
     groups.broadcast(torch.zeros(2), 0, Tag("broadcast", "u"))
     before = groups.control.ledger.across_bytes("control")
     groups.control.agree(Message("step", "", 0))

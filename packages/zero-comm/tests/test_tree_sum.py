@@ -50,7 +50,7 @@ def reduced() -> list[float]:
     group = Group(dist.group.WORLD, slice_sum=TreeSum(), averages=False)
     flat = leaves(4, torch.float32)[group.rank]
     out = torch.empty(NUMEL // 4)
-    group.reduce(flat, out, Tag("reduce", "block")).wait()
+    group.reduce_scatter(flat, out, Tag("reduce", "block")).wait()
     return out.tolist()
 
 

@@ -11,7 +11,7 @@ from zero_launch.desync import (
     deadlocked,
     difference,
     explain,
-    read_ring,
+    read_flight_record,
     stall,
 )
 
@@ -19,8 +19,8 @@ HEADER = struct.Struct("<8sIIIIQQQ")
 SLOT = struct.Struct("<QQqQd24s16s112s64s")
 
 
-def write_ring(path, names, *, waiting=0, slots=4):
-    """A ring as zero-comm writes it, by its description."""
+def write_flight_record(path, names, *, waiting=0, slots=4):
+    """A flight recorder as zero-comm writes it, by its description."""
     data = bytearray(HEADER.pack(b"ZCRING01", slots, SLOT.size, 0, 2, len(names), waiting, 0).ljust(64, b"\0"))
     data += bytes(slots * SLOT.size)
     for number, name in enumerate(names, start=1):
@@ -35,15 +35,15 @@ def record(names, waiting=0, first=1):
 
 
 def test_a_ring_is_read_with_its_newest_entries(tmp_path):
-    write_ring(tmp_path / "ring", list("abcdef"), waiting=6)
-    found = read_ring(tmp_path / "ring")
+    write_flight_record(tmp_path / "recorder", list("abcdef"), waiting=6)
+    found = read_flight_record(tmp_path / "recorder")
     assert [entry.name for entry in found.entries] == list("cdef")
     assert str(found.awaited) == "gather of 'f' in step 5, 64 bytes at train.py:3"
     assert FlightRecord.from_json(found.to_json()) == found
-    assert read_ring(tmp_path / "none") is None
+    assert read_flight_record(tmp_path / "none") is None
     (tmp_path / "other").write_bytes(bytes(200))
-    with pytest.raises(ValueError, match="not a ring of collectives in format 1"):
-        read_ring(tmp_path / "other")
+    with pytest.raises(ValueError, match="not a flight recorder in format 1"):
+        read_flight_record(tmp_path / "other")
 
 
 def test_the_first_difference_is_found_and_ranks_that_agree_are_listed_together():
@@ -90,12 +90,12 @@ def test_ranks_are_stalled_only_when_all_wait_and_nothing_moves(tmp_path, monkey
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     paths = {0: tmp_path / "0", 1: tmp_path / "1"}
     watcher = Watcher(paths)
-    write_ring(paths[0], "ab", waiting=2)
-    write_ring(paths[1], "ab")
+    write_flight_record(paths[0], "ab", waiting=2)
+    write_flight_record(paths[1], "ab")
     assert watcher.look()
     clock[0] += 10
     assert watcher.look() and not watcher.stalled  # rank 1 computes
-    write_ring(paths[1], "abc", waiting=3)
+    write_flight_record(paths[1], "abc", waiting=3)
     watcher.read()
     assert not watcher.stalled  # it moved just now
     clock[0] += 3

@@ -12,7 +12,7 @@ from zero_launch.orders import END, ORDERS_VARIABLE, REGROUP, Orders
 def test_only_ranks_of_jobs_that_can_be_asked_to_leave_have_a_folder_to_look_into(
     tmp_path: Path, takes_orders: bool
 ) -> None:
-    files = RankFiles(tmp_path / "run", None, {}, rings=tmp_path / "rings", takes_orders=takes_orders)
+    files = RankFiles(tmp_path / "run", None, {}, recorders=tmp_path / "recorders", takes_orders=takes_orders)
     env = {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
     files.reify({0: env})
     assert (ORDERS_VARIABLE in env) is takes_orders

@@ -100,7 +100,7 @@ class MemoryGroup:
         number = self._mailbox.post(self.rank, f"{tag.phase} {tag.name}", shard.clone())
         return Work(tag, [(_Arrival(self._mailbox, number, lambda shards: _fill(out, shards)), None)])
 
-    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Average the ranks' ``flat`` into the owners' ``out``."""
         number = self._mailbox.post(self.rank, f"{tag.phase} {tag.name}", flat.clone())
         size = out.numel()

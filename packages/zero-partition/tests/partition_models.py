@@ -39,7 +39,7 @@ def tokens(seed: int = 0) -> torch.Tensor:
 
 
 def groups() -> EngineGroups:
-    """The channels of one engine over the ranks that run, or of a single rank without torch.distributed."""
+    """The process groups of one engine over the ranks that run, or of a single rank without torch.distributed."""
     if dist.is_initialized():
         return Mesh(device=torch.device("cpu")).open_groups()
     return EngineGroups(gather=Group(None), reduce=Group(None), control=Control(None))

@@ -5,7 +5,6 @@ Read `group.py` first: it holds the gather, the one reduction and the broadcast.
 
 from __future__ import annotations
 
-from .channels import EngineGroups, open_group
 from .control import Control, Message
 from .discovery import RankEnvironment, discover
 from .errors import CommError, DesyncError, PeerError
@@ -14,6 +13,7 @@ from .group import Group
 from .ledger import Ledger, LedgerRow
 from .mesh import Mesh
 from .packets import Codec
+from .process_groups import EngineGroups, open_group
 from .quantized import QuantizedGather, QuantizedReduce
 from .replicated import Reduction, ReplicatedReduce
 from .setup import default_device, init

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from .errors import CommError, DesyncError, PeerError
+from .flight_recorder import Track
 from .leaving import close_at_exit, leave
 from .ledger import Ledger
 from .meeting import meet
-from .ring import Track
 from .tag import Tag
 from .topology import ONE_NODE, Topology
 from .watch import Watch

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from .errors import CommError, PeerError
+from .flight_recorder import Ticket, Track
 from .leaving import close_at_exit, leave
 from .ledger import Ledger
-from .ring import Ticket, Track
 from .slices import SliceSum, sum_slices
 from .tag import Tag
 from .topology import ONE_NODE, Topology
@@ -125,7 +125,7 @@ class Group:
             watched=self._watched,
         )
 
-    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Average the ranks' ``flat`` (N*s elements) into the owners' ``out`` (s elements): the one reduction.
 
         Slices travel in ``flat``'s dtype, are summed in rank order 0…N-1 in ``out``'s dtype and divided once by N;
@@ -141,7 +141,7 @@ class Group:
         self._count(tag, own.nbytes)
         ticket = self._track.start(tag, flat.nbytes)
         if not self._direct(flat) and not self._deterministic and flat.dtype == out.dtype:
-            return self._native_reduce(flat, out, tag, accumulate, ticket)
+            return self._native_reduce_scatter(flat, out, tag, accumulate, ticket)
         received = flat.new_empty(self.world_size - 1, size)
         parts = list(received.unbind())
         parts.insert(self.rank, own)
@@ -251,7 +251,7 @@ class Group:
         self.issued += 1
         return pending
 
-    def _native_reduce(
+    def _native_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, accumulate: bool, ticket: Ticket | None
     ) -> Work:
         result = torch.empty_like(out) if accumulate else out

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .channels import EngineGroups
 from .discovery import discover
 from .ledger import Ledger
+from .process_groups import EngineGroups
 from .setup import default_device
 from .slices import SliceSum, sum_slices
 

@@ -59,7 +59,7 @@ class QuantizedGather:
 
 
 class QuantizedReduce:
-    """`Group.reduce` in two hops with every message encoded by ``codec``: inside the node, then across nodes.
+    """`Group.reduce_scatter` in two hops with every message encoded by ``codec``: inside the node, then across nodes.
 
     ``inside``: the L ranks of this rank's node; ``across``: the ranks with this rank's number in the G nodes. Rank
     g*L + l of the reduction is rank l of node g. Any L and G, 1 included, and slices of any length. Whatever else runs
@@ -78,7 +78,7 @@ class QuantizedReduce:
         self.world_size = inside.world_size * across.world_size
         self._open: deque[_QuantizedReduction] = deque()
 
-    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Average the ranks' ``flat`` (1-D, floating, N*s elements) into the owners' ``out`` (s elements).
 
         A shorter ``flat`` is taken as followed by zeros. Sums run in rank order, in float32 (float64 for a float64

@@ -19,8 +19,8 @@ class Reduction(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """See `Group.reduce`."""
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
+        """See `Group.reduce_scatter`."""
 
 
 class Gather(Protocol):
@@ -31,7 +31,7 @@ class Gather(Protocol):
 
 
 class ReplicatedReduce:
-    """`Group.reduce` over all copies of the model: inside each copy's ranks, then across the copies.
+    """`Group.reduce_scatter` over all copies of the model: inside each copy's ranks, then across the copies.
 
     ``shard``: over the S ranks that share a copy. ``across`` and ``back``: over the R ranks that have the same shard,
     on two groups of their own. ``rounds``: whether numbers are cast to ``flat``'s dtype before they go to other copies,
@@ -54,7 +54,7 @@ class ReplicatedReduce:
         self.world_size = shard.world_size
         self._open: deque[_ReplicatedReduction] = deque()
 
-    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Average ``flat`` (S*s elements) of all S*R ranks into ``out`` (s elements) of its R owners.
 
         With ``accumulate`` the average is added to ``out``; sums run in ``out``'s dtype. Sends (S-1)*s elements of
@@ -63,7 +63,7 @@ class ReplicatedReduce:
         """
         copies = self._across.world_size
         partial = out.new_zeros(-(-out.numel() // copies) * copies)
-        first = self._shard.reduce(flat, partial[: out.numel()], tag)
+        first = self._shard.reduce_scatter(flat, partial[: out.numel()], tag)
         reduction = _ReplicatedReduction(first, partial, flat.dtype if self._rounds else out.dtype, tag)
         self._open.append(reduction)
 
@@ -88,7 +88,7 @@ class ReplicatedReduce:
         reduction.last.wait()
         part = reduction.buffer.new_empty(reduction.buffer.numel() // self._across.world_size)
         reduction.buffer = whole = reduction.buffer.to(reduction.wire)
-        self._across.reduce(whole, part, reduction.tag).wait()
+        self._across.reduce_scatter(whole, part, reduction.tag).wait()
         reduction.last = self._back.all_gather(whole, part.to(reduction.wire), reduction.tag)
 
 

@@ -11,7 +11,7 @@ from types import FrameType
 import torch.autograd.graph
 import torch.distributed as dist
 
-from .ring import is_library
+from .flight_recorder import is_library
 
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 _AUTOGRAD = torch.autograd.graph.__file__

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from .errors import CommError, PeerError
+from .flight_recorder import Ticket
 from .ledger import Ledger
-from .ring import Ticket
 from .tag import Tag
 from .watched import Watched
 

@@ -43,12 +43,12 @@ class EngineParts:
     parking: Parking
     training: Training
 
-    def close(self, state: TrainingState, whole: bool) -> None:
-        """Finish checkpoints, unshard parameters unless ``whole`` is false, leave the groups, then stop recording."""
+    def close(self, state: TrainingState, unshard: bool) -> None:
+        """Finish checkpoints, unshard parameters unless ``unshard`` is false, leave the groups, then stop recording."""
         try:
             self.checkpoints.close()
         finally:
-            state.partition.close(whole=whole)
+            state.partition.close(unshard=unshard)
             self.offloading.close()
             state.groups.close()
             state.model_part.close()

@@ -201,15 +201,15 @@ class Engine(nn.Module):
         workers = num_local_io_workers
         return self._parts.loaders.make(dataset, batch_size, route, pin_memory, data_sampler, collate_fn, workers)
 
-    def destroy(self, whole: bool = True) -> None:
+    def destroy(self, unshard: bool = True) -> None:
         """Unshard the parameters, remove all hooks and leave the process groups. Collective.
 
-        ``whole``: false leaves sharded parameters released, for models that do not fit on one rank. Waits for saves
+        ``unshard``: false leaves sharded parameters released, for models that do not fit on one rank. Waits for saves
         behind training, and raises `zero_ckpt.CheckpointError` when one failed.
         """
         if not self.training_state.lifetime.destroyed:
             self.training_state.lifetime.destroyed = True
-            self._parts.close(self.training_state, whole)
+            self._parts.close(self.training_state, unshard)
 
     # -- checkpoints, and states that wait elsewhere -----------------------------------------------------------------
 

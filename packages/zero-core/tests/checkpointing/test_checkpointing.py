@@ -95,7 +95,7 @@ def trained(stage: int) -> dict[tuple[str, bool], Any]:
                     engine.backward(engine(*batch(number, whole=True)))
                     engine.step()
                 result = weights(engine)
-                engine.destroy(whole=False)
+                engine.destroy(unshard=False)
                 return result
 
             found[name, reentrant] = contextvars.copy_context().run(steps)

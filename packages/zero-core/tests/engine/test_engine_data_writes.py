@@ -120,7 +120,7 @@ def on_one_rank(runs: Sequence[Run]) -> dict[Run, tuple[str, bool]]:
             after = t.weights() if between else before
             same = all(torch.equal(after[n], v) for n, v in before.items() if n != "second.weight")
             found[run] = str(refusal), same
-        t.engine.destroy(whole=False)
+        t.engine.destroy(unshard=False)
     return found
 
 

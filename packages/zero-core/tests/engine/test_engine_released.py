@@ -147,7 +147,7 @@ def trained(inside: str, loss: str, stage: int, dtype: torch.dtype, zero: Mappin
         engine.step()
     live = sum(u.flat.untyped_storage().nbytes() for u in engine.partition.units if u.releasable)
     found = {**weights(engine), "still gathered": torch.tensor(float(live))}
-    engine.destroy(whole=False)
+    engine.destroy(unshard=False)
     return found
 
 

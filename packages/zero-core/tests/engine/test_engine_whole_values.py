@@ -263,8 +263,8 @@ def nested(stage: int) -> dict[str, Any]:
         still = bool((inner == 3.0).all()) and not bool(first.module.enter.weight.isnan().any())
     absent = bool(inner.isnan().all())
     after = first.full_param(inner).unique().tolist()
-    first.destroy(whole=False)
-    second.destroy(whole=False)
+    first.destroy(unshard=False)
+    second.destroy(unshard=False)
     return {"before": before, "whole": whole, "still": still, "absent": absent, "after": after}
 
 

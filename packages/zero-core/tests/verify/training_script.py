@@ -47,7 +47,7 @@ class Wrapped:
 class DropsReduction(Wrapped):
     """Keeps what this rank has instead of averaging."""
 
-    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         own = flat.view(self.group.world_size, -1)[self.group.rank]
         return Work(tag, finish=lambda: out.add_(own) if accumulate else out.copy_(own))
 
@@ -55,9 +55,9 @@ class DropsReduction(Wrapped):
 class DividesByOneMore(Wrapped):
     """Divides the sum over N ranks by N + 1."""
 
-    def reduce(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         ranks = self.group.world_size
-        return self.group.reduce(flat * (ranks / (ranks + 1)), out, tag, accumulate=accumulate)
+        return self.group.reduce_scatter(flat * (ranks / (ranks + 1)), out, tag, accumulate=accumulate)
 
 
 class GathersOnce(Wrapped):

@@ -296,9 +296,9 @@ class DeepSpeedEngine(nn.Module):
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
-    def destroy(self, whole: bool = True) -> None:
+    def destroy(self, unshard: bool = True) -> None:
         """As `Engine.destroy`; the parameters are plain ones again."""
-        self.zero_engine.destroy(whole)
+        self.zero_engine.destroy(unshard)
         release(self.module.parameters())
 
     def __getattr__(self, name: str) -> Any:

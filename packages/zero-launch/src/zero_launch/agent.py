@@ -38,7 +38,8 @@ _STANDBY_SECONDS = 10.0
 class RankFiles(LogsSpecs):
     """Where the ranks' output goes: `<run folder>/rank0/stdout.log`, `stderr.log` and `error.json`.
 
-    ``env`` is for every rank, ``own_env`` by local rank. ``rings`` is the folder for the ranks' rings (see desync.py).
+    ``env`` is for every rank, ``own_env`` by local rank. ``recorders`` is the folder for the ranks'
+    flight recorders (see desync.py).
     ``takes_orders``: the launcher may ask the ranks to leave; ranks of other jobs have nothing to look for.
     """
 
@@ -49,7 +50,7 @@ class RankFiles(LogsSpecs):
         env: Mapping[str, str],
         *,
         own_env: Sequence[Mapping[str, str]] = (),
-        rings: Path,
+        recorders: Path,
         takes_orders: bool = False,
     ) -> None:
         super().__init__(log_dir=str(folder))
@@ -57,16 +58,16 @@ class RankFiles(LogsSpecs):
         self._direct_rank = direct_rank
         self._env = dict(env)
         self._own_env = own_env
-        self._rings = rings
+        self._recorders = recorders
         self._takes_orders = takes_orders
         self.standbys: Standbys | None = None
         """Where ranks come from that have imported torch already; None for jobs without."""
         self._only_prepares = False
         self.ranks: dict[int, Path] = {}
         """Local rank to the folder of its files, for the attempt that runs."""
-        self.rings: dict[int, Path] = {}
-        """Rank to its ring, for the attempt that runs."""
-        self.orders = Orders(rings / "orders")
+        self.recorders: dict[int, Path] = {}
+        """Rank to its flight recorder, for the attempt that runs."""
+        self.orders = Orders(recorders / "orders")
         """The order that the ranks of the running attempt have."""
 
     @property
@@ -98,9 +99,9 @@ class RankFiles(LogsSpecs):
         if self._only_prepares:
             raise Prepared(envs)
         stdouts, stderrs, errors = {}, {}, {}
-        self.rings = {}
+        self.recorders = {}
         attempt = max(int(env["TORCHELASTIC_RESTART_COUNT"]) for env in envs.values())
-        self.orders = Orders(self._rings / f"orders{attempt}")
+        self.orders = Orders(self._recorders / f"orders{attempt}")
         told = self.orders.open() if self._takes_orders else {}
         for local_rank, env in envs.items():
             folder = self._folder / (f"rank{env['RANK']}" + (f".restart{attempt}" if attempt else ""))
@@ -111,9 +112,9 @@ class RankFiles(LogsSpecs):
             stderrs[local_rank] = "" if direct else str(folder / "stderr.log")
             errors[local_rank] = str(folder / "error.json")
             env["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
-            ring = self._rings / folder.name
-            self.rings[int(env["RANK"])] = ring
-            env.update({"ZERO_COMM_RING": str(ring), **told, **self.own_variables(local_rank)})
+            recorder = self._recorders / folder.name
+            self.recorders[int(env["RANK"])] = recorder
+            env.update({"ZERO_COMM_RING": str(recorder), **told, **self.own_variables(local_rank)})
         return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=errors)
 
 
@@ -220,7 +221,7 @@ class Agent(LocalElasticAgent):
         ]
         self._world_size = worker_group.workers[0].world_size
         self._started({record.rank: record.pid for record in self._records})
-        self._watcher = Watcher(self._files.rings)
+        self._watcher = Watcher(self._files.recorders)
         pids = {record.rank: record.pid for record in self._records}
         self._here = HostPresence(pids, int(worker_group.master_port or 0), self._stopped_seconds)
         self._presence = Presence(self._world_size, f"{worker_group.master_addr}:{worker_group.master_port}")

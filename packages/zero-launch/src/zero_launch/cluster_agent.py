@@ -41,7 +41,7 @@ class ClusterAgent(Agent):
         spec: LaunchSpec,
         job_id: str,
         folder: Path,
-        rings: Path,
+        recorders: Path,
         guard: Guard,
         order: Message,
         own_signals: Sequence[signal.Signals] = (),
@@ -54,7 +54,9 @@ class ClusterAgent(Agent):
         env = job_environment(spec, cores, job_id)
         terms = order["elastic"]
         takes_orders = terms is not None or order["spec"].get("requeue", False)
-        files = RankFiles(folder, None, env, own_env=core_variables(cores), rings=rings, takes_orders=takes_orders)
+        files = RankFiles(
+            folder, None, env, own_env=core_variables(cores), recorders=recorders, takes_orders=takes_orders
+        )
         rendezvous: LedRendezvous | Meeting
         if terms is None:
             rendezvous = LedRendezvous(channel, order["job_id"])
@@ -67,7 +69,9 @@ class ClusterAgent(Agent):
             channel.send("started", pids={str(rank): pid for rank, pid in pids.items()})
 
         worker_spec = worker_group_spec(spec, order["how"], rendezvous, None)
-        files.standbys = standbys_of(spec, worker_spec, files, rings, lambda text: channel.send("notice", text=text))
+        files.standbys = standbys_of(
+            spec, worker_spec, files, recorders, lambda text: channel.send("notice", text=text)
+        )
         agent = cls(
             worker_spec,
             files,

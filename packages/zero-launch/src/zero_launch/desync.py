@@ -1,7 +1,7 @@
 """Why ranks that hang, hang: what each of them last asked of the others, and where that first differs.
 
-Each rank writes its collectives into a ring that zero-comm describes (its `ring.py`, [Note: ring format 1]). This file
-reads the rings and compares them, entry by entry within each process group.
+Each rank writes its collectives into a flight recorder (zero-comm's `flight_recorder.py`, [Note: flight
+recorder format 1]). This file reads the recorders and compares them, entry by entry within each process group.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FlightRecord:
         return cls(entries, data["started"], data["finished"], data["waiting"])
 
 
-def read_ring(path: Path) -> FlightRecord | None:
+def read_flight_record(path: Path) -> FlightRecord | None:
     """The record of one rank; None when it has none, because it does not use zero-comm or has not begun to."""
     try:
         data = path.read_bytes()
@@ -80,7 +80,7 @@ def read_ring(path: Path) -> FlightRecord | None:
         return None
     magic, slots, slot_bytes, _, _, started, waiting, finished = _HEADER.unpack_from(data)
     if magic != b"ZCRING01" or slot_bytes != _SLOT.size:
-        raise ValueError(f"{path}: not a ring of collectives in format 1")
+        raise ValueError(f"{path}: not a flight recorder in format 1")
     entries = []
     for number in range(max(1, started - min(slots, _RECENT) + 1), started + 1):
         row = _SLOT.unpack_from(data, _HEADER_BYTES + (number - 1) % slots * slot_bytes)
@@ -175,10 +175,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 class Watcher:
-    """Looks at the rings of this host's ranks now and then."""
+    """Looks at the flight recorders of this host's ranks now and then."""
 
-    def __init__(self, rings: Mapping[int, Path]) -> None:
-        self._rings = dict(rings)
+    def __init__(self, recorders: Mapping[int, Path]) -> None:
+        self._recorders = dict(recorders)
         self._looked_at = 0.0
         self._progress: dict[int, tuple[int, int]] = {}
         self._moved_at = time.monotonic()
@@ -186,7 +186,7 @@ class Watcher:
         """What was seen when last looked at."""
 
     def look(self) -> bool:
-        """Read the rings when it is time to; True when that was done."""
+        """Read the flight recorders when it is time to; True when that was done."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_SECONDS:
             return False
@@ -195,22 +195,22 @@ class Watcher:
         return True
 
     def read(self) -> None:
-        """Read the rings now."""
-        found = {rank: read_ring(path) for rank, path in self._rings.items()}
+        """Read the flight recorders now."""
+        found = {rank: read_flight_record(path) for rank, path in self._recorders.items()}
         self.records = {rank: record for rank, record in found.items() if record is not None}
         progress = {rank: (record.started, record.finished) for rank, record in self.records.items()}
         if progress != self._progress:
             self._progress, self._moved_at = progress, time.monotonic()
 
     def step_of(self, rank: int) -> int | None:
-        """The optimizer step in which a rank was when last looked at; None for one without a ring."""
+        """The optimizer step in which a rank was when last looked at; None for one without a flight recorder."""
         record = self.records.get(rank)
         return record.entries[-1].step if record is not None and record.entries else None
 
     @property
     def stalled(self) -> bool:
         """Return whether every rank of this host waits in a collective, and none has moved for `STALL_SECONDS`."""
-        all_wait = len(self.records) == len(self._rings) and all(record.waiting for record in self.records.values())
+        all_wait = len(self.records) == len(self._recorders) and all(record.waiting for record in self.records.values())
         return all_wait and time.monotonic() - self._moved_at > STALL_SECONDS
 
 

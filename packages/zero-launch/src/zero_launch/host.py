@@ -86,7 +86,7 @@ class Hand:
 
     def _job(self, order: Message, own_spec: LaunchSpec | None) -> int:
         from zero_launch.cluster_agent import ClusterAgent
-        from zero_launch.job import guarded, ring_folder, run_folder, sweep
+        from zero_launch.job import guarded, recorder_folder, run_folder, sweep
 
         new, retained = applied(order["variables"], os.environ)
         os.environ.update(new)
@@ -104,9 +104,9 @@ class Hand:
             signal.signal(signal.SIGUSR1, lambda signum, frame: None)
         asks = spec.requeue
         folder, keep = run_folder(spec.log_dir, order["job_id"])
-        with ring_folder() as rings, guarded(job_id, rings, silent=True) as guard:
+        with recorder_folder() as recorders, guarded(job_id, recorders, silent=True) as guard:
             agent = ClusterAgent.for_host(
-                *(self._channel, spec, job_id, folder, rings, guard, order),
+                *(self._channel, spec, job_id, folder, recorders, guard, order),
                 own_signals=(signal.SIGTERM,) if asks else (),
             )
             if asks:

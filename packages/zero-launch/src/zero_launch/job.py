@@ -58,8 +58,8 @@ def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "c
     env = {**interface_variables(LOOPBACK), **job_environment(spec, cores, job_id)}
     if not spec.quiet:
         _say(_greeting(spec, env, folder if keep else None))
-    with ring_folder() as rings, guarded(job_id, rings) as guard:
-        agent, interrupted, failed = _run_agent(spec, kind, job_id, folder, env, cores, rings, guard)
+    with recorder_folder() as recorders, guarded(job_id, recorders) as guard:
+        agent, interrupted, failed = _run_agent(spec, kind, job_id, folder, env, cores, recorders, guard)
     if interrupted is not None and not (agent.asked_to_end and interrupted == signal.SIGTERM):
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -88,7 +88,7 @@ def _run_agent(
     folder: Path,
     env: dict[str, str],
     cores: list[tuple[int, ...]],
-    rings: Path,
+    recorders: Path,
     guard: Guard,
 ) -> tuple[Agent, int | None, bool]:
     """Run the job to its end: the agent, the signal that interrupted it, and whether it failed."""
@@ -106,11 +106,11 @@ def _run_agent(
             spec.direct_rank,
             env,
             own_env=core_variables(cores),
-            rings=rings,
+            recorders=recorders,
             takes_orders=spec.requeue,
         )
         worker_spec = worker_group_spec(spec, kind, LocalRendezvous(job_id), LOOPBACK)
-        files.standbys = standbys_of(spec, worker_spec, files, rings, _say)
+        files.standbys = standbys_of(spec, worker_spec, files, recorders, _say)
         agent = Agent(
             worker_spec,
             files,
@@ -174,14 +174,14 @@ def worker_group_spec(
 
 
 def standbys_of(
-    spec: LaunchSpec, worker_spec: WorkerSpec, files: RankFiles, rings: Path, say: Callable[[str], object]
+    spec: LaunchSpec, worker_spec: WorkerSpec, files: RankFiles, recorders: Path, say: Callable[[str], object]
 ) -> Standbys | None:
     """Return the standbys of a job's ranks on this host; None where the job has none. ``say`` is told why later."""
     from zero_launch.standbys import Standbys
 
     if spec.elastic is None or spec.program or not spec.standby:
         return None
-    return Standbys([str(worker_spec.entrypoint), *worker_spec.args], files.own_variables, rings, say)
+    return Standbys([str(worker_spec.entrypoint), *worker_spec.args], files.own_variables, recorders, say)
 
 
 def run_folder(log_dir: str | os.PathLike[str] | None, job_id: str) -> tuple[Path, bool]:
@@ -194,17 +194,17 @@ def run_folder(log_dir: str | os.PathLike[str] | None, job_id: str) -> tuple[Pat
 
 
 @contextlib.contextmanager
-def ring_folder() -> Iterator[Path]:
-    """A folder in shared memory for the ranks' rings, gone afterwards."""
+def recorder_folder() -> Iterator[Path]:
+    """Make a folder in shared memory for the ranks' flight recorders, which goes afterwards."""
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="zero-launch-rings-", dir=shared, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 @contextlib.contextmanager
-def guarded(job_id: str, rings: Path, *, silent: bool = False) -> Iterator[Guard]:
+def guarded(job_id: str, recorders: Path, *, silent: bool = False) -> Iterator[Guard]:
     """Have a guard that ends the job's processes should this one be killed."""
-    guard = Guard(job_id, str(rings), silent=silent)
+    guard = Guard(job_id, str(recorders), silent=silent)
     try:
         yield guard
     finally:

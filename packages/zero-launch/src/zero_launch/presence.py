@@ -1,6 +1,7 @@
 """Which ranks have come to the store, which have ended, and which are stopped: what is said of a job that stands still.
 
-Nothing here ends a job. A rank that is slow is named at most; what can never go on is found in the rings (desync.py).
+Nothing here ends a job. A rank that is slow is named at most; what can never go on is found in the flight recorders
+(desync.py).
 """
 
 from __future__ import annotations

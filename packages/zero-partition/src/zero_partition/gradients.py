@@ -163,7 +163,7 @@ class UnitGradients:
         payload = flat if flat.dtype == self._wire_dtype else flat.to(self._wire_dtype)
         self._travels = True
         self._let_go(flat, again)
-        return self._reduction.reduce(payload, own, Tag("reduce", self.unit.name, step), accumulate=again)
+        return self._reduction.reduce_scatter(payload, own, Tag("reduce", self.unit.name, step), accumulate=again)
 
     def _keep_own(self, flat: torch.Tensor, again: bool) -> Work:
         """Have what arrived in `reduced` as it is; no other rank is asked."""
@@ -229,7 +229,7 @@ class UnitGradients:
         own = found if self._full_group is None else self._slice(found)
         tag = Tag("reduce", self.unit.name, step)
         payload = flat if flat.dtype == self._wire_dtype else flat.to(self._wire_dtype)
-        self._reduction.reduce(payload, own, tag, accumulate=before is not None).wait()
+        self._reduction.reduce_scatter(payload, own, tag, accumulate=before is not None).wait()
         if self._full_group is not None:
             self._full_group.all_gather(found, own, tag).wait()
         return found

@@ -218,17 +218,17 @@ class Partition:
             "placeholders": placeholders,
         }
 
-    def close(self, *, whole: bool = True) -> None:
+    def close(self, *, unshard: bool = True) -> None:
         """Bring all parameters back in one piece and remove every hook. Collective; after a failure only the latter.
 
-        With ``whole`` false released parameters stay placeholders: for models that fit only in parts.
+        With ``unshard`` false released parameters stay placeholders: for models that fit only in parts.
         """
         if not self.runtime.failed:
             self.runtime.agree("close", "", None)
             self.settle()
             self.runtime.held_gradients.hide()
             for unit in self.units:
-                if unit.releasable and whole:
+                if unit.releasable and unshard:
                     unit.issue_gather(self.runtime.step, exact=True)
                     unit.wait_gather()
         self.runtime.close()

@@ -231,7 +231,7 @@ def _ask(value: Any, call: str, *, writes: bool) -> torch.Tensor:
         raise ReleasedParameterError(
             f"{call}() was called with a released parameter of shape {tuple(parameter.shape)} that no engine owns: its "
             "model was built inside Init and not given to initialize yet, or its engine was destroyed with "
-            "whole=False. Work on it inside `with gathered([...])`, on every rank."
+            "unshard=False. Work on it inside `with gathered([...])`, on every rank."
         )
     given: torch.Tensor = parameter
     with torch._C.DisableTorchFunctionSubclass():

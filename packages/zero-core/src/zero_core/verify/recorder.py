@@ -70,7 +70,7 @@ class Recorder:
     def close(self) -> None:
         """Have the engines leave their process groups, whose threads would outlive the interpreter. Collective."""
         for engine in self._engines:
-            engine.destroy(whole=False)
+            engine.destroy(unshard=False)
 
     def _end_when_done(self) -> None:
         if all(recorder.steps_taken >= self.steps for recorder in self._recorders):

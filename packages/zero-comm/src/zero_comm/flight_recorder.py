@@ -1,11 +1,11 @@
 """The last collectives of this rank, in a file that a watcher can read while the rank hangs.
 
-[Note: ring format 1] All numbers are little-endian. A header of 64 bytes: magic `ZCRING01`, slots (u32), bytes per
-slot (u32), rank (u32), world size (u32), entries written so far (u64), the entry that this rank waits for or 0 (u64),
-entries finished so far (u64), padding. Then the slots; entry n (from 1) is in slot (n - 1) mod slots: its number (u64),
-its sequence in its group (u64), step (i64), bytes that must be equal on every rank or 0 (u64), seconds since the epoch
-(f64), and four zero-padded UTF-8 strings: group (24 bytes), phase (16), name (112; of a longer one its end), call site
-(64). A reader takes entries up to the header's count, which is written after the slot.
+[Note: flight recorder format 1] All numbers are little-endian. A header of 64 bytes: magic `ZCRING01`, slots (u32),
+bytes per slot (u32), rank (u32), world size (u32), entries written so far (u64), the entry that this rank waits for or
+0 (u64), entries finished so far (u64), padding. Then the slots; entry n (from 1) is in slot (n - 1) mod slots: its
+number (u64), its sequence in its group (u64), step (i64), bytes that must be equal on every rank or 0 (u64), seconds
+since the epoch (f64), and four zero-padded UTF-8 strings: group (24 bytes), phase (16), name (112; of a longer one its
+end), call site (64). A reader takes entries up to the header's count, which is written after the slot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from .tag import Tag
 
-RING_VARIABLE = "ZERO_COMM_RING"
+RECORDER_VARIABLE = "ZERO_COMM_RING"
 """The environment variable that names the file; a launcher sets it. Without it nothing is recorded."""
 _SLOTS = 1024
 _HEADER = struct.Struct("<8sIIIIQQQ")
@@ -35,8 +35,8 @@ _LIBRARIES = ("<", os.path.dirname(os.path.dirname(torch.__file__)), os.path.dir
 _FAMILY = tuple(f"{os.sep}zero_{name}{os.sep}" for name in ("core", "offload", "partition", "precision", "launch"))
 
 
-class Ring:
-    """Writes entries into the mapped file; see [Note: ring format 1]."""
+class FlightRecorder:
+    """Writes entries into the mapped file; see [Note: flight recorder format 1]."""
 
     def __init__(self, path: Path, *, rank: int, world_size: int, slots: int = _SLOTS) -> None:
         size = _HEADER_BYTES + slots * _SLOT.size
@@ -91,47 +91,47 @@ class Ring:
 class Track:
     """The entries of one process group: numbers them, so that ranks can be compared entry by entry.
 
-    Without a ring it does nothing.
+    Without a flight recorder it does nothing.
     """
 
     def __init__(self, group_name: str) -> None:
-        self._ring = process_ring()
-        self._group = b"" if self._ring is None else self._ring.label(group_name)
+        self._recorder = process_recorder()
+        self._group = b"" if self._recorder is None else self._recorder.label(group_name)
         self._sequence = 0
 
     def start(self, tag: Tag, same_bytes: int) -> Ticket | None:
         """Record a collective that is about to start; ``same_bytes`` must be equal on all ranks (0: may differ)."""
-        if self._ring is None:
+        if self._recorder is None:
             return None
         self._sequence += 1
-        return Ticket(self._ring, self._ring.record(self._group, self._sequence, tag, same_bytes))
+        return Ticket(self._recorder, self._recorder.record(self._group, self._sequence, tag, same_bytes))
 
 
 class Ticket:
     """An entry that somebody will wait for: use it as a context around the waiting."""
 
-    __slots__ = ("_number", "_ring")
+    __slots__ = ("_number", "_recorder")
 
-    def __init__(self, ring: Ring, number: int) -> None:
-        self._ring = ring
+    def __init__(self, recorder: FlightRecorder, number: int) -> None:
+        self._recorder = recorder
         self._number = number
 
     def __enter__(self) -> None:
-        self._ring.waiting(self._number)
+        self._recorder.waiting(self._number)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
-            self._ring.finished()
+            self._recorder.finished()
 
 
 @functools.cache
-def process_ring() -> Ring | None:
-    """This process's ring, or None when no launcher asked for one."""
-    path = os.environ.get(RING_VARIABLE)
+def process_recorder() -> FlightRecorder | None:
+    """Return this process's flight recorder, or None when no launcher asked for one."""
+    path = os.environ.get(RECORDER_VARIABLE)
     if not path:
         return None
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    return Ring(Path(path), rank=rank, world_size=world_size)
+    return FlightRecorder(Path(path), rank=rank, world_size=world_size)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -36,7 +36,7 @@ class _Opening:
 
 @dataclass(frozen=True)
 class EngineGroups:
-    """The channels of one engine: gathers, reductions and control messages never wait for one another.
+    """The process groups of one engine: gathers, reductions and control messages never wait for one another.
 
     ``gather``: the ranks that have one copy of the model between them. ``reduce``: averages over all ranks into that
     copy's shards. ``control``: all ranks. ``replicate``: the ranks that have this rank's shard in the other copies.

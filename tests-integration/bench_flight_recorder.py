@@ -1,10 +1,11 @@
-"""What the ring of collectives costs a training step: stage 3 on two ranks, with and without, in the same processes.
+"""Measure what the flight recorder costs a training step: stage 3 on two ranks, with and without, in the same
+processes.
 
-    python tests-integration/bench_ring.py [--rounds 150] [--layers 8] [--width 128]
+    python tests-integration/bench_flight_recorder.py [--rounds 150] [--layers 8] [--width 128]
 
-Steps with and without the ring alternate in an order that changes; the ratio is taken within each pair. A small model
-on a fast transport is the worst case: many collectives, little to compute. Beside the ratio stands the direct count:
-entries per step times the time of one entry, over the time of a step.
+Steps with and without the recorder alternate in an order that changes; the ratio is taken within each pair. A small
+model on a fast transport is the worst case: many collectives, little to compute. Beside the ratio stands the direct
+count: entries per step times the time of one entry, over the time of a step.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def rank_main(args: argparse.Namespace) -> None:
     trained = engine(args.layers, args.width)
     groups = trained.partition.groups
     tracks = [channel._track for channel in (groups.gather, groups.reduce, groups.control)]
-    ring = tracks[0]._ring
+    recorder = tracks[0]._recorder
     batch = torch.randn(8, args.width)
 
-    def step(with_ring: bool) -> float:
+    def step(with_recorder: bool) -> float:
         for track in tracks:
-            track._ring = ring if with_ring else None
+            track._recorder = recorder if with_recorder else None
         begin = time.perf_counter()
         loss = trained(batch).pow(2).mean()
         trained.backward(loss)
@@ -58,14 +59,14 @@ def rank_main(args: argparse.Namespace) -> None:
         step(True)
     order = random.Random(1)  # the same on every rank
     pairs = []
-    before = ring._count
+    before = recorder._count
     for _ in range(args.rounds):
         first = order.random() < 0.5
         seconds = {first: step(first), not first: step(not first)}
         pairs.append((seconds[True], seconds[False]))
-    entries = (ring._count - before) / args.rounds
+    entries = (recorder._count - before) / args.rounds
     for track in tracks:
-        track._ring = ring
+        track._recorder = recorder
     if int(os.environ["RANK"]) == 0:
         report(pairs, entries, tracks[0])
     trained.destroy()
@@ -80,11 +81,11 @@ def report(pairs: list[tuple[float, float]], entries: float, track: Any) -> None
         with track.start(tag, 4096):
             pass
     entry = (time.perf_counter() - begin) / 20_000
-    ratios = [with_ring / without for with_ring, without in pairs]
+    ratios = [with_recorder / without for with_recorder, without in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4)
     plain = statistics.median(without for _, without in pairs)
     error = 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5  # of a median
-    print(f"step without the ring: {plain * 1e3:.2f} ms; {entries:.0f} collectives per step")
+    print(f"step without the recorder: {plain * 1e3:.2f} ms; {entries:.0f} collectives per step")
     print(f"with / without: {middle:.4f} ± {error:.4f}  (quartiles {low:.3f} … {high:.3f}), wanted: {1 + WANTED}")
     print(f"one entry: {entry * 1e6:.2f} µs, so {entries * entry / plain:.2%} of the step, wanted: {WANTED:.0%}")
 

@@ -1,11 +1,11 @@
-"""What a rank leaves in its ring, and that it can be read while the rank runs."""
+"""What a rank leaves in its recorder, and that it can be read while the rank runs."""
 
 from __future__ import annotations
 
 import struct
 from pathlib import Path
 
-from zero_comm.ring import Ring, call_site
+from zero_comm.flight_recorder import FlightRecorder, call_site
 from zero_comm.tag import Tag
 
 HEADER = struct.Struct("<8sIIIIQQQ")
@@ -13,7 +13,7 @@ SLOT = struct.Struct("<QQqQd24s16s112s64s")
 
 
 def entries(path: Path) -> tuple[tuple[int, ...], list[tuple[object, ...]]]:
-    """The file as [Note: ring format 1] describes it, read without the package."""
+    """The file as [Note: flight recorder format 1] describes it, read without the package."""
     data = path.read_bytes()
     magic, slots, slot_bytes, *header = HEADER.unpack_from(data)
     assert (magic, slot_bytes, len(data)) == (b"ZCRING01", SLOT.size, 64 + slots * SLOT.size)
@@ -22,10 +22,10 @@ def entries(path: Path) -> tuple[tuple[int, ...], list[tuple[object, ...]]]:
 
 
 def test_the_newest_entries_are_there_in_order(tmp_path: Path) -> None:
-    ring = Ring(tmp_path / "ring", rank=1, world_size=2, slots=4)
+    recorder = FlightRecorder(tmp_path / "recorder", rank=1, world_size=2, slots=4)
     for sequence in range(1, 7):
-        ring.record(b"7", sequence, Tag("gather", f"layers.{sequence}", 3), 64)
-    header, rows = entries(tmp_path / "ring")
+        recorder.record(b"7", sequence, Tag("gather", f"layers.{sequence}", 3), 64)
+    header, rows = entries(tmp_path / "recorder")
     assert header == (1, 2, 6, 0, 0)
     assert [row[0] for row in rows] == [3, 4, 5, 6]
     number, sequence, step, same_bytes, _, group, phase, name, _ = rows[-1]
@@ -35,27 +35,27 @@ def test_the_newest_entries_are_there_in_order(tmp_path: Path) -> None:
 
 
 def test_a_long_name_keeps_its_end(tmp_path: Path) -> None:
-    Ring(tmp_path / "ring", rank=0, world_size=1).record(b"", 1, Tag("gather", "x" * 200 + ".weight"), 0)
-    name = entries(tmp_path / "ring")[1][0][7]
+    FlightRecorder(tmp_path / "recorder", rank=0, world_size=1).record(b"", 1, Tag("gather", "x" * 200 + ".weight"), 0)
+    name = entries(tmp_path / "recorder")[1][0][7]
     assert isinstance(name, bytes) and len(name) == 112 and name.endswith(b"x.weight")
 
 
 def test_waiting_is_seen_and_ends(tmp_path: Path) -> None:
-    ring = Ring(tmp_path / "ring", rank=0, world_size=1)
-    number = ring.record(b"", 1, Tag("gather", "w"), 0)
-    ring.waiting(number)
-    assert entries(tmp_path / "ring")[0][3:] == (1, 0)
-    ring.finished()
-    assert entries(tmp_path / "ring")[0][3:] == (0, 1)
+    recorder = FlightRecorder(tmp_path / "recorder", rank=0, world_size=1)
+    number = recorder.record(b"", 1, Tag("gather", "w"), 0)
+    recorder.waiting(number)
+    assert entries(tmp_path / "recorder")[0][3:] == (1, 0)
+    recorder.finished()
+    assert entries(tmp_path / "recorder")[0][3:] == (0, 1)
 
 
 def test_the_call_site_is_the_users_line() -> None:
     def library() -> bytes:
         return call_site()
 
-    assert library().startswith(b"test_ring.py:")
+    assert library().startswith(b"test_flight_recorder.py:")
 
 
 def test_a_group_name_that_comes_again_is_another_group(tmp_path: Path) -> None:
-    ring = Ring(tmp_path / "ring", rank=0, world_size=1)
-    assert [ring.label(name) for name in ("1", "2", "1", "1")] == [b"1", b"2", b"1#2", b"1#3"]
+    recorder = FlightRecorder(tmp_path / "recorder", rank=0, world_size=1)
+    assert [recorder.label(name) for name in ("1", "2", "1", "1")] == [b"1", b"2", b"1#2", b"1#3"]
