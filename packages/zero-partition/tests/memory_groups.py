@@ -20,6 +20,7 @@ from torch import nn
 from zero_comm import Control, Message, Tag, Work
 from zero_partition.gradients import UnitGradients
 from zero_partition.layout import UnitLayout
+from zero_partition.live import LiveElements
 from zero_partition.residency import DeviceResidency
 from zero_partition.route import Route
 from zero_partition.unit import Unit
@@ -141,6 +142,7 @@ class MemoryRank:
         self.reduce = MemoryGroup(mailboxes["reduce"], rank)
         self.control = MemoryControl(mailboxes["control"], rank)
         self.residency = DeviceResidency()
+        self.live = LiveElements()
 
     def unit(self, index: int, *, width: int = 4, releasable: bool = True, trainable: bool = True) -> Unit:
         """Unit ``index``: two parameters that hold ``100 * index`` and up, in float64."""
@@ -149,7 +151,7 @@ class MemoryRank:
         plan = UnitPlan(name, torch.float64, trainable, not releasable, parameters, {name: nn.Identity()})
         layout = UnitLayout.of(name, {key: p.shape for key, p in parameters.items()}, self.gather.world_size)
         route = Route(self.gather)  # type: ignore[arg-type]
-        unit = Unit(index, plan, layout, route, self.residency, device=_CPU, releasable=releasable)
+        unit = Unit(index, plan, layout, route, self.residency, device=_CPU, releasable=releasable, live=self.live)
         values = torch.arange(layout.numel, dtype=torch.float64) + 100 * index
         unit.materialise(values, torch.float64, full_master=False)
         return unit

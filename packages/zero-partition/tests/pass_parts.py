@@ -59,6 +59,7 @@ class Parts:
             self.interleaving,
             self.agreement.request,
             rank.residency,
+            rank.live,
             prefetch_numel=0,
             max_live_numel=1000,
         )

@@ -42,6 +42,7 @@ class Made:
             self.waits,
             self.request,
             rank.residency,
+            rank.live,
             prefetch_numel=prefetch,
             max_live_numel=live,
         )

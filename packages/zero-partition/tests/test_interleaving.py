@@ -44,6 +44,7 @@ class Made:
             self.interleaving,
             self.agreement.request,
             rank.residency,
+            rank.live,
             prefetch_numel=prefetch,
             max_live_numel=1000,
         )

@@ -48,6 +48,7 @@ class Made:
             [rank.gradients(unit) for unit in units],
             groups,
             rank.residency,
+            rank.live,
             device=torch.device("cpu"),
             prefetch_numel=0,
             max_live_numel=1000,
@@ -60,7 +61,7 @@ class Made:
         layout = UnitLayout.of(plan.name, {n: p.shape for n, p in parameters.items()}, self.rank.gather.world_size)
         route = Route(self.rank.gather)  # type: ignore[arg-type]
         residency, device = self.rank.residency, torch.device("cpu")
-        unit = Unit(index, plan, layout, route, residency, device=device, releasable=True)
+        unit = Unit(index, plan, layout, route, residency, device=device, releasable=True, live=self.rank.live)
         source = torch.zeros(layout.numel, dtype=torch.float64)
         for entry, parameter in zip(layout.entries, parameters.values(), strict=True):
             source[entry.offset : entry.end] = parameter.detach().flatten()

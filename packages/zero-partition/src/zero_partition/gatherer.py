@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, cast
 
+from .live import LiveElements
 from .messages import StepNumber
 from .residency import Residency
 from .schedule import GatherSchedule, merge_orders
@@ -201,8 +202,8 @@ class Gatherer:
     """Gathers releasable units when modules need them, some ahead of that, and releases them.
 
     ``waits``: is told before this rank waits. ``request``: gathers a unit (by index) that the pass's order cannot give,
-    with all ranks (see agreement.py). ``residency``: is told which shards will be needed soon. ``prefetch_numel``
-    bounds the elements in flight ahead of use, ``max_live_numel`` those gathered; the unit that is needed now is
+    with all ranks (see agreement.py). ``residency``: is told which shards will be needed soon. ``live``: counts the units'
+    elements. ``prefetch_numel`` bounds those in flight ahead of use, ``max_live_numel`` those gathered; the unit that is needed now is
     gathered whatever the bounds.
     """
 
@@ -213,6 +214,7 @@ class Gatherer:
         waits: GatherWaits,
         request: Callable[[int], None],
         residency: Residency,
+        live: LiveElements,
         *,
         prefetch_numel: int,
         max_live_numel: int,
@@ -222,6 +224,7 @@ class Gatherer:
         self._waits = waits
         self._request = request
         self._residency = residency
+        self._live = live
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
         self._kept: dict[str, set[int]] = {}
@@ -303,17 +306,14 @@ class Gatherer:
         """Issue the gathers that come next, as far as the bounds allow."""
         if not self._gathers.active:
             return
-        ahead = sum(u.layout.numel for u in self._units if u.state is UnitState.GATHERING)
-        live = self._live_numel()
         remaining = self._gathers.remaining
         self._announce(remaining)
         for place, index in enumerate(remaining):
             numel = self._units[index].layout.numel
-            if ahead + numel > self._prefetch_numel or live + numel > self._max_live_numel:
+            if self._live.coming + numel > self._prefetch_numel or self._live.live + numel > self._max_live_numel:
                 self._announce(remaining[place:])
                 return
             self._gathers.issue_next()
-            ahead, live = ahead + numel, live + numel
 
     def _announce(self, coming: Sequence[int]) -> None:
         """Ask a slow tier for the shards of the next units, all at once and before anybody waits for the first."""
@@ -321,14 +321,11 @@ class Gatherer:
 
     def _evict(self, needed: Unit) -> None:
         """Above the live bound, release gathered units that were only joined, not used, oldest first."""
-        if not self._gathers.active or self._live_numel() <= self._max_live_numel:
+        if not self._gathers.active or self._live.live <= self._max_live_numel:
             return
         for index in self._gathers.order[: self._gathers.issued]:
             if index != needed.index and index not in self._gathers.used:
                 self._wait(self._units[index])
                 self._release(self._units[index])
-                if self._live_numel() <= self._max_live_numel:
+                if self._live.live <= self._max_live_numel:
                     return
-
-    def _live_numel(self) -> int:
-        return sum(u.layout.numel for u in self._units if u.releasable and u.state is not UnitState.RELEASED)

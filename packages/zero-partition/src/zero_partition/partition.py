@@ -19,6 +19,7 @@ from .gradients import UnitGradients
 from .initialisation import forget_record, sharded_record
 from .layout import Layout, UnitLayout
 from .leaves import LeafTree
+from .live import LiveElements
 from .ownership import disown, find_owner, own
 from .planning import PartitionOptions, agree_on_model, kept_fp32, plan_sharding, unit_layout, update_dtype
 from .residency import DeviceResidency, Readers, Residency
@@ -67,6 +68,7 @@ class Partition:
         self.device = device
         self.residency = residency
         self.readers = Readers()
+        self._live = LiveElements()
         self._optimizer: weakref.ref[UpdatesWeights] | None = None
         self._user: weakref.ref[object] | None = None
         self.rank = groups.gather.rank
@@ -93,6 +95,7 @@ class Partition:
             [self._make_gradients(unit) for unit in self.units if unit.plan.trainable],
             groups,
             residency,
+            self._live,
             device=device,
             prefetch_numel=options.prefetch_numel,
             max_live_numel=options.max_live_numel,
@@ -254,6 +257,7 @@ class Partition:
             releasable=releasable,
             states=self.states,
             readers=self.readers,
+            live=self._live,
         )
         dtype = update_dtype(plan, self.options.policy)
         source = torch.zeros(layout.numel, dtype=dtype, device=self.device)

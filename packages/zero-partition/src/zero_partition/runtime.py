@@ -24,6 +24,7 @@ from .held_gradients import HeldGradients
 from .hooks import ModuleHooks
 from .interception import Interception
 from .interleaving import Interleaving
+from .live import LiveElements
 from .messages import StepNumber
 from .passes import Passes, PassParts, forward_key
 from .recovery import Recovery
@@ -63,6 +64,7 @@ class Runtime:
         gradients: Sequence[UnitGradients],
         groups: EngineGroups,
         residency: Residency,
+        live: LiveElements,
         *,
         device: torch.device,
         prefetch_numel: int,
@@ -104,6 +106,7 @@ class Runtime:
             interleaving,
             self._agreement.request,
             residency,
+            live,
             prefetch_numel=prefetch_numel,
             max_live_numel=max_live_numel,
         )

@@ -12,6 +12,7 @@ from zero_comm import Tag, Work
 
 from .host_facts import install
 from .layout import UnitLayout
+from .live import LiveElements
 from .placeholder import Placeholders
 from .released import mark_present
 from .residency import Readers, Residency
@@ -69,6 +70,7 @@ class Unit:
         releasable: bool,
         states: StateTier | None = None,
         readers: Readers | None = None,
+        live: LiveElements | None = None,
     ) -> None:
         self.index = index
         self.readers = Readers() if readers is None else readers
@@ -84,6 +86,9 @@ class Unit:
         self.route = route
         self._residency = residency
         self._device = device
+        self._live = LiveElements() if live is None else live
+        if releasable:
+            self._live.made(layout.numel)
         self.lent = False
         self._work: Work | None = None
         self._stale_masters = False
@@ -141,6 +146,7 @@ class Unit:
         else:
             self._work = self.route.all_gather(self.flat, self._own_slice(), tag, exact=exact)
         self._is_exact = exact or not self.route.rounds
+        self._live.issued(self.layout.numel, was_released=self.state is UnitState.RELEASED)
         self.state = UnitState.GATHERING
 
     def wait_gather(self) -> None:
@@ -150,6 +156,7 @@ class Unit:
             self._work = None
             self.route.arrived(self.flat)
             self._install_views()
+            self._live.arrived(self.layout.numel)
             self.state = UnitState.GATHERED
             self.edits.arrived(self.views)
 
@@ -157,6 +164,9 @@ class Unit:
         """Give up a gather that will not arrive, and release a unit that is not pinned; what code wrote into gathered
         parameters since is dropped, unless ``keep_edits``."""
         work, self._work = self._work, None
+        if work is not None:
+            self._live.arrived(self.layout.numel)
+            self.state = UnitState.GATHERED if not self.releasable else self.state
         del work  # the transport lets go of the memory before it is freed
         if not self.releasable or (self.pinned and self.state is UnitState.GATHERED):
             return
@@ -170,8 +180,8 @@ class Unit:
         if self.lent:
             with torch.inference_mode(False):
                 self._make_views(torch.empty_like(self.flat))
-        self.flat.untyped_storage().resize_(0)
-        self.state, self.lent = UnitState.RELEASED, False
+        self._gone()
+        self.lent = False
 
     def release(self) -> None:
         """Make the parameters absent; finishes a gather in flight first. Does nothing when they are absent already."""
@@ -184,8 +194,7 @@ class Unit:
         self.edits.leaving(self.views, exact=self._is_exact)
         self.edits.gone()
         self._placeholders.install()
-        self.flat.untyped_storage().resize_(0)
-        self.state = UnitState.RELEASED
+        self._gone()
 
     def hand_over(self) -> None:
         """Like `release`, but leaves the memory to whoever holds a view of it: the user, after a gather of their own or
@@ -197,9 +206,15 @@ class Unit:
             self._placeholders.install()
             with torch.inference_mode(False):
                 self._make_views(torch.empty_like(self.flat))
-            self.flat.untyped_storage().resize_(0)
-            self.state = UnitState.RELEASED
+            self._gone()
             self.lent = False
+
+    def _gone(self) -> None:
+        """Give the flat buffer's memory back."""
+        self.flat.untyped_storage().resize_(0)
+        if self.state is not UnitState.RELEASED:
+            self._live.released(self.layout.numel)
+        self.state = UnitState.RELEASED
 
     @property
     def pinned(self) -> bool:
