@@ -202,9 +202,9 @@ class Gatherer:
     """Gathers releasable units when modules need them, some ahead of that, and releases them.
 
     ``waits``: is told before this rank waits. ``request``: gathers a unit (by index) that the pass's order cannot give,
-    with all ranks (see agreement.py). ``residency``: is told which shards will be needed soon. ``live``: counts the units'
-    elements. ``prefetch_numel`` bounds those in flight ahead of use, ``max_live_numel`` those gathered; the unit that is needed now is
-    gathered whatever the bounds.
+    with all ranks (see agreement.py). ``residency``: is told which shards will be needed soon. ``live``: counts the
+    units' elements. ``prefetch_numel`` bounds those in flight ahead of use, ``max_live_numel`` those gathered; the unit
+    that is needed now is gathered whatever the bounds.
     """
 
     def __init__(
