@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Collection
 
 import pytest
 
@@ -60,6 +61,7 @@ def ends(ending: str, stage: int) -> list[tuple[int, str]]:
     return results
 
 
+@pytest.mark.soak  # a start imports torch and the engine in each rank; forked ones, below, end in the same way
 @pytest.mark.parametrize(("ending", "stage"), [("neither", 3), ("groups before the engine", 2), ("sys.exit", 1)])
 def test_a_script_ends_with_its_own_status(ending: str, stage: int) -> None:
     for status, errors in ends(ending, stage):
@@ -70,7 +72,7 @@ def test_a_script_ends_with_its_own_status(ending: str, stage: int) -> None:
 # Forked from one process that has imported everything, each rank finalizes its interpreter as a command of its own.
 NURSERY = """
 import collections, json, os, socket, sys
-import torch, torch.distributed, torch.distributed.fsdp, zero_core, zero_core.engine
+import torch, torch._dynamo, torch.distributed, torch.distributed.fsdp, torch.distributed.tensor, zero_core.assembly
 count, scripts, statuses = int(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 wrong, script = collections.Counter(), None
 for number in range(count):
@@ -84,7 +86,7 @@ for number in range(count):
         pid = os.fork()
         if pid == 0:
             os.environ["RANK"] = str(rank)
-            script = scripts[ending][number // len(statuses) % 4]
+            script = scripts[ending][(number + number // len(statuses)) % 4]
             break
         ranks.append(pid)
     if script is not None:
@@ -98,18 +100,30 @@ else:
 """
 
 
+def wrong_ends(starts: int, endings: Collection[str], *options: str) -> dict[str, int]:
+    """Start two ranks so often, with each ending in turn; return how often which statuses were not the script's."""
+    scripts = {
+        name: [SCRIPT.format(stage=stage, ending=ENDINGS[name][0]) for stage in (3, 2, 1, 0)] for name in endings
+    }
+    statuses = json.dumps({name: ENDINGS[name][1] for name in endings})
+    command = [sys.executable, *options, "-W", "ignore", "-c", NURSERY, str(starts), json.dumps(scripts), statuses]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "terminate called" not in done.stderr and "Fatal Python" not in done.stderr, done.stderr[-3000:]
+    assert done.stderr.count("Traceback") == 0, done.stderr[-3000:]
+    wrong: dict[str, int] = json.loads(done.stdout)
+    return wrong
+
+
+def test_ranks_that_are_forked_end_with_the_scripts_own_status() -> None:
+    assert wrong_ends(3, ["neither", "groups before the engine", "sys.exit"]) == {}
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("options", [[], ["-X", "dev"]], ids=["", "dev"])
 def test_none_of_a_thousand_starts_ends_by_an_abort(options: list[str]) -> None:
-    starts = os.environ.get("ZERO_STARTS", "1000")
-    scripts = {
-        name: [SCRIPT.format(stage=stage, ending=text) for stage in range(4)] for name, (text, _) in ENDINGS.items()
-    }
-    statuses = json.dumps({name: status for name, (_, status) in ENDINGS.items()})
-    command = [sys.executable, *options, "-W", "ignore", "-c", NURSERY, starts, json.dumps(scripts), statuses]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    print(f"{starts} starts of 2 ranks, python {' '.join(options)}: statuses that are not the script's: {done.stdout}")
-    assert json.loads(done.stdout) == {}, done.stderr[-3000:]
-    assert "terminate called" not in done.stderr and "Fatal Python" not in done.stderr, done.stderr[-3000:]
+    starts = int(os.environ.get("ZERO_STARTS", "1000"))
+    wrong = wrong_ends(starts, ENDINGS, *options)
+    print(f"{starts} starts of 2 ranks, python {' '.join(options)}: statuses that are not the script's: {wrong}")
+    assert wrong == {}
