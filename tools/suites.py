@@ -29,7 +29,7 @@ LONGEST = ("tests-integration", "zero-core", "zero-launch")
 
 @dataclass
 class Outcome:
-    """What one suite did: pytest's exit status, its counts and its wall time in seconds."""
+    """The result of one suite: pytest's exit status, its counts and its wall time in seconds."""
 
     name: str
     status: int

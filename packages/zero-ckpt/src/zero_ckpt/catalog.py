@@ -49,7 +49,7 @@ def load_manifest(folder: Folder) -> Manifest:
 
 
 def examine(tag: str, path: Path, *, in_root: bool = True) -> Candidate:
-    """What one directory holds.
+    """Return what one directory holds.
 
     `in_root`: it was found in a root under its tag, so it must not be a link, nor hold a checkpoint of another tag.
     """

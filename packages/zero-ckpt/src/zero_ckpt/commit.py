@@ -132,7 +132,7 @@ def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def _fate(path: Path) -> str | None:
-    """What a sweep does with `path`: "remove", "put back", or nothing; what cannot be told is left alone."""
+    """Return what a sweep does with `path`: "remove", "put back", or nothing; what cannot be told is left alone."""
     try:
         if path.name.startswith(_REPLACED):
             return "remove" if exists(path.parent / replaced_tag(path)) else "put back"

@@ -25,5 +25,5 @@ def read_raw_header(folder: Folder, entry: FileEntry) -> bytes:
 
 
 def read_entries(folder: Folder, entry: FileEntry) -> dict[str, HeaderEntry]:
-    """What lies where in a safetensors file of a checkpoint; raises DamagedError."""
+    """Return what lies where in a safetensors file of a checkpoint; raises DamagedError."""
     return parse_header(read_raw_header(folder, entry), entry.nbytes, str(folder.path / entry.path))[0]

@@ -60,7 +60,7 @@ class Stretch:
 
     @property
     def where(self) -> str:
-        """What errors call it."""
+        """The name by which errors call it."""
         return f"{self.interval.name!r} ({self.interval.kind}) in {self.extent.path}"
 
     def parts(self, nbytes: int) -> Iterator[Stretch]:

@@ -77,7 +77,7 @@ _Look = Callable[[Path, "str | None", Mapping[str, str]], "list[Candidate]"]
 
 
 def _settled(look: _Look, root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
-    """What `look` finds when no save is just replacing what it looks at."""
+    """Return what `look` finds when no save is just replacing what it looks at."""
     for _ in range(_LOOKS):
         found = look(root, tag, skip)
         if not any(candidate.moved for candidate in found):

@@ -105,17 +105,17 @@ class Checkpoint:
 
     @property
     def client_state(self) -> Any:
-        """What the saver passed as `client_state`."""
+        """The `client_state` that the saver passed."""
         return self._manifest.client_state
 
     @property
     def config(self) -> Any:
-        """What the saver passed as `config`."""
+        """The `config` that the saver passed."""
         return self._manifest.config
 
     @property
     def rank_state(self) -> Sequence[Any]:
-        """What each saving rank passed as `rank_state`, by rank; empty when none did."""
+        """The `rank_state` that each saving rank passed, by rank; empty when none did."""
         return self._manifest.rank_state
 
     @property

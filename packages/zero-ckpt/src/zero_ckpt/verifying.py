@@ -38,7 +38,7 @@ class Damage:
 
 @dataclass
 class VerifyReport:
-    """What was read and what is damaged."""
+    """The result of `verify`: what was read and what is damaged."""
 
     path: Path
     nbytes: int = 0

@@ -120,7 +120,7 @@ class BufferedSink:
 
 @dataclass(frozen=True)
 class WrittenSlice:
-    """What the manifest needs to know of one slice: `index` is the rank's interval it came from.
+    """The facts of one slice that the manifest needs: `index` is the rank's interval it came from.
 
     `file` counts the rank's own files; `begin` is the byte in a raw one.
     """

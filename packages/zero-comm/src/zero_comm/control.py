@@ -37,7 +37,7 @@ _FAILED = "failed"
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank says at an agreement point: a kind, a name, the step, plain data (JSON), and, which `Control` fills
+    """One rank's words at an agreement point: a kind, a name, the step, plain data (JSON), and, which `Control` fills
     in, how many micro-batches it has counted, its wish and what it announces (see `Watched`)."""
 
     kind: str

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 class Closable(Protocol):
-    """What holds a process group."""
+    """The holder of a process group."""
 
     def close(self) -> None: ...
 

@@ -232,7 +232,7 @@ def _look(reference: weakref.ref[Watch]) -> bool:
 
 
 def _ending(reference: weakref.ref[Watch]) -> Callable[[], None]:
-    """What a watch does when the interpreter begins to end: tell the ranks that may wait, and end its thread."""
+    """Tell the ranks that may wait, and end the thread of a watch; called when the interpreter begins to end."""
 
     def at_exit() -> None:
         watch = reference()

@@ -18,7 +18,7 @@ from .watched import Watched
 
 
 class Waitable(Protocol):
-    """What torch.distributed returns for an asynchronous operation."""
+    """The handle that torch.distributed returns for an asynchronous operation."""
 
     def wait(self, timeout: timedelta = ..., /) -> object: ...
 

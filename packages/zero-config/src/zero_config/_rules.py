@@ -292,7 +292,7 @@ def virtual_rank_problems(config: ConfigFile, world_size: int) -> Iterator[Probl
 
 
 def _other_orders(config: ConfigFile) -> Iterator[Problem]:
-    """What adds up in an order that depends on the number of ranks, or was never tested with virtual ranks."""
+    """Yield what adds up in an order that depends on the number of ranks, or was never tested with virtual ranks."""
     zero, together = config.zero_optimization, f"with {_KEY}"
     for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if getattr(zero, key):

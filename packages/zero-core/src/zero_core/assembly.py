@@ -161,7 +161,7 @@ def _introduce(state: TrainingState) -> None:
 
 @contextmanager
 def _told_to_all(groups: EngineGroups, model_part: ModelPart) -> Iterator[None]:
-    """What fails on one rank fails on all of them, with its cause: no rank waits for one that has given up."""
+    """Raise on every rank what fails on one of them, with its cause: no rank waits for one that has given up."""
     try:
         yield
     except BaseException as failure:

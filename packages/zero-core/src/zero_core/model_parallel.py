@@ -104,7 +104,7 @@ class ModelPart:
             raise failure
 
     def abort(self, failure: BaseException) -> None:
-        """Whoever waits for this rank in another part learns why it does not come."""
+        """Tell the ranks that wait for this one in another part why it does not come."""
         reason = f"{type(failure).__name__}: {failure}"
         self.norms.abort(reason)
         if self._everybody is not None:

@@ -43,7 +43,7 @@ _STATE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class Offloading:
-    """What leaves the device in one engine, as `zero_optimization.offload_*` and `offload` say.
+    """The tiers of one engine: decides what leaves the device, as `zero_optimization.offload_*` and `offload` say.
 
     Call order: `parameter_store`, `state_tier` before the model is sharded; then `forward` around every forward pass,
     `after_step` after every step, `close`.
@@ -92,7 +92,7 @@ class Offloading:
         return self.store
 
     def state_tier(self, optimizer: Optimizer | None) -> MakeStates | None:
-        """What makes the tier that `offload_optimizer` asks for; None for the device.
+        """Return what makes the tier that `offload_optimizer` asks for; None for the device.
 
         Raises `UsageError` at stage 0, and for what there is no kernel for.
         """
@@ -165,7 +165,7 @@ class Offloading:
     # -- while training ----------------------------------------------------------------------------------------------
 
     def forward(self) -> AbstractContextManager[Any]:
-        """What autograd saves inside goes where `offload.activations` says; the model's parameters stay."""
+        """Send what autograd saves inside to where `offload.activations` says; the model's parameters stay."""
         return nullcontext() if self._activations is None else self._activations
 
     def _activation_tier(self, model: nn.Module) -> offload_activations | None:
@@ -219,8 +219,8 @@ class Offloading:
                 self.trace.clear()
 
     def table(self) -> str:
-        """What moved since the last report, hop by hop: bytes, bandwidth, the share that nobody waited for; and what
-        was written to drives."""
+        """Return what moved since the last report, hop by hop: bytes, bandwidth, the share that nobody waited for; and
+        what was written to drives."""
         lines = [] if self.trace is None else [self.trace.table()]
         for name, tier in (("optimizer", self.update), ("parameters", self.store)):
             if isinstance(tier, (OffloadedUpdate, DelayedUpdate, NvmeStore)) and tier.bytes_written():

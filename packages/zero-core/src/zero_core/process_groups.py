@@ -123,7 +123,7 @@ def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -
 
 
 def weight_codecs(config: Config) -> tuple[Codec | None, Codec | None]:
-    """What units with and without trained parameters are gathered through at stage 3."""
+    """Return the codecs through which units with and without trained parameters are gathered at stage 3."""
     zero = config.zero_optimization
     codec = _codec(config.comm.weight_codec)
     return (

@@ -89,7 +89,7 @@ class BatchSizes:
 
 @dataclass
 class Attached:
-    """What the user may exchange while training; None for nothing.
+    """The objects that the user may exchange while training; None for nothing.
 
     Attributes:
         scheduler: stepped after each optimizer step that was taken.

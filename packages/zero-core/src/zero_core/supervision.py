@@ -14,7 +14,8 @@ from .training import Observer, Unobserved
 
 
 class Supervisor(Protocol):
-    """What `initialize` asks: which configuration and units to use instead of those given, and who observes.
+    """The questions that `initialize` asks: which configuration and units to use instead of those given, and who
+    observes.
 
     ``world_size``: the ranks that train the same part of the model.
     """
@@ -28,11 +29,11 @@ class Unsupervised:
     """Everything as the script says."""
 
     def config(self, given: Any, world_size: int) -> Any:
-        """What was given."""
+        """Return what was given."""
         return given
 
     def limits(self, limits: UnitLimits) -> UnitLimits:
-        """What was given."""
+        """Return what was given."""
         return limits
 
     def observer(self, engine: Engine) -> Observer:
@@ -44,7 +45,7 @@ _SUPERVISOR: ContextVar[Supervisor] = ContextVar("zero_core_supervisor", default
 
 
 def supervisor() -> Supervisor:
-    """Who supervises this context."""
+    """Return the supervisor of this context."""
     return _SUPERVISOR.get()
 
 

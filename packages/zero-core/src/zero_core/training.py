@@ -24,7 +24,7 @@ from .state import TrainingState
 
 
 class Observer(Protocol):
-    """What one engine reports, on every rank.
+    """The calls with which one engine reports, on every rank.
 
     Call order per micro-batch: `loss`; at the boundary of accumulation also `before_step`, when all gradients have been
     averaged, and `after_step`, when the weights are published. All may communicate.

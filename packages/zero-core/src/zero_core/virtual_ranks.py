@@ -23,10 +23,11 @@ _KEY = "deterministic.across_world_sizes"
 
 
 class MicroBatches(Protocol):
-    """What an engine asks about the micro-batches of a step; ``micro`` is this rank's number of one, from 0."""
+    """The questions that an engine asks about the micro-batches of a step; ``micro`` is this rank's number of one, from
+    0."""
 
     def to_backpropagate(self, loss: torch.Tensor, steps: int, *, divide: bool) -> torch.Tensor:
-        """What to call backward on; ``divide``: the gradient is the mean over the ``steps`` micro-batches."""
+        """Return what to call backward on; ``divide``: the gradient is the mean over the ``steps`` micro-batches."""
 
     def forward(self, step: int, micro: int) -> AbstractContextManager[None]:
         """A context around a forward pass."""
@@ -44,7 +45,7 @@ class MicroBatches(Protocol):
         """Why ``loss.backward()`` cannot be counted; None when it can."""
 
     def state_dict(self) -> dict[str, int] | None:
-        """What a run that resumes has to agree with, as plain data."""
+        """Return what a run that resumes has to agree with, as plain data."""
 
     def mismatch(self, saved: Mapping[str, int] | None) -> str | None:
         """Why this run cannot go on bitwise from what `state_dict` returned in another; None when it can."""

@@ -12,7 +12,7 @@ from zero_offload import MissingExtraError
 
 
 class AsyncIOBuilder:
-    """What scripts ask for file I/O; nothing is built."""
+    """The builder that scripts ask for file I/O; nothing is built."""
 
     NAME = "async_io"
 

@@ -108,7 +108,7 @@ class Init:
             self._handle = register_module_parameter_registration_hook(self._registered)
 
     def _prepared(self) -> PartitionInit | None:
-        """What shards; None below stage 3. Collective."""
+        """Return what shards; None below stage 3. Collective."""
         init_distributed()
         for name, group in self._groups.items():
             if group is not None and len(dist.get_process_group_ranks(group)) < dist.get_world_size():

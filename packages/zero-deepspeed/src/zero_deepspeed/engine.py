@@ -149,7 +149,7 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """What gradients travel in."""
+        """The dtype in which gradients travel."""
         return self.zero_engine.training_state.precision.wire_dtype
 
     @contextmanager
@@ -315,7 +315,8 @@ class DeepSpeedEngine(nn.Module):
 
 
 class CheckpointNames:
-    """What a checkpoint of DeepSpeed's names holds besides (a `zero_core.checkpoint.Dialect`). ``config``: as given."""
+    """The content of a checkpoint of DeepSpeed's names besides its own files (a `zero_core.checkpoint.Dialect`).
+    ``config``: as given."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config

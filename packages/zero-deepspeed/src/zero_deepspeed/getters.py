@@ -211,7 +211,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 
 
 def refuse(name: str) -> Callable[..., NoReturn]:
-    """What stands for a method of `REFUSED`: calling it raises `UnsupportedError`."""
+    """Return what stands for a method of `REFUSED`: calling it raises `UnsupportedError`."""
 
     def refused(*_args: Any, **_kwargs: Any) -> NoReturn:
         raise UnsupportedError(f"DeepSpeedEngine.{name} is not available in zero-deepspeed: {REFUSED[name]}")

@@ -48,7 +48,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 class _Facts:
-    """What a `ZeroParameter` keeps besides its data; copies and pickles of the parameter carry none of it."""
+    """The facts that a `ZeroParameter` keeps besides its data; copies and pickles of the parameter carry none of it."""
 
     def __init__(self, group: Group | None) -> None:
         self.number = next(_NUMBERS)

@@ -14,7 +14,7 @@ class OffloadDeviceEnum(str, enum.Enum):
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """What `engine.offload_states` takes away."""
+    """The states that `engine.offload_states` takes away."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

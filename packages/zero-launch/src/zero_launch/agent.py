@@ -191,7 +191,7 @@ class Agent(LocalElasticAgent):
         self.divergence: str | None = None
         """Why the ranks of this host cannot go on together, when that is why the job was ended."""
         self.notes: list[str] = []
-        """What ranks left behind and did not end when it was asked to."""
+        """The processes that ranks left behind and that did not end when they were asked to."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         if self._ranks_now is not None:
@@ -432,7 +432,7 @@ class Agent(LocalElasticAgent):
         return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
 
     def fates(self) -> list[str]:
-        """What became of the ranks that did not fail by themselves."""
+        """Return what became of the ranks that did not fail by themselves."""
         failed = {failure.rank for failure in self.failures()}
         fates = []
         for record in self._records:
@@ -451,7 +451,7 @@ class Agent(LocalElasticAgent):
 
     @property
     def flight(self) -> Mapping[int, FlightRecord]:
-        """What the flight recorders of the ranks held when last looked at, by rank."""
+        """The content of the ranks' flight recorders when last looked at, by rank."""
         return self._watcher.records
 
     def error(self, notes: Sequence[str]) -> LaunchError:

@@ -121,7 +121,7 @@ class ClusterAgent(Agent):
             self.channel.send("imported", imports={str(number): text for number, text in imports.items()})
 
     def account(self) -> dict[str, Any]:
-        """What the launcher needs to know of the attempt that ended."""
+        """Return what the launcher needs to know of the attempt that ended."""
         return {
             "failures": [{**vars(f), "at": self._started_at + f.seconds} for f in self.failures()],
             "fates": self.fates() if self._records else [],

@@ -125,7 +125,7 @@ def deadlocked(records: Mapping[int, FlightRecord]) -> bool:
 
 
 def stall(records: Mapping[int, FlightRecord]) -> str:
-    """What every rank waits for, for ranks that all wait and do not differ in what they both have."""
+    """Return what every rank waits for, for ranks that all wait and do not differ in what they both have."""
     awaited = {rank: record.awaited for rank, record in records.items()}
     lines = ["every rank waits for another, and none of them gets any further:"]
     for rank, entry in sorted(awaited.items()):
@@ -139,7 +139,7 @@ def stall(records: Mapping[int, FlightRecord]) -> str:
 
 
 def abandoned(records: Mapping[int, FlightRecord], ended: Collection[int]) -> str | None:
-    """Who waits for ranks that have ended with status 0 without asking for the same; None when nobody does.
+    """Return who waits for ranks that have ended with status 0 without asking for the same; None when nobody does.
 
     Ranks of a group are those that have used it.
     """

@@ -137,7 +137,7 @@ def _take(
 
 
 def diagnose(reports: Sequence[HostReport]) -> tuple[list[str], list[str]]:
-    """What stops a job, and what is only worth knowing."""
+    """Return what stops a job, and what is only worth knowing."""
     problems = [f"{r.host}: {r.trouble}" for r in reports if r.facts is None]
     remarks = []
     there = [(r, r.facts) for r in reports if r.facts is not None]

@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Forwarded:
-    """What travels (``variables``), and the names of secrets that do not (``withheld``)."""
+    """The variables that travel (``variables``), and the names of secrets that do not (``withheld``)."""
 
     variables: Mapping[str, str]
     withheld: tuple[str, ...]

@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
 
 
 def greeting() -> dict[str, Any]:
-    """What can be said at once, without importing torch: enough to decide whether a job can start here."""
+    """Return what can be said at once, without importing torch: enough to decide whether a job can start here."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "hostname": socket.gethostname(),
@@ -112,7 +112,7 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def _io_engine() -> str:
-    """What zero-nvme-aio's own command says, where it is installed: this package imports no sibling."""
+    """Return what zero-nvme-aio's own command says, where it is installed: this package imports no sibling."""
     if importlib.util.find_spec("zero_nvme_aio") is None:
         return "zero-nvme-aio is not installed"
     code = "import zero_nvme_aio; print(zero_nvme_aio.probe().chosen)"

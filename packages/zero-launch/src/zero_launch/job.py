@@ -158,7 +158,7 @@ def heed_requeue_signals(agent: Agent) -> None:
 def worker_group_spec(
     spec: LaunchSpec, kind: str, rendezvous: RendezvousHandler, local_address: str | None
 ) -> WorkerSpec:
-    """What the elastic agent starts on this host."""
+    """Return what the elastic agent starts on this host."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     return WorkerSpec(
@@ -212,7 +212,8 @@ def guarded(job_id: str, recorders: Path, *, silent: bool = False) -> Iterator[G
 
 
 def job_environment(spec: LaunchSpec, cores: list[tuple[int, ...]], job_id: str) -> dict[str, str]:
-    """What every rank of this host gets on top of the environment; ``job_id`` is that of the job on this host."""
+    """Return what every rank of this host gets on top of the environment; ``job_id`` is that of the job on this
+    host."""
     env = {LAUNCHER_PID_VARIABLE: str(os.getpid()), JOB_VARIABLE: job_id}
     if "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(len(cores[0]) if cores else threads_per_rank(spec.nproc))

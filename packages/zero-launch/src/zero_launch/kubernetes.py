@@ -27,7 +27,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 @dataclass(frozen=True)
 class Pods:
-    """What each pod is: ``nodes`` of them with ``nproc`` ranks each. ``arguments``: the target and its own arguments;
+    """The pods of a job: ``nodes`` of them with ``nproc`` ranks each. ``arguments``: the target and its own arguments;
     ``options``: more options of zero-launch.
 
     ``claims``: (claim, path) of the persistent volumes, for checkpoints and data. ``disks``: (size, path) of scratch

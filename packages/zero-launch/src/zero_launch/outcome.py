@@ -28,5 +28,5 @@ def failures_in_order(
 
 
 def notes(peers: Sequence[Peer]) -> list[str]:
-    """What hosts had to remark: what ranks left behind, and did not end when asked to."""
+    """Return what hosts had to remark: what ranks left behind, and did not end when asked to."""
     return [f"{note} on {peer.name}" for peer in peers for note in peer.notes]

@@ -72,7 +72,7 @@ class Peer:
             self.channel.send(kind, **content)
 
     def last_words(self) -> str:
-        """What its program wrote to standard error, for a report."""
+        """Return what its program wrote to standard error, for a report."""
         return "\n".join(self.errors)
 
     def let_go(self) -> None:

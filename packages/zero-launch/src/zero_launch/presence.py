@@ -21,7 +21,7 @@ _MOST_NAMES = 8
 
 
 class Presence:
-    """What is known of all ranks of an attempt; ``where`` is the address of their store."""
+    """The last known state of all ranks of an attempt; ``where`` is the address of their store."""
 
     def __init__(self, world_size: int, where: str) -> None:
         self._world_size = world_size
@@ -46,7 +46,7 @@ class Presence:
             self._ended_at = now
 
     def remarks(self) -> list[str]:
-        """What is to be said now, each thing once."""
+        """Return what is to be said now, each thing once."""
         now = time.monotonic()
         every = set(range(self._world_size))
         waiting = self._arrived - self._ended
@@ -103,7 +103,7 @@ class HostPresence:
         return bool(new)
 
     def stopped(self) -> list[str]:
-        """What is to be said of ranks that were stopped (SIGSTOP), or that go on again."""
+        """Return what is to be said of ranks that were stopped (SIGSTOP), or that go on again."""
         now = time.monotonic()
         found = []
         for rank, pid in self._pids.items():

@@ -90,7 +90,7 @@ class LaunchError(RuntimeError):
 
     @property
     def exit_code(self) -> int:
-        """What the launcher exits with: the first failing rank's status, never 0."""
+        """The launcher's exit status: the first failing rank's, never 0."""
         return self.failures[0].shell_code if self.failures else 1
 
     def _text(self) -> str:
@@ -110,7 +110,7 @@ class LaunchError(RuntimeError):
 
 
 def read_error_file(path: Path) -> dict[str, Any] | None:
-    """What an uncaught exception left in a rank's error file, or None when there is none."""
+    """Return what an uncaught exception left in a rank's error file, or None when there is none."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))["message"]
     except FileNotFoundError:

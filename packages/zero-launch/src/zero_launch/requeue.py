@@ -33,7 +33,7 @@ def release() -> None:
 
 
 class Requests:
-    """What each signal means, in the order in which they come. ``clock``: seconds."""
+    """The meaning of each signal, in the order in which they come. ``clock``: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -101,7 +101,8 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """What tells the ranks' libraries to listen on the interface of ``address``, where the environment does not.
+    """Return the variables that tell the ranks' libraries to listen on the interface of ``address``, where the
+    environment does not.
 
     On the loopback interface that is for all of them. On another it is for gloo alone: it asks the host name otherwise,
     which many distributions resolve to a loopback address, while NCCL may know a faster network than the launcher's.

@@ -194,7 +194,7 @@ class Standbys:
         """What ranks import ahead, by local rank, as recorded when `look` was called last."""
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """What tells a rank where to record its imports."""
+        """Return the variables that tell a rank where to record its imports."""
         return {IMPORTS_VARIABLE: str(self._record(local_rank))}
 
     def command(self, local_rank: int) -> list[str]:

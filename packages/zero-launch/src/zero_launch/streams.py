@@ -59,7 +59,7 @@ class _Tail:
 
 
 def _last_state(line: bytes) -> str:
-    """What a terminal would show of a line that was redrawn by carriage returns."""
+    """Return what a terminal would show of a line that was redrawn by carriage returns."""
     return line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode("utf-8", errors="replace")
 
 

@@ -71,7 +71,7 @@ class Transport:
         return {**os.environ, "PDSH_SSH_ARGS_APPEND": " ".join([*ssh, given]).strip()}
 
     def explain(self, status: int) -> str:
-        """What it means that the command on the other host ended with ``status`` before it said hello."""
+        """Say what it means that the command on the other host ended with ``status`` before it said hello."""
         if status == NO_FOLDER:
             return f"no folder {os.getcwd()} there; the job runs in the same working directory on every host"
         if status == NO_INTERPRETER:

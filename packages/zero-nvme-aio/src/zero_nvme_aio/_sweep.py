@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """Who is measured beside the engine."""
+    """The peers that are measured beside the engine."""
 
     fio: bool = False
     deepspeed: bool = False

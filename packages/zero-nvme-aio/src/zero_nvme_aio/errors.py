@@ -128,7 +128,7 @@ class BackendUnavailableError(AioError):
 
 
 class ChecksumError(AioError):
-    """What was read is not what was written; `expected` and `got` are the checksums."""
+    """Raised where what was read is not what was written; `expected` and `got` are the checksums."""
 
 
 class FormatError(AioError, ValueError):

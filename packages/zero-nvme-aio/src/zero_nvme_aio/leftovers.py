@@ -19,7 +19,7 @@ _FILE = re.compile(r"(?P<prefix>.+)\.g(?P<generation>\d+)\.(?P<kind>s\d+\.extent
 
 @dataclass(frozen=True)
 class Leftover:
-    """What one store left: its name, its files, and the bytes that they take on the drive."""
+    """The leftover of one store: its name, its files, and the bytes that they take on the drive."""
 
     prefix: str
     files: tuple[str, ...]

@@ -18,7 +18,7 @@ __all__ = ["ActivationTier", "FiledActivations", "Form", "HostActivations"]
 
 
 class Form(NamedTuple):
-    """What a tensor looks like in memory; ``stride`` is dense."""
+    """The form of a tensor in memory; ``stride`` is dense."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

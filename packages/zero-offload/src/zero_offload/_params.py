@@ -53,7 +53,7 @@ class ParameterWeights:
         return self._params[name].detach().view(-1)
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """What was written is there."""
+        """Give back weights that are written completely."""
 
 
 def check_parameter(member: Member) -> None:

@@ -67,7 +67,7 @@ class HostBudget:
 
     @property
     def needs(self) -> tuple[Demand, ...]:
-        """What was asked for so far."""
+        """The demands so far."""
         return tuple(self._needs)
 
     def need(self, purpose: str, nbytes: int, resource: Resource = "memory", *, path: str | None = None) -> None:
@@ -98,7 +98,7 @@ class HostBudget:
             raise BudgetError(f"this does not fit here:\n{table}\n{told}", table)
 
     def table(self) -> str:
-        """What needs what, and what there is, one line each."""
+        """Return what needs what, and what there is, one line each."""
         return self._table(self._totals())
 
     def _table(self, totals: Sequence[tuple[str, str, int, Limit]]) -> str:
@@ -128,7 +128,7 @@ class HostBudget:
         return min((self._share(limit, resource) for limit in found), key=lambda limit: limit.free)
 
     def _share(self, limit: Limit, resource: Resource) -> Limit:
-        """What this process may take under one limit."""
+        """Return the limit with what this process may take under it."""
         source, free = limit.source, limit.free
         reserve = 0
         if resource == "memory":

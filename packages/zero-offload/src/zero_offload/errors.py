@@ -14,7 +14,8 @@ class MissingExtraError(OffloadError, ImportError):
 
 
 class BudgetError(OffloadError, MemoryError):
-    """What was asked for does not fit; the message has the table of what needs what. ``table`` is that table alone."""
+    """Raised where what was asked for does not fit; the message has the table of what needs what. ``table`` is that
+    table alone."""
 
     def __init__(self, message: str, table: str) -> None:
         super().__init__(message)

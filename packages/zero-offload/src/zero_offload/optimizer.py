@@ -275,7 +275,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._clip = 1.0
 
     def _shaped(self, name: str) -> set[str]:
-        """What has the shape of the parameter: all that is kept but the scales of 8-bit moments."""
+        """Return what has the shape of the parameter: all that is kept but the scales of 8-bit moments."""
         kinds = self._update.kinds(name)
         return {kind for kind in kinds if not (kind.endswith("_scale") and kind.removesuffix("_scale") in kinds)}
 

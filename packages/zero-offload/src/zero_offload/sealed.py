@@ -16,7 +16,7 @@ __all__ = ["Sealed"]
 
 @dataclass(frozen=True, eq=False)
 class Sealed:
-    """What an update or a store keeps in files, made to last: nothing writes to these files any more.
+    """The files in which an update or a store keeps its state, made to last: nothing writes to these files any more.
 
     ``extents``: ``<fragment>/<kind>`` of an update, a shard's name of a store -> its pieces in order, each with file,
     offset, bytes and checksum. ``steps``: how often an update updated each fragment. ``resident``: fragments or shards

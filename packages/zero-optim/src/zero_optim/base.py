@@ -36,7 +36,8 @@ class ClosureOptimizer(Optimizer, ABC):
 
 
 class AdamHyperparameters(TypedDict, total=False):
-    """What the relatives of Adam take besides the learning rate, for a constructor or a param group."""
+    """The hyperparameters that the relatives of Adam take besides the learning rate, for a constructor or a param
+    group."""
 
     betas: tuple[float, float]
     eps: float

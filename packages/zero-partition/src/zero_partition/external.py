@@ -33,7 +33,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """What was registered for ``module``."""
+    """Return the parameters registered for ``module``."""
     return list(module.__dict__.get(_EXTERNAL, []))
 
 

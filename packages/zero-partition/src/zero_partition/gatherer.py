@@ -171,7 +171,7 @@ class OrderedGathers:
         self._outside.clear()
 
     def take_observed(self) -> dict[str, list[int]]:
-        """What this rank observed since this was asked last: pass -> units in order of first use."""
+        """Return what this rank observed since this was asked last: pass -> units in order of first use."""
         observed, self._observed = self._observed, {}
         return observed
 
@@ -189,7 +189,7 @@ class OrderedGathers:
 
 
 class GatherWaits(Protocol):
-    """What a rank has to do before it waits for a gather."""
+    """The duties of a rank before it waits for a gather."""
 
     def before_gather(self, unit: Unit, /) -> None:
         """This rank is about to wait for the gather of ``unit``."""

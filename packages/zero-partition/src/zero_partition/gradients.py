@@ -122,7 +122,8 @@ class UnitGradients:
                 yield gradient
 
     def square(self) -> Any:
-        """What `norm` says of this rank's averaged shard: its sum of squares; only when `is_reduced`, below stage 0."""
+        """Return what `norm` says of this rank's averaged shard: its sum of squares; only when `is_reduced`, below
+        stage 0."""
         if self._square is None:
             with self.averaged() as gradient:
                 self._square = self.norm(gradient)

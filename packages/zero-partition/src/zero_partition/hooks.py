@@ -23,7 +23,7 @@ from .unit import Unit, UnitState
 
 
 class PassListener(Protocol):
-    """What the hooks report to; see [Note: the order of events] in passes.py."""
+    """The receiver of the hooks' reports; see [Note: the order of events] in passes.py."""
 
     def enter_module(self, name: str, units: Sequence[Unit], /) -> bool: ...
     def exit_module(

@@ -321,7 +321,7 @@ class Init:
         self._differed.clear()
 
     def _blank(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """What `to_empty` gets for a parameter on the meta device: its shape over one NaN."""
+        """Return what `to_empty` gets for a parameter on the meta device: its shape over one NaN."""
         key = (dtype, device)
         if key not in self._blanks:
             self._blanks[key] = torch.full((), torch.nan, dtype=dtype, device=device)

@@ -53,7 +53,7 @@ class ReductionsSeen:
 
 @dataclass(frozen=True)
 class Observations:
-    """What one rank has to tell the others at their next meeting, whatever that is about.
+    """The words that one rank has for the others at their next meeting, whatever that is about.
 
     ``gathers``: by pass, the units that it gathered in order of first use, where they did not follow a learned order.
     ``reductions``: how its last backward pass went, until an order is settled. ``changed``: units whose shard it alone
@@ -82,7 +82,7 @@ class Observations:
 
 @dataclass(frozen=True)
 class LockStep:
-    """What one rank waits for next, in a backward pass whose order is not known yet.
+    """The gather that one rank waits for next, in a backward pass whose order is not known yet.
 
     ``gather``: position of the gather in the pass's order; -1 for none. ``started``: reductions started. ``done``: all
     of the rank's gradients are there.
@@ -144,7 +144,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class WrittenGradients:
-    """What one rank says about gradients that its user wrote since the last step.
+    """One rank's words about gradients that its user wrote since the last step.
 
     ``written``: by unit, the numbers of the parameters whose ``.grad`` was assigned, edited or taken away.
     ``edited``: by unit, a digest of what in-place changes left of the average (stage 0).
@@ -165,7 +165,7 @@ class WrittenGradients:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one rank knows of the gradients of a step.
+    """One rank's knowledge of the gradients of a step.
 
     ``late``: units with gradients that no reduction has taken. ``square``: the sum of squares of its shards' gradients,
     as `NormSums.pack` gives it. ``untouched``: by unit, the numbers of the parameters that had no gradient.

@@ -91,7 +91,7 @@ class TensorParallelModel:
         return any(bool(getattr(parameter, mark, False)) for mark in _MARKS)
 
     def abort(self, reason: str) -> None:
-        """Whoever waits for this rank's norm learns why it does not come."""
+        """Tell the ranks that wait for this one's norm why it does not come."""
         self._control.abort(reason)
 
     def close(self) -> None:

@@ -28,15 +28,15 @@ _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: the global gradient norm before clipping (unscaled), and whether the update was taken."""
+    """The result of a step: the global gradient norm before clipping (unscaled), and whether the update was taken."""
 
     norm: float
     taken: bool
 
 
 class _AgreedGradients(NamedTuple):
-    """What all ranks know of a step's gradients: by unit, which parameters had one anywhere; the global sum of squares;
-    the first parameter whose gradient is not finite, empty when all are."""
+    """The facts of a step's gradients that all ranks know: by unit, which parameters had one anywhere; the global sum
+    of squares; the first parameter whose gradient is not finite, empty when all are."""
 
     touched: dict[int, list[bool]]
     square: float

@@ -13,7 +13,7 @@ _OWNER = "_zero_partition"  # the one attribute that a parameter of an engine ca
 
 
 class Owner(Protocol):
-    """What the parameters of a `Partition` ask of it."""
+    """The questions that the parameters of a `Partition` ask of it."""
 
     def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Gather ``parameter`` whenever ``module`` runs."""

@@ -32,7 +32,7 @@ from .units import UnitPlan, check_trainable_shards, replicated_parameters
 
 
 class UpdatesWeights(Protocol):
-    """What a `Partition` asks of the optimizer that updates it."""
+    """The call that a `Partition` makes of the optimizer that updates it."""
 
     def synchronise(self) -> bool:
         """Bring the weights together where ranks took steps alone; return True when they changed. Collective."""
@@ -283,7 +283,7 @@ class Partition:
         return Route(group, codec=codec, secondary=None if near is None else Secondary(near, layout))
 
     def _shard_needs(self, plans: list[UnitPlan]) -> list[ShardNeeds]:
-        """What a tier has to keep for this rank's shards of the trained units."""
+        """Return what a tier has to keep for this rank's shards of the trained units."""
         return [
             ShardNeeds(layout, plan, self.rank, self._accumulate_dtype(plan))
             for plan, layout in zip(plans, self.layout.units, strict=True)

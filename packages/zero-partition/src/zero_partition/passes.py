@@ -62,7 +62,7 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class PassParts:
-    """What a pass works with; each is described by its class."""
+    """The collaborators of a pass; each is described by its class."""
 
     units: Sequence[Unit]
     loop: TrainingLoop
@@ -355,7 +355,7 @@ class Passes:
 
 
 class EndOfBackward:
-    """What autograd calls when its run is over, for a backward pass that the user started.
+    """The callback that autograd calls when its run is over, for a backward pass that the user started.
 
     A run that raises drops it uncalled, before the exception reaches the user; then ``failed`` is called instead.
     """

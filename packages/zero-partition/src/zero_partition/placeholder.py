@@ -35,7 +35,7 @@ class Placeholders:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """What each parameter is while it is released."""
+        """The views that the parameters are while they are released."""
         return self._views
 
     def install(self) -> None:

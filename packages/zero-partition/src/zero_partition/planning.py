@@ -58,7 +58,8 @@ class PartitionOptions:
 
 
 def kept_fp32(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
-    """What stays in float32: the policy's choice, and layers with running statistics, which bfloat16 cannot average."""
+    """Return what stays in float32: the policy's choice, and layers with running statistics, which bfloat16 cannot
+    average."""
     if policy.param_dtype.itemsize >= 4:
         return frozenset()
     layers = {n: m for n, m in model.named_modules() if isinstance(m, _NormBase) and m.track_running_stats}

@@ -180,7 +180,7 @@ class OrderedReductions:
         self._completions = {}
 
     def observed(self) -> ReductionsSeen | None:
-        """What this rank saw in the last pass, until an order is settled."""
+        """Return what this rank saw in the last pass, until an order is settled."""
         if self.settled or self.active or not self._completions:
             return None
         return ReductionsSeen([Completion(*c) for c in self._completions.items()], self._gathered, self._steady)

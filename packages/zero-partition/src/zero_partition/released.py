@@ -40,8 +40,8 @@ _ITEM_WRITES = frozenset("__iadd__ __iand__ __idiv__ __imul__ __ior__ __isub__ _
 
 
 class ReleasedValues(torch.Tensor):
-    """What ``data`` and ``detach()`` of a released parameter give: it computes with the values that the parameter has
-    then. Pickles of it are plain tensors of NaN.
+    """The tensor that ``data`` and ``detach()`` of a released parameter give: it computes with the values that the
+    parameter has then. Pickles of it are plain tensors of NaN.
 
     Attributes:
         parameter: whose values these are.
@@ -222,7 +222,8 @@ def _attribute(func: Any) -> str:
 
 
 def _ask(value: Any, call: str, *, writes: bool) -> torch.Tensor:
-    """What to compute with in the place of ``value``; raises `ReleasedParameterError` where its values cannot come."""
+    """Return what to compute with in the place of ``value``; raises `ReleasedParameterError` where its values cannot
+    come."""
     parameter: Any = _parameter_of(value)
     owner = find_owner(parameter)
     if owner is not None:

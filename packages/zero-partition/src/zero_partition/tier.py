@@ -32,7 +32,7 @@ class StateTier(Protocol):
         """Host memory to reduce into (1-D, the shard's elements), and whether it holds the sum so far."""
 
     def give_back_gradient(self, shard: str, /) -> None:
-        """What was borrowed holds the gradient now."""
+        """Give back what was borrowed: it holds the gradient now."""
 
     def add_gradient(self, shard: str, gradient: torch.Tensor, /) -> None:
         """Add a shard's reduced gradient (1-D, any device) to the sum so far."""
@@ -56,7 +56,7 @@ class StateTier(Protocol):
         """Somebody else wrote a shard's weights: masters that do not round to them take them over."""
 
     def kinds(self, fragment: str, /) -> tuple[str, ...]:
-        """What is kept for a fragment: ``master`` unless it is updated in place, and its moments."""
+        """Return the kinds that are kept for a fragment: ``master`` unless it is updated in place, and its moments."""
 
     def held(self, fragment: str, /) -> tuple[int, dict[str, torch.dtype]]:
         """Steps taken by a fragment, and the dtypes of what is kept for it now, by kind; a kind ``<moment>_scale`` has
@@ -84,7 +84,7 @@ class StateTier(Protocol):
 
 @dataclass(frozen=True)
 class ShardNeeds:
-    """What one unit's shard on this rank needs of a `StateTier`: its layout, plan and rank, and the dtype in which
+    """The needs of one unit's shard on this rank from a `StateTier`: its layout, plan and rank, and the dtype in which
     gradients are kept."""
 
     layout: UnitLayout

@@ -377,7 +377,7 @@ class Unit:
         return self._residency.acquire(self.name)
 
     def shard_loaded(self) -> None:
-        """What `load_shard` lent holds the new weights."""
+        """Give back what `load_shard` lent: it holds the new weights."""
         self._residency.release(self.name, dirty=True)
 
     def placeholder_tensors(self) -> list[torch.Tensor]:
@@ -385,7 +385,7 @@ class Unit:
         return self._placeholders.tensors() if self.releasable else []
 
     def placeholder_views(self) -> list[torch.Tensor]:
-        """What each parameter is while it is released; none where it never is."""
+        """Return what each parameter is while it is released; none where it never is."""
         return self._placeholders.views if self.releasable else []
 
     def holds_storage(self, storage_address: int) -> bool:

@@ -165,7 +165,7 @@ class UnitEdits:
 
     @plainly
     def forget(self) -> None:
-        """What was found is settled; the present values count."""
+        """Settle what was found: the present values count."""
         self.pending.clear()
         self.refused.clear()
         self._sums = None

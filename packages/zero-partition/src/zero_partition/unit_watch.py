@@ -22,7 +22,7 @@ class UnitWatch(Protocol):
 
 
 class WatchedUnits:
-    """Who is told of units, None where nobody is: `Runtime.watch_units` names one."""
+    """The one who is told of units, None where nobody is: `Runtime.watch_units` names one."""
 
     def __init__(self) -> None:
         self.watch: UnitWatch | None = None

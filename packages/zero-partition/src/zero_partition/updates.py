@@ -25,8 +25,8 @@ Touched = Mapping[int, Sequence[bool]]
 
 @dataclass(frozen=True)
 class OwnedFragment:
-    """What this rank updates of one parameter: ``tensor`` is the optimizer's parameter, ``number`` the parameter's
-    position in its unit."""
+    """The part of one parameter that this rank updates: ``tensor`` is the optimizer's parameter, ``number`` the
+    parameter's position in its unit."""
 
     unit: Unit
     number: int

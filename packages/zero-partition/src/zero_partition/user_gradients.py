@@ -110,7 +110,7 @@ class UserGradients:
         self._note_left()
 
     def report(self) -> WrittenGradients:
-        """What this rank's user wrote since the last step."""
+        """Return what this rank's user wrote since the last step."""
         return WrittenGradients(
             {index: sorted(numbers) for index, numbers in self._written.items()},
             {index: self._gradients[index].digest() for index in sorted(self._edited)},
@@ -255,7 +255,7 @@ class UserGradients:
         self._written.setdefault(unit.index, set()).add(number)
 
     def _resend(self, units: Iterable[int]) -> None:
-        """What is shown of ``units`` is this rank's gradient from now on, to be averaged again."""
+        """Take what is shown of ``units`` for this rank's gradient from now on, to be averaged again."""
         for index in sorted(units):
             gradients = self._gradients[index]
             for number, shown in enumerate(self._shown.get(index, ())):

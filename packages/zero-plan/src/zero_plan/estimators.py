@@ -13,7 +13,7 @@ Tier = Literal["cpu", "none"]
 
 @dataclass(frozen=True)
 class EstimateRow:
-    """What one choice of offload needs.
+    """The memory that one choice of offload needs.
 
     `cpu_bytes`: main memory of one node. `gpu_bytes`: memory of one device. `zero_init`: the model is built inside
     `zero_core.Init`. `offload_param` and `zero_init` are None below stage 3, where they make no difference.

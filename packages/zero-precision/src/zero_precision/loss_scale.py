@@ -14,7 +14,7 @@ class LossScaleError(PrecisionError):
 
 
 class LossScale(Protocol):
-    """What the engine needs of a loss scale.
+    """The calls that the engine makes of a loss scale.
 
     The loss is multiplied by `scale` before backward and the reduced gradient by `1 / scale` before clipping. After
     all ranks agreed whether any gradient is inf or NaN, `update(overflow)` is called once per optimizer step.

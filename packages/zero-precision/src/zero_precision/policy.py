@@ -97,7 +97,7 @@ class PrecisionPolicy:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What autograd delivers into the flat gradient buffer: always the parameter dtype."""
+        """The dtype that autograd delivers into the flat gradient buffer: always the parameter dtype."""
         return self.param_dtype
 
     @property

@@ -77,7 +77,7 @@ class ModelFile:
         return int(self.data.get("global_steps") or 0)
 
     def client_state(self) -> dict[str, Any]:
-        """What is not DeepSpeed's own, as far as it is plain data; the names of the rest are listed."""
+        """Return what is not DeepSpeed's own, as far as it is plain data; the names of the rest are listed."""
         plain: dict[str, Any] = {}
         left = []
         for key, value in self.data.items():

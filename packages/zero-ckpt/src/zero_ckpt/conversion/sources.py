@@ -27,7 +27,7 @@ Progress = Callable[[int], None]
 
 
 class SourceTensor(Protocol):
-    """What is known of a tensor before it is read."""
+    """The facts of a tensor that are known before it is read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

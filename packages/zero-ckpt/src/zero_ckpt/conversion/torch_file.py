@@ -41,7 +41,7 @@ class StandIn:
 
 
 def load_structure(path: Path) -> Any:
-    """What `torch.save` put into a file, with tensors on the `meta` device.
+    """Return what `torch.save` put into a file, with tensors on the `meta` device.
 
     Raises DamagedError when it cannot be read, CheckpointError when it holds objects beyond the allowlist, is
     compressed, or is not in torch's zip format.

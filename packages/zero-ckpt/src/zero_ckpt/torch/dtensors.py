@@ -22,7 +22,7 @@ class ContiguousRun:
 
 
 def local_part(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, list[ContiguousRun]]:
-    """What this rank holds of a tensor (of a DTensor, its local tensor), and its runs in the whole one.
+    """Return what this rank holds of a tensor (of a DTensor, its local tensor), and its runs in the full one.
 
     Raises CheckpointError for placements other than `Shard` and `Replicate`.
     """

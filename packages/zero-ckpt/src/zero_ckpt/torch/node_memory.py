@@ -199,7 +199,7 @@ class NodeMemory:
             replace_durably(path / MANIFEST_NAME, raw, 0o600)
 
     def _transfers(self, found: Found, wanted: list[list[str]]) -> list[Transfer]:
-        """What nodes lack of the files that their ranks will read, from the holder that gives least so far."""
+        """Return what nodes lack of the files that their ranks will read, from the holder that gives least so far."""
         given = [0] * len(self._nodes)
         transfers = []
         for node in dict.fromkeys(self._nodes):

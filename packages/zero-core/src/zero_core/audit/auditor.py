@@ -9,8 +9,8 @@ from ..state import TrainingState
 
 
 class Auditor(Protocol):
-    """What an engine tells its auditor, on every rank, in this order: for each micro-batch `forward`, `backward`; at
-    the boundary `before_step` and, when the weights are published, `after_step`."""
+    """The calls with which an engine tells its auditor, on every rank, in this order: for each micro-batch `forward`,
+    `backward`; at the boundary `before_step` and, when the weights are published, `after_step`."""
 
     def forward(self) -> AbstractContextManager[None]:
         """A context around a forward pass."""
@@ -25,7 +25,7 @@ class Auditor(Protocol):
         """The weights are published."""
 
     def forget(self) -> None:
-        """What was at rest was written by the user or from a checkpoint."""
+        """Forget what was at rest: the user or a checkpoint has written it."""
 
 
 class Unaudited:

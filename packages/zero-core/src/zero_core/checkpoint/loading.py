@@ -41,7 +41,7 @@ CustomLoad = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to load; ``strict``: the model's tensors and the checkpoint's must be the same set.
+    """The choice of what to load; ``strict``: the model's tensors and the checkpoint's must be the same set.
 
     With ``custom`` the weights are loaded by that function, whatever their names.
     """
@@ -137,7 +137,7 @@ def _fill_shard(state: TrainingState, reading: BatchedRead, unit: Unit) -> None:
 
 
 def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
-    """What the optimizer keeps of its fragments, where no tier does."""
+    """Fill the states that the optimizer keeps of its fragments, where no tier does."""
     if state.optimizer is None:
         return
     for owned in state.optimizer.fragments:

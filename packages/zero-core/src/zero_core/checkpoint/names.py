@@ -78,7 +78,8 @@ def check_names(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def report_of(state: TrainingState, checkpoint: Checkpoint, *, optimizer: bool) -> LoadReport:
-    """What a load by name does to each name; with ``optimizer`` masters' and states' kinds count as asked for."""
+    """Report what a load by name does to each name; with ``optimizer`` masters' and states' kinds count as asked
+    for."""
     report = LoadReport(checkpoint.path, checkpoint.step, checkpoint.report)
     ours = shapes(state)
     trained = {

@@ -19,7 +19,7 @@ _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
 def progress_of(state: TrainingState, client_state: dict[str, Any]) -> dict[str, Any]:
-    """What goes into a checkpoint's client state; ``client_state`` is the user's."""
+    """Return what goes into a checkpoint's client state; ``client_state`` is the user's."""
     return {
         "client": client_state,
         "counters": {name: getattr(state.counters, name) for name in _COUNTERS},
@@ -32,7 +32,7 @@ def progress_of(state: TrainingState, client_state: dict[str, Any]) -> dict[str,
 
 
 def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What an engine saved besides tensors; defaults where something else wrote the checkpoint."""
+    """Return what an engine saved besides tensors; defaults where something else wrote the checkpoint."""
     state = checkpoint.client_state
     if isinstance(state, dict) and "counters" in state:
         return state

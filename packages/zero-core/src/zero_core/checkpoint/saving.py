@@ -32,7 +32,7 @@ from .weights import CopiedWeights
 
 
 class Dialect(Protocol):
-    """What a checkpoint holds besides its own files and plain data, for readers that know another library's."""
+    """The content of a checkpoint besides its own files and plain data, for readers that know another library's."""
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the user's ``client_state`` as plain data."""

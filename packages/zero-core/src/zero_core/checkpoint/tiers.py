@@ -63,8 +63,8 @@ def _weights(unit: Unit, offset: int, data: Any, fragment: Fragment, length: int
 def tier_intervals(
     tier: StateTier, unit: Unit, rank: int, sealed: Sealed | None, *, replicas: bool = False
 ) -> Iterator[Interval]:
-    """What a tier keeps for a unit: linked where it is ``sealed``, else read when its turn comes to be written, one
-    parameter in memory at a time. ``replicas``: also what other ranks have too."""
+    """Yield what a tier keeps for a unit: linked where it is ``sealed``, else read when its turn comes to be written,
+    one parameter in memory at a time. ``replicas``: also what other ranks have too."""
     kept: dict[str, dict[str, torch.Tensor]] = {}
 
     def read(name: str, kind: str) -> Any:
@@ -108,7 +108,7 @@ def _linked(sealed: Sealed, key: str, name: str, place: StoredSlice, dtype: torc
 def tier_values(
     unit: Unit, tier: StateTier, checkpoint: Checkpoint, rank: int, *, optimizer: bool
 ) -> dict[str, dict[str, Any]]:
-    """What a checkpoint has of a unit for its tier; without ``optimizer`` the masters alone."""
+    """Return what a checkpoint has of a unit for its tier; without ``optimizer`` the masters alone."""
     found: dict[str, dict[str, Any]] = {}
     reading = BatchedRead(checkpoint)
     steps: dict[str, torch.Tensor] = {}

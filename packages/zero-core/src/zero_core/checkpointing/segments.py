@@ -27,7 +27,7 @@ _RUNNING: ContextVar[Checkpointing | None] = ContextVar("zero_core_checkpointing
 
 @dataclass
 class Profile:
-    """What segments took since the last step: how many ran, and seconds in forward and in recomputation."""
+    """The cost of segments since the last step: how many ran, and seconds in forward and in recomputation."""
 
     segments: int = 0
     forward: float = 0.0

@@ -154,7 +154,7 @@ class FlopsProfile:
         counted = {name: self._modules.flops.get(f"{root}.{name}" if name else root) for name, _ in self._named()}
 
         def flops(name: str, module: nn.Module) -> int:
-            """What was counted; of a container that is never called, its children's."""
+            """Return the operations counted; of a container that is never called, its children's."""
             found = counted[name]
             children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
             return found if found is not None else sum(flops(key, child) for key, child in children if key in counted)

@@ -84,7 +84,7 @@ _NOTHING = nullcontext()
 
 
 class Instruments(Protocol):
-    """What the engine tells.
+    """The calls with which the engine tells what it does.
 
     Call order per micro-batch: `during` around each part, and `loss`; at the boundary of accumulation `after_step`.
     """

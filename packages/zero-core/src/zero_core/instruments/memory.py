@@ -120,7 +120,7 @@ def _shard_rows(partition: Partition, unit: Unit, count: _Count) -> Iterator[Mem
 
 
 def _tier_rows(partition: Partition) -> Iterator[MemoryRow]:
-    """What a tier keeps for the optimizer, which it counts for all units together."""
+    """Yield the bytes that a tier keeps for the optimizer, which it counts for all units together."""
     if partition.states is not None:
         for name, nbytes in partition.states.memory().items():
             kind = "gradients" if name == "gradients" else "optimizer states"

@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class Gradients(Protocol):
-    """What the step reads: `prefetch` a slice (optional), `acquire` it, use it, `release` it."""
+    """The gradients that the step reads: `prefetch` a slice (optional), `acquire` it, use it, `release` it."""
 
     def has(self, shard: str) -> bool:
         """Return whether the shard has a gradient."""
@@ -243,7 +243,7 @@ def looked_at(gradients: Collected, shard: str, *, dirty: bool) -> Iterator[torc
 
 
 def known_shard(table: Mapping[str, _T], shard: str) -> _T:
-    """What a table has for a shard; ShardError names one that is not updated here."""
+    """Return what a table has for a shard; ShardError names one that is not updated here."""
     if shard not in table:
         raise ShardError(f"no shard '{shard}' is updated here", tensor=shard)
     return table[shard]

@@ -215,7 +215,8 @@ class OffloadedUpdate:
     # States
 
     def kinds(self, fragment: str) -> tuple[str, ...]:
-        """What is kept for a fragment: ``master``, unless it is updated in place, its moments, and their scales."""
+        """Return the kinds that are kept for a fragment: ``master``, unless it is updated in place, its moments, and
+        their scales."""
         return tuple(kind.name for kind in self._known(fragment).kinds)
 
     def held(self, fragment: str) -> tuple[int, dict[str, torch.dtype]]:

@@ -172,6 +172,6 @@ def adam_step(
 
 
 def denominator(group: dict[str, Any], variance: torch.Tensor, correction: float) -> torch.Tensor:
-    """What the momentum is divided by."""
+    """Return what the momentum is divided by."""
     root: torch.Tensor = variance.sqrt() / correction**0.5
     return root.add_(group["eps"])

@@ -100,7 +100,7 @@ class ZeroOneAdam(OneBitOptimizer):
 
 
 class _Alone:
-    """What one parameter did since the ranks were last together."""
+    """The steps of one parameter since the ranks were last together."""
 
     def __init__(self, p: torch.Tensor) -> None:
         self.start = p.detach().clone()

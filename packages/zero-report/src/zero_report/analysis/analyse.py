@@ -13,7 +13,7 @@ from .verdict import Verdict, judge
 
 @dataclass
 class Analysis:
-    """What is known about a run beside its numbers."""
+    """The facts about a run beside its numbers."""
 
     verdict: Verdict
     causes: Causes

@@ -19,8 +19,8 @@ _Key = tuple[CauseKind, int]
 
 @dataclass
 class Share:
-    """What one cause, or all of one kind, took. ``share``: of the step of the rank that lost most by it, 0 to 1;
-    ``loser``: that rank; ``seconds``: of all ranks, added up; ``names``: seconds by what was waited for."""
+    """The time that one cause, or all of one kind, took. ``share``: of the step of the rank that lost most by it, 0 to
+    1; ``loser``: that rank; ``seconds``: of all ranks, added up; ``names``: seconds by what was waited for."""
 
     kind: CauseKind
     rank: int

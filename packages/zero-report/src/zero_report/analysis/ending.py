@@ -68,7 +68,7 @@ def how_attempt_ended(attempt: Attempt, *, over: bool = True) -> End:
 
 
 def _unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
-    """What is known of ranks that did not end their records, and may go on."""
+    """Return what is known of ranks that did not end their records, and may go on."""
     if time.time() - min(record.last_sign() for record in unfinished) >= _FRESH:
         return _stopped(attempt, unfinished)
     last = min(unfinished, key=lambda record: record.steps[-1:] or [0])
@@ -80,7 +80,7 @@ def _unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
 
 
 def _stopped(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
-    """What is known of ranks that stopped writing."""
+    """Return what is known of ranks that stopped writing."""
     signs = {record.rank: record.last_sign() for record in unfinished}
     first = min(unfinished, key=lambda record: signs[record.rank])
     detail = _detail(attempt)
@@ -129,7 +129,7 @@ def _reason(attempt: Attempt) -> str:
 
 
 def _detail(attempt: Attempt) -> str:
-    """What every rank was in when it last wrote, and what was warned of in that step."""
+    """Return what every rank was in when it last wrote, and what was warned of in that step."""
     found = dict.fromkeys(text for record in attempt.ranks.values() if (text := _present(record)))
     for record in attempt.ranks.values():
         block = record.open_block()

@@ -231,7 +231,7 @@ def unit_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _main_cause(seconds: dict[str, float]) -> str:
-    """What most of a unit's waits were for, with its part of them."""
+    """Return what most of a unit's waits were for, with its part of them."""
     if not seconds:
         return ""
     cause = max(seconds, key=lambda name: seconds[name])

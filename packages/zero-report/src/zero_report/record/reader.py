@@ -57,7 +57,7 @@ class Block:
 
 @dataclass
 class RankRecord:
-    """What one rank wrote in one attempt.
+    """The record of one rank in one attempt.
 
     ``table``: columns by name, one number per row, NaN where there is none. ``notes``: events in the order of writing.
     """
@@ -129,7 +129,7 @@ class Attempt:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the first rank said at the start: configuration, versions, machine."""
+        """The facts that the first rank gave at the start: configuration, versions, machine."""
         facts = self.first.head.get("facts", {})
         return facts if isinstance(facts, dict) else {}
 
