@@ -14,15 +14,19 @@ from .training import Observer, Unobserved
 
 
 class Supervisor(Protocol):
-    """The questions that `initialize` asks: which configuration and units to use instead of those given, and who
-    observes.
+    """Decides for `initialize` which configuration and units are used instead of those given, and who observes.
 
     ``world_size``: the ranks that train the same part of the model.
     """
 
-    def config(self, given: Any, world_size: int) -> Any: ...
-    def limits(self, limits: UnitLimits) -> UnitLimits: ...
-    def observer(self, engine: Engine) -> Observer: ...
+    def config(self, given: Any, world_size: int) -> Any:
+        """Return the configuration to use in the place of the one given."""
+
+    def limits(self, limits: UnitLimits) -> UnitLimits:
+        """Return the limits to cut units by in the place of those given."""
+
+    def observer(self, engine: Engine) -> Observer:
+        """Return the one who is told of the steps of ``engine``."""
 
 
 class Unsupervised:
@@ -37,7 +41,7 @@ class Unsupervised:
         return limits
 
     def observer(self, engine: Engine) -> Observer:
-        """Nobody."""
+        """Return an observer that takes no notice."""
         return Unobserved()
 
 

@@ -151,7 +151,7 @@ def _metadata(pods: Pods) -> dict[str, Any]:
 
 
 def _pod(pods: Pods, *, node_rank: str, address: str, variables: list[dict[str, Any]]) -> dict[str, Any]:
-    """The pod: one container and its volumes."""
+    """Return the pod: one container and its volumes."""
     command = ["zero-launch", "--nproc", str(pods.nproc), "--requeue", *pods.options]
     container: dict[str, Any] = {"name": _CONTAINER, "image": pods.image}
     if pods.nodes > 1:

@@ -272,6 +272,7 @@ class SavedViews:
             self._context = None
 
     def _make_pack(self, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Callable[[torch.Tensor], Any]:
+        """Return the hook that saves a view of a unit as a note of it, and leaves the rest to the hooks outside."""
         find = self._unit_of_storage
 
         def pack(tensor: torch.Tensor) -> Any:

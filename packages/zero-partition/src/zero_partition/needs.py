@@ -140,8 +140,10 @@ def _probe(optimizer: Optimizer, group: dict[str, Any]) -> Need:
 def _check_that_matrices_run(
     optimizer: Optimizer, group: dict[str, Any], fragments: list[torch.Tensor], failure: Exception
 ) -> None:
-    """An optimizer that fails on fragments needs full parameters if it is their shape that it fails on: the same
-    elements as matrices have to run. Else the failure is the user's to see."""
+    """Raise `PartitionError` with ``failure`` unless the optimizer runs on the elements of ``fragments`` as matrices.
+
+    Where it does, the shape was what it failed on, and it needs full parameters.
+    """
     try:
         _two_steps(optimizer, group, [fragment.view(-1, 3) for fragment in fragments])
     except Exception as error:

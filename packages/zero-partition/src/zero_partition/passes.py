@@ -254,7 +254,7 @@ class Passes:
                 self._gatherer.release_before(unit, self._idle_in_backward)
 
     def gradient_ready(self, unit: int, number: int, hook: GradientHook) -> None:
-        """Autograd has finished parameter ``number`` of a unit."""
+        """Take the gradient of parameter ``number`` of a unit, which autograd has finished."""
         if not self._calls.in_backward:
             self._arrivals.take_left()
             parameter = self._units[unit].parameters[number]

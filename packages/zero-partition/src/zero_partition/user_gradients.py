@@ -64,7 +64,7 @@ class UserGradients:
         self._note_left()
 
     def refresh(self) -> None:
-        """The engine itself has changed averaged gradients: show what they are now."""
+        """Show the averaged gradients again after the engine itself has changed them."""
         if self._shown:
             self.show()
 

@@ -225,7 +225,7 @@ def _read_manifest(path: Path) -> bytes:
 
 
 def _present(path: Path, manifest: Manifest) -> list[str]:
-    """The files of a checkpoint that are in `path`: regular ones of the size that the manifest gives."""
+    """Return the files of a checkpoint that are in `path`: regular ones of the size that the manifest gives."""
     folder = Folder(path, follow=False)
     found = []
     for entry in manifest.files:

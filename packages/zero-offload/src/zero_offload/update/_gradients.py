@@ -175,7 +175,7 @@ class HostGradients:
         return shard in self._present
 
     def prefetch(self, index: int) -> None:
-        """They are here."""
+        """Do nothing: the gradients are in host memory."""
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
         found: list[FlatSpan | None] = []
