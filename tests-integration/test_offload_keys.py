@@ -29,7 +29,9 @@ def run(case: Run, stage: int, zero: dict[str, Any], more: dict[str, Any]) -> di
     return result
 
 
-@pytest.mark.parametrize(("variant", "stage"), [("plain", 3), ("recomputed", 2), ("recomputed", 3)])
+@pytest.mark.parametrize(
+    ("variant", "stage"), [pytest.param("plain", 3, marks=pytest.mark.soak), ("recomputed", 2), ("recomputed", 3)]
+)
 def test_activations_on_nvme_change_no_bit(variant: str, stage: int, tmp_path: Path) -> None:
     case = Run(variant, steps=3, dtype="bf16", clip=0.5)
     expected = run_ranks(run, 2, case, stage, {}, {})
@@ -75,7 +77,7 @@ def delayed(case: Run, stage: int, zero: dict[str, Any], folder: str) -> tuple[d
     return result, again == went_on
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_delayed_update_applies_each_gradient_one_step_late(stage: int, tmp_path: Path) -> None:
     case = Run("plain", steps=6)
     expected = late(case, 2)
@@ -99,7 +101,7 @@ def narrow(case: Run, zero: dict[str, Any], dtype: str, folder: str, load: bool)
     return result
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.soak), "int8"])
 def test_narrow_states_are_the_same_on_every_tier_and_survive_checkpoints(dtype: str, tmp_path: Path) -> None:
     case = Run("plain", steps=4, dtype="bf16")
     found = [

@@ -88,7 +88,7 @@ def optimizer_on(device: str, folder: Path) -> dict[str, Any]:
     return {"offload_optimizer": {"device": device, "nvme_path": str(folder / "nvme")}}
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=SOAK), "nvme"])
 @pytest.mark.parametrize(
     ("world_size", "size", "dtype"),
     [(4, 2, "fp32"), *(pytest.param(*case, marks=SOAK) for case in
@@ -106,8 +106,8 @@ def test_secondary_shards_beside_an_offloaded_optimizer_change_no_bit(
 
 @pytest.mark.parametrize(
     ("world_size", "size", "device"),
-    [(4, 2, "none"), (4, 2, "nvme"), *(pytest.param(*case, marks=SOAK) for case in
-     ((4, 2, "cpu"), (2, 2, "nvme"), (3, 3, "nvme"), (6, 2, "nvme"), (6, 3, "nvme")))],
+    [(4, 2, "nvme"), *(pytest.param(*case, marks=SOAK) for case in
+     ((4, 2, "none"), (4, 2, "cpu"), (2, 2, "nvme"), (3, 3, "nvme"), (6, 2, "nvme"), (6, 3, "nvme")))],
 )  # fmt: skip
 def test_a_resumed_run_goes_on_bitwise_over_present_secondary_shards(
     world_size: int, size: int, device: str, tmp_path: Path
@@ -139,7 +139,7 @@ def test_copies_of_the_model_follow_the_oracle(world_size: int, size: int, stage
     assert training.deviation(found, one_process(run)) <= 1e-12
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=SOAK), "bf16"])
 def test_gathers_of_a_copy_stay_in_the_node_and_reductions_cross_it_once(dtype: str) -> None:
     ways = [{}, COPIES, {**COPIES, **QGZ}]
     for plain, copies, codes in run_ranks(sharing_runs.across, 4, Run(dtype=dtype), ways):
