@@ -17,8 +17,12 @@ SOAK = pytest.mark.soak
 TOLERANCE = 1e-12
 REPRESENTATIVES = (
     "clamps_its_own_weights_in_forward",
+    "clamps_what_the_groups_list",
+    "clips_what_the_groups_list",
     "evolution_strategy_writes_a_vector",
     "gan_discards_by_the_optimizers_zero_grad",
+    "halves_all_moments",
+    "halves_moments_found_by_get",
     "masks_gradients_in_a_post_accumulate_hook",
     "megatron_returns_its_bias",
     "moco_replaces_data_inside_forward",

@@ -10,11 +10,17 @@ from dataclasses import dataclass
 
 import script_gradients
 import script_modules
+import script_optimizers
 import script_weights
 import torch
 from script_bench import Workbench
 
-SCRIPTS = {**script_weights.script, **script_gradients.script, **script_modules.script}
+SCRIPTS = {
+    **script_weights.script,
+    **script_gradients.script,
+    **script_modules.script,
+    **script_optimizers.script,
+}
 
 
 def run_plain(name: str) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ from .monitors import Monitor
 from .offloading import Offloading
 from .preparation import compile_module
 from .recording import report_of
+from .schedules import stepping_with
 from .state import TrainingState
 from .training import Observer
 
@@ -124,7 +125,7 @@ class Engine(nn.Module):
         """At the accumulation boundary: agree, clip, update, publish, step the scheduler (with ``lr_kwargs``), and save
         where ``checkpoint.interval`` says so. Otherwise only count the micro-batch. Raises `NonFiniteGradientError` on
         every rank, weights unchanged, when a gradient is not finite and no loss scale is in use."""
-        self._parts.training.step(lambda scheduler: scheduler.step(**(lr_kwargs or {})))
+        self._parts.training.step(stepping_with(lr_kwargs))
 
     def step_without_schedule(self) -> None:
         """As `step`; the learning rate is left to the caller."""

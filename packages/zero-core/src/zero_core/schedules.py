@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from zero_config import Config, SchedulerSection
 
 _METHODS = ("step", "get_last_lr", "state_dict", "load_state_dict")
+
+
+def stepping_with(lr_kwargs: object) -> Callable[[Scheduler], None]:
+    """Return what steps a schedule with the arguments ``lr_kwargs``, a dict or None.
+
+    Raises `UsageError` for anything else, such as the closure that torch's optimizers take.
+    """
+    if lr_kwargs is not None and not isinstance(lr_kwargs, Mapping):
+        raise UsageError(
+            f"engine.step: expected a dict of arguments for the learning rate schedule or nothing, got "
+            f"{type(lr_kwargs).__name__}. A closure is not called: call engine(...), engine.backward(loss) and "
+            "engine.step() one after the other. No step was taken."
+        )
+    arguments: Mapping[str, Any] = lr_kwargs or {}
+    return lambda scheduler: scheduler.step(**arguments)
 
 
 def build_scheduler(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from .errors import PartitionError
@@ -51,11 +54,11 @@ class AddParamGroup:
         return f"a parameter of shape {tuple(getattr(parameter, 'shape', ()))} that is not of the engine's model"
 
 
-def check_groups(optimizer: Optimizer, expected: int) -> None:
-    """Raise `PartitionError` when the groups hold more or fewer tensors than the ``expected`` fragments."""
-    held = sum(len(group["params"]) for group in optimizer.param_groups)
-    if held != expected:
+def check_groups(optimizer: Optimizer, expected: Sequence[nn.Parameter]) -> None:
+    """Raise `PartitionError` when the groups hold other tensors than the ``expected`` fragments, in their order."""
+    held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if len(held) != len(expected) or any(map(operator.is_not, held, expected)):
         raise PartitionError(
-            f"optimizer.param_groups was changed after initialize: it holds {held} tensors, expected this rank's "
-            f"{expected} fragments. Change hyperparameters only; the weights were not changed."
+            f"optimizer.param_groups was changed after initialize: it holds {len(held)} tensors, expected this rank's "
+            f"{len(expected)} fragments in their order. Change hyperparameters only; the weights were not changed."
         )

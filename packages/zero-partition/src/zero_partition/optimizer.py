@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,18 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from zero_precision import LossScale, NoLossScale
 
 from .errors import NonFiniteGradientError, PartitionError
+from .fragment_states import guard_states, unguard_states
 from .groups import AddParamGroup, check_groups
 from .messages import StepReport
 from .model_parts import ModelParts, UnsplitModel
 from .needs import AveragingOptimizer, Need, NormOptimizer, check_repeats, need_of
 from .norm import ExactSums, NormSquared, NormSums, RankOrderSums, grid_norm, norm_squared
 from .optimizer_states import ListedParameter, OptimizerStates, sharded_state
+from .optimizer_tensors import OptimizerTensors
 from .partition import Partition
-from .updates import OwnedFragment, connect_norms, start_in_reduced, update_for
+from .updates import FragmentUpdate, OwnedFragment, connect_norms, start_in_reduced, update_for
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
 
@@ -87,6 +91,7 @@ class ShardedOptimizer:
         self.fragments: list[OwnedFragment] = []
         self._listed: list[list[ListedParameter]] = []
         self._stepping = False
+        own_hook = optimizer.register_step_pre_hook(self._refuse_direct_step)
         self._update = update_for(optimizer, partition, full=_needs_full_parameters(optimizer, partition, self._parts))
         self._adopt(optimizer)
         connect_norms(optimizer, partition, self.fragments)
@@ -96,8 +101,12 @@ class ShardedOptimizer:
                 gradients.averaged_by(optimizer)
         self._states = OptimizerStates(optimizer, self._listed, partition.states)
         self._states.move_to_tier()
-        optimizer.register_step_pre_hook(self._refuse_direct_step)
+        self._guard_states()
+        optimizer.register_load_state_dict_post_hook(self._guard_states)
+        self._own_tensors = [owned.tensor for owned in self.fragments]
+        self._tensors = self._guard_tensors(own_hook)
         partition.runtime.watch_optimizer(optimizer)
+        partition.runtime.on_close(functools.partial(unguard_states, optimizer))
         partition.runtime.on_close(AddParamGroup(optimizer, partition).remove)
         partition.updated_by(self)
 
@@ -120,7 +129,8 @@ class ShardedOptimizer:
         """
         runtime = self._partition.runtime
         runtime.held_gradients.refuse_torn("step")
-        check_groups(self.inner, len(self.fragments))
+        check_groups(self.inner, self._own_tensors)
+        self._guard_states()
         runtime.end_backward()
         runtime.gradient_watch.end()
         runtime.released_use.step_begins()
@@ -140,14 +150,18 @@ class ShardedOptimizer:
             taken = self.loss_scale.update(not finite)
             if taken:
                 self._partition.readers.wait()
-                self._update.run(agreed.touched, self._factor(norm), self._step_inner)
+                with self._tensors.opened():
+                    self._update.run(agreed.touched, self._factor(norm), self._step_inner)
                 self._partition.publish()
         runtime.held_gradients.forget()
         return StepResult(norm, taken)
 
     def synchronise(self) -> bool:
         """Bring the weights together where the optimizer let ranks step alone; whether they changed. Collective."""
-        return isinstance(self.inner, AveragingOptimizer) and self.inner.synchronise()
+        if not isinstance(self.inner, AveragingOptimizer):
+            return False
+        with self._tensors.opened():
+            return self.inner.synchronise()
 
     def gradient_norm(self) -> float:
         """The global norm of the unscaled gradients so far; where ranks keep their own, the root mean square of their
@@ -248,7 +262,7 @@ class ShardedOptimizer:
     def _step_inner(self) -> None:
         self._stepping = True
         try:
-            self.inner.step()
+            self._tensors.step()
         finally:
             self._stepping = False
 
@@ -258,6 +272,37 @@ class ShardedOptimizer:
                 "optimizer.step() was called directly and would do nothing: the engine holds the gradients. "
                 "Call engine.step()"
             )
+
+    def _guard_tensors(self, own_hook: RemovableHandle) -> OptimizerTensors:
+        """Have what user code does to the tensors of the param groups count, or be refused."""
+        partition, runtime = self._partition, self._partition.runtime
+        numbers = {owned.fragment.entry.name: (owned.unit.index, owned.number) for owned in self.fragments}
+
+        def has_gradient(name: str) -> bool:
+            index, number = numbers[name]
+            gradients = runtime.gradients[index]
+            return (gradients.is_reduced or gradients.has_unreduced) and gradients.touched[number]
+
+        tensors = OptimizerTensors(
+            self.inner,
+            self._own_tensors,
+            [owned.fragment.entry.name for owned in self.fragments],
+            own_hook=own_hook,
+            values_here=partition.states is None,
+            stay=isinstance(self._update, FragmentUpdate),
+            split=partition.options.stage >= 1 and partition.world_size > 1,
+            has_gradient=has_gradient,
+        )
+        runtime.on_close(tensors.release)
+        return tensors
+
+    def _guard_states(self, _optimizer: Optimizer | None = None) -> None:
+        """Have what user code looks up in the optimizer's state count, or be refused."""
+        guard_states(self.inner, self._name_in_model, self._states.on_tier)
+
+    def _name_in_model(self, parameter: nn.Parameter) -> str:
+        found = self._partition.find(parameter)
+        return "" if found is None else found[0].names[found[1]]
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Exchange the model's parameters in the param groups for this rank's fragments."""

@@ -62,7 +62,12 @@ class OptimizerStates:
                 }  # torch's SGD has moments and counts no steps
         if fresh:
             self._tier.write(fresh)
-        self._optimizer.state.clear()
+        dict.clear(self._optimizer.state)
+
+    def on_tier(self) -> bool:
+        """Return whether a tier keeps states of this rank's fragments."""
+        tier = self._tier
+        return tier is not None and any(tier.held(owned.fragment.entry.name)[0] for owned in self._fragments())
 
     def _fragments(self) -> list[OwnedFragment]:
         return [owned for group in self._listed for parameter in group for owned in parameter.fragments]

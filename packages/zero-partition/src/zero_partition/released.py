@@ -22,21 +22,12 @@ from torch.utils._pytree import tree_map
 from .errors import ReleasedParameterError
 from .host_facts import exchange_classes
 from .ownership import find_owner
+from .torch_calls import FACTS, VIEWS, attribute_of, name_of, writes
 
 _PRESENT = "_zero_present_class"
 WATCHED = "_zero_watched_class"  # of a class of data_watch.py: the user's class that it stands for
-_VIEWS = frozenset(["H", "T", "imag", "mH", "mT", "real"])  # attributes that need the values
-_FACTS = frozenset(
-    """__dir__ __format__ __hash__ __len__ __reduce_ex__ __repr__ __setstate__ __str__ _has_compatible_shallow_copy_type
-    backward can_cast data_ptr dim element_size empty_like full_like get_device is_complex is_contiguous
-    is_floating_point is_inference is_pinned is_same_size is_set_to is_shared is_signed isfinite isinf isnan ndimension
-    nelement new_empty new_empty_strided new_full new_ones new_tensor new_zeros numel ones_like rand_like randint_like
-    randn_like register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad size storage
-    storage_offset storage_type stride untyped_storage zeros_like""".split()
-)
 _SHAPED_LIKE = frozenset("expand_as reshape_as type_as view_as".split())
 _CASTS = frozenset("bfloat16 cpu cuda double float half to type".split())
-_ITEM_WRITES = frozenset("__iadd__ __iand__ __idiv__ __imul__ __ior__ __isub__ __itruediv__ __setitem__".split())
 
 
 class ReleasedValues(torch.Tensor):
@@ -118,19 +109,19 @@ def _call(
     if func is torch.autograd.grad:
         return func(*_by_gradient_edge(args), **dict(zip(keywords, _by_gradient_edge(keywords.values()), strict=True)))
     report_gradient_access(func, args)
-    name = _name(func)
-    if name == "__set__" and _attribute(func) == "data" and not _holds(args[1]):
+    name = name_of(func)
+    if name == "__set__" and attribute_of(func) == "data" and not _holds(args[1]):
         mark_present([args[0]])  # from now on it has the values that it was given
     if _needs_no_values(func, name, args, keywords):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **keywords)
             parameter = _parameter_of(args[0]) if args else None
-            if parameter is not None and (name == "detach" or (name == "__get__" and _attribute(func) == "data")):
+            if parameter is not None and (name == "detach" or (name == "__get__" and attribute_of(func) == "data")):
                 result = result.as_subclass(ReleasedValues)
                 result.parameter = parameter
             return result
     target = args[0] if args else keywords.get("tensor", keywords.get("input"))
-    written = [keywords.get("out"), target if _writes(name) else None]
+    written = [keywords.get("out"), target if writes(name) else None]
 
     def with_values(value: Any) -> Any:
         if not _holds(value):
@@ -145,7 +136,7 @@ def report_gradient_access(func: Any, args: Sequence[Any]) -> None:
     """Tell the engine of a parameter that its ``grad`` is read or set to None; anything else is not reported."""
     if getattr(func, "__self__", None) is not torch.Tensor.grad or not isinstance(args[0], nn.Parameter):
         return
-    owner, access = find_owner(args[0]), _name(func)
+    owner, access = find_owner(args[0]), name_of(func)
     if owner is not None and (access == "__get__" or (access == "__set__" and args[1] is None)):
         owner.gradient_accessed(args[0], cancels=access == "__set__")
 
@@ -163,14 +154,14 @@ def _holds(value: object) -> bool:
 
 def _needs_no_values(func: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     if name == "__get__":
-        return _attribute(func) not in _VIEWS
+        return attribute_of(func) not in VIEWS
     if name == "__set__":
         return not _holds(args[1]) or args[1] is args[0] or _parameter_of(args[1]) is _parameter_of(args[0])
     if name in _CASTS:
         return _changes_nothing(name, args, keywords)
     if name in _SHAPED_LIKE:  # of itself: how torch finds the node that accumulates
         return not _holds(args[0]) or args[0] is args[1]
-    return name in _FACTS or name == "detach"
+    return name in FACTS or name == "detach"
 
 
 def _changes_nothing(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
@@ -207,18 +198,6 @@ def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Param
                 memo[id(parameter)] = copy.deepcopy(parameter, memo)
     copied: nn.Parameter = memo[id(parameter)]
     return copied
-
-
-def _writes(name: str) -> bool:
-    return name in _ITEM_WRITES or (name.endswith("_") and not name.endswith("__"))
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", str(func))
-
-
-def _attribute(func: Any) -> str:
-    return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
 def _ask(value: Any, call: str, *, writes: bool) -> torch.Tensor:
