@@ -257,6 +257,7 @@ class Reducer:
         """Forget what was seen of passes."""
         self._expected = ExpectedGradients(self._by_unit)
         self._ran: set[int] = set()
+        self._late: list[int] = []
 
     @property
     def active(self) -> bool:
@@ -277,6 +278,10 @@ class Reducer:
         """Units of this rank that a reducing backward pass has to consider."""
         everything = self._reductions.complete or not self._expected.may_be_late
         return sorted(self._by_unit if everything else self._ran | set(self.unreduced()))
+
+    def late(self) -> list[int]:
+        """Units with gradients that came too late for their reduction in the last reducing pass."""
+        return [index for index in self._late if self._by_unit[index].has_unreduced]
 
     def unreduced(self) -> list[int]:
         """Units with gradients that no reduction has taken."""
@@ -314,6 +319,8 @@ class Reducer:
     def finish(self) -> None:
         """End the pass: wait for every reduction."""
         self._starts.finish_all()
+        if self.active:
+            self._late = self.unreduced()
         self._reductions.close()
         self._ran.clear()
 
@@ -357,6 +364,7 @@ class Reducer:
         """Forget all gradients."""
         self.torn = None
         self._ran.clear()
+        self._late = []
         for gradients in self._by_unit.values():
             gradients.clear()
 
