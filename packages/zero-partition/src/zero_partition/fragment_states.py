@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from .errors import PartitionError
 
 _Entries = defaultdict[Any, Any]
-_OPTIMIZER = "torch.optim.optimizer"  # its state_dict looks at the dict; hooks give it what the tier has
+# Who may find the dict empty: state_dict, to which hooks give what the tier has; the engine and its kernels; frameworks
+# that move every state to the device of its parameter.
+_MAY_WALK = ("torch.optim.optimizer", "zero_", "lightning", "pytorch_lightning", "accelerate")
 
 
 class FragmentStates(_Entries):
@@ -106,7 +108,7 @@ class FragmentStates(_Entries):
             )
 
     def _check_here(self) -> None:
-        if self._elsewhere() and sys._getframe(2).f_globals.get("__name__") != _OPTIMIZER:
+        if self._elsewhere() and not str(sys._getframe(2).f_globals.get("__name__")).startswith(_MAY_WALK):
             raise PartitionError(
                 "optimizer.state is empty, as a tier keeps the states (offload_optimizer): a loop over it would do "
                 "nothing. Read engine.full_state(p, 'exp_avg'), write engine.set_full_state. Nothing was changed."
@@ -118,7 +120,7 @@ def guard_states(optimizer: Optimizer, name_of: Callable[[nn.Parameter], str], e
 
     Raises `PartitionError` where that has an entry of the model's parameters.
     """
-    if not isinstance(optimizer.state, FragmentStates):
+    if type(optimizer.state) in (dict, defaultdict):  # a save that still reads the states has a mapping of its own
         optimizer.state = FragmentStates(optimizer.state, name_of, elsewhere)
 
 
