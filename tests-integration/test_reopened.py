@@ -29,7 +29,8 @@ def fail(*_: Any) -> None:
 
 
 def fail_in_backward(_module: Any, _args: Any, output: torch.Tensor) -> None:
-    output.register_hook(fail)
+    if output.requires_grad:  # else a forward whose activations are computed again in backward
+        output.register_hook(fail)
 
 
 def fails_in(engine: Any, where: str, number: int) -> str:
@@ -41,7 +42,8 @@ def fails_in(engine: Any, where: str, number: int) -> str:
         elif where == "backward":
             handle = block.register_forward_hook(fail_in_backward)
         else:
-            handle = block.down.weight.register_hook(fail)
+            both = (*block.parameters(), *engine.module.blocks[2].parameters())
+            handle = next(p for p in both if p.requires_grad).register_hook(fail)
     try:
         engine.backward(sum(engine(*batch(number))))
         engine.step()
