@@ -175,14 +175,15 @@ while not os.path.exists("enough"):
 def test_a_host_that_was_frozen_and_wakes_up_later_does_no_harm_to_its_successor(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     (tmp_path / "hosts").write_text("alpha slots=1\nbeta slots=1\n")
-    job = hosts.launch("--elastic", "1:2", "--restarts", 3, "--hostfile", "hosts", "loop.py")
+    errors = tmp_path / "errors"
+    job = hosts.launch("--elastic", "1:2", "--restarts", 3, "--hostfile", "hosts", "loop.py", errors=errors)
     assert wait_until(lambda: len(list(tmp_path.glob("round0.*.2"))) == 2, 60)
     (rank,), (hand,) = victims(hosts, "beta", "rank"), victims(hosts, "beta", "host")
     hand.suspend()
     rank.suspend()
     assert wait_until((tmp_path / "round1.0.1").exists, 60)
     assert wait_until(lambda: len(victims(hosts, "beta", "host")) == 2, 60)
-    time.sleep(8)  # for the new hand to say that it is ready
+    assert wait_until(lambda: "host beta is back" in errors.read_text(), 60)
     kill(*victims(hosts, "alpha", "rank"))
     assert wait_until((tmp_path / "round2.1.2").exists, 60)
     assert rank not in victims(hosts, "beta", "rank")  # what the frozen hand left is ended before others begin
@@ -190,7 +191,8 @@ def test_a_host_that_was_frozen_and_wakes_up_later_does_no_harm_to_its_successor
     assert wait_until(lambda: len(victims(hosts, "beta", "host")) == 1, 30)
     assert len(victims(hosts, "beta", "rank")) == 1
     (tmp_path / "enough").touch()
-    _, err = job.communicate(timeout=60)
+    job.wait(timeout=60)
+    err = errors.read_text()
     assert job.returncode == 0, err
     assert "restart 2 of 3" in err and "restart 3 of 3" not in err
 
@@ -203,15 +205,17 @@ def test_a_host_whose_clock_is_hours_off_takes_part_and_comes_back(tmp_path: Pat
     (tmp_path / "loop.py").write_text(LOOP)
     (tmp_path / "hosts").write_text("alpha slots=1\nbeta slots=1\n")
     with Hosts(tmp_path, {"beta": ahead}) as hosts:
-        job = hosts.launch("--elastic", "1:2", "--restarts", 3, "--hostfile", "hosts", "loop.py")
+        errors = tmp_path / "errors"
+        job = hosts.launch("--elastic", "1:2", "--restarts", 3, "--hostfile", "hosts", "loop.py", errors=errors)
         assert wait_until(lambda: len(list(tmp_path.glob("round0.*.2"))) == 2, 60)
         kill(*victims(hosts, "beta", "host"))
         assert wait_until((tmp_path / "round1.0.1").exists, 60)
         assert wait_until(lambda: len(victims(hosts, "beta", "host")) == 1, 60)
-        time.sleep(8)  # for the new hand to say that it is ready
+        assert wait_until(lambda: "host beta is back" in errors.read_text(), 60)
         kill(*victims(hosts, "alpha", "rank"))
         assert wait_until((tmp_path / "round2.1.2").exists, 60)
         (tmp_path / "enough").touch()
-        _, err = job.communicate(timeout=60)
+        job.wait(timeout=60)
+        err = errors.read_text()
     assert job.returncode == 0, err
     assert "restart 2 of 3" in err and "restart 3 of 3" not in err

@@ -137,7 +137,6 @@ class ElasticCluster(Cluster):
     def _on_hello(self, peer: Peer, message: Message) -> None:
         super()._on_hello(peer, message)
         if self._leading and peer.state == "greeted":
-            self._remark(f"{title(peer)} is back")
             self._send_job(peer)
 
     # -- rounds
@@ -201,6 +200,8 @@ class ElasticCluster(Cluster):
         self._keeper.review([self._places[peer.name] for peer in here][: self._most], slots, self._least_ranks)
 
     def _on_ready(self, peer: Peer, message: Message) -> None:
+        if self._rounds and peer.state == "greeted":
+            self._remark(f"{title(peer)} is back")
         peer.state = "ready"
         peer.failures += message["failures"]
         self._review()
