@@ -6,7 +6,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from script_bench import Scripts, Workbench, mlp
+from script_bench import WIDTH, Scripts, Workbench, mlp
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -271,4 +271,18 @@ def prunes_by_magnitude(bench: Workbench) -> None:
     t.backward(F.mse_loss(t(bench.rows(5)), bench.rows(50)))
     t.step()
     bench.values["kept"] = mask.double().mean().view(1)
+    bench.keep(t)
+
+
+@script
+def grows_an_embedding_through_data(bench: Workbench) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).to(bench.dtype)
+    t = bench.trainer(model)
+    t.optimizer.param_groups[0]["momentum"] = 0.0
+    with t.gathered([model[0].weight]):
+        model[0].weight.data = torch.cat([model[0].weight.data, torch.zeros(2, WIDTH, dtype=bench.dtype)])
+    for step in range(2):
+        t.backward(t(bench.tokens(step, 10, 4)).square().mean())
+        t.step()
     bench.keep(t)

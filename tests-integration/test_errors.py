@@ -275,6 +275,11 @@ def misuse(what: str, stage: int) -> str:
     if what == "initialize again":
         config = training.config(Run(), stage, dist.get_world_size())
         return outcome(lambda: zero_core.initialize(model=engine.module, config=config))
+    if what == "step with a closure":
+        return outcome(lambda: engine.step(lambda: None))  # type: ignore[arg-type]
+    if what == "lazy module":
+        lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))
+        return outcome(lambda: zero_core.initialize(model=lazy, config=training.config(Run(), stage, RANKS)))
     if what == "unfreeze":
         engine.module.blocks[1].requires_grad_(True)
         return outcome(lambda: training.train(engine, Run(), 0, 1))
@@ -288,6 +293,8 @@ def misuse(what: str, stage: int) -> str:
     [
         ("optimizer.step", ["PartitionError", "engine.step()"]),
         ("initialize again", ["PartitionError", "'embedding.weight'", "destroy()"]),
+        ("step with a closure", ["UsageError", "engine.step", "closure"]),
+        ("lazy module", ["UsageError", "'0.weight'", "first batch"]),
         ("unfreeze", ["PartitionError", "'blocks.1.norm.weight'", "frozen"]),
         ("step after destroy", ["UsageError", "destroyed"]),
     ],

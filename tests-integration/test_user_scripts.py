@@ -21,6 +21,7 @@ REPRESENTATIVES = (
     "clips_what_the_groups_list",
     "evolution_strategy_writes_a_vector",
     "gan_discards_by_the_optimizers_zero_grad",
+    "grows_an_embedding_through_data",
     "halves_all_moments",
     "halves_moments_found_by_get",
     "masks_gradients_in_a_post_accumulate_hook",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -204,3 +205,44 @@ def copied() -> list[bool]:
 
 def test_a_deep_copy_has_the_values() -> None:
     assert all(all(facts) for facts in run_ranks(copied, 2))
+
+
+def read_on_another_thread() -> tuple[str, float]:
+    torch.manual_seed(0)
+    model = Megatron().double()
+    reference = copy.deepcopy(model)
+    parts = cut(model, 3, device=torch.device("cpu"))
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), parts)
+    last = model.blocks["3"].up
+    refused: list[str] = []
+
+    def look() -> None:
+        try:
+            last.weight.norm()
+        except ReleasedParameterError as error:
+            refused.append(str(error))
+
+    def look_elsewhere(*_: Any) -> None:
+        thread = threading.Thread(target=look, name="logger")
+        thread.start()
+        thread.join()
+
+    handle = model.blocks["0"].register_forward_hook(look_elsewhere)
+    x = torch.ones(3, 6, dtype=torch.float64)
+    model(x).backward()
+    handle.remove()
+    optimizer.step()
+    reference(x).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    with gathered(parts, list(model.parameters())):
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        far = max(float((ours - theirs).abs().max().detach()) for ours, theirs in pairs)
+    return refused[0] if refused else "", far
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_a_read_on_another_thread_is_refused_by_name_and_training_goes_on(world_size: int) -> None:
+    for refused, far in run_ranks(read_on_another_thread, world_size):
+        named = "blocks.3" in refused and "'logger'" in refused
+        assert named if world_size > 1 else not refused  # one rank has nothing to gather
+        assert far <= 1e-12

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from zero_comm import EngineGroups, default_device, init, starting_together
@@ -102,6 +103,7 @@ def assemble(
     with starting_together("zero_core.initialize"):
         if not isinstance(model, nn.Module):
             raise UsageError(f"initialize(model=…): expected a torch.nn.Module, got {type(model).__name__}")
+        _refuse_lazy(model)
     place = model_parallel(mpu)
     with starting_together("zero_core.initialize"):
         resolved = load(place.data_parallel_size)
@@ -148,6 +150,15 @@ def assemble(
             engine.training_dataloader = engine.data_loader(training_data)
         engine.observer = supervisor().observer(engine)
     return engine
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    lazy = next((name for name, value in (*model.named_parameters(), *model.named_buffers()) if is_lazy(value)), None)
+    if lazy is not None:
+        raise UsageError(
+            f"initialize(model=…): '{lazy}' of a lazy module has no shape yet. Call the model with a first batch, "
+            "then build the optimizer and call initialize."
+        )
 
 
 def _introduce(state: TrainingState) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from zero_comm import Group, Reduction, Tag, Work
 
+from .errors import EditRefusedError
 from .leaves import LeafTree
 from .needs import AveragingOptimizer
 from .norm import norm_squared
@@ -134,11 +135,21 @@ class UnitGradients:
         reduced."""
         if self._flat is None:
             self._allocate(gradient.device, self._accumulate_dtype if more_follow else self.unit.plan.dtype)
-        if self._present[index]:
-            self._views[index].add_(gradient)
-        else:
-            self._views[index].copy_(gradient)
-            self._present[index] = self.touched[index] = True
+        view = self._views[index]
+        try:
+            if self._present[index]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+        except RuntimeError as failure:
+            if gradient.shape == view.shape:
+                raise
+            raise EditRefusedError(
+                f"parameter '{self.unit.names[index]}' got a gradient of shape {tuple(gradient.shape)}, expected "
+                f"{tuple(view.shape)}: it was given a tensor of another shape after initialize. Resize parameters "
+                "before initialize; the weights that the optimizer has were not changed."
+            ) from failure
+        self._present[index] = self.touched[index] = True
 
     def show(self, watch: Watch) -> None:
         """Have ``watch`` see what arrived and was not reduced yet, if there is any."""

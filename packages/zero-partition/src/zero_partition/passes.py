@@ -131,7 +131,7 @@ class Passes:
                 return False
             self._calls.outermost = name
             self._control.goes_on()
-            self._unannounced.trains = torch.is_grad_enabled()
+            self._unannounced.pass_begins(trains=torch.is_grad_enabled())
             self._check_frozen()
             if not self._calls.in_backward:
                 self._begin_forward(name)
@@ -235,7 +235,7 @@ class Passes:
     def _agree_backward(self, *, reduces: bool) -> tuple[set[int], list[int]]:
         """Meet the other ranks before a pass; return the units that it has to consider, and those that have gradients
         left of the pass before, which must not be added to this pass's in the parameters' dtype."""
-        mine = [self._reducer.pending(), self._reducer.unreduced()] if reduces else [[], []]
+        mine = [self._reducer.pending(), self._reducer.late()] if reduces else [[], []]
         everyones = self._agreement.agree(BACKWARD, "", mine)
         pending, late = ({unit for one in everyones for unit in one[n]} for n in (0, 1))
         return pending, sorted(late)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from .agreement import Liveness
@@ -34,11 +36,27 @@ class UnannouncedUse:
         self._liveness = liveness
         self._unit_of = {id(p): u for u in units if u.releasable for p in u.parameters}
         self.trains = False
+        self._thread: int | None = None
+
+    def pass_begins(self, *, trains: bool) -> None:
+        """A forward pass begins on this thread; whether gradients are enabled."""
+        self.trains = trains
+        self._thread = threading.get_ident()
 
     def gather(self, unit: Unit) -> None:
-        """Return when the parameters of a releasable unit are full; in a pass or outside. Raises `CommError` after a
-        failure."""
+        """Return when the parameters of a releasable unit are full; in a pass or outside.
+
+        Raises `CommError` after a failure, and `ReleasedParameterError` on a thread that neither began the last forward
+        pass nor runs a backward pass: what it gathers would not be what the other ranks gather at that moment.
+        """
         self._liveness.check()
+        if self._thread not in (None, threading.get_ident()) and torch._C._current_graph_task_id() == -1:
+            raise ReleasedParameterError(
+                f"parameter '{unit.names[0]}' or another one of its unit was read on thread "
+                f"'{threading.current_thread().name}', but it is released and training runs on another thread, whose "
+                "order of gathers the ranks have agreed on. Copy what other threads need on the training thread, "
+                "inside `with engine.gathered([...])`."
+            )
         self._gatherer.gather(unit)
         if self.trains:
             self._reducer.mark_ran(unit.index)
