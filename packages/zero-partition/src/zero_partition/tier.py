@@ -62,9 +62,11 @@ class StateTier(Protocol):
         """Steps taken by a fragment, and the dtypes of what is kept for it now, by kind; a kind ``<moment>_scale`` has
         one item for every 256 elements."""
 
-    def states(self, fragments: Collection[str] | None = None, /) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    def states(
+        self, fragments: Collection[str] | None = None, /, *, stale_masters: bool = False
+    ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """Yield (fragment, copies of what is kept, 1-D in host memory, and ``step``); those without anything are left
-        out."""
+        out, and masters whose weights were changed since, unless ``stale_masters`` are asked for."""
 
     def write(self, states: Mapping[str, Mapping[str, Any]], /) -> None:
         """Replace what is kept for the fragments named: any of their kinds, and ``step``."""

@@ -338,7 +338,7 @@ class Unit:
         self.readers.wait()
         shard = self._residency.acquire(self.name)
         for fragment in self.layout.fragments(self.route.rank):
-            for name, kept in self.states.states([fragment.entry.name]):
+            for name, kept in list(self.states.states([fragment.entry.name], stale_masters=True)):
                 if "master" in kept:
                     weights = shard[fragment.shard_offset : fragment.shard_offset + fragment.length]
                     _follow(kept["master"], weights.to(kept["master"].device))

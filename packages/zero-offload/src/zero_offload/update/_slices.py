@@ -82,10 +82,11 @@ class KeptFragment:
         """Return whether all that is kept is on the tier, and stands for the weights that forward reads."""
         return self.has_moments and (self.has_master or not self.keeps_master) and not self.weights_changed
 
-    def keeps(self, kind: StateKind) -> bool:
-        """Return whether there is something of a kind that counts; a master does not once the weights were changed."""
+    def keeps(self, kind: StateKind, *, stale: bool = False) -> bool:
+        """Return whether there is something of a kind that counts; a master does not once the weights were changed,
+        unless ``stale`` ones are asked for."""
         if kind.moment is None:
-            return self.has_master and not self.weights_changed
+            return self.has_master and (stale or not self.weights_changed)
         return self.has_moments
 
     def nbytes(self, elements: int) -> int:

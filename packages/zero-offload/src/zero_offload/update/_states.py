@@ -37,10 +37,11 @@ def sealed_state(
 
 
 def read_states(
-    fragments: Sequence[KeptFragment], slices: Sequence[Slice], tier: Tier
+    fragments: Sequence[KeptFragment], slices: Sequence[Slice], tier: Tier, *, stale: bool = False
 ) -> Iterator[tuple[KeptFragment, dict[str, torch.Tensor]]]:
-    """Each of ``fragments`` of which something is kept, with 1-D copies in host memory; ``step`` has no dimension."""
-    wanted = {f for f in fragments if any(f.keeps(kind) for kind in f.kinds) or f.step}
+    """Each of ``fragments`` of which something is kept, with 1-D copies in host memory; ``step`` has no dimension.
+    ``stale``: masters also where the weights were changed since."""
+    wanted = {f for f in fragments if any(f.keeps(kind, stale=stale) for kind in f.kinds) or f.step}
     last = {span.fragment: index for index, slice_ in enumerate(slices) for span in slice_ if span.fragment in wanted}
     states: dict[KeptFragment, dict[str, torch.Tensor]] = {}
     indices = [i for i, slice_ in enumerate(slices) if any(span.fragment in last for span in slice_)]
@@ -48,15 +49,15 @@ def read_states(
         for visit in visits:
             for span, tensors in zip(slices[visit.number], visit.tensors, strict=True):
                 if span.fragment in wanted:
-                    _read(span, tensors, states.setdefault(span.fragment, {}))
+                    _read(span, tensors, states.setdefault(span.fragment, {}), stale=stale)
             for fragment in [f for f in states if last[f] == visit.number]:
                 yield fragment, {_STEP: torch.tensor(float(fragment.step)), **states.pop(fragment)}
 
 
-def _read(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tensor]) -> None:
+def _read(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tensor], *, stale: bool) -> None:
     fragment = span.fragment
     for kind in fragment.kinds:
-        if fragment.keeps(kind):
+        if fragment.keeps(kind, stale=stale):
             whole = state.setdefault(kind.name, torch.empty(kind.items(fragment.plan.numel), dtype=kind.dtype))
             span.of_kind(kind, whole).copy_(tensors[kind.name])
 
@@ -97,7 +98,8 @@ def write_states(
                     _write(span, tensors, states[span.fragment])
     for fragment, state in states.items():
         fragment.has_moments |= bool(set(state) - {MASTER, _STEP}) or bool(state.get(_STEP))
-        fragment.has_master |= MASTER in state
+        if MASTER in state:
+            fragment.has_master, fragment.weights_changed = True, False
         if _STEP in state:
             fragment.step = int(state[_STEP])
 

@@ -165,9 +165,11 @@ class DelayedUpdate:
         """See `OffloadedUpdate.held`."""
         return self._settled().held(fragment)
 
-    def states(self, fragments: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    def states(
+        self, fragments: Collection[str] | None = None, *, stale_masters: bool = False
+    ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """See `OffloadedUpdate.states`."""
-        return self._settled().states(fragments)
+        return self._settled().states(fragments, stale_masters=stale_masters)
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """See `OffloadedUpdate.write`."""

@@ -224,9 +224,13 @@ class OffloadedUpdate:
         known = self._known(fragment)
         return known.step, {kind.name: kind.dtype for kind in known.kinds if known.keeps(kind)}
 
-    def states(self, fragments: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    def states(
+        self, fragments: Collection[str] | None = None, *, stale_masters: bool = False
+    ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """Each fragment (of those named, or all) of which something is kept, in one pass over the tier.
 
+        A master of a shard whose weights were changed (`weights_changed`) is left out until a step or `write` has
+        replaced it, unless ``stale_masters`` are asked for: where they round to the weights they know more digits.
         ``step`` is without dimension; the others are 1-D copies in host memory, in the dtypes that are kept: 8-bit
         moments are codes (uint8) and, as ``<moment>_scale``, a float32 for every 256 elements.
         """
@@ -234,11 +238,12 @@ class OffloadedUpdate:
         if self._failed:
             raise OffloadError("an earlier step failed in the middle; its state is not worth saving")
         chosen = self._fragments.values() if fragments is None else [self._known(name) for name in fragments]
-        for fragment, state in read_states(list(chosen), self._parts.slices, self._parts.tier):
+        for fragment, state in read_states(list(chosen), self._parts.slices, self._parts.tier, stale=stale_masters):
             yield fragment.name, state
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace what is kept for the fragments named: any of their kinds (1-D), and ``step``.
+        """Replace what is kept for the fragments named: any of their kinds (1-D), and ``step``. A master stands for the
+        weights that there are now.
 
         Kinds that are not given stay; where there are none yet a master is made from the weights in the next step, and
         moments begin anew. Any floating dtype is converted. ValueError names what does not fit; nothing was changed
