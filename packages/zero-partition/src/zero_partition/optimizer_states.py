@@ -65,9 +65,8 @@ class OptimizerStates:
         dict.clear(self._optimizer.state)
 
     def on_tier(self) -> bool:
-        """Return whether a tier keeps states of this rank's fragments."""
-        tier = self._tier
-        return tier is not None and any(tier.held(owned.fragment.entry.name)[0] for owned in self._fragments())
+        """Return whether a tier keeps the states of this rank's fragments."""
+        return self._tier is not None
 
     def _fragments(self) -> list[OwnedFragment]:
         return [owned for group in self._listed for parameter in group for owned in parameter.fragments]

@@ -221,6 +221,8 @@ class Passes:
         self._held_gradients.hide()
         reduces = self._loop.reduces_now()
         self._calls.in_backward = True
+        if not reduces:
+            self._reducer.forget_late()
         if not self._sharded and not reduces:
             return
         pending, late = self._agree_backward(reduces=reduces)

@@ -283,6 +283,10 @@ class Reducer:
         """Units with gradients that came too late for their reduction in the last reducing pass."""
         return [index for index in self._late if self._by_unit[index].has_unreduced]
 
+    def forget_late(self) -> None:
+        """A pass begins that does not reduce: what it adds to a unit cannot be told from what came late before it."""
+        self._late = []
+
     def unreduced(self) -> list[int]:
         """Units with gradients that no reduction has taken."""
         return [index for index, g in self._by_unit.items() if g.has_unreduced]
