@@ -110,6 +110,7 @@ def flips(rank: int, root: Path, count: int, seed: int) -> dict[str, int]:
     for step in (1, 2):
         memory.save(intervals(step, rank, dist.get_world_size()), step=step)
     memory.wait()
+    dist.barrier()  # the other node still removes what it held before
     if rank == 0:
         shutil.copytree(root, root.parent / "good")
     found: collections.Counter[str] = collections.Counter()
