@@ -21,9 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS_COLLECTED = 5
-LANES = 3
-"""Suites at a time, on two cores too: ranks that wait leave room. Tests hold no bound on wall time that a busy machine
-could miss; benches measure alone."""
+LANES = 2
+"""Suites at a time. Tests hold no bound on wall time that a busy machine could miss; benches measure alone."""
 LONGEST = ("tests-integration", "zero-core", "zero-launch")
 """Suites that begin first, so that none of them runs on alone at the end."""
 
