@@ -18,6 +18,7 @@ from .packets import Codec
 from .quantized import QuantizedGather, QuantizedReduce
 from .replicated import Reduction, ReplicatedReduce
 from .slices import SliceSum, sum_slices
+from .starting import starting_together
 from .tag import Tag
 from .topology import node_name
 
@@ -160,13 +161,14 @@ class EngineGroups:
     def reopen(self) -> None:
         """Make the process groups anew, for the same objects; right after `meet_again`, on every rank."""
         opening = self._opening
-        with self._connections.recording():
-            self.control.reopen(open_group(opening.rows, "gloo"))
-        self.control.place(node_name(dist.get_rank(), opening.ranks_per_node))
-        self.control.watch(self._connections.sever, opening.stopped_after)
-        for group, rows in self._data:
+        with starting_together("a new start after a failure"):
             with self._connections.recording():
-                group.reopen(open_group(rows))
+                self.control.reopen(open_group(opening.rows, "gloo"))
+            self.control.place(node_name(dist.get_rank(), opening.ranks_per_node))
+            self.control.watch(self._connections.sever, opening.stopped_after)
+            for group, rows in self._data:
+                with self._connections.recording():
+                    group.reopen(open_group(rows))
 
     def issued(self) -> list[int]:
         """How many collectives this rank has started on each of its data groups."""

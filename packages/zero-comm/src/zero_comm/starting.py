@@ -23,7 +23,7 @@ logger = logging.getLogger("zero_comm")
 
 @contextmanager
 def starting_together(what: str, timeout: timedelta | None = None) -> Iterator[None]:
-    """Run the block on every rank of the world and leave it when all are through. Collective; no collective is issued.
+    """Run the block on every rank of the world and leave it when all are through; issues no collective itself.
 
     What the block raises on a rank is raised there. The others raise PeerError, within a second, with that rank's
     cause; so they do after ``timeout`` (default: 30 minutes), naming the ranks that have not come. ``what`` names the
@@ -39,7 +39,7 @@ def starting_together(what: str, timeout: timedelta | None = None) -> Iterator[N
     try:
         yield
     except BaseException as failure:
-        meeting.set("failed", json.dumps([rank, f"{type(failure).__name__}: {failure}"]))
+        meeting.compare_set("failed", "", json.dumps([rank, f"{type(failure).__name__}: {failure}"]))
         raise
     meeting.add("through", 1)
     try:

@@ -115,8 +115,9 @@ def assemble(
         ledger = ledger_for(resolved, dist.get_rank())
         if record is not None:
             ledger = record.ledger(ledger)
-    groups = open_groups(resolved, place.data_rows, ledger)
-    model_part = place.open()
+    with starting_together("zero_core.initialize"):  # nobody goes on, fails and leaves while others still connect
+        groups = open_groups(resolved, place.data_rows, ledger)
+        model_part = place.open()
     with _told_to_all(groups, model_part):
         torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, on)
         agree_on_hyperparameters(groups.control, torch_optimizer)
