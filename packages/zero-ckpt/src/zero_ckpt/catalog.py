@@ -1,4 +1,4 @@
-"""Which checkpoints a directory holds, newest first, and what is wrong with those that cannot be used."""
+"""The checkpoints of a directory, newest first, and what is wrong with those that cannot be used."""
 
 from __future__ import annotations
 

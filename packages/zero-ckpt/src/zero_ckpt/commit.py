@@ -1,4 +1,4 @@
-"""How a directory of files becomes a checkpoint in one instant, and how the remains of a dead save are found.
+"""Make a directory of files a checkpoint in one instant, and find the remains of a save that died.
 
 [Note: two-phase commit]
 A save writes into `<root>/.saving-<tag>.<token>` and renames that directory to `<tag>` when every file in it, the

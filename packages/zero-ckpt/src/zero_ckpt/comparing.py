@@ -1,4 +1,4 @@
-"""How two checkpoints differ, name by name."""
+"""Compare two checkpoints, name by name."""
 
 from __future__ import annotations
 

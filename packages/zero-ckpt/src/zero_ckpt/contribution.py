@@ -1,4 +1,4 @@
-"""What one rank puts into a checkpoint directory: linked files, and one safetensors file with everything else."""
+"""One rank's files of a checkpoint: linked ones, and one safetensors file with everything else."""
 
 from __future__ import annotations
 

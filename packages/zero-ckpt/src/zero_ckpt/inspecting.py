@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as data and as text."""
+"""Describe a checkpoint, as data and as text."""
 
 from __future__ import annotations
 

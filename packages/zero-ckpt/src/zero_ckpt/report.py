@@ -1,4 +1,4 @@
-"""What a load did, name by name."""
+"""The outcome of a load, name by name."""
 
 from __future__ import annotations
 

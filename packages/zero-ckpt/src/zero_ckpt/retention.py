@@ -1,4 +1,4 @@
-"""Which checkpoints to keep."""
+"""Choose the checkpoints to keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank this process is, by the environment of whatever started it."""
+"""Find this process's rank in the environment of the program that started it."""
 
 from __future__ import annotations
 

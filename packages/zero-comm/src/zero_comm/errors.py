@@ -1,4 +1,4 @@
-"""What can go wrong between ranks."""
+"""Errors between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks share one copy of the model, and which repeat it."""
+"""The ranks that share one copy of the model, and those that repeat it."""
 
 from __future__ import annotations
 

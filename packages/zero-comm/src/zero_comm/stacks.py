@@ -1,4 +1,4 @@
-"""Where the main thread of this process is, in the user's words."""
+"""The place of this process's main thread, in the user's words."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 _PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"]
-"""What the fork server imports once for all workers. The last three cost each worker a second otherwise: torch imports
-them when a first optimizer is made."""
+"""Modules that the fork server imports once for all workers. The last three cost each worker a second otherwise:
+torch imports them when a first optimizer is made."""
 
 
 class RanksFailedError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Which ranks are on one node."""
+"""The ranks of each node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says about itself while it trains, for the watch beside it to read."""
+"""A rank's signs of life while it trains, for the watch beside it to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all sections share: strict number types, and how aliases, "auto" and null are declared."""
+"""The base of all sections: strict number types, and how aliases, "auto" and null are declared."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class LambParams(Params):
 
 
 class OneBitParams(Params):
-    """What the optimizers that send one bit per element share."""
+    """Parameters of the optimizers that send one bit per element."""
 
     lr: NaturalFloat = 1e-3
     betas: Betas = (0.9, 0.999)

@@ -107,7 +107,7 @@ class Elastic(Section):
 
 
 class CommsLogger(Section):
-    """What was sent, as a table every `steps_per_print` steps."""
+    """A table of what was sent, every `steps_per_print` steps."""
 
     auto_keys = ALL_KEYS
 
@@ -170,7 +170,7 @@ class Comet(Section):
 
 
 class RunRecordSection(Section):
-    """What a run leaves for `zero-report`."""
+    """The record of a run, for `zero-report`."""
 
     auto_keys = ALL_KEYS
 

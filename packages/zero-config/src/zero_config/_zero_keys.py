@@ -100,7 +100,7 @@ class LeafModule(Section):
 
 
 class ZeroOptimization(Section):
-    """What is sharded, where it lives, and how much is in flight. Sizes are in elements."""
+    """Sharding: what is sharded, where it lives, and how much is in flight. Sizes are in elements."""
 
     auto_keys = ALL_KEYS
     aliases: ClassVar[dict[str, str]] = {
@@ -211,7 +211,7 @@ class OffloadActivations(Section):
 
 
 class Offload(Section):
-    """What the tiers do beyond `zero_optimization.offload_optimizer` and `offload_param`."""
+    """Options of the tiers beyond `zero_optimization.offload_optimizer` and `offload_param`."""
 
     create: Flag = Field(default=False, description="Make folders of `nvme_path` that do not exist.")
     delayed_update: Flag = Field(

@@ -1,4 +1,4 @@
-"""What is said about a configuration that cannot be used."""
+"""The error of a configuration that cannot be used, and its words."""
 
 from __future__ import annotations
 

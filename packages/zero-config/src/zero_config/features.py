@@ -1,4 +1,4 @@
-"""Which keys are refused because their feature is not available yet, and which are accepted without effect.
+"""Keys that are refused because their feature is not available yet, and keys that are accepted without effect.
 
 Both are tables: a feature that lands removes its rows here, and nothing else changes.
 """

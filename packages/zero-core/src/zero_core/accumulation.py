@@ -1,4 +1,4 @@
-"""Where an accumulation of micro-batches ends, and which backward passes it allows."""
+"""The boundaries of an accumulation of micro-batches, and the backward passes it allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failure inside one of the engine's calls does to the other ranks."""
+"""Tell the other ranks of a failure inside one of the engine's calls."""
 
 from __future__ import annotations
 

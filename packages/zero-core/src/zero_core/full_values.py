@@ -1,4 +1,4 @@
-"""What is sharded, full again: parameters, gradients, states, and the weights of a model for saving."""
+"""Full values of sharded things: parameters, gradients, states, and the weights of a model for saving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the numbers of a run are written: CSV files, TensorBoard, Weights & Biases, Comet.
+"""Write the numbers of a run: CSV files, TensorBoard, Weights & Biases, Comet.
 
 A client is imported when its section of the configuration is enabled, on rank 0 alone.
 """

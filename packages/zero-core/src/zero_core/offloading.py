@@ -1,4 +1,4 @@
-"""Where shards, masters, moments and gradients live when the configuration says that it is not the device."""
+"""The tiers of shards, masters, moments and gradients when the configuration says that they leave the device."""
 
 from __future__ import annotations
 

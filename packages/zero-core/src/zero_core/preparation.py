@@ -1,4 +1,4 @@
-"""What a script sets up before it trains: data loaders, the compiled module."""
+"""Set up data loaders and the compiled module before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine says of itself: once at the start, and when it is asked."""
+"""Reports of an engine about itself: once at the start, and when it is asked."""
 
 from __future__ import annotations
 

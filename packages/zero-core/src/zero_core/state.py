@@ -1,4 +1,4 @@
-"""What the parts of one engine share: made once, and given to each of them by its constructor."""
+"""The state that the parts of one engine share: made once, and given to each of them by its constructor."""
 
 from __future__ import annotations
 

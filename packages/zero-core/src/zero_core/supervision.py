@@ -1,4 +1,4 @@
-"""Who supervises the engines that are made in a context: other configurations, other units, an observer."""
+"""Supervisors of the engines that are made in a context: other configurations, other units, an observer."""
 
 from __future__ import annotations
 

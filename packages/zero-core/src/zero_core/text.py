@@ -1,4 +1,4 @@
-"""How the instruments speak: on the logger where the program set up logging, else on standard output."""
+"""Output of the instruments: on the logger where the program set up logging, else on standard output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drives gathers at stage 3, by the names with which scripts switch it off for generation."""
+"""The hooks that gather at stage 3, by the names with which scripts switch them off for generation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .optimizer import DeepSpeedOptimizer
 
 
 class ParameterOffload(DeepSpeedOptimizer):
-    """Has the hooks of an engine's model as things that can be removed and registered again.
+    """Removes the hooks of an engine's model and registers them again.
 
     Without the hooks the model runs as a plain module, which is of use inside `GatheredParameters(model.parameters())`:
     ranks may then call it a different number of times.

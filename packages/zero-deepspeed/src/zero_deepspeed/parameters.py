@@ -1,4 +1,4 @@
-"""What a parameter says about itself under stage 3, by DeepSpeed's names."""
+"""Attributes of a parameter under stage 3, by DeepSpeed's names."""
 
 from __future__ import annotations
 

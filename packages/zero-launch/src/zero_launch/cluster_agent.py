@@ -99,7 +99,7 @@ class ClusterAgent(Agent):
     _said_stalled: bool
     _said_presence: tuple[list[int], list[int]]
     _imports: Mapping[int, str]
-    """What the ranks of this host import ahead, by local rank, as the launcher knows it."""
+    """The modules that the ranks of this host import ahead, by local rank, as the launcher knows it."""
 
     @property
     def pids(self) -> list[int]:

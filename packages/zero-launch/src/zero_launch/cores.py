@@ -1,4 +1,4 @@
-"""How many cores the ranks have between them, and which of them each rank gets when they are bound."""
+"""Count the cores that the ranks have between them, and bind each rank to its own."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class Watcher:
         self._progress: dict[int, tuple[int, int]] = {}
         self._moved_at = time.monotonic()
         self.records: dict[int, FlightRecord] = {}
-        """What was seen when last looked at."""
+        """The state seen at the last look."""
 
     def look(self) -> bool:
         """Read the flight recorders when it is time to; True when that was done."""

@@ -1,4 +1,4 @@
-"""Which of the user's environment variables travel to other hosts, and which stay."""
+"""Choose the user's environment variables that travel to other hosts."""
 
 from __future__ import annotations
 

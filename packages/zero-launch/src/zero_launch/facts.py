@@ -1,4 +1,4 @@
-"""What a host says of itself: software, clock, memory, limits. Read by the check before a start and by the doctor."""
+"""Facts about a host: software, clock, memory, limits. Read by the check before a start and by the doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How two ends of a connection show each other that they know the job's token, which never travels.
+"""A handshake of two ends of a connection: each shows that it knows the job's token, which never travels.
 
 The launcher sends a number drawn for this connection; the host answers with one of its own, and with a keyed digest
 (HMAC-SHA256) of both; the launcher answers with another. Each line after that carries a digest under a key of this

@@ -1,4 +1,4 @@
-"""What the launcher and its hands on the hosts say to each other: every kind of message, with the form of its fields.
+"""Messages between the launcher and its agents on the hosts: every kind, with the form of its fields.
 
 What comes over a connection is checked here before anybody acts on it, so that nonsense is a lost peer and not a crash
 of whoever hears it.
@@ -161,7 +161,7 @@ FROM_HOST: Mapping[str, Mapping[str, Check]] = {
     "ended": {"failed": _flag, "failures": _failures, "fates": _texts, "notes": _texts, "records": _records},
     "refused": {"why": _text},
 }
-"""What a host says, with the fields that must be there."""
+"""A host's messages, with the fields that must be there."""
 FROM_LAUNCHER: Mapping[str, Mapping[str, Check]] = {
     "beat": {},
     "examine": {"mark": _or_none(_text)},
@@ -202,7 +202,7 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Check]] = {
     "finish": {},
     "stop": {},
 }
-"""What the launcher says."""
+"""The launcher's messages."""
 _OPTIONAL: Mapping[str, Check] = {"divergence": _or_none(_text), "folder": _text, "left": _or_none(_text)}
 
 

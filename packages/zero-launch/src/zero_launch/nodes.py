@@ -1,4 +1,4 @@
-"""Which node of a job this process is, when something else starts one launcher per node."""
+"""Find the node of a job that this process is, when something else starts one launcher per node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher knows of a job's end, put in order: failures of all hosts by one clock."""
+"""Put in order what the launcher knows of a job's end: failures of all hosts by one clock."""
 
 from __future__ import annotations
 

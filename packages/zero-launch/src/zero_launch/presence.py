@@ -1,4 +1,4 @@
-"""Which ranks have come to the store, which have ended, and which are stopped: what is said of a job that stands still.
+"""Say of a job that stands still which ranks have come to the store, which have ended, and which are stopped.
 
 Nothing here ends a job. A rank that is slow is named at most; what can never go on is found in the flight recorders
 (desync.py).

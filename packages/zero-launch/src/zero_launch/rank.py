@@ -1,4 +1,4 @@
-"""What runs in each rank: `python -m zero_launch.rank (script|module|program|call) TARGET ARGS...`.
+"""The program of each rank: `python -m zero_launch.rank (script|module|program|call) TARGET ARGS...`.
 
 The target runs as `__main__`, as if Python had been started with it. Around it this file does three things: the
 process dies with its launcher, lines reach the log when they are complete, and an exception that nobody caught is

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Loop = Callable[[dict[str, Any], str], Any]
-"""What every worker runs: ``loop(config, checkpoints)``."""
+"""Run by every worker: ``loop(config, checkpoints)``."""
 
 __all__ = ["Loop", "torch_trainer"]
 

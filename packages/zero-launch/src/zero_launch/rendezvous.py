@@ -36,7 +36,7 @@ class LedRendezvous(RendezvousHandler):
         self.place = (0, 0)
         """The first rank of this host, and the number of ranks of the job."""
         self.failures: list[Message] = []
-        """What the attempt that just ended died of; goes out with `ready`."""
+        """The cause of death of the attempt that just ended; goes out with `ready`."""
         self.restart_asked = False
         self._server: TCPStore | None = None
 

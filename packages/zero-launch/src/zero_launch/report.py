@@ -1,4 +1,4 @@
-"""How ranks died: the record of one failure, and the error that carries them all, first cause first."""
+"""Reports of ranks that died: the record of one failure, and the error that carries them all, first cause first."""
 
 from __future__ import annotations
 

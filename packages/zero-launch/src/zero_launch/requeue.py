@@ -17,7 +17,7 @@ from typing import Literal
 from zero_launch.orders import LEFT_STATUS
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-"""What asks a job with `--requeue` to end."""
+"""The signals that ask a job with `--requeue` to end."""
 _SECONDS = 60.0
 _SAME_SECONDS = 5.0
 

@@ -1,4 +1,4 @@
-"""What to start: the frozen descriptions of a job on this machine, and on several hosts."""
+"""Frozen descriptions of a job to start, on this machine and on several hosts."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class Standbys:
         self._ranks: dict[int, ForkedRank] = {}
         self._given_up = False
         self.imports: dict[int, str] = {}
-        """What ranks import ahead, by local rank, as recorded when `look` was called last."""
+        """The modules that ranks import ahead, by local rank, as recorded when `look` was called last."""
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return the variables that tell a rank where to record its imports."""

@@ -1,4 +1,4 @@
-"""How a command gets onto another host: ssh, pdsh, or no journey at all."""
+"""Run a command on another host: over ssh, over pdsh, or here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs here, and why the rest does not."""
+"""Find the engines that run here, and why the others do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tune` found, remembered per device in the user's cache folder."""
+"""Remember what `tune` found, per device, in the user's cache folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a saved activation gets to the host or to files and back."""
+"""Bring a saved activation to the host or to files, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process may still take: memory, locked memory, shared memory and disk space, each with who says so."""
+"""Limits of what this process may take: memory, locked memory, shared memory and disk space, each with its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moved when, and how much of it was hidden behind compute."""
+"""A trace of transfers: what moved when, and how much of it was hidden behind compute."""
 
 from __future__ import annotations
 

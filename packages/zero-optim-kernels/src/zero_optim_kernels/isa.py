@@ -1,4 +1,4 @@
-"""Which instruction set runs, and on how many threads."""
+"""The instruction set that runs, and the number of threads."""
 
 from __future__ import annotations
 

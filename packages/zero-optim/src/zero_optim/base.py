@@ -1,4 +1,4 @@
-"""What every optimizer here shares: the closure, and which parameters have a gradient."""
+"""The base of every optimizer here: the closure, and the parameters that have a gradient."""
 
 from __future__ import annotations
 

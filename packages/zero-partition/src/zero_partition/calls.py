@@ -1,4 +1,4 @@
-"""Which modules run, so that it is known when a unit's parameters are no longer needed."""
+"""Follow which modules run, to know when a unit's parameters are no longer needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong in the partitioning runtime."""
+"""Errors of the partitioning runtime."""
 
 from __future__ import annotations
 

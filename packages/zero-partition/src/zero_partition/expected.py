@@ -1,4 +1,4 @@
-"""How many gradients of each unit a backward pass is expected to bring."""
+"""Count the gradients of each unit that a backward pass is expected to bring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users say about modules that the module tree does not show."""
+"""Declarations of users about modules that the module tree does not show."""
 
 from __future__ import annotations
 

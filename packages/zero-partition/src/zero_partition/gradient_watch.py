@@ -1,4 +1,4 @@
-"""What user code does to ``.grad`` while the engine holds the gradients.
+"""Find what user code does to ``.grad`` while the engine holds the gradients.
 
 [Note: gradients that the engine holds] Between backward and step ``p.grad`` is None although there is a gradient,
 except at stage 0 after the accumulation's last backward. Code that reads it and goes on would do nothing in silence.

@@ -1,4 +1,4 @@
-"""Where the runtime meets the user's modules: public torch hooks, and nothing patched."""
+"""Hooks of the runtime on the user's modules: torch's own, and nothing patched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank owns which elements: pure arithmetic, no tensors."""
+"""The elements that each rank owns: pure arithmetic, no tensors."""
 
 from __future__ import annotations
 

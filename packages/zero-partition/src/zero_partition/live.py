@@ -1,4 +1,4 @@
-"""How much of the model is gathered at the moment."""
+"""Count how much of the model is gathered at the moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of one engine tell each other where they meet.
+"""Messages of the ranks of one engine.
 
 Each message is a frozen dataclass. `encode` gives plain data, which travels as JSON, and `decode` makes the message of
 what another rank's `encode` gave.

@@ -1,4 +1,4 @@
-"""What a rank's model is of the full one, where other ranks compute other parts of the same layers."""
+"""The part of the full model that a rank has, where other ranks compute other parts of the same layers."""
 
 from __future__ import annotations
 

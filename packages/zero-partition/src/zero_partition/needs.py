@@ -1,4 +1,4 @@
-"""What an optimizer has to see of the parameters to be right."""
+"""Find what an optimizer has to see of the parameters to be right."""
 
 from __future__ import annotations
 

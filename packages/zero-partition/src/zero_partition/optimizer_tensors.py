@@ -222,7 +222,7 @@ class _Fragment(nn.Parameter):
 
 
 class FragmentValues(torch.Tensor):
-    """What ``data`` and ``detach()`` of a fragment give outside the optimizer's step: it can be read, not written."""
+    """The result of ``data`` and ``detach()`` of a fragment outside the optimizer's step: for reading only."""
 
     __torch_function__: ClassVar[Any] = classmethod(_call)
 

@@ -1,4 +1,4 @@
-"""Which engine a parameter belongs to."""
+"""Remember the engine that a parameter belongs to."""
 
 from __future__ import annotations
 

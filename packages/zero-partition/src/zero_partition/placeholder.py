@@ -1,4 +1,4 @@
-"""What a released parameter looks like: its true shape over a single NaN."""
+"""Placeholders of released parameters: the true shape over a single NaN."""
 
 from __future__ import annotations
 

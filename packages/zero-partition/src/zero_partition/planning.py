@@ -1,4 +1,4 @@
-"""How to shard a model, decided before anything is sharded: options, units, layouts and dtypes."""
+"""Decide how to shard a model before anything is sharded: options, units, layouts and dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a pass that fails: the engine goes on where no other rank waits for this one."""
+"""Recover from a pass that fails: the engine goes on where no other rank waits for this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when code computes with a released parameter: its unit is gathered, or the use is refused by name."""
+"""Gather the unit of a released parameter that code computes with, or refuse the use by name."""
 
 from __future__ import annotations
 

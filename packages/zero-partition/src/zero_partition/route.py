@@ -65,7 +65,7 @@ class Route:
 
     @property
     def rank(self) -> int:
-        """Whose shard is this rank's."""
+        """The number of the shard that is this rank's."""
         return self._group.rank
 
     @property

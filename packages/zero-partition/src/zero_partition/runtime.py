@@ -1,4 +1,4 @@
-"""What runs a partitioned model: the composition of its passes, hooks and agreement."""
+"""The runtime of a partitioned model: the composition of its passes, hooks and agreement."""
 
 from __future__ import annotations
 

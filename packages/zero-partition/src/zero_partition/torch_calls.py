@@ -1,4 +1,4 @@
-"""What a torch function that ``__torch_function__`` sees does with its arguments, by its name."""
+"""The effect on its arguments of each torch function that ``__torch_function__`` sees, by its name."""
 
 from __future__ import annotations
 

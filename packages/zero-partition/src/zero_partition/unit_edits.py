@@ -1,4 +1,4 @@
-"""What user code does to the parameters of one unit: replaced storage, in-place writes, casts."""
+"""Find edits of one unit's parameters by user code: replaced storage, in-place writes, casts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tool hears of when units compute."""
+"""An interface for tools that hear when units compute."""
 
 from __future__ import annotations
 

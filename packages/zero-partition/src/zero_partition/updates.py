@@ -1,4 +1,4 @@
-"""How the optimizer's arithmetic runs over what a rank owns."""
+"""Run the optimizer's arithmetic over what a rank owns."""
 
 from __future__ import annotations
 

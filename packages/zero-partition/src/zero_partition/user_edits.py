@@ -1,4 +1,4 @@
-"""What user code does to parameters between and inside passes counts on every rank, or is refused on every rank."""
+"""Make edits of parameters by user code, between and inside passes, count on all ranks, or refuse them on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which implementation of the block codecs serves a device."""
+"""Choose the implementation of the block codecs that serves a device."""
 
 from __future__ import annotations
 

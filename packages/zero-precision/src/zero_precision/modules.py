@@ -1,4 +1,4 @@
-"""Which parameters keep float32, which are gathered in the autocast dtype, and casting of inputs."""
+"""Choose the parameters that keep float32 and those gathered in the autocast dtype, and cast inputs."""
 
 from __future__ import annotations
 

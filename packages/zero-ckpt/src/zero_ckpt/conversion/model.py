@@ -1,4 +1,4 @@
-"""Which tensors make up the model, in which dtype, and into which files they go."""
+"""Choose the tensors of the model, their dtype, and the files they go into."""
 
 from __future__ import annotations
 

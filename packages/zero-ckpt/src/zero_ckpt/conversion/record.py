@@ -1,4 +1,4 @@
-"""What a conversion that is not finished has done already, in a file beside its output.
+"""The progress of an unfinished conversion, in a file beside its output.
 
 [Note: records of conversions]
 The record says what the output is made from, which files are complete, and of the file that is being filled, which

@@ -1,4 +1,4 @@
-"""Where tensors are converted from: one small Protocol, and how a path is recognised."""
+"""Sources of a conversion: one small Protocol, and how a path is recognised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the local part of a tensor lies inside the whole one."""
+"""The place of a tensor's local part inside the full tensor."""
 
 from __future__ import annotations
 

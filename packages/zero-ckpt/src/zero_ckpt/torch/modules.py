@@ -1,4 +1,4 @@
-"""What of a module is stored, and under which names."""
+"""The stored parts of a module, and their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a unit's buffers belongs to which parameter."""
+"""The parts of a unit's buffers that belong to each parameter."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class HeldStates:
-    """Has whoever asks ``optimizer.state`` for anything wait until the states are copied.
+    """Makes every access to ``optimizer.state`` wait until the states are copied.
 
     A write by ``state["exp_avg"].data`` leaves no trace on the tensor, so nothing could tell afterwards that a copy is
     torn. ``copied`` returns when states may be written. Call order: `hold` after a save has begun, `let_go` when all

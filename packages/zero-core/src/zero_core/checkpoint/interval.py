@@ -1,4 +1,4 @@
-"""How often to save, from what a save costs and what a failure would."""
+"""Choose how often to save, from the cost of a save and of a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which names the model has, which a checkpoint has, and how they fit."""
+"""Match the names of a model with those of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell one another about checkpoints with the messages of a step: all act on it after the same step.
+"""Messages about checkpoints that travel with those of a step: all ranks act on them after the same step.
 
 [Note: failures behind training] A save behind training fails on every rank, but ranks see it at different times. One
 that raised while another takes its next step would leave that one waiting. So a rank that has seen it says so with the

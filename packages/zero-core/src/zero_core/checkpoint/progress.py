@@ -1,4 +1,4 @@
-"""Where training stands besides its tensors: counters, hyperparameters, schedule, loss scale, data position."""
+"""The state of training besides its tensors: counters, hyperparameters, schedule, loss scale, data position."""
 
 from __future__ import annotations
 

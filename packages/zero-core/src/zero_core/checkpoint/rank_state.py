@@ -1,4 +1,4 @@
-"""What an optimizer keeps on each rank for itself: the rows of one tensor, a row for each rank."""
+"""Optimizer state that each rank keeps for itself: rows of one tensor, a row for each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tiers keep, as named intervals of a checkpoint, and back."""
+"""Copy a tier's states to named intervals of a checkpoint, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the inputs of segments are kept until backward."""
+"""Stores that keep the inputs of segments until backward."""
 
 from __future__ import annotations
 

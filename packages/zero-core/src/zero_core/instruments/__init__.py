@@ -1,4 +1,4 @@
-"""What a run says about itself: times, floating-point operations, bytes sent, bytes held, numbers for monitors.
+"""Measures of a run: times, floating-point operations, bytes sent, bytes held, numbers for monitors.
 
 Read `instruments.py` first; every other file is one instrument.
 """

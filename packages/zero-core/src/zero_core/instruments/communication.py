@@ -1,4 +1,4 @@
-"""What was sent: the ledger as a table, and line by line."""
+"""The ledger of what was sent, as a table and line by line."""
 
 from __future__ import annotations
 

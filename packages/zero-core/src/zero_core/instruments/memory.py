@@ -1,4 +1,4 @@
-"""Where the bytes of a run are: model state by unit, kind and tier, and what the device and the process hold."""
+"""The bytes of a run: model state by unit, kind and tier, and what the device and the process hold."""
 
 from __future__ import annotations
 

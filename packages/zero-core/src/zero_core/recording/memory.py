@@ -1,4 +1,4 @@
-"""Who holds memory, now and then."""
+"""Sample the holders of memory now and then."""
 
 from __future__ import annotations
 

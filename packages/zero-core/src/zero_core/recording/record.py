@@ -1,4 +1,4 @@
-"""What one engine tells, written down: its instruments, ledger, tiers, units and warnings."""
+"""Write down what one engine tells: its instruments, ledger, tiers, units and warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens a step trains on."""
+"""Count the tokens of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When each unit computes, as spans of the record."""
+"""Record the times at which each unit computes, as spans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of one run wrote, as it is read afterwards: one checkpoint per engine and step."""
+"""Read what the ranks of one run wrote: one checkpoint per engine and step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is current in sealed generations, brought into the one that is about to be sealed.
+"""Carry what is current in sealed generations into the one that is about to be sealed.
 
 A generation that was written only in part leaves the rest of the state in older ones, whose files then stay for the
 sake of a few extents. Where the file system shares blocks between files, everything current is taken along: no bytes

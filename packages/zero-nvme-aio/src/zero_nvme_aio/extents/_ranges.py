@@ -1,4 +1,4 @@
-"""Which bytes of a name lie where: pure arithmetic over intervals, no files."""
+"""The places of a name's bytes: pure arithmetic over intervals, no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every engine owes its users, as tests. Needs no pytest itself: subclass it in a test module."""
+"""Tests of what every engine owes its users. Needs no pytest itself: subclass it in a test module."""
 
 from __future__ import annotations
 

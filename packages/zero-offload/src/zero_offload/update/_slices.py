@@ -1,4 +1,4 @@
-"""What is kept for each fragment, and how fragments are cut into slices: no memory, no files."""
+"""Layout of the states of each fragment, and how fragments are cut into slices: no memory, no files."""
 
 from __future__ import annotations
 

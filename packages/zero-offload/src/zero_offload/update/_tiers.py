@@ -1,4 +1,4 @@
-"""Where masters and moments live. A tier hands out one slice after the other; what was changed goes back."""
+"""Tiers of masters and moments. A tier hands out one slice after the other; what was changed goes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is updated: shards of weights, and the parts of parameters in them. No memory, no files."""
+"""Plans of an update: shards of weights, and the parts of parameters in them. No memory, no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where masters and moments live."""
+"""Options that say where masters and moments live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the optimizers share: checks, state, plans and the interchange of state dicts with torch's own optimizers."""
+"""The base of the optimizers: checks, state, plans and the interchange of state dicts with torch's own optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How parameters and moments are stored: names of dtypes, and conversion of a moment from one format to another."""
+"""Formats of parameters and moments: names of dtypes, and conversion of a moment from one format to another."""
 
 from __future__ import annotations
 

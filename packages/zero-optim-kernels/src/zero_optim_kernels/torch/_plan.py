@@ -1,4 +1,4 @@
-"""Which tensors one native call updates.
+"""Group the tensors that one native call updates.
 
 A plan holds the cohorts of one parameter group: parameters that share step number and dtypes. Looking up Python
 attributes of thousands of tensors costs more than their arithmetic, so a plan is kept between steps and only compared

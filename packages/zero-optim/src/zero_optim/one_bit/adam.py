@@ -1,4 +1,4 @@
-"""What 1-bit optimizers share, and 1-bit Adam."""
+"""The base of 1-bit optimizers, and 1-bit Adam."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every schedule is: a `Scheduler`, with rates computed from the number of steps."""
+"""The base of every schedule: a `Scheduler`, with rates computed from the number of steps."""
 
 from __future__ import annotations
 

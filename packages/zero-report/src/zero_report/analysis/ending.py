@@ -1,4 +1,4 @@
-"""How a run ended, when it did not end well; or what it is in, when it goes on."""
+"""The end of a run that did not end well, or the phase of one that goes on."""
 
 from __future__ import annotations
 

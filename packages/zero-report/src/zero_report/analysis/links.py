@@ -1,4 +1,4 @@
-"""How fast links and drives were, and how fast they can be."""
+"""Speeds of links and drives, and how fast they can be."""
 
 from __future__ import annotations
 

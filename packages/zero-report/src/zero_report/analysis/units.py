@@ -1,4 +1,4 @@
-"""What was done for each unit: computing, messages, transfers, waiting."""
+"""Totals of each unit: computing, messages, transfers, waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs over all steps: loss, rates, throughput, where the time goes, memory."""
+"""Curves over all steps: loss, rates, throughput, where the time goes, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a record holds. This file is the format; it imports nothing of the package.
+"""The format of a record. This file defines it; it imports nothing of the package.
 
 [Note: record format 1] A record is a folder. Every start of the run adds a folder `attempt-0000`, `attempt-0001`, ...
 In it each rank writes three files of lines, `rank-00000.notes`, `.table` and `.timeline`. A line is the CRC-32 of the
