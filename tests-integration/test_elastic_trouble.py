@@ -156,9 +156,13 @@ def test_two_jobs_in_one_folder_each_end_well_and_leave_whole_checkpoints(tmp_pa
             found.read(*key)
 
 
-def test_a_launcher_that_was_stopped_goes_on_with_the_losses_of_an_undisturbed_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["--nproc", 2], LOCAL], ids=["one machine", "two hosts"])
+def test_a_launcher_that_was_stopped_goes_on_with_the_losses_of_an_undisturbed_job(
+    tmp_path: Path, words: list[Any]
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     folder = tmp_path / "checkpoints"
-    words = ["--nproc", 2, "--elastic", "2:2", "--restarts", 5]
+    words = [*words, "--elastic", "2:2", "--restarts", 5]
     job = start(tmp_path, *words, TRAINING, 90, folder, "{}", ELASTIC_PACE="0.1")
     assert wait_until(lambda: steps(folder) >= 10, 120), errors(tmp_path)
     job.send_signal(signal.SIGSTOP)

@@ -66,6 +66,7 @@ FROM_HOST: dict[str, dict[str, Any]] = {
         "notes": [],
         "records": {"0": RECORD},
         "left": "end",
+        "why": "x",
     },
     "refused": {"why": "x"},
 }

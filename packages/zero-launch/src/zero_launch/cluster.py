@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from zero_launch.addresses import Addresses
+from zero_launch.channel import BEAT_SECONDS
 from zero_launch.desync import FlightRecord, difference, explain
 from zero_launch.facts import versions
 from zero_launch.messages import Message
@@ -57,6 +58,8 @@ class Cluster:
         self._left = False
         self._divergence: str | None = None
         self._repeats = Repeats()
+        self._looked_at = time.monotonic()
+        self._judge_at = 0.0
         self._lost: list[tuple[float, RankFailure]] = []
         self._troubles: list[str] = []
         self._handlers: dict[str, Callable[[Peer, Message], None]] = {
@@ -426,7 +429,8 @@ class Cluster:
         self._left = self._left or message.get("left") is not None
         peer.state = "ended"
         if message["failed"] and self._stopping is None:
-            self._stop(f"{title(peer)} failed")
+            why = message.get("why")
+            self._stop(f"{title(peer)} failed" + (f": {why}" if why else ""))
 
     def _on_refused(self, peer: Peer, message: Message) -> None:
         self._drop(peer, f"{title(peer)}: {message['why']}")
@@ -453,6 +457,12 @@ class Cluster:
     # -- losing hosts
 
     def _find_the_silent(self) -> None:
+        now = time.monotonic()
+        held_up, self._looked_at = now - self._looked_at > BEAT_SECONDS, now
+        if held_up:  # this process was stopped, say: what hosts said meanwhile is not read yet
+            self._judge_at = now + BEAT_SECONDS
+        if now < self._judge_at:
+            return
         for peer in self._there():
             # A host that imports torch may not get a word out until that is done.
             limit = _START_SECONDS if peer.state in ("called", "greeted") else self._spec.job.silence_seconds

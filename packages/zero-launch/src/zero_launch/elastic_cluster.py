@@ -9,6 +9,7 @@ from typing import Any
 from zero_launch.cluster import Cluster, title
 from zero_launch.meeting_state import StateKeeper, on_another_clock, places_in
 from zero_launch.messages import Message
+from zero_launch.outcome import failures_in_order
 from zero_launch.peers import Peer, call
 from zero_launch.presence import Presence
 from zero_launch.report import LaunchError, RankFailure
@@ -73,6 +74,7 @@ class ElasticCluster(Cluster):
         self._ranks = 0
         self._restarts = 0
         self._calls: dict[str, float] = {}
+        self._reasons: dict[str, str] = {}
         self._imports: dict[str, Message] = {}
         self._questions: list[_Question] = []
         self._ran_at = time.monotonic()
@@ -103,9 +105,16 @@ class ElasticCluster(Cluster):
     def _drop(self, peer: Peer, why: str) -> None:
         peer.state = "lost"
         if self._leading:
+            self._keep_reason(peer, why)
             self._call_later(peer)
         else:
             self._troubles.append(why)
+
+    def _keep_reason(self, peer: Peer, why: str) -> None:
+        """Say why a host does not take part; what it said the last time too is not said again."""
+        if self._reasons.get(peer.name) != why:
+            self._reasons[peer.name] = why
+            self._remark(why)
 
     def _call_later(self, peer: Peer) -> None:
         """Have a lost host called again; a node that comes by itself may take its place again."""
@@ -156,6 +165,7 @@ class ElasticCluster(Cluster):
                 self._ran_at = time.monotonic()
             elif time.monotonic() - self._ran_at > MEET_SECONDS:
                 there = sum(len(peer.slots) for peer in self._there())
+                self._troubles += self._reasons.values()
                 self._stop(f"no round in {MEET_SECONDS} s: {there} ranks can take part, {self._least_ranks} are needed")
 
     def _end_all(self) -> None:
@@ -202,6 +212,7 @@ class ElasticCluster(Cluster):
     def _on_ready(self, peer: Peer, message: Message) -> None:
         if self._rounds and peer.state == "greeted":
             self._remark(f"{title(peer)} is back")
+        self._reasons.pop(peer.name, None)
         peer.state = "ready"
         peer.failures += message["failures"]
         self._review()
@@ -275,7 +286,7 @@ class ElasticCluster(Cluster):
                 peer.send("stop")  # it would come to the next round otherwise
 
     def _restart(self) -> bool:
-        if self._restarts >= self._spec.job.max_restarts or self._finishing:
+        if self._restarts >= self._spec.job.max_restarts or self._finishing or self._stopping is not None:
             return False
         self._restarts += 1
         self._restarting = True
@@ -296,6 +307,8 @@ class ElasticCluster(Cluster):
             self._remark(why)
             if not self._restarting and not self._restart():
                 self._stop(why)
+        else:
+            self._keep_reason(peer, why)
         self._call_later(peer)
         self._review()
 
@@ -304,6 +317,7 @@ class ElasticCluster(Cluster):
             self._lose(peer, f"{title(peer)} was lost: {message['why']}")
         else:
             super()._on_refused(peer, message)
+            self._troubles.append(f"{title(peer)}: {message['why']}")
 
     def _on_done(self, peer: Peer, message: Message) -> None:
         peer.state = "done"
@@ -316,8 +330,27 @@ class ElasticCluster(Cluster):
                 other.state = "ended"  # it waited for a round that does not come
 
     def _on_ended(self, peer: Peer, message: Message) -> None:
+        if message["failed"] and self._ended_by_itself(peer, message):
+            why = message.get("why") or "it ended its ranks without being asked"
+            self._keep_failures(peer, message)
+            self._lose(peer, f"{title(peer)} was lost: {why}")
+            return
         super()._on_ended(peer, message)
         self._over = not any(other.state in ("running", "done", "ready", "greeted") for other in self._there())
+
+    def _ended_by_itself(self, peer: Peer, message: Message) -> bool:
+        """Return whether neither this launcher nor what the ranks did is the reason for a host's end."""
+        asked = peer.asked_to_stop or self._stopping is not None
+        return not asked and message.get("divergence") is None
+
+    def _keep_failures(self, peer: Peer, message: Message) -> None:
+        """Count the ranks of a host that goes as failed by what it says of them."""
+        if peer.state != "ready":  # else it has said them before
+            peer.failures += message["failures"]
+        for failure in failures_in_order([peer], [], self._began_at):
+            self._lost.append((self._began_at + failure.seconds, failure))
+            peer.ranks.pop(failure.rank, None)
+        peer.failures = []
 
     @property
     def _world_size(self) -> int:

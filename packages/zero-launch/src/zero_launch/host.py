@@ -24,6 +24,7 @@ from zero_launch.facts import examination, greeting
 from zero_launch.messages import FROM_LAUNCHER, Message
 from zero_launch.orders import END
 from zero_launch.processes import end_job
+from zero_launch.report import signal_name
 from zero_launch.sockets import interface_variables
 from zero_launch.spec import SILENCE_SECONDS, LaunchSpec
 
@@ -44,8 +45,10 @@ class Hand:
         self._channel = channel
         self._inbox = inbox
         self._why: str | None = None
+        """Why this host ends the job by itself, when it does."""
         self._over = threading.Event()
         self._stops = False
+        self._asked_to_stop = False
         self.left = False
         """True once the job has ended because it was asked to, after saving."""
 
@@ -66,8 +69,8 @@ class Hand:
             signal.signal(signum, _stop_early)
         try:
             return self._job(order, own_spec)
-        except _Stopped:
-            self._channel.send("ended", failed=True, failures=[], fates=[], notes=[], records={})
+        except _Stopped as stop:
+            self._channel.send("ended", failed=True, failures=[], fates=[], notes=[], records={}, why=str(stop))
             return 1
         except Exception as error:  # whatever it is, it happened before the ranks began, and the launcher reports it
             self._channel.send("refused", why=f"{type(error).__name__}: {error}")
@@ -112,7 +115,7 @@ class Hand:
             if asks:
                 signal.signal(signal.SIGTERM, self._ask_launcher)
             self._follow(agent, job_id, spec)
-            failed, stopped = True, False
+            failed, stopped = True, None
             try:
                 failed, stopped = _run(agent)
             finally:
@@ -121,9 +124,10 @@ class Hand:
         account = agent.account()
         self.left = account["left"] == END
         kept = keep or (failed and not (stopped and not account["failures"]))
+        why = None if self._asked_to_stop else self._why or stopped
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
-        self._channel.send("ended", failed=failed, folder=str(folder) if kept else "", **account)
+        self._channel.send("ended", failed=failed, folder=str(folder) if kept else "", why=why, **account)
         return int(failed)
 
     def _follow(self, agent: ClusterAgent, job_id: str, spec: LaunchSpec) -> None:
@@ -146,7 +150,14 @@ class Hand:
                     agent.ask_to_end()
                 elif kind == "grow":
                     agent.ask_to_regroup(message["attempt"])
-                elif kind in ("stop", "eof") or self._channel.silence > spec.silence_seconds:
+                elif kind == "stop":
+                    self._asked_to_stop = True
+                    break
+                elif kind == "eof":
+                    self._why = f"the way to the launcher ended: {message['why']}"
+                    break
+                elif (silence := self._channel.silence) > spec.silence_seconds:
+                    self._why = f"nothing was heard from the launcher for {silence:.1f} s"
                     break
             else:
                 return
@@ -175,8 +186,8 @@ def _end_earlier(job_id: str, generation: int) -> str:
     return f"{job_id}#{generation}"
 
 
-def _run(agent: ClusterAgent) -> tuple[bool, bool]:
-    """Run the agent to its end: whether it failed, and whether it was stopped."""
+def _run(agent: ClusterAgent) -> tuple[bool, str | None]:
+    """Run the agent to its end: whether it failed, and the signal that stopped it."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from zero_launch.job import quiet_engine
@@ -184,13 +195,19 @@ def _run(agent: ClusterAgent) -> tuple[bool, bool]:
     try:
         with quiet_engine():
             agent.prepare()
-            return agent.run().is_failed(), False
-    except (SignalException, _Stopped):
-        return True, True
+            return agent.run().is_failed(), None
+    except SignalException as stop:
+        return True, _got(stop.sigval)
+    except _Stopped as stop:
+        return True, str(stop)
 
 
 def _stop_early(signum: int, frame: FrameType | None) -> None:
-    raise _Stopped
+    raise _Stopped(_got(signum))
+
+
+def _got(signum: int) -> str:
+    return f"it got {signal_name(signum)}"
 
 
 def main() -> int:

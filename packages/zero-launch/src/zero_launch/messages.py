@@ -203,7 +203,12 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Check]] = {
     "stop": {},
 }
 """The launcher's messages."""
-_OPTIONAL: Mapping[str, Check] = {"divergence": _or_none(_text), "folder": _text, "left": _or_none(_text)}
+_OPTIONAL: Mapping[str, Check] = {
+    "divergence": _or_none(_text),
+    "folder": _text,
+    "left": _or_none(_text),
+    "why": _or_none(_text),
+}
 
 
 def encode(message: Mapping[str, Any]) -> bytes:

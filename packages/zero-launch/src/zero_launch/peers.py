@@ -55,6 +55,8 @@ class Peer:
     folder: str = ""
     generation: int = 0
     """Number of hosts of this name that were lost before."""
+    asked_to_stop: bool = False
+    """True once the launcher has asked it to end what it runs."""
 
     @property
     def key(self) -> str:
@@ -68,6 +70,7 @@ class Peer:
 
     def send(self, kind: str, **content: Any) -> None:
         """Send a message, if there is anybody to send it to."""
+        self.asked_to_stop = self.asked_to_stop or kind == "stop"
         if self.channel is not None and self.there:
             self.channel.send(kind, **content)
 

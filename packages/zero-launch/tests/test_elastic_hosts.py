@@ -1,0 +1,140 @@
+"""Hosts of elastic jobs that end by themselves or cannot take part: the job goes on, and says the host's own reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from conftest import Lines, marked_processes, wait_until
+
+from zero_launch.channel import Channel
+from zero_launch.elastic_cluster import ElasticCluster
+from zero_launch.facts import versions
+from zero_launch.hostfile import Hostfile
+from zero_launch.messages import FROM_LAUNCHER
+from zero_launch.report import LaunchError
+from zero_launch.spec import ClusterSpec, LaunchSpec
+from zero_launch.transport import Transport
+
+FAILURE = {
+    "rank": 1,
+    "host": "b",
+    "pid": 12,
+    "exit_code": 1,
+    "cause": "ValueError: of the user",
+    "detail": "",
+    "seconds": 1.0,
+    "step": None,
+    "at": 2.0,
+}
+ENDED = {"kind": "ended", "failed": True, "failures": [], "fates": [], "notes": [], "records": {}}
+
+
+@pytest.fixture
+def cluster() -> ElasticCluster:
+    """A launcher that leads a round of two hosts with one rank each."""
+    job = LaunchSpec("true", program=True, quiet=True, max_restarts=1, elastic=(1, 2))
+    cluster = ElasticCluster(ClusterSpec(job, Hostfile({"a": (0,), "b": (0,)}), Transport("local")))
+    for number, (name, peer) in enumerate(cluster._peers.items()):
+        cluster.hear(name, {"kind": "hello", "hostname": "", "versions": versions(), "address": ""})
+        cluster.hear(name, {"kind": "ready", "failures": []})
+        cluster.hear(name, {"kind": "started", "pids": {str(number): 11 + number}})
+        peer.state = "running"
+    cluster._leading, cluster._rounds, cluster._ranks = True, 1, 2
+    return cluster
+
+
+def test_a_host_that_ends_by_itself_is_lost_and_the_others_go_on(cluster):
+    cluster.hear("b", {**ENDED, "failures": [FAILURE], "why": "nothing was heard from the launcher for 10.2 s"})
+    cluster.hear("a", {**ENDED, "fates": ["rank 0 was stopped by zero-launch (SIGTERM)"], "why": "it got SIGTERM"})
+    assert (cluster._stopping, cluster._restarting, cluster._over) == (None, True, False)
+    assert sorted(cluster._calls) == ["a", "b"]  # both are called again
+    causes = {failure.rank: failure.cause for failure in cluster._failures()}
+    assert causes == {0: "host a was lost: it got SIGTERM", 1: "ValueError: of the user"}
+
+
+def test_a_host_that_ends_because_it_was_asked_to_or_for_what_its_ranks_did_ends_the_job(cluster):
+    cluster.hear("b", {**ENDED, "divergence": "the ranks asked for different collectives"})
+    assert cluster._stopping == "host b failed"
+    cluster._peers["a"].send("stop")
+    cluster.hear("a", ENDED)
+    assert not cluster._there() and not cluster._calls and not cluster._lost
+
+
+def test_a_host_that_ends_by_itself_when_no_restart_is_left_ends_the_job_with_its_reason(cluster):
+    cluster._restarts = 1
+    cluster.hear("b", {**ENDED, "why": "it got SIGTERM"})
+    with pytest.raises(LaunchError, match="rank 1 of 2 failed first: host b was lost: it got SIGTERM"):
+        cluster._conclude()
+
+
+def test_a_host_that_cannot_run_the_job_says_why_in_the_error(cluster):
+    cluster._rounds = 0
+    cluster.hear("a", {"kind": "refused", "why": "FileNotFoundError: no script train.py"})
+    with pytest.raises(LaunchError, match=r"(?s)host a cannot run the job\n.*host a: FileNotFoundError: no script"):
+        cluster._conclude()
+
+
+def test_why_a_host_does_not_come_back_is_said_once_until_it_changes(cluster, capfd):
+    cluster._spec.job.__dict__["quiet"] = False
+    for why in ("no route", "no route", "refused", "no route"):
+        peer = cluster._renewed(next(peer for peer in cluster._peers.values() if peer.name == "b"))
+        cluster.hear(peer.key, {"kind": "eof", "why": why})
+    told = [line.rpartition(": ")[2] for line in capfd.readouterr().err.splitlines()]
+    assert told == ["no route", "refused", "no route"]
+
+
+def test_a_launcher_that_was_held_up_reads_what_hosts_said_before_it_judges_them(cluster):
+    reader, writer = (os.fdopen(number, mode) for number, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+    channel = Channel("a", reader, writer, cluster._inbox, kinds=FROM_LAUNCHER)  # it hears itself, as a host hears it
+    channel.heard_at -= 30.0
+    cluster._peers["a"].channel = channel
+    cluster._looked_at = time.monotonic() - 5.0
+    cluster._find_the_silent()
+    assert cluster._peers["a"].there
+    for _ in range(3):
+        time.sleep(0.2)
+        cluster._find_the_silent()
+    channel.heard_at -= 30.0
+    cluster._find_the_silent()
+    assert not cluster._peers["a"].there
+    channel.close()
+
+
+LOOP = """
+    import os, time
+    attempt, rank, size = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
+    open(f"round{attempt}.{rank}.{size}", "w").close()
+    while not os.path.exists("enough"):
+        time.sleep(0.1)
+"""
+WORDS = ("--hostfile", "hosts", "--launcher", "local", "--elastic", "1:2", "--restarts", 3, "--no_standby")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("who", ["launcher", "host"])
+def test_a_job_goes_on_after_its_launcher_was_stopped_or_a_host_was_asked_to_end(
+    start, write_script, mark, tmp_path, who
+):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    job = start(*WORDS, "--silence", 2, write_script(LOOP))
+    told = Lines(job.stderr)
+    assert wait_until(lambda: len(list(tmp_path.glob("round0.?.2"))) == 2, 60), told.text
+    if who == "launcher":
+        job.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        job.send_signal(signal.SIGCONT)
+    else:
+        hands = [p for p in psutil.Process(job.pid).children() if "zero_launch.host" in p.cmdline()]
+        hands[0].terminate()
+    size = 2 if who == "launcher" else 1  # ranks that never save do not leave for a host that is back
+    assert wait_until(lambda: len(list(tmp_path.glob(f"round1.?.{size}"))) == size, 60), told.text
+    (tmp_path / "enough").touch()
+    assert job.wait(timeout=60) == 0, told.text
+    reason = r"nothing was heard from the launcher for \d" if who == "launcher" else "it got SIGTERM"
+    assert told.have(f"host [ab] was lost: {reason}", 5), told.text
+    assert "restart 1 of 3" in told.text and "restart 2 of 3" not in told.text
+    assert wait_until(lambda: not marked_processes(mark), 10)
