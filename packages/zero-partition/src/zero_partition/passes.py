@@ -38,6 +38,7 @@ from zero_comm import Control
 from .agreement import Agreement, Liveness
 from .arrivals import GradientArrivals
 from .calls import ModuleCalls
+from .dispatch_modes import outside_modes
 from .errors import PartitionError
 from .gatherer import Gatherer, OrderedGathers
 from .gradient_hook import GradientHook
@@ -117,6 +118,7 @@ class Passes:
 
     # -- the forward pass --------------------------------------------------------------------------------------------
 
+    @outside_modes
     def enter_module(self, name: str, units: Sequence[Unit]) -> bool:
         """A hooked module's forward begins; return whether it is a part of a pass.
 
@@ -146,6 +148,7 @@ class Passes:
             watch.enters(units)
         return True
 
+    @outside_modes
     def exit_module(
         self, name: str, units: Sequence[Unit], aliased: Sequence[Unit], failure: BaseException | None
     ) -> None:
@@ -166,6 +169,7 @@ class Passes:
             if not self._calls.in_backward:
                 self._end_forward(failure)
 
+    @outside_modes
     def keeper_done(self, name: str, units: Sequence[Unit]) -> None:
         """A module whose submodules return parameters of ``units`` is done; it may return them again."""
         for unit in units:
@@ -207,6 +211,7 @@ class Passes:
 
     # -- the backward pass -------------------------------------------------------------------------------------------
 
+    @outside_modes
     def begin_backward(self) -> None:
         """Start a backward pass; agreed by all ranks when it gathers or reduces."""
         self._liveness.check()
@@ -242,6 +247,7 @@ class Passes:
         pending, late = ({unit for one in everyones for unit in one[n]} for n in (0, 1))
         return pending, sorted(late)
 
+    @outside_modes
     def before_backward(self, units: Sequence[Unit]) -> None:
         """Backward is about to read the units' parameters."""
         if not self._calls.in_backward:
@@ -255,6 +261,7 @@ class Passes:
                     unit.lent = True
                 self._gatherer.release_before(unit, self._idle_in_backward)
 
+    @outside_modes
     def gradient_ready(self, unit: int, number: int, hook: GradientHook) -> None:
         """Take the gradient of parameter ``number`` of a unit, which autograd has finished."""
         if not self._calls.in_backward:
@@ -265,6 +272,7 @@ class Passes:
             parameter.grad = gradient
         self._arrivals.ready(unit, number, hook)
 
+    @outside_modes
     def end_backward(self) -> None:
         """Finish the backward pass: flush reductions, release units."""
         if not self._calls.in_backward:

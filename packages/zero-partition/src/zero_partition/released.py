@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map
 
+from .dispatch_modes import outside_modes
 from .errors import ReleasedParameterError
 from .host_facts import exchange_classes
 from .ownership import find_owner
@@ -200,6 +201,7 @@ def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Param
     return copied
 
 
+@outside_modes  # whether a use meets a released parameter may differ between forward and its recomputation
 def _ask(value: Any, call: str, *, writes: bool) -> torch.Tensor:
     """Return what to compute with in the place of ``value``; raises `ReleasedParameterError` where its values cannot
     come."""

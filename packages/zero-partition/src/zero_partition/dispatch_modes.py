@@ -1,0 +1,64 @@
+"""The engine's own tensor operations are not the user's: dispatch modes of the user's do not see them.
+
+[Note: stepping out of dispatch modes] A `TorchDispatchMode` around forward or backward sees every operation, also those
+of the engine's hooks. Selective activation checkpointing keeps the results of a forward by their order and gives them
+out again in the recomputation, so an operation of a gather would shift them. So the calls by which torch reaches the
+engine inside passes are made outside such modes. Two kinds stay. torch's infrastructure modes (fake, functional and
+proxy tensors) say what a tensor is. The other modes of torch itself watch communication, memory or streams, of which
+the engine's are a part; those of `torch.utils.checkpoint` are the exception, which they have to be.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_REPLAYING = "torch.utils.checkpoint"
+
+
+def outside_modes(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """``call``, whose tensor operations no dispatch mode of the user's sees or changes."""
+
+    @functools.wraps(call)
+    def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not _count():
+            return call(*args, **kwargs)
+        left = _leave()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _enter(left)
+
+    return wrapped
+
+
+def _leave() -> list[Any]:
+    """Take all modes but those of the infrastructure off the stack, innermost first, and put back those that stay."""
+    taken: list[Any] = []
+    while (mode := _get_current_dispatch_mode()) is not None and not mode.is_infra_mode():
+        taken.append(_pop_mode())
+    for mode in reversed(taken):
+        if _stays(mode):
+            _push_mode(mode)
+    return taken
+
+
+def _enter(taken: list[Any]) -> None:
+    """Have the stack that `_leave` found."""
+    for mode in taken:
+        if _stays(mode):
+            _pop_mode()
+    for mode in reversed(taken):
+        _push_mode(mode)
+
+
+def _stays(mode: Any) -> bool:
+    module = type(mode).__module__
+    return module.partition(".")[0] == "torch" and module != _REPLAYING
