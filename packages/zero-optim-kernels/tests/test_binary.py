@@ -35,6 +35,7 @@ NAMES = [
     "lamb_step",
     "lion_step",
     "quantize_blocks",
+    "rehearsed",
     "scale",
     "sgd_step",
     "sum_slices",

@@ -96,7 +96,7 @@ class Group:
         size = shard.numel()
         _check(out.numel() == size * self.world_size, tag, f"out of {size * self.world_size} elements", out.numel())
         mine = out[self.rank * size : (self.rank + 1) * size]
-        if mine.data_ptr() != shard.data_ptr():
+        if not mine.is_set_to(shard):
             mine.copy_(shard)
         if self.world_size == 1 or size == 0:
             return Work(tag)

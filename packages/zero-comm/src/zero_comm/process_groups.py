@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .alike import AlikeControl, in_fake_world
 from .connections import Connections
 from .control import Control, Message
 from .group import Group
@@ -88,7 +89,7 @@ class EngineGroups:
         book = ledger if ledger is not None else Ledger()
         connections = Connections()
         with connections.recording():
-            control = Control(open_group(rows, "gloo"), ledger=book)
+            control = open_control(rows, ledger=book, ranks_per_node=ranks_per_node)
         control.place(node_name(dist.get_rank(), ranks_per_node))
         if check is not None:
             check(control)
@@ -185,15 +186,33 @@ class EngineGroups:
 def open_group(rows: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
     """Make a process group of each of ``rows`` and return this rank's; None where its row is this rank alone.
 
-    Every rank of the world must call it together, with the same rows.
+    Every rank of the world must call it together, with the same rows. ``backend``: see torch; in a fake world every
+    group is fake (see [Note: a fake world]).
     """
     mine, rank = None, dist.get_rank()
+    if in_fake_world():
+        backend = None
     for row in rows:
         if len(row) > 1:
             group = dist.new_group(list(row), backend=backend)
             if rank in row:
                 mine = group
     return mine
+
+
+def open_control(
+    rows: Sequence[Sequence[int]], *, ledger: Ledger | None = None, ranks_per_node: int | None = None
+) -> Control:
+    """Return what this rank's row of ``rows`` exchanges messages over. Every rank of the world must call it together.
+
+    ``ranks_per_node``: see `node_name`; only asked where the world is fake.
+    """
+    group = open_group(rows, "gloo")
+    if not in_fake_world():
+        return Control(group, ledger=ledger)
+    mine = next(row for row in rows if dist.get_rank() in row)
+    nodes = [node_name(rank, ranks_per_node, {}) for rank in mine]
+    return AlikeControl(group, ledger=ledger, nodes=nodes)
 
 
 def _over_copies(
@@ -211,7 +230,7 @@ def _common_block(rows: Rows, control: Control) -> int:
     block = control.topology.block(control.world_size)
     if len(rows) == 1:
         return block
-    everybody = Control(open_group([[rank for row in rows for rank in row]], "gloo"))
+    everybody = open_control([[rank for row in rows for rank in row]])
     try:
         return math.gcd(*everybody.agree(Message("blocks", "", 0, block)))
     finally:

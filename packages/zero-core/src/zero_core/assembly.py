@@ -122,7 +122,8 @@ def assemble(
         torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, on)
         agree_on_hyperparameters(groups.control, torch_optimizer)
         options = _options(resolved, model)
-        offloading = Offloading(resolved, model, dist.get_rank(), on, None if record is None else record.sink())
+        sink = None if record is None else record.sink()
+        offloading = Offloading(resolved, model, dist.get_rank(), on, supervisor().budget, sink)
         parts = partition(
             model,
             groups,

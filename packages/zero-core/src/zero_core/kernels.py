@@ -9,7 +9,7 @@ import torch
 
 import zero_optim_kernels as kernels
 from zero_comm import SliceSum, sum_slices
-from zero_partition import NormSquared, norm_squared
+from zero_partition import NormSquared, norm_squared, storage_address
 from zero_precision import BlockFormat, DeviceBlockQuantizer, TorchBlockQuantizer
 
 _DTYPES: dict[torch.dtype, Literal["f64", "f32", "bf16", "f16"]] = {
@@ -35,7 +35,8 @@ class NativeSliceSum:
         if out.device.type != "cpu":
             sum_slices(slices, out, divisor=divisor, accumulate=accumulate)
             return
-        aliased = any(s.data_ptr() == out.data_ptr() for s in slices) and slices[0].dtype != out.dtype
+        mixed = slices[0].dtype != out.dtype
+        aliased = mixed and storage_address(out) in map(storage_address, slices)
         target = torch.empty_like(out) if accumulate or aliased else out
         kernels.sum_slices(
             [s.data_ptr() for s in slices],

@@ -45,6 +45,8 @@ _STATE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
 class Offloading:
     """The tiers of one engine: decides what leaves the device, as `zero_optimization.offload_*` and `offload` say.
 
+    ``budget``: of a number of processes on this host.
+
     Call order: `parameter_store`, `state_tier` before the model is sharded; then `forward` around every forward pass,
     `after_step` after every step, `close`.
 
@@ -55,7 +57,13 @@ class Offloading:
     """
 
     def __init__(
-        self, config: Config, model: nn.Module, rank: int, device: torch.device, sink: Sink | None = None
+        self,
+        config: Config,
+        model: nn.Module,
+        rank: int,
+        device: torch.device,
+        budget: Callable[[int], HostBudget],
+        sink: Sink | None = None,
     ) -> None:
         check_swap_folders(config)
         remove_abandoned(config, dist.get_world_size())
@@ -69,7 +77,7 @@ class Offloading:
         self._rank = rank
         self._device = device
         self._processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._budget = HostBudget(processes=self._processes)
+        self._budget = budget(self._processes)
         self._activations = self._activation_tier(model)
         self._steps = 0
         self._saved = section.trace is None

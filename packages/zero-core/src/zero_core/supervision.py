@@ -1,4 +1,4 @@
-"""Supervisors of the engines that are made in a context: other configurations, other units, an observer."""
+"""Supervisors of the engines that are made in a context: other configurations, units and budgets, an observer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from zero_offload import HostBudget
 from zero_partition import UnitLimits
 
 from .engine import Engine
@@ -14,9 +15,10 @@ from .training import Observer, Unobserved
 
 
 class Supervisor(Protocol):
-    """Decides for `initialize` which configuration and units are used instead of those given, and who observes.
+    """Decides for `initialize` which configuration and units are used instead of those given, what the host may
+    give, and who observes.
 
-    ``world_size``: the ranks that train the same part of the model.
+    ``world_size``: the ranks that train the same part of the model. ``processes``: those of this host.
     """
 
     def config(self, given: Any, world_size: int) -> Any:
@@ -24,6 +26,9 @@ class Supervisor(Protocol):
 
     def limits(self, limits: UnitLimits) -> UnitLimits:
         """Return the limits to cut units by in the place of those given."""
+
+    def budget(self, processes: int) -> HostBudget:
+        """Return the budget of one of ``processes`` on this host."""
 
     def observer(self, engine: Engine) -> Observer:
         """Return the one who is told of the steps of ``engine``."""
@@ -39,6 +44,10 @@ class Unsupervised:
     def limits(self, limits: UnitLimits) -> UnitLimits:
         """Return what was given."""
         return limits
+
+    def budget(self, processes: int) -> HostBudget:
+        """Return one with the limits of this system."""
+        return HostBudget(processes=processes)
 
     def observer(self, engine: Engine) -> Observer:
         """Return an observer that takes no notice."""

@@ -32,8 +32,9 @@ class HostBlock:
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
         self.nbytes = nbytes
-        if nbytes == 0:
-            self.tensor = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        if nbytes == 0 or type(nothing) is not torch.Tensor:  # a mode makes other tensors here, such as fake ones
+            self.tensor = nothing.new_zeros(nbytes)
             return
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= 1 << 21:

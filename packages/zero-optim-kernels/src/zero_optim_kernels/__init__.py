@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._calls import rehearsed
 from .blocks import dequantize_blocks, quantize_blocks
 from .buffers import cast, count_nonfinite, l2_norm, l2_norm_squared, scale, sum_slices
 from .isa import active_isa, available_isas, default_threads, unavailable_isas
@@ -22,6 +23,7 @@ __all__ = [
     "lamb_step",
     "lion_step",
     "quantize_blocks",
+    "rehearsed",
     "scale",
     "sgd_step",
     "sum_slices",

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from . import _native, _rules
+from . import _rules
+from ._calls import kernels
 from ._types import Dtype, Operand
 
 __all__ = ["Code", "dequantize_blocks", "quantize_blocks"]
@@ -54,7 +55,7 @@ def quantize_blocks(
     element (``element_offset`` is that of element 0). ``block`` is even.
     """
     _rules.check_call(step, element_offset, seed, first_step=0)
-    _native.quantize(x, payload, scales, n, code, block, dtype, stochastic, seed, step, element_offset, threads)
+    kernels().quantize(x, payload, scales, n, code, block, dtype, stochastic, seed, step, element_offset, threads)
 
 
 def dequantize_blocks(
@@ -69,4 +70,4 @@ def dequantize_blocks(
     threads: int = 0,
 ) -> None:
     """Write ``code * scale`` of ``n`` elements to ``out`` in ``dtype``, rounded to nearest even."""
-    _native.dequantize(payload, scales, out, n, code, block, dtype, threads)
+    kernels().dequantize(payload, scales, out, n, code, block, dtype, threads)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from . import _native
+from ._calls import kernels
 from ._types import Count, Dtype, Operand, Operands
 
 __all__ = ["cast", "count_nonfinite", "l2_norm", "l2_norm_squared", "scale", "sum_slices"]
@@ -21,7 +21,7 @@ def l2_norm_squared(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int
     """The sum of squares, accumulated in float64 in an order that depends on ``n`` only; of a list, the sum over its
     tensors in order.
     """
-    return _native.norm_squared(x, n, dtype, threads)
+    return kernels().norm_squared(x, n, dtype, threads)
 
 
 def l2_norm(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> float:
@@ -31,12 +31,12 @@ def l2_norm(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) ->
 
 def count_nonfinite(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> int:
     """How many elements are NaN or infinite."""
-    return _native.count_nonfinite(x, n, dtype, threads)
+    return kernels().count_nonfinite(x, n, dtype, threads)
 
 
 def scale(x: Operands, n: Count, factor: float, *, dtype: Dtype = "f32", threads: int = 0) -> None:
     """Multiply in place; 16-bit elements are multiplied in float32 and rounded to nearest even."""
-    _native.scale(x, n, factor, dtype, threads)
+    kernels().scale(x, n, factor, dtype, threads)
 
 
 def cast(x: Operand, out: Operand, n: int, *, dtype: Dtype, out_dtype: Dtype, threads: int = 0) -> None:
@@ -45,7 +45,7 @@ def cast(x: Operand, out: Operand, n: int, *, dtype: Dtype, out_dtype: Dtype, th
 
     ``x`` and ``out`` must not overlap unless the dtypes are equal.
     """
-    _native.cast(x, out, n, dtype, out_dtype, threads)
+    kernels().cast(x, out, n, dtype, out_dtype, threads)
 
 
 def sum_slices(
@@ -64,4 +64,4 @@ def sum_slices(
     the quotient to nearest even in ``out_dtype`` (by default ``dtype``). ``out`` may be one of the slices when the
     two dtypes are equal.
     """
-    _native.sum_slices(slices, out, n, dtype, out_dtype or dtype, divisor, threads)
+    kernels().sum_slices(slices, out, n, dtype, out_dtype or dtype, divisor, threads)

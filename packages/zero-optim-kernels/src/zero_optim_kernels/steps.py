@@ -25,7 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from . import _native, _rules
+from . import _rules
+from ._calls import kernels
 from ._types import Count, Dtype, Operands, Segment
 
 __all__ = ["adagrad_step", "adam_step", "lamb_apply", "lamb_step", "lion_step", "sgd_step"]
@@ -70,7 +71,7 @@ def adam_step(
         )
         for row in _rules.segments_of(n, segments, lr, weight_decay, betas)
     ]
-    _native.step(
+    kernels().step(
         _rules.ADAM, False, n, param, param_low, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, copy_out,
         None, param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
     )  # fmt: skip
@@ -109,7 +110,7 @@ def adagrad_step(
         _rules.adagrad_coefficients(row, step=step, lr_decay=lr_decay, eps=eps, grad_scale=grad_scale)
         for row in _rules.segments_of(n, segments, lr, weight_decay, (0.0, 0.0))
     ]
-    _native.step(
+    kernels().step(
         _rules.ADAGRAD, False, n, param, param_low, grad, None, sum_sq, None, sum_sq_scale, copy_out, None,
         param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
     )  # fmt: skip
@@ -145,7 +146,7 @@ def lion_step(
         _rules.lion_coefficients(row, grad_scale=grad_scale)
         for row in _rules.segments_of(n, segments, lr, weight_decay, betas)
     ]
-    _native.step(
+    kernels().step(
         _rules.LION, False, n, param, param_low, grad, exp_avg, None, exp_avg_scale, None, copy_out, None,
         param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
     )  # fmt: skip
@@ -193,7 +194,7 @@ def sgd_step(
         )
         for row in _rules.segments_of(n, segments, lr, weight_decay, (0.0, 0.0))
     ]
-    _native.step(
+    kernels().step(
         _rules.SGD, False, n, param, param_low, grad, momentum_buffer, None, momentum_buffer_scale, None, copy_out,
         None, param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
     )  # fmt: skip
@@ -240,7 +241,7 @@ def lamb_step(
     ]
     if not isinstance(n, int) and len(rows) == 1:
         rows = rows * len(n)
-    norms = _native.step(
+    norms = kernels().step(
         _rules.LAMB, False, n, param, param_low, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, None,
         update, param_dtype, grad_dtype, state_dtype, None, rows, zero_grad, element_offset, seed, step, threads,
     )  # fmt: skip
@@ -270,7 +271,7 @@ def lamb_apply(
     _rules.check_call(step, element_offset, seed)
     rows: list[tuple[int, tuple[float, ...]]] = [(end, (factor,)) for end, factor in steps]
     wide = "f64" if param_dtype == "f64" else "f32"
-    _native.step(
+    kernels().step(
         _rules.LAMB, True, n, param, param_low, None, None, None, None, None, copy_out, update,
         param_dtype, wide, wide, copy_dtype, rows, False, element_offset, seed, step, threads,
     )  # fmt: skip

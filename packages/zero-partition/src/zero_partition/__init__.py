@@ -19,6 +19,7 @@ from .data_watch import change_class, present_class
 from .errors import EditRefusedError, NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
 from .gradients import UnitGradients
+from .host_facts import storage_address
 from .initialisation import Init, NewShard, ShardedParameter, sharded_record
 from .layout import Fragment, Layout, LayoutEntry, UnitLayout
 from .leaves import LeafTree
@@ -90,5 +91,6 @@ __all__ = [
     "set_leaf_modules",
     "sharded_record",
     "start_in_reduced",
+    "storage_address",
     "unregister_external_parameter",
 ]

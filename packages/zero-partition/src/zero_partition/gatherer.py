@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, cast
 
+from .host_facts import storage_address
 from .live import LiveElements
 from .messages import StepNumber
 from .residency import Residency
@@ -185,7 +186,7 @@ class OrderedGathers:
 
     def _issue(self, unit: Unit) -> None:
         unit.issue_gather(self._step.value)
-        self._by_address[unit.flat.untyped_storage().data_ptr()] = unit
+        self._by_address[unit.flat.untyped_storage().data_ptr() or storage_address(unit.flat)] = unit
 
 
 class GatherWaits(Protocol):

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from .calls import ModuleCalls, RunningCall
 from .errors import PartitionError, ReleasedParameterError
 from .gradient_hook import GradientHook
+from .host_facts import storage_address
 from .scripted import reports_calls, takes_hooks
 from .unit import Unit, UnitState
 
@@ -384,6 +385,6 @@ def wraps_tensors() -> bool:
 
 def _address(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage().data_ptr() or storage_address(tensor)
     except (NotImplementedError, RuntimeError):  # sparse and functional tensors have no storage of their own
         return 0

@@ -6,6 +6,7 @@ Call them inside `unit_edits.plainly`: released parameters answer by Python code
 from __future__ import annotations
 
 import operator
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -67,6 +68,25 @@ def exchange_classes(tensors: Sequence[torch.Tensor], other: Callable[[type], ty
         if exchanged is not kind:
             chosen = tensors if len(kinds) == 1 else [tensor for tensor in tensors if type(tensor) is kind]
             deque(map(setattr, chosen, repeat("__class__"), repeat(exchanged)), maxlen=0)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return True for torch's fake tensors, which have everything but memory."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # where nobody has imported it, there are none
+    return fakes is not None and isinstance(tensor, fakes.FakeTensor)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return True when a tensor has no class of its own; torch's fake tensors stand for plain ones."""
+    return type(tensor) is torch.Tensor or is_fake(tensor)
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of the memory that a tensor is in; a fake one has a number in its place that no other live
+    storage has. Raises what torch does for tensors without a storage of their own, as sparse ones."""
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    return storage._cdata if not address and is_fake(tensor) else address
 
 
 def install(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -88,7 +88,8 @@ def need_of(optimizer: Optimizer) -> Need:
         return Need.ELEMENTS
     if isinstance(optimizer, AveragingOptimizer):
         return Need.MODEL
-    found = [_probe(optimizer, group) for group in optimizer.param_groups]
+    with torch._C._DisableTorchDispatch():  # the probe computes with values, also where the script's tensors are fake
+        found = [_probe(optimizer, group) for group in optimizer.param_groups]
     return next((need for need in (Need.MODEL, Need.PARAMETERS) if need in found), Need.ELEMENTS)
 
 

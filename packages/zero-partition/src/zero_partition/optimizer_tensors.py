@@ -235,12 +235,12 @@ class FragmentValues(torch.Tensor):
             return self.as_subclass(torch.Tensor).clone()
 
 
-def _plain(_kind: type) -> type:
-    return nn.Parameter
+def _plain(kind: type) -> type:
+    return nn.Parameter if kind is _Fragment else kind
 
 
-def _guarded(_kind: type) -> type:
-    return _Fragment
+def _guarded(kind: type) -> type:
+    return _Fragment if kind is nn.Parameter else kind  # torch's fake tensors have a class of their own
 
 
 def _reader() -> FrameType:

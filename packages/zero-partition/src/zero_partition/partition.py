@@ -16,6 +16,7 @@ from .data_watch import unwatch_data, watch_data
 from .errors import PartitionError
 from .external import external_parameters
 from .gradients import UnitGradients
+from .host_facts import is_plain, storage_address
 from .initialisation import forget_record, sharded_record
 from .layout import Layout, UnitLayout
 from .leaves import LeafTree
@@ -198,10 +199,10 @@ class Partition:
         seen: set[int] = set()
 
         def nbytes(tensor: torch.Tensor | None) -> int:
-            if tensor is None or (storage := tensor.untyped_storage()).data_ptr() in seen:
+            if tensor is None or (address := storage_address(tensor)) in seen:
                 return 0
-            seen.add(storage.data_ptr())
-            return storage.nbytes()
+            seen.add(address)
+            return tensor.untyped_storage().nbytes()
 
         gathered = sum(nbytes(u.flat) for u in self.units)
         if isinstance(self.residency, DeviceResidency):
@@ -328,7 +329,7 @@ class Partition:
                 if moved is not buffer:
                     module._buffers[key] = moved
         for name, parameter in model.named_parameters():
-            if name in self.replicated and type(parameter.data) is torch.Tensor and parameter.numel():
+            if name in self.replicated and is_plain(parameter.data) and parameter.numel():
                 parameter.data = parameter.data.to(self.device).contiguous()
                 self.groups.broadcast(parameter.data, 0, Tag("broadcast", name))
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .errors import PartitionError
+from .host_facts import is_plain, storage_address
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def _tensors(model: nn.Module) -> Iterator[_Named]:
 
 
 def _place(kind: str, name: str, tensor: torch.Tensor) -> Iterator[_Named]:
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+    if not is_plain(tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return
     if tensor.numel() > 1 and not any(tensor.stride()):
         return  # one element in another shape: what `Init` leaves, or a constant
@@ -58,7 +59,7 @@ def _place(kind: str, name: str, tensor: torch.Tensor) -> Iterator[_Named]:
     size = tensor.element_size()
     first = int(tensor.storage_offset()) * size
     end = first + (int(last) + 1) * size
-    yield _Named(kind, name, tensor, tensor.untyped_storage().data_ptr(), first, end)
+    yield _Named(kind, name, tensor, storage_address(tensor), first, end)
 
 
 def _overlapping(group: list[_Named]) -> tuple[_Named, _Named] | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from zero_comm import Tag, Work
 
-from .host_facts import install
+from .host_facts import install, storage_address
 from .layout import UnitLayout
 from .live import LiveElements
 from .placeholder import Placeholders
@@ -258,7 +258,7 @@ class Unit:
             return None
         if self.master is not None:
             shard = self._residency.acquire(self.name)
-            if self.master.data_ptr() != shard.data_ptr():
+            if not self.master.is_set_to(shard):
                 shard.copy_(self.master)
             self._residency.release(self.name, dirty=True)
         if self.releasable or not self.plan.trainable:
@@ -274,9 +274,9 @@ class Unit:
         self.route.weights_changed()
         start, end = self.layout.shard_range(self.route.rank)
         shard = self._residency.acquire(self.name)
-        if shard.data_ptr() != self.flat[start:end].data_ptr():
+        if not shard.is_set_to(self.flat[start:end]):
             shard.copy_(self.flat[start:end])
-        own_master = self.master is not None and self.master.data_ptr() not in (shard.data_ptr(), self.flat.data_ptr())
+        own_master = self.master is not None and not any(map(self.master.is_set_to, (shard, self.flat)))
         self._residency.release(self.name, dirty=True)
         self._note_stale_masters()
         if self.master is not None and own_master:
@@ -362,7 +362,7 @@ class Unit:
                 end = fragment.param_offset + fragment.length
                 new = values[number].flatten()[fragment.param_offset : end]
                 place = slice(fragment.shard_offset, fragment.shard_offset + fragment.length)
-                apart = self.master is not None and self.master.data_ptr() != shard.data_ptr()
+                apart = self.master is not None and not self.master.is_set_to(shard)
                 shard[place].copy_(new)
                 if self.master is not None and apart:
                     _follow(self.master[place], shard[place])
@@ -388,16 +388,18 @@ class Unit:
         """Return what each parameter is while it is released; none where it never is."""
         return self._placeholders.views if self.releasable else []
 
-    def holds_storage(self, storage_address: int) -> bool:
-        """Return whether a storage (by `UntypedStorage.data_ptr`) is the gathered flat buffer's."""
-        return self.state is not UnitState.RELEASED and self.flat.untyped_storage().data_ptr() == storage_address
+    def holds_storage(self, address: int) -> bool:
+        """Return whether a storage (by `host_facts.storage_address`) is the gathered flat buffer's."""
+        if self.state is UnitState.RELEASED:
+            return False
+        return (self.flat.untyped_storage().data_ptr() or storage_address(self.flat)) == address
 
     def _own_slice(self) -> torch.Tensor:
         """This rank's slice of the flat buffer, holding its shard."""
         start, end = self.layout.shard_range(self.route.rank)
         mine = self.flat[start:end]
         shard = self._residency.acquire(self.name)
-        if shard.data_ptr() != mine.data_ptr():
+        if not shard.is_set_to(mine):
             mine.copy_(shard)  # what the store lent is given back while the gather runs
         self._residency.release(self.name, dirty=False)
         return mine

@@ -87,6 +87,8 @@ class UnitEdits:
         if alias is None or not alias.is_set_to(data) or alias.dtype is not data.dtype:
             self._lent[number] = (data, _UNKNOWN if self._is_written(number) else data._version)
             alias = data
+        if type(alias) is not torch.Tensor:
+            return alias.detach()
         lent: torch.Tensor = torch.Tensor._make_subclass(torch.Tensor, alias)  # shares the version counter
         return lent
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .errors import PartitionError
+from .host_facts import is_plain
 from .released import ReleasedValues
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -97,9 +98,9 @@ def replicated_parameters(model: nn.Module) -> dict[str, str]:
 
 def reason_replicated(parameter: nn.Parameter) -> str | None:
     """Return why a parameter cannot be part of a flat buffer, or None."""
-    kind = type(parameter.data)
-    if kind not in (torch.Tensor, ReleasedValues):  # the latter: Init has built and sharded it
-        return f"it is a tensor subclass ({kind.__name__})"
+    values = parameter.data
+    if not is_plain(values) and type(values) is not ReleasedValues:  # the latter: Init has built and sharded it
+        return f"it is a tensor subclass ({type(values).__name__})"
     if parameter.layout != torch.strided:
         return f"its layout is {parameter.layout}"
     if not parameter.is_floating_point():

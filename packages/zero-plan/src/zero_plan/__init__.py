@@ -1,18 +1,20 @@
 """Say what a training run needs, before it runs: memory by tier, bytes by link, operations, and what binds.
 
-Nothing here imports torch, except `count_parameters` when it is given a model. Read `states.py` first.
+Nothing here imports torch, except `count_parameters` when it is given a model, and `plan`. Read `states.py` first.
 """
 
 from __future__ import annotations
 
 from . import infinity
 from .activations import activation_bytes, block_activation_bytes, loss_bytes, working_bytes
+from .dry import plan
 from .errors import PlanError
 from .estimate import Fit, StepEstimate, estimate_step
 from .estimators import Estimate, EstimateRow, estimate_zero1, estimate_zero2, estimate_zero3
 from .limits import Bound, StepTime, Wear, bounds, step_time, wear
 from .live import ParameterCount, count_parameters, estimate_zero1_live, estimate_zero2_live, estimate_zero3_live
 from .machine import Machine, Value, load_machine, parse_machine, presets
+from .planned import HeldRow, Plan, RankPlan, SentRow
 from .setup import Setup, StateBytes
 from .states import StateRow, by_tier, largest_model, model_states, model_states_per_rank
 from .traffic import Collective, LinkBytes, TierBytes, collectives, link_bytes, tier_bytes
@@ -26,10 +28,14 @@ __all__ = [
     "Estimate",
     "EstimateRow",
     "Fit",
+    "HeldRow",
     "LinkBytes",
     "Machine",
     "ParameterCount",
+    "Plan",
     "PlanError",
+    "RankPlan",
+    "SentRow",
     "Setup",
     "StateBytes",
     "StateRow",
@@ -61,6 +67,7 @@ __all__ = [
     "model_states",
     "model_states_per_rank",
     "parse_machine",
+    "plan",
     "presets",
     "step_flops",
     "step_time",

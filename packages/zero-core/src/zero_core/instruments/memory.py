@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 import psutil
 import torch
 
-from zero_partition import DeviceResidency
+from zero_partition import DeviceResidency, storage_address
 
 from ..text import mebibytes, table
 
@@ -100,11 +100,11 @@ class _Count:
     def rows(self, unit: str, kind: str, tensors: Iterable[torch.Tensor]) -> Iterator[MemoryRow]:
         by_tier: dict[str, int] = {}
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in self._seen:
-                self._seen.add(storage.data_ptr())
+            nbytes, address = tensor.untyped_storage().nbytes(), storage_address(tensor)
+            if nbytes and address not in self._seen:
+                self._seen.add(address)
                 tier = "device" if tensor.device.type == self._device.type else "host"
-                by_tier[tier] = by_tier.get(tier, 0) + storage.nbytes()
+                by_tier[tier] = by_tier.get(tier, 0) + nbytes
         for tier, nbytes in by_tier.items():
             yield MemoryRow(unit, kind, tier, nbytes)
 

@@ -15,6 +15,7 @@ from zero_ckpt import Interval, SoloCoordinator, save_sharded
 from zero_ckpt.torch import DistCoordinator, Stager, tensor_buffer
 from zero_config import Config
 from zero_core.engine import Engine
+from zero_core.supervision import Unsupervised
 from zero_core.training import Observer, Unobserved
 from zero_partition import StepResult, UnitLimits
 from zero_precision import cast_floating, parse_dtype
@@ -27,7 +28,7 @@ class Enough(BaseException):
     """Every engine of the script has taken the steps asked for."""
 
 
-class Recorder:
+class Recorder(Unsupervised):
     """Supervises a script (see `zero_core.supervision.Supervisor`): gives its engines the configuration of ``variant``
     and records them under ``folder`` until each has taken ``steps`` steps, then raises `Enough`.
 

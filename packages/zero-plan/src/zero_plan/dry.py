@@ -1,0 +1,56 @@
+"""Plan a run by running the engine itself over tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .errors import PlanError, at_least_one
+from .planned import Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def plan(
+    model_fn: Callable[[], nn.Module],
+    config: Any,
+    *,
+    batch: Any,
+    world_size: int,
+    ranks: Iterable[int] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> Plan:
+    """Return what a run needs, as the engine itself asks for it: `zero_core.initialize`, forward, backward and step run
+    in this process as one rank after the other, over tensors that have shapes and no memory.
+
+    ``model_fn``: makes the model; ``config``: as for `zero_core.initialize`, with an optimizer. ``batch``: one
+    micro-batch, of which only shapes and dtypes count: what the model is called with, a mapping of keyword arguments, a
+    tuple of arguments, or one argument. ``ranks``: by default the first and the last. ``loss``: of the model's output;
+    by default its ``loss``, the first of a tuple, or itself. Needs `pip install zero-plan[dry-run]`.
+
+    The compute device is the CPU; offload to NVMe and of activations is refused. Raises `PlanError` for what cannot be
+    planned, naming the line where code asks for a value, and what `zero_core.initialize` raises.
+    """
+    at_least_one(world_size=world_size)
+    chosen = tuple(dict.fromkeys((0, world_size - 1) if ranks is None else ranks))
+    for rank in chosen:
+        if not 0 <= rank < world_size:
+            raise PlanError(f"ranks: expected ranks from 0 to {world_size - 1}, got {rank}")
+    try:
+        from .dry_run import rehearse
+    except ModuleNotFoundError as error:
+        raise PlanError(f"a dry run needs {error.name}: pip install 'zero-plan[dry-run]'") from error
+    found = [rehearse(model_fn, config, batch, loss or loss_of, rank, world_size) for rank in chosen]
+    return Plan(world_size, tuple(found))
+
+
+def loss_of(output: Any) -> Any:
+    """Return the loss in a model's output: its ``loss``, the first of a tuple, or the output itself."""
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    found = getattr(output, "loss", None)
+    if found is not None:
+        return found
+    return output[0] if isinstance(output, (tuple, list)) and output else output

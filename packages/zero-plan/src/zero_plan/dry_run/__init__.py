@@ -1,0 +1,11 @@
+"""The real engine over tensors without memory. Read `rank.py` first.
+
+`world.py` makes torch.distributed any rank of a world of any size, `fakes.py` has tensors that have shapes and no
+values, `memory.py` follows their storages.
+"""
+
+from __future__ import annotations
+
+from .rank import rehearse
+
+__all__ = ["rehearse"]

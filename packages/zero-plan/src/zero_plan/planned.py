@@ -1,0 +1,55 @@
+"""The findings of a dry run: what each rank holds and sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class HeldRow(NamedTuple):
+    """Bytes of one kind of model state that a rank holds for one unit on one tier, as the engine counts them."""
+
+    unit: str
+    kind: str
+    tier: str
+    nbytes: int
+
+
+class SentRow(NamedTuple):
+    """Collectives of one phase for one unit in a step, and the bytes that the rank sends in them, as the engine's
+    ledger counts them; ``across_bytes``: those that leave the node."""
+
+    phase: str
+    name: str
+    calls: int
+    sent_bytes: int
+    across_bytes: int
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The needs of one rank.
+
+    ``held``: model states between two steps. ``sent``: what a step sends once the engine has learned its orders; the
+    phase "control" is its messages, whose size may depend on values.
+    """
+
+    rank: int
+    held: tuple[HeldRow, ...]
+    sent: tuple[SentRow, ...]
+
+    def held_bytes(self, tier: str = "device") -> int:
+        """Return the bytes of all model states on a tier."""
+        return sum(row.nbytes for row in self.held if row.tier == tier)
+
+    def sent_bytes(self) -> int:
+        """Return the bytes that a step sends, without messages."""
+        return sum(row.sent_bytes for row in self.sent if row.phase != "control")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The needs of a run's ranks; ``ranks`` are those that were asked for."""
+
+    world_size: int
+    ranks: tuple[RankPlan, ...]
