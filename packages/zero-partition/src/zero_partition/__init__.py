@@ -20,7 +20,7 @@ from .errors import EditRefusedError, NonFiniteGradientError, PartitionError, Re
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
 from .gradients import UnitGradients
 from .host_facts import storage_address
-from .initialisation import Init, NewShard, ShardedParameter, sharded_record
+from .initialisation import Init
 from .layout import Fragment, Layout, LayoutEntry, UnitLayout
 from .leaves import LeafTree
 from .model_parts import ModelParts, TensorParallelModel, UnsplitModel
@@ -30,6 +30,7 @@ from .optimizer import ShardedOptimizer, StepResult
 from .partition import Partition, owner_of, partition
 from .planning import PartitionOptions
 from .residency import DeviceResidency, Residency
+from .sharded_parameter import NewShard, ShardedParameter, sharded_record
 from .tier import MakeStates, ShardNeeds, StateTier
 from .tiling import TiledLinear
 from .unit import Unit, UnitState

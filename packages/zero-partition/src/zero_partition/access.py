@@ -11,9 +11,9 @@ from torch import nn
 from zero_comm import Tag
 
 from .errors import EditRefusedError, PartitionError
-from .initialisation import sharded_record
 from .optimizer import ShardedOptimizer
 from .partition import Partition, owner_of
+from .sharded_parameter import sharded_record
 from .tier import StateTier
 from .unit import Unit, UnitState
 from .updates import OwnedFragment

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,154 +21,17 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_comm import Control, Group, Message, Tag
 
-from .placeholder import Placeholders
-from .released import mark_present
+from .sharded_parameter import NewShard, ShardedParameter, in_memory, sharded_record
 from .units import reason_replicated
 
 logger = logging.getLogger("zero_partition")
 
-_RECORD = "_zero_cut"  # the one attribute that a parameter carries, from Init until a unit owns it
-_NUMBERS = itertools.count()
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _METADATA = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim")]
     + [getattr(torch.Tensor, name).__get__ for name in ("grad", "grad_fn", "layout", "is_meta")]
     + [getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__")]
 )
-
-
-class NewShard(Protocol):
-    """Makes the memory of a shard: 1-D, ``numel`` elements of any value."""
-
-    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, /) -> torch.Tensor: ...
-
-
-class ShardedParameter:
-    """A parameter of which this rank holds 1/N: ``shard`` (1-D, padded), in the dtype that the user's code asked for
-    until `convert`.
-
-    It is full at first. `reshard` takes the present values and releases it, `gather` makes it full again so that code
-    can work on it. ``init``: the context that cut it.
-
-    Attributes:
-        number: position in the order of creation, which is the same on all ranks.
-        pinned: the user has gathered it.
-    """
-
-    def __init__(self, parameter: nn.Parameter, group: Group, new_shard: NewShard, init: Init) -> None:
-        self._init = weakref.ref(init)
-        self._parameter = weakref.ref(parameter)
-        self._group = group
-        self._new_shard = new_shard
-        self._shape = parameter.shape
-        self.number = next(_NUMBERS)
-        self.is_full = True
-        self.pinned = False
-        setattr(parameter, _RECORD, self)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the full parameter."""
-        return self._shape.numel()
-
-    def reshard(self) -> None:
-        """Keep this rank's slice and make the parameter a placeholder; nothing when it is one already."""
-        parameter = self._parameter()
-        if parameter is None or not self.is_full:
-            return
-        with torch._C.DisableTorchFunction():  # Init does not take this for a use of the parameter
-            self._shape = parameter.shape
-            size = -(-self.numel // self._group.world_size)
-            part = parameter.data.reshape(-1)[self._group.rank * size : (self._group.rank + 1) * size]
-            self.shard = self._new_shard(size, parameter.dtype, parameter.device)
-            self.shard[: part.numel()].copy_(part)
-            self.shard[part.numel() :].zero_()
-            self._release(parameter)
-
-    def forget_changes(self) -> None:
-        """Make the parameter a placeholder again with the values that it had when it was sharded last."""
-        parameter = self._parameter()
-        if parameter is not None and self.is_full:
-            with torch._C.DisableTorchFunction():
-                self._release(parameter)
-
-    def convert(self, dtype: torch.dtype) -> None:
-        """Reshard the parameter and have it in ``dtype`` from now on."""
-        self.reshard()
-        parameter = self._parameter()
-        if parameter is not None and self.shard.dtype != dtype:
-            before, self.shard = self.shard, self._new_shard(self.shard.numel(), dtype, self.shard.device)
-            self.shard.copy_(before)
-            self._release(parameter)
-
-    def _release(self, parameter: nn.Parameter) -> None:
-        named = [("built inside Init", parameter)]
-        self._placeholder = Placeholders(named, self.shard.dtype, self.shard.device)
-        self._placeholder.install()
-        self.is_full = False
-
-    def meet(self, others: Sequence[ShardedParameter]) -> None:
-        """Raise `DesyncError` on every rank, while the context is open, where not all are about to gather this
-        parameter and ``others``. Collective."""
-        init = self._init()
-        if init is not None:
-            init.meet([self, *others])
-
-    def gather(self) -> None:
-        """Make the parameter full, in memory of its own. Collective."""
-        parameter = self._parameter()
-        if parameter is not None and not self.is_full:
-            with torch._C.DisableTorchFunction():
-                values = self.read()
-                mark_present([parameter])
-                parameter.data = values
-            self.is_full = True
-
-    def take_from(self, rank: int) -> None:
-        """Give every rank the values that ``rank`` has in the full parameter. Collective."""
-        parameter = self._parameter()
-        if parameter is not None and self.is_full:
-            with torch._C.DisableTorchFunction():
-                values = parameter.data.contiguous()
-                self._group.broadcast(values, rank, Tag("broadcast", "a parameter built inside Init")).wait()
-                parameter.data = values
-
-    def digest(self) -> str:
-        """A hash of dtype, shape and values of the full parameter."""
-        parameter = self._parameter()
-        if parameter is None:
-            return ""
-        with torch._C.DisableTorchFunction():
-            values = parameter.data.contiguous().cpu().view(-1).view(torch.uint8).numpy()
-            kind = f"{parameter.dtype} {tuple(parameter.shape)}".encode()
-        return hashlib.sha256(kind + hashlib.sha256(values.data).digest()).hexdigest()[:16]
-
-    def replaced(self) -> None:
-        """The parameter's data was assigned: it is full with these values."""
-        parameter = self._parameter()
-        if parameter is not None:
-            mark_present([parameter])
-        self.is_full = True
-
-    def read(self) -> torch.Tensor:
-        """Return the full values in the parameter's shape; the parameter itself stays as it is. Collective."""
-        parameter = self._parameter()
-        if self.is_full and parameter is not None:
-            return parameter.data
-        self._placeholder.verify()
-        full = self.shard.new_empty(self.shard.numel() * self._group.world_size)
-        self._group.all_gather(full, self.shard, Tag("gather", "a parameter built inside Init")).wait()
-        return full[: self.numel].view(self._shape)
-
-
-def sharded_record(parameter: object) -> ShardedParameter | None:
-    """Return the record of a parameter that an `Init` context has sharded and no unit owns yet."""
-    return getattr(parameter, _RECORD, None) if isinstance(parameter, nn.Parameter) else None
-
-
-def forget_record(parameter: nn.Parameter) -> None:
-    """A unit owns the parameter from now on."""
-    delattr(parameter, _RECORD)
 
 
 class Init:
@@ -199,7 +61,7 @@ class Init:
         self._control = control
         self._max_full_numel = max_full_numel
         self._shards = group.world_size > 1 or new_shard is not None
-        self._new_shard: NewShard = new_shard if new_shard is not None else _in_memory
+        self._new_shard: NewShard = new_shard if new_shard is not None else in_memory
         self._open = False
         self._handles: list[RemovableHandle] = []
         self._built: dict[int, weakref.ref[nn.Module]] = {}
@@ -398,7 +260,3 @@ def _leaves_meta(args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     if not isinstance(like, nn.Parameter) or not like.is_meta or there is None:
         return False
     return (keywords.get("dtype") or like.dtype).is_floating_point and torch.device(there).type != "meta"
-
-
-def _in_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)

@@ -17,7 +17,6 @@ from .errors import PartitionError
 from .external import external_parameters
 from .gradients import UnitGradients
 from .host_facts import is_plain, storage_address
-from .initialisation import forget_record, sharded_record
 from .layout import Layout, UnitLayout
 from .leaves import LeafTree
 from .live import LiveElements
@@ -26,6 +25,7 @@ from .planning import PartitionOptions, agree_on_model, kept_fp32, plan_sharding
 from .residency import DeviceResidency, Readers, Residency
 from .route import Route, Secondary
 from .runtime import Runtime
+from .sharded_parameter import forget_record, sharded_record
 from .shared_storage import refuse_shared_storage
 from .tier import MakeStates, ShardNeeds
 from .unit import Unit
