@@ -28,6 +28,7 @@ from .torch_calls import FACTS, VIEWS, attribute_of, name_of, writes
 _PRESENT = "_zero_present_class"
 WATCHED = "_zero_watched_class"  # of a class of data_watch.py: the user's class that it stands for
 _SHAPED_LIKE = frozenset("expand_as reshape_as type_as view_as".split())
+_FORMAT = "memory_format"
 _CASTS = frozenset("bfloat16 cpu cuda double float half to type".split())
 
 
@@ -114,6 +115,7 @@ def _call(
     if name == "__set__" and attribute_of(func) == "data" and not _holds(args[1]):
         mark_present([args[0]])  # from now on it has the values that it was given
     if _needs_no_values(func, name, args, keywords):
+        keywords = _without_format(keywords) if name in _CASTS else keywords
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **keywords)
             parameter = _parameter_of(args[0]) if args else None
@@ -167,13 +169,18 @@ def _needs_no_values(func: Any, name: str, args: tuple[Any, ...], keywords: dict
 
 def _changes_nothing(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     """Return whether a cast gives the tensor itself, as ``module.to`` of the present dtype and device does, or needs
-    only the dtype of a released argument."""
+    only the dtype of a released argument. A memory format changes nothing: a unit's parameters are contiguous."""
     if not _holds(args[0]):
         return True
     with torch._C.DisableTorchFunctionSubclass():
-        like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
-        cast = getattr(like, name)(*args[1:], **keywords)
+        like = torch.empty([1] * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
+        getattr(like, name)(*args[1:], **keywords)  # raises what torch has against the format
+        cast = getattr(like, name)(*args[1:], **_without_format(keywords))
     return cast is like or not isinstance(cast, torch.Tensor)
+
+
+def _without_format(keywords: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keywords.items() if key != _FORMAT}
 
 
 def _by_gradient_edge(arguments: Any) -> list[Any]:
