@@ -22,6 +22,7 @@ from .audit import Auditor
 from .checkpoint import CustomLoad, Resumed, Wanted
 from .checkpointing import Checkpointing
 from .composition import EngineParts
+from .copying import refuse_copy, refuse_pickle, share
 from .data_loader import RankLoader
 from .delegation import Delegated
 from .instruments import Instruments, communication_table, memory_rows, memory_table
@@ -94,6 +95,7 @@ class Engine(nn.Module):
     offloading = Delegated[Offloading]("_parts")
     observer = Delegated[Observer]("_parts.training")
     load_report = Delegated[LoadReport | None]("_parts.checkpoints", "report")
+    __copy__, __deepcopy__, __reduce_ex__ = share, refuse_copy, refuse_pickle
 
     def __init__(self, state: TrainingState, parts: EngineParts) -> None:
         super().__init__()
