@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,3 +149,8 @@ def outcome(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def recorded(path: Path, **changes: Any) -> dict[str, Any]:
+    """Return the changes of a configuration that record the run at ``path``, and ``changes``."""
+    return {"run_record": {"path": str(path)}, **changes}
