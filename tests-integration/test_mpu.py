@@ -226,5 +226,5 @@ def test_what_an_mpu_cannot_say_is_refused_by_name_on_every_rank() -> None:
         assert "UsageError" in pipeline and "pipeline parallelism" in pipeline
         assert "UsageError" in odd and "rank 1's data-parallel group is [1, 3], rank 3's is [2, 3]" in odd
         assert "get_data_parallel_group" in none
-        for said in (lamb, muon):
+        for said in (lamb,) if torch.__version__ < (2, 9) else (lamb, muon):  # torch 2.9 brought Muon
             assert "PartitionError" in said and "layers.0.up" in said and "model_parallel" in said

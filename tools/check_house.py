@@ -4,6 +4,8 @@
 * At most one file of zero-offload and of zero-ckpt imports zero-nvme-aio (the `nvme` extra).
 * No product file swallows every exception without a word, carries a to-do, names a machine's own folder or a
   registry's host.
+* What a version of torch lacks is handled in a package's one `compat.py`: each of its names says for which version, in
+  its docstring, and chooses by the version's number. No other file asks for torch's version to choose by it.
 * No class name stands in two packages, or twice in one, unless all but one of its docstrings say what it is "Named as".
 * `ruff format` changes nothing.
 * Every package has its README, CHANGELOG and LICENSE, a static version, and its siblings pinned to its own series.
@@ -32,6 +34,8 @@ FORBIDDEN = {
     "a to-do": re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
     "a merge conflict": re.compile(r"^(?:<{7} |>{7} )", re.MULTILINE),
 }
+
+TORCH_VERSION = re.compile(r"torch\s+(?:before\s+)?2\.\d+")
 
 
 def import_name(package: Path) -> str:
@@ -116,6 +120,42 @@ def written_down(path: Path) -> Iterator[str]:
         yield from silent_handlers(path, text)
 
 
+def compatibility(package: Path) -> Iterator[str]:
+    """Complaints about how a package's sources deal with versions of torch."""
+    files = sorted((package / "src").rglob("*.py"))
+    compats = [path for path in files if path.name == "compat.py"]
+    if len(compats) > 1:
+        yield f"{package.name}: {len(compats)} files are named compat.py, one is allowed"
+    for path in files:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        yield from nameless_versions(path, tree) if path.name == "compat.py" else compared_versions(path, tree)
+
+
+def nameless_versions(path: Path, tree: ast.Module) -> Iterator[str]:
+    """Complaints about a `compat.py`: names that say no version, and choices that are not by the version's number."""
+    documented: list[tuple[str, int, str]] = []
+    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            documented.append((node.name, node.lineno, ast.get_docstring(node) or ""))
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            words = after.value if isinstance(after, ast.Expr) else None
+            documented.append((name, node.lineno, str(words.value) if isinstance(words, ast.Constant) else ""))
+    for name, line, text in documented:
+        if not TORCH_VERSION.search(text):
+            yield f"{path.relative_to(ROOT)}:{line}: {name} has no 'torch 2.N' in its docstring"
+    for node in ast.walk(tree):
+        asks = isinstance(node, ast.Call) and ast.unparse(node.func) in {"hasattr", "getattr"}
+        if asks or isinstance(node, ast.Try):
+            yield f"{path.relative_to(ROOT)}:{node.lineno}: choose by TORCH, the version, not by what an attempt gives"
+
+
+def compared_versions(path: Path, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and "torch.__version__" in ast.unparse(node):
+            yield f"{path.relative_to(ROOT)}:{node.lineno}: a choice by torch's version belongs into compat.py"
+
+
 def namesakes() -> Iterator[str]:
     """Complaints about classes of one name: one bears it for good, the docstring of each other says "Named as …"."""
     found: dict[str, list[tuple[str, bool]]] = {}
@@ -170,6 +210,7 @@ def main() -> int:
         if package.name in {"zero-offload", "zero-ckpt"}:
             complaints += one_door_to_nvme(package)
     complaints += [line for path in tracked() for line in written_down(path)]
+    complaints += [line for package in PACKAGES for line in compatibility(package)]
     complaints += namesakes()
     complaints += unformatted()
     print("\n".join(complaints) or f"house rules: {len(PACKAGES)} packages, no complaint")

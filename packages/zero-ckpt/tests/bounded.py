@@ -16,6 +16,14 @@ try:
 except Exception as error:
     print(repr(error))
 """
+OPEN_BESIDE_TORCH = f"""
+import resource
+import zero_ckpt.conversion.dcp
+nbytes = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (2 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+{OPEN}
+"""
+"""As `OPEN`, with 2 GiB beyond what torch takes, which is 4 GiB of addresses for builds with CUDA."""
 
 
 def in_bounds(code: str, *arguments: object, memory: int = MEMORY) -> str:

@@ -25,6 +25,11 @@ def values(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
     return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def own_lines(stdout: str) -> list[str]:
+    """What a script itself printed: up to torch 2.10, gloo says on standard output whom it is connected to."""
+    return [line for line in stdout.splitlines() if not line.startswith("[Gloo]")]
+
+
 def failure_of(call: object, *args: object) -> str:
     """The type and text of what ``call(*args)`` raises; "none" when it returns."""
     try:

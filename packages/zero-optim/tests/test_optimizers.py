@@ -51,6 +51,7 @@ def test_lion_is_the_papers_algorithm() -> None:
         torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch.optim.Muon came with torch 2.9")
 def test_muon_takes_matrices_that_are_no_embedding_unless_a_parameter_says_otherwise() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "one": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
     model["other"].weight.use_muon = False
@@ -58,6 +59,13 @@ def test_muon_takes_matrices_that_are_no_embedding_unless_a_parameter_says_other
     optimizer = MuonWithAdam.over(model, list(model.parameters()), arguments)
     by_kind = {group["use_muon"]: group["params"] for group in optimizer.param_groups}
     assert [p is model["one"].weight for p in by_kind[True]] == [True] and len(by_kind[False]) == 4
+
+
+@pytest.mark.skipif(torch.__version__ >= (2, 9), reason="from torch 2.9 on there is a torch.optim.Muon")
+def test_before_torch_2_9_muon_is_refused_by_name_and_the_rest_is_not() -> None:
+    with pytest.raises(ImportError, match="Muon needs torch 2.9 or later, this is torch 2.8"):
+        MuonWithAdam([{"params": three(), "use_muon": True}])
+    assert len(MuonWithAdam([{"params": three(), "use_muon": False}]).param_groups) == 1
 
 
 @pytest.mark.parametrize("kind", [Lamb, OneBitLamb])

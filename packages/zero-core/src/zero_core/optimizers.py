@@ -55,7 +55,7 @@ def build_optimizer(
     name, arguments = config.optimizer.type, config.optimizer.params.kwargs()
     on_cpu = device.type == "cpu" or config.zero_optimization.offload_optimizer.device != "none"
     if name == "muon":
-        return MuonWithAdam.over(model, chosen, arguments)
+        return _muon(model, chosen, arguments)
     if name in ("adam", "adamw"):
         return _adam(chosen, arguments, decoupled=config.optimizer.decoupled_weight_decay, on_cpu=on_cpu)
     if name == "adagrad":
@@ -72,6 +72,13 @@ def build_optimizer(
         return _one_bit(name, chosen, arguments)
     by_name: Optimizer = getattr(torch.optim, name)(chosen, **arguments)
     return by_name
+
+
+def _muon(model: nn.Module, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
+    try:
+        return MuonWithAdam.over(model, parameters, arguments)
+    except ImportError as error:  # from torch before 2.9
+        raise UsageError(f"optimizer.type: {error}") from error
 
 
 def _adam(parameters: Any, arguments: dict[str, Any], *, decoupled: bool, on_cpu: bool) -> Optimizer:

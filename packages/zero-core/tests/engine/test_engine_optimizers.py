@@ -128,10 +128,20 @@ def whole(name: str, stage: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stage", (0, 1, 3))
-@pytest.mark.parametrize("name", ("lamb", "muon"))
+@pytest.mark.parametrize("name", ("lamb",) if torch.__version__ < (2, 9) else ("lamb", "muon"))
 def test_optimizers_that_look_at_whole_parameters_by_name(name: str, stage: int) -> None:
     for result in run_ranks(whole, RANKS, name, stage):
         assert result["distance"] <= 1e-12
+
+
+def refused_muon() -> None:
+    with pytest.raises(zero_core.UsageError, match="optimizer.type: Muon needs torch 2.9 or later, this is torch 2.8"):
+        start(1, optimizer={"type": "Muon", "params": {"lr": 0.01}})
+
+
+@pytest.mark.skipif(torch.__version__ >= (2, 9), reason="from torch 2.9 on there is a torch.optim.Muon")
+def test_before_torch_2_9_muon_is_refused_by_the_name_of_its_key() -> None:
+    run_ranks(refused_muon, RANKS)
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

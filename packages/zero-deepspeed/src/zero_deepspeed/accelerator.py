@@ -140,7 +140,7 @@ class Accelerator:
     def empty_cache(self) -> None:
         """Give back memory that torch keeps for later."""
         if not self._on_cpu:
-            torch.accelerator.empty_cache()
+            self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes in use; on the CPU the process's resident bytes."""

@@ -294,7 +294,7 @@ class DeepSpeedEngine(nn.Module):
         """Give back the accelerator memory that torch keeps for later; parameters are released after each pass."""
         self.zero_engine.training_state.check_open("empty_partition_cache")
         if self.device.type != "cpu":
-            torch.accelerator.empty_cache()
+            torch.get_device_module(self.device).empty_cache()
 
     def destroy(self, unshard: bool = True) -> None:
         """As `Engine.destroy`; the parameters are plain ones again."""

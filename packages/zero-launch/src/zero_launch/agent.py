@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from zero_launch.compat import shutdown_timeout
 from zero_launch.desync import FlightRecord, Watcher, abandoned, explain
 from zero_launch.orders import END, Orders
 from zero_launch.presence import HostPresence, Presence
@@ -162,7 +163,7 @@ class Agent(LocalElasticAgent):
         ranks_now: Callable[[], int] | None = None,
         own_signals: Sequence[signal.Signals] = (),
     ) -> None:
-        super().__init__(spec, logs_specs=files, shutdown_timeout=1)
+        super().__init__(spec, logs_specs=files)
         self._files = files
         self._job_id = job_id
         self._grace_seconds = grace_seconds
@@ -378,7 +379,7 @@ class Agent(LocalElasticAgent):
             pids = [record.pid for record in self._records]
             wait_for_helpers(self._job_id, pids, grace_seconds=self._grace_seconds, spared=self._spared)
         self._end(death_sig)
-        super()._shutdown(death_sig, 1)
+        super()._shutdown(death_sig, **shutdown_timeout(1))
         self._streamer.stop()
 
     def _stuck_after_exception(self) -> bool:

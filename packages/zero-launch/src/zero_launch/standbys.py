@@ -316,5 +316,4 @@ class StandbyContext(SubprocessContext):
             stdout=out or "",
             stderr=err or "",
             local_rank_id=number,
-            numa_options=None,
         )

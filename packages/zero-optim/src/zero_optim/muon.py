@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .base import ClosureOptimizer
+from .compat import muon_class
 
 _FLAG = "use_muon"
 
@@ -16,7 +17,8 @@ _FLAG = "use_muon"
 class MuonWithAdam(ClosureOptimizer):
     """torch.optim.Muon and torch.optim.AdamW behind one list of param groups; a group's ``use_muon`` chooses.
 
-    ``groups``: dicts with ``params``, ``use_muon``, and the hyperparameters of that optimizer.
+    ``groups``: dicts with ``params``, ``use_muon``, and the hyperparameters of that optimizer. Muon came with torch
+    2.9: before, groups that use it raise ImportError.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -24,7 +26,7 @@ class MuonWithAdam(ClosureOptimizer):
         made: list[dict[str, Any]] = []
         for group in given:
             matrix = group.pop(_FLAG)
-            kind = torch.optim.Muon if matrix else torch.optim.AdamW
+            kind = muon_class() if matrix else torch.optim.AdamW
             made += [{**filled, _FLAG: matrix} for filled in kind([group]).param_groups]
         super().__init__(made, {})
 
@@ -56,7 +58,7 @@ class MuonWithAdam(ClosureOptimizer):
     def update(self) -> None:
         """Take one step of each group's optimizer, which keeps its states in this one's."""
         for group, trained in self.groups_with_gradients():
-            kind = torch.optim.Muon if group[_FLAG] else torch.optim.AdamW
+            kind = muon_class() if group[_FLAG] else torch.optim.AdamW
             part = kind([{**{k: v for k, v in group.items() if k != _FLAG}, "params": trained}])
             part.state = self.state
             part.step(None)  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..compat import noting_offsets
 from ..errors import CheckpointError, DamagedError
 from ..torch.buffers import dtype_name
 from ..types import ITEMSIZE
@@ -41,7 +42,7 @@ class StandIn:
 
 
 def load_structure(path: Path) -> Any:
-    """Return what `torch.save` put into a file, with tensors on the `meta` device.
+    """Return what `torch.save` put into a file, with tensors that have no memory.
 
     Raises DamagedError when it cannot be read, CheckpointError when it holds objects beyond the allowlist, is
     compressed, or is not in torch's zip format.
@@ -49,7 +50,7 @@ def load_structure(path: Path) -> Any:
     require_stored_archive(path)
     stand_ins: list[Any] = [(type("StandIn", (StandIn,), {}), name) for name in _STAND_INS]
     try:
-        with torch.serialization.safe_globals(stand_ins):
+        with torch.serialization.safe_globals(stand_ins), noting_offsets():
             return torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} holds objects that are not read: {_unknown(path) or error}") from error

@@ -10,6 +10,7 @@ import torch
 
 from zero_partition import DeviceResidency, storage_address
 
+from ..compat import max_memory_allocated, memory_allocated
 from ..text import mebibytes, table
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def present_memory(device: torch.device) -> dict[str, int]:
     """Bytes that this process holds now: of the device (present and peak) where it counts them, and of the host."""
     found = {}
     if device.type != "cpu":
-        found["device"] = torch.accelerator.memory_allocated(device)
-        found["device peak"] = torch.accelerator.max_memory_allocated(device)
+        found["device"] = memory_allocated(device)
+        found["device peak"] = max_memory_allocated(device)
     found["process"] = psutil.Process().memory_info().rss
     return found
 

@@ -9,10 +9,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from zero_report import RecordWriter
 
+from ..compat import memory_allocated
 from ..instruments import memory_rows
 from .plan import PlannedRun, RunPlan
 
@@ -86,7 +86,7 @@ class MemoryLooks:
                 owners[owner] = owners.get(owner, 0) + row.nbytes
                 held += row.nbytes if self._on_host or row.tier == "device" else 0
         stored = sum(nbytes for tier, nbytes in self._offloading.memory().items() if tier != "nvme")
-        allocated = _malloc_bytes() if self._on_host else torch.accelerator.memory_allocated(state.device)
+        allocated = _malloc_bytes() if self._on_host else memory_allocated(state.device)
         grown = 0
         if allocated is not None:
             if first:

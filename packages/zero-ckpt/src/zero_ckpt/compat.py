@@ -1,0 +1,22 @@
+"""What versions of torch do differently, one function each, which names the version. Imports torch."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+"""Major and minor version of torch, from torch 2.8 on; its pre-releases count as the release."""
+
+
+def noting_offsets() -> AbstractContextManager[object]:
+    """Return the context in which `torch.load(map_location="meta")` notes where in the file each storage lies.
+
+    torch before 2.11 does so for fake tensors alone.
+    """
+    if TORCH < (2, 11):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        return FakeTensorMode()
+    return nullcontext()
