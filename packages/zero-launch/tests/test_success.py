@@ -42,7 +42,8 @@ def test_ranks_meet_in_a_process_group_on_a_port_that_the_launcher_chose(run, wr
         """
     )
     done = run("--nproc", 2, script)
-    assert sorted(done.stdout.splitlines()) == ["[rank 0] total 3.0", "[rank 1] total 3.0"], done.stderr
+    said = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # up to torch 2.10 it says who is there
+    assert sorted(said) == ["[rank 0] total 3.0", "[rank 1] total 3.0"], done.stderr
 
 
 def test_the_thread_count_is_cores_over_ranks_and_is_said(run, write_script):
