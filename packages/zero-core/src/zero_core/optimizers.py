@@ -40,6 +40,11 @@ def build_optimizer(
     """
     if isinstance(given, Optimizer):
         return given
+    if given is not None and not callable(given):
+        raise UsageError(
+            f"optimizer: expected a torch.optim.Optimizer, or a function that makes one of parameters, got "
+            f"{type(given).__name__}. Where it wraps one, give that, and add to its step by register_step_post_hook."
+        )
     chosen: Any = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
     if given is not None:
         made = given(chosen)

@@ -22,6 +22,10 @@ _ELEMENTWISE = frozenset(
 )
 _IMPOSSIBLE = {"LBFGS": "it needs a closure and the whole model's gradient", "SparseAdam": "it needs sparse gradients"}
 
+_INSTEAD = {
+    False: "that optimizer, built over the model's parameters",
+    True: "one optimizer over the model's parameters, with a param group for each",
+}
 _REPEATS = 400  # grid blocks: several times what torch gives one thread
 
 PartialNorms = Sequence[tuple[torch.Tensor, tuple[float, ...]]]
@@ -88,6 +92,7 @@ def need_of(optimizer: Optimizer) -> Need:
         return Need.ELEMENTS
     if isinstance(optimizer, AveragingOptimizer):
         return Need.MODEL
+    _refuse_wrapper(optimizer)
     with torch._C._DisableTorchDispatch():  # the probe computes with values, also where the script's tensors are fake
         found = [_probe(optimizer, group) for group in optimizer.param_groups]
     return next((need for need in (Need.MODEL, Need.PARAMETERS) if need in found), Need.ELEMENTS)
@@ -149,6 +154,21 @@ def _check_that_matrices_run(
         _two_steps(optimizer, group, [fragment.view(-1, 3) for fragment in fragments])
     except Exception as error:
         raise _failed(optimizer, "two tensors of 9 and 15 elements, also as matrices", failure) from error
+
+
+def _refuse_wrapper(optimizer: Optimizer) -> None:
+    """Raise `PartitionError` for an optimizer that steps by others (Lookahead, several in one)."""
+    kind = type(optimizer).__name__
+    for name, value in vars(optimizer).items():
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        inner = [type(one).__name__ for one in several if isinstance(one, Optimizer)]
+        if inner:
+            raise PartitionError(
+                f"{kind} wraps {' and '.join(inner)} as '{name}', and what it keeps of the parameters would be of "
+                f"those before they are sharded. Give initialize {_INSTEAD[len(inner) > 1]}, and write what {kind} "
+                "adds as optimizer.register_step_post_hook(hook): inside hook(optimizer, args, kwargs) the tensors in "
+                "optimizer.param_groups may be read and written, and optimizer.state[p] keeps values for them."
+            )
 
 
 def _failed(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
