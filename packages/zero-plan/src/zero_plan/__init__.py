@@ -14,7 +14,7 @@ from .estimators import Estimate, EstimateRow, estimate_zero1, estimate_zero2, e
 from .limits import Bound, StepTime, Wear, bounds, step_time, wear
 from .live import ParameterCount, count_parameters, estimate_zero1_live, estimate_zero2_live, estimate_zero3_live
 from .machine import Machine, Value, load_machine, parse_machine, presets
-from .planned import HeldRow, Plan, RankPlan, SentRow
+from .planned import HeldRow, LiveRow, Peak, Plan, RankPlan, SentRow
 from .setup import Setup, StateBytes
 from .states import StateRow, by_tier, largest_model, model_states, model_states_per_rank
 from .traffic import Collective, LinkBytes, TierBytes, collectives, link_bytes, tier_bytes
@@ -30,8 +30,10 @@ __all__ = [
     "Fit",
     "HeldRow",
     "LinkBytes",
+    "LiveRow",
     "Machine",
     "ParameterCount",
+    "Peak",
     "Plan",
     "PlanError",
     "RankPlan",

@@ -26,17 +26,38 @@ class SentRow(NamedTuple):
     across_bytes: int
 
 
+class LiveRow(NamedTuple):
+    """Bytes of one kind that a unit of the engine owns, or ("activations") that were made while a module ran."""
+
+    kind: str
+    name: str
+    nbytes: int
+
+
+class Peak(NamedTuple):
+    """The highest moment: bytes of all live tensors, what the engine did, which module ran, the largest owners, and
+    what no unit of the engine owns."""
+
+    nbytes: int
+    phase: str
+    place: str
+    owners: tuple[LiveRow, ...]
+    activation_bytes: int
+
+
 @dataclass(frozen=True)
 class RankPlan:
     """The needs of one rank.
 
     ``held``: model states between two steps. ``sent``: what a step sends once the engine has learned its orders; the
-    phase "control" is its messages, whose size may depend on values.
+    phase "control" is its messages, whose size may depend on values. ``peak``: the highest
+    moment of the steps on the device.
     """
 
     rank: int
     held: tuple[HeldRow, ...]
     sent: tuple[SentRow, ...]
+    peak: Peak
 
     def held_bytes(self, tier: str = "device") -> int:
         """Return the bytes of all model states on a tier."""

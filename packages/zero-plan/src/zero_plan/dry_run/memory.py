@@ -12,12 +12,14 @@ import torch
 
 @dataclass
 class LiveStorage:
-    """A live storage: its size when it was last looked at, its kind of device, and the place where it was made."""
+    """A live storage: its size when it was last looked at, its kind of device, the place where it was made, and the
+    kind and name of its owner, if that is known."""
 
     reference: weakref.ref[torch.UntypedStorage]
     nbytes: int
     device: str
     origin: str
+    owner: tuple[str, str] | None = None
 
 
 class LiveMemory:
@@ -32,6 +34,7 @@ class LiveMemory:
     Attributes:
         held: what is alive, by the identity of the storage.
         now, peak: bytes by kind of device.
+        place: where the last peak was.
     """
 
     def __init__(self, where: Callable[[], str] = str, at_peak: Callable[[str], None] = lambda _: None) -> None:
@@ -40,6 +43,7 @@ class LiveMemory:
         self.held: dict[int, LiveStorage] = {}
         self.now: dict[str, int] = {}
         self.peak: dict[str, int] = {}
+        self.place = ""
         self._unseen: set[str] = set()
 
     def meet(self, tensor: torch.Tensor) -> None:
@@ -61,6 +65,11 @@ class LiveMemory:
             if storage is not None and storage.nbytes() != held.nbytes:
                 self._change(held, storage.nbytes())
 
+    def restart(self) -> None:
+        """Look for the highest sum from now on."""
+        self.peak = dict(self.now)
+        self._unseen.clear()
+
     def settle(self) -> None:
         """Report peaks that no fall has followed yet."""
         for device in sorted(self._unseen):
@@ -74,6 +83,7 @@ class LiveMemory:
             self.look()
             if self.now[device] > self.peak.get(device, 0):
                 self.peak[device] = self.now[device]
+                self.place = self._where()
                 self._unseen.add(device)
 
     def _change(self, held: LiveStorage, nbytes: int) -> None:

@@ -22,9 +22,9 @@ from zero_offload import HostBudget
 from zero_optim_kernels import rehearsed
 
 from ..errors import PlanError
-from ..planned import HeldRow, RankPlan, SentRow
+from ..planned import HeldRow, Peak, RankPlan, SentRow
 from .fakes import PlanMode
-from .memory import LiveMemory
+from .peak_watch import PeakWatch
 from .world import fake_world
 
 _STEPS = 3  # the first learns which units a pass uses, the second in which order gradients come
@@ -60,9 +60,9 @@ def rehearse(
     """Return what rank ``rank`` of ``world_size`` holds and sends: after a few steps, and in the last of them."""
     if os.environ.get(RECORD_VARIABLE):
         raise PlanError(f"{RECORD_VARIABLE} is set, and a dry run must not write into a run's record: unset it")
-    memory = LiveMemory()
-    with fake_world(rank, world_size), rehearsed(), supervised(Rehearsal()), _without_warnings():
-        with PlanMode(memory):
+    watch = PeakWatch()
+    with fake_world(rank, world_size), rehearsed(), supervised(Rehearsal()), _without_warnings(), watch:
+        with PlanMode(watch.memory):
             model = model_fn()
             if not isinstance(model, nn.Module):
                 raise PlanError(f"model_fn: expected a function that returns a torch.nn.Module, got {model!r}")
@@ -70,29 +70,34 @@ def rehearse(
             if engine.optimizer is None:
                 raise PlanError('config: a dry run trains, so the configuration has to name an "optimizer"')
             micro_batch = tree_map(_without_values, batch)
+            watch.follow(engine)
             for _ in range(_STEPS):
                 engine.ledger.reset()
-                _step(engine, micro_batch, loss)
-            found = _plan_of(engine, rank)
+                _step(engine, micro_batch, loss, watch)
+            found = _plan_of(engine, rank, watch.peak())
             engine.destroy(unshard=False)
     return found
 
 
-def _step(engine: Engine, micro_batch: Any, loss: Callable[[Any], torch.Tensor]) -> None:
+def _step(engine: Engine, micro_batch: Any, loss: Callable[[Any], torch.Tensor], watch: PeakWatch) -> None:
     """One step of all its micro-batches."""
     for _ in range(engine.gradient_accumulation_steps()):
+        watch.phase = "forward"
         if isinstance(micro_batch, Mapping):
             output = engine(**micro_batch)
         else:
             output = engine(*micro_batch) if isinstance(micro_batch, tuple) else engine(micro_batch)
-        engine.backward(loss(output))
+        found = loss(output)
+        watch.phase = "backward"
+        engine.backward(found)
+        watch.phase = "step"
         engine.step()
 
 
-def _plan_of(engine: Engine, rank: int) -> RankPlan:
+def _plan_of(engine: Engine, rank: int, peak: Peak) -> RankPlan:
     held = [HeldRow(*row) for row in memory_rows(engine.partition, engine.sharded_optimizer)]
     sent = [SentRow(phase, name, r.calls, r.sent_bytes, r.across_bytes) for phase, name, r in engine.ledger]
-    return RankPlan(rank, tuple(held), tuple(sent))
+    return RankPlan(rank, tuple(held), tuple(sent), peak)
 
 
 def _without_values(value: Any) -> Any:
