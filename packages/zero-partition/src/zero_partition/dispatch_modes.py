@@ -3,9 +3,10 @@
 [Note: stepping out of dispatch modes] A `TorchDispatchMode` around forward or backward sees every operation, also those
 of the engine's hooks. Selective activation checkpointing keeps the results of a forward by their order and gives them
 out again in the recomputation, so an operation of a gather would shift them. So the calls by which torch reaches the
-engine inside passes are made outside such modes. Two kinds stay. torch's infrastructure modes (fake, functional and
-proxy tensors) say what a tensor is. The other modes of torch itself watch communication, memory or streams, of which
-the engine's are a part; those of `torch.utils.checkpoint` are the exception, which they have to be.
+engine inside passes are made outside such modes; hooks ask `any_modes` first, which costs next to nothing. Two kinds
+stay. torch's infrastructure modes (fake, functional and proxy tensors) say what a tensor is. The other modes of torch
+itself watch communication, memory or streams, of which the engine's are a part; those of `torch.utils.checkpoint` are
+the exception, which they have to be.
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+any_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _REPLAYING = "torch.utils.checkpoint"
 
 
+def outside(call: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    """Return ``call(*args, **kwargs)``, whose tensor operations no dispatch mode of the user's sees or changes."""
+    left = _leave()
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _enter(left)
+
+
 def outside_modes(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """``call``, whose tensor operations no dispatch mode of the user's sees or changes."""
+    """``call``, always `outside`."""
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if not _count():
-            return call(*args, **kwargs)
-        left = _leave()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            _enter(left)
+        return outside(call, *args, **kwargs) if any_modes() else call(*args, **kwargs)
 
     return wrapped
 

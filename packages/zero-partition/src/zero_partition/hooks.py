@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .calls import ModuleCalls, RunningCall
+from .dispatch_modes import any_modes, outside
 from .errors import PartitionError, ReleasedParameterError
 from .gradient_hook import GradientHook
 from .host_facts import storage_address
@@ -135,7 +136,9 @@ class ModuleHooks:
 
 def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, number: int, hook: GradientHook) -> None:
     owner = hooks()
-    if owner is not None:
+    if owner is not None and any_modes():
+        outside(owner.listener.gradient_ready, unit, number, hook)
+    elif owner is not None:
         owner.listener.gradient_ready(unit, number, hook)
 
 
@@ -200,18 +203,21 @@ class ModuleWatch:
                 yield owner
 
     def _on_output_gradient(self, _gradient: torch.Tensor) -> None:
-        self._listener.before_backward(self.units)
+        if any_modes():
+            outside(self._listener.before_backward, self.units)
+        else:
+            self._listener.before_backward(self.units)
 
 
 def eager(call: Callable[..., Any]) -> Callable[..., Any]:
     """``call``, which torch.compile does not trace: graphs break there. Where nothing is compiled it is called as it
-    is, for torch's guard around it takes longer than what most hooks do."""
+    is, for torch's guard around it takes longer than what most hooks do. Outside dispatch modes of the user's."""
     untraced: Callable[..., Any] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
             return untraced(*args, **kwargs)
-        return call(*args, **kwargs)
+        return outside(call, *args, **kwargs) if any_modes() else call(*args, **kwargs)
 
     return run
 
@@ -295,7 +301,10 @@ class SavedViews:
                 f"parameter '{packed.unit.layout.name_at(view.storage_offset())}' was modified in place after forward "
                 "had used it, so gradients would be wrong; plain torch raises too. Write before it, or after backward."
             )
-        self._before_backward([packed.unit])
+        if any_modes():
+            outside(self._before_backward, [packed.unit])
+        else:
+            self._before_backward([packed.unit])
         return view
 
 

@@ -118,7 +118,6 @@ class Passes:
 
     # -- the forward pass --------------------------------------------------------------------------------------------
 
-    @outside_modes
     def enter_module(self, name: str, units: Sequence[Unit]) -> bool:
         """A hooked module's forward begins; return whether it is a part of a pass.
 
@@ -148,7 +147,6 @@ class Passes:
             watch.enters(units)
         return True
 
-    @outside_modes
     def exit_module(
         self, name: str, units: Sequence[Unit], aliased: Sequence[Unit], failure: BaseException | None
     ) -> None:
@@ -169,7 +167,6 @@ class Passes:
             if not self._calls.in_backward:
                 self._end_forward(failure)
 
-    @outside_modes
     def keeper_done(self, name: str, units: Sequence[Unit]) -> None:
         """A module whose submodules return parameters of ``units`` is done; it may return them again."""
         for unit in units:
@@ -247,7 +244,6 @@ class Passes:
         pending, late = ({unit for one in everyones for unit in one[n]} for n in (0, 1))
         return pending, sorted(late)
 
-    @outside_modes
     def before_backward(self, units: Sequence[Unit]) -> None:
         """Backward is about to read the units' parameters."""
         if not self._calls.in_backward:
@@ -261,7 +257,6 @@ class Passes:
                     unit.lent = True
                 self._gatherer.release_before(unit, self._idle_in_backward)
 
-    @outside_modes
     def gradient_ready(self, unit: int, number: int, hook: GradientHook) -> None:
         """Take the gradient of parameter ``number`` of a unit, which autograd has finished."""
         if not self._calls.in_backward:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from .agreement import Liveness
-from .dispatch_modes import outside_modes
 from .errors import ReleasedParameterError
 from .gatherer import Gatherer, OrderedGathers
 from .reducer import Reducer
@@ -44,7 +43,6 @@ class UnannouncedUse:
         self.trains = trains
         self._thread = threading.get_ident()
 
-    @outside_modes
     def gather(self, unit: Unit) -> None:
         """Return when the parameters of a releasable unit are full; in a pass or outside.
 
