@@ -86,7 +86,8 @@ class DataTypes(Section):
 
     grad_accum_dtype: DtypeName | None = Field(default=None, description="The reduced gradient and its accumulation.")
     param_dtype: DtypeName | None = Field(
-        default=None, description="fp64 or fp32 without fp16 / bf16; else the same as they."
+        default=None,
+        description="fp64 or fp32 without fp16 / bf16; else the same as they. Null there: fp32, and float64 stays.",
     )
     buffer_dtype: DtypeName | None = Field(default=None, description="Floating buffers; null leaves them as they are.")
     keep_in_fp32_modules: Literal["auto"] | tuple[Text, ...] = Field(

@@ -26,7 +26,8 @@ def precision_policy(config: ConfigFile) -> PrecisionPolicy:
     """Return the dtype of everything, from fp16, bf16, data_types and communication_data_type.
 
     fp16 and bf16 keep float32 masters, states and accumulation unless `*_master_weights_and_grads` says otherwise;
-    without them everything is float32, or float64 with `data_types.param_dtype: "fp64"`.
+    without them everything is float32, or float64 with `data_types.param_dtype: "fp64"`. Where nothing says a dtype, a
+    float64 parameter of the model stays float64 (`PartitionOptions.keeps_float64`).
     """
     return build_policy(config)
 

@@ -208,6 +208,7 @@ def _options(config: Config, model: nn.Module) -> PartitionOptions:
         weight_codec=weight_codec,
         frozen_codec=frozen_codec,
         virtual_ranks=config.virtual_ranks,
+        keeps_float64=not (config.fp16.enabled or config.bf16.enabled or config.data_types.param_dtype),
     )
 
 

@@ -85,6 +85,9 @@ def _defaults(data: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     half = data.get("bf16", data.get("bfloat16"))
     if isinstance(half, dict) and half.get("enabled") is True and half.get("check_grad_overflow") is None:
         found["bf16.check_grad_overflow"] = (True, _CLIPPING)
+    sections = [half, data.get("fp16")]
+    if not any(isinstance(section, dict) and section.get("enabled") is True for section in sections):
+        found["data_types.param_dtype"] = ("fp32", "DeepSpeed casts the module without fp16 and bf16")
     return found
 
 

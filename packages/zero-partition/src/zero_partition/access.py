@@ -13,6 +13,7 @@ from zero_comm import Tag
 from .errors import EditRefusedError, PartitionError
 from .optimizer import ShardedOptimizer
 from .partition import Partition, owner_of
+from .planning import update_dtype
 from .sharded_parameter import sharded_record
 from .tier import StateTier
 from .unit import Unit, UnitState
@@ -158,7 +159,9 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
     has_full = any(o.fragment.length == entry.numel for o, _ in pieces)
     answers = partition.runtime.agree("full state", f"{entry.name}.{key}", has_full)
     if any(answers):
-        full = torch.empty(entry.numel, dtype=partition.options.policy.update_dtype, device=partition.device)
+        full = torch.empty(
+            entry.numel, dtype=update_dtype(unit.plan, partition.options.policy), device=partition.device
+        )
         if has_full:
             full.copy_(pieces[0][1].flatten())
         tag = Tag("broadcast", entry.name, partition.runtime.step)

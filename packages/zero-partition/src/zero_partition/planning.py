@@ -34,6 +34,7 @@ class PartitionOptions:
     trained parameters through at stage 3; weights that stay gathered travel as they are. ``virtual_ranks``: so many
     micro-batches, a power of two, make a step at any number of ranks that divides it, with the same bits (leaves.py);
     0 for off. It needs a reduction that sums along a tree, and ``entry_alignment`` a multiple of `GRID`.
+    ``keeps_float64``: parameters that the model holds in float64 stay so, whatever the policy says of the others.
     """
 
     stage: int
@@ -50,6 +51,7 @@ class PartitionOptions:
     weight_codec: Codec | None = None
     frozen_codec: Codec | None = None
     virtual_ranks: int = 0
+    keeps_float64: bool = False
 
     @property
     def reduces_each(self) -> bool:
@@ -80,6 +82,8 @@ def plan_sharding(
     def dtype_of(name: str, parameter: nn.Parameter) -> torch.dtype:
         if name in kept:
             return torch.float32
+        if options.keeps_float64 and parameter.dtype == torch.float64:
+            return torch.float64
         if not is_trained(parameter) and parameter.dtype.itemsize < policy.param_dtype.itemsize:
             return parameter.dtype
         return options.compute_dtypes.get(name, policy.param_dtype) if options.stage >= 3 else policy.param_dtype
