@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class HeldRow(NamedTuple):
@@ -74,3 +74,18 @@ class Plan:
 
     world_size: int
     ranks: tuple[RankPlan, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain data for JSON."""
+        return {
+            "world_size": self.world_size,
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    "held": [row._asdict() for row in rank.held],
+                    "sent": [row._asdict() for row in rank.sent],
+                    "peak": {**rank.peak._asdict(), "owners": [row._asdict() for row in rank.peak.owners]},
+                }
+                for rank in self.ranks
+            ],
+        }

@@ -11,6 +11,7 @@ from .. import __version__
 from ..errors import PlanError
 from .estimate_command import add_estimate_command
 from .machine_command import add_machine_command, add_probe_command
+from .model_command import add_model_command
 from .table_command import add_table_command
 
 
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"zero-plan {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_estimate_command(commands)
+    add_model_command(commands)
     add_table_command(commands)
     add_machine_command(commands)
     add_probe_command(commands)

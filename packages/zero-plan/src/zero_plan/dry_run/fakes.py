@@ -21,7 +21,6 @@ from .memory import LiveMemory
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
-_OURS = "zero_"
 
 ANSWERS: dict[tuple[str, str], bool | int] = {
     # Nobody writes into what is released.
@@ -32,8 +31,11 @@ ANSWERS: dict[tuple[str, str], bool | int] = {
     ("zero_partition.unit", "_hand_over_masters"): False,
     # Blocks that a codec has encoded are finite.
     ("zero_core.kernels", "quantize_blocks"): True,
+    # No drawn value is outside the bounds.
+    ("torch.nn.init", "_no_grad_trunc_normal_"): False,
 }
-"""What the engine asks of values in a run that goes well: (module, function) -> the answer."""
+"""Answers to what the engine and torch's initialisation ask of values in a run that goes well, by module and
+function."""
 
 
 class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -70,25 +72,16 @@ def _is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _answer(func: Any, error: Exception) -> bool | int:
-    asking = _asking_frame()
-    module = "" if asking is None else asking.f_globals.get("__name__", "")
-    if asking is not None and module.split(".")[0].startswith(_OURS):
-        found = ANSWERS.get((module, asking.f_code.co_name))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = ANSWERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
         if found is not None:
             return found
-    place = "its place is not known" if asking is None else f"{asking.f_code.co_filename}, line {asking.f_lineno}"
+        if not frame.f_code.co_filename.startswith((_TORCH, _HERE, "<")):
+            break  # whoever asks, through torch
+        frame = frame.f_back
+    place = "its place is not known" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
     raise PlanError(
         f"a dry run has shapes and no values, and {func} asks for one ({place}). Compute without it, or plan with the "
         "part that needs it left out."
     ) from error
-
-
-def _asking_frame() -> FrameType | None:
-    """The innermost frame that is neither torch's nor this folder's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _HERE, "<")):
-            return frame
-        frame = frame.f_back
-    return None
