@@ -100,7 +100,7 @@ class _Buffer:
 
     def version(self) -> tuple[int, int]:
         """Changes whenever the buffer is written or replaced."""
-        buffer = self.module._buffers[self.key]
+        buffer = self.module._buffers.get(self.key)  # user code may have removed it
         return (id(buffer), -1 if buffer is None else buffer._version)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -10,6 +13,7 @@ import torch
 from torch import nn
 
 _OWNER = "_zero_partition"  # the one attribute that a parameter of an engine carries
+_OWNER_OF = operator.attrgetter(_OWNER)
 
 
 class Owner(Protocol):
@@ -53,6 +57,15 @@ def find_owner(parameter: object) -> Owner | None:
     return None if reference is None else reference.owner()
 
 
+def all_owned(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether every parameter carries an owner, which may be gone."""
+    try:
+        deque(map(_OWNER_OF, parameters), maxlen=0)
+    except AttributeError:
+        return False
+    return True
+
+
 def without_owner(parameter: nn.Parameter) -> dict[str, Any]:
     """Return the user's attributes of ``parameter``."""
     return {name: value for name, value in parameter.__dict__.items() if name != _OWNER}
@@ -65,4 +78,4 @@ def own(parameter: nn.Parameter, owner: Owner) -> None:
 
 def disown(parameter: nn.Parameter) -> None:
     """Note that ``parameter`` belongs to no partition any more."""
-    delattr(parameter, _OWNER)
+    parameter.__dict__.pop(_OWNER, None)

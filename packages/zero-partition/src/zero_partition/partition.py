@@ -107,6 +107,7 @@ class Partition:
             for parameter in unit.parameters:
                 own(parameter, self)
                 watch_data(parameter)
+        self.runtime.edits.owned()
         self._names = {id(module): name for name, module in model.named_modules()}
         self._by_parameter = {id(p): (unit, i) for unit in self.units for i, p in enumerate(unit.parameters)}
         for module in model.modules():

@@ -10,6 +10,7 @@ import torch
 
 from .errors import EditRefusedError
 from .host_facts import are_set_to, dtypes, untouched
+from .ownership import all_owned
 from .unit import Unit, UnitState
 from .unit_edits import plainly
 
@@ -45,12 +46,18 @@ class UserEdits:
         self._may_go = [parameter for unit in self._releasable for parameter in unit.parameters]
         self._placeholders = [view for unit in self._releasable for view in unit.placeholder_views()]
         self._placeholder_dtypes = dtypes(self._placeholders)
+        self._all = [parameter for unit in self._units for parameter in unit.parameters]
+        self._is_owned = False
         self._compares = False
         self._cast_outside: set[tuple[int, int]] = set()
         self._cast_inside: set[tuple[int, int]] = set()
         self._passes: dict[str, int] = {}
         self._steps = 0
         self._record_before_step()
+
+    def owned(self) -> None:
+        """From now on every parameter carries its owner; one that does not was swapped for another tensor."""
+        self._is_owned = True
 
     def forward_begins(self, key: str) -> None:
         """A forward pass begins; ``key`` names its kind."""
@@ -147,6 +154,8 @@ class UserEdits:
     def _look(self, kind: str) -> None:
         """Look at all units, one by one only where there is something to find: an ordinary step pays for one loop in C
         over the parameters."""
+        if self._is_owned and kind != "close" and not all_owned(self._all):
+            self._refuse_swapped()
         released = are_set_to(self._may_go, self._placeholders)
         if not released or dtypes(self._may_go) != self._placeholder_dtypes:
             for unit in self._releasable:
@@ -156,6 +165,13 @@ class UserEdits:
         for unit in self._staying:
             self._look_at_staying(unit, kind)
         self._note_versions()
+
+    def _refuse_swapped(self) -> None:
+        """Refuse parameters whose hooks went to another tensor with all else that torch keeps of them."""
+        for unit in self._units:
+            for number, parameter in enumerate(unit.parameters):
+                if not all_owned([parameter]):
+                    unit.edits.refused[number] = _SWAPPED
 
     def _are_as_left(self) -> bool:
         """Return whether parameters that stay gathered are as units made them; False where values are compared."""
@@ -206,6 +222,11 @@ class UserEdits:
         return ""
 
 
+_SWAPPED = (
+    "was swapped for another tensor (torch.utils.swap_tensors, as module.to() does under "
+    "torch.__future__.set_swap_module_params_on_conversion(True)), so the engine's hooks on it are gone: call "
+    "engine.destroy() and initialize again. It was"
+)
 _ADVICE = (
     "Nothing was taken over. Write the same values on every rank, or write inside "
     "`engine.gathered([parameter], modifier_rank=0)`, which gives rank 0's to all; keep the dtype and the shape."
