@@ -26,7 +26,7 @@ def values(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 
 def own_lines(stdout: str) -> list[str]:
-    """What a script itself printed: up to torch 2.10, gloo says on standard output whom it is connected to."""
+    """Return what the script itself printed: up to torch 2.10, gloo names its connections on standard output."""
     return [line for line in stdout.splitlines() if not line.startswith("[Gloo]")]
 
 

@@ -105,7 +105,7 @@ class Case(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a rank of a real run held after its steps, and sent in the last."""
+    """The bytes that a rank of a real run held after its steps, and sent in the last."""
 
     held: tuple[tuple[Any, ...], ...]
     sent: tuple[tuple[Any, ...], ...]

@@ -1,4 +1,4 @@
-"""What versions of torch do differently, one function each, which names the version. Imports torch."""
+"""Differences between versions of torch, one function each, which names the version. Imports torch."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Delegate:
 
 
 def looking_ahead(model: nn.Module) -> Optimizer:
-    """What the refusal says: the inner optimizer, and a hook after its step."""
+    """Return the refusal's advice: the inner optimizer, and a hook after its step."""
     optimizer = adamw(model)
 
     @torch.no_grad()

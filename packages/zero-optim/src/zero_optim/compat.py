@@ -1,4 +1,4 @@
-"""What versions of torch do not have, one function each, which names the version."""
+"""Things that versions of torch lack, one function each, which names the version."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _answer(func: Any, error: Exception) -> bool | int:
         if found is not None:
             return found
         if not frame.f_code.co_filename.startswith((_TORCH, _HERE, "<")):
-            break  # whoever asks, through torch
+            break  # the code that asked, through torch
         frame = frame.f_back
     place = "its place is not known" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
     raise PlanError(

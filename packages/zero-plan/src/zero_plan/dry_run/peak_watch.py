@@ -24,7 +24,7 @@ class PeakWatch:
     ``kind``: of the device that counts. It is a unit watch of the engine too.
 
     Attributes:
-        memory: the storages; whoever runs operations tells it of their results.
+        memory: the storages; the mode that runs operations reports their results to it.
         phase: what the engine does now.
     """
 
