@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_cases import build, start, train
 from virtual_rank_cases import MICRO, SAMPLES, TIERS, VIRTUAL, merged, product, refusals, resumed
 
 from zero_ckpt import open_checkpoint
@@ -103,3 +105,13 @@ def test_every_stage_dtype_and_tier_is_bitwise_equal_at_one_to_eight_ranks(tmp_p
         alone = merged([answer[case] for answer in found[1]])
         for ranks in (2, 4, 8):
             assert not differences(alone, merged([answer[case] for answer in found[ranks]])), (case, ranks)
+
+
+def test_a_buffer_that_user_code_removes_does_not_end_training(alone: None) -> None:
+    model = build()
+    model.register_buffer("seen", torch.zeros(1))
+    engine = start(2, model, deterministic={"across_world_sizes": 2})
+    train(engine, 0, 1)
+    del engine.module.seen
+    losses = train(engine, 1, 3)
+    assert len(losses) == 2 and all(math.isfinite(loss) for loss in losses)

@@ -56,7 +56,7 @@ class Delegate:
 
 
 def looking_ahead(model: nn.Module) -> Optimizer:
-    """Return the refusal's advice: the inner optimizer, and a hook after its step."""
+    """Return the optimizer that the refusal advises: the inner one, with a hook after its step."""
     optimizer = adamw(model)
 
     @torch.no_grad()
