@@ -28,6 +28,11 @@ GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")
 CONSTRAINTS = ROOT / "constraints.txt"
 SHARED = ROOT / ".nox" / "shared"
 TORCH_PYTHON = (3, 11)
+OLDEST_TORCH = "2.8"
+TORCHES = {OLDEST_TORCH: f"torch=={OLDEST_TORCH}.*", "2.11": "torch==2.11.*", "2.15": "torch==2.15.*"}
+"""The versions of torch that have a session, besides the one of `constraints.txt`."""
+TORCHES |= dict.fromkeys(("newest", "pre"), f"torch>={OLDEST_TORCH}")
+TORCH_SUITES = ["comm", "precision", "partition", "core", "offload", "ckpt", "launch"]
 # Extras that bring an accelerator's own libraries, gigabytes of them; no session here can use them.
 ACCELERATOR_EXTRAS = {"gds"}
 # Extras that have a session of their own, for what they bring is large and only its tests need it.
@@ -112,15 +117,18 @@ def run(session: nox.Session, *command: str, env: dict[str, str] | None = None) 
     session.run(*command, external=True, env={**ENVIRONMENT, **(env or {})})
 
 
-def pip_install(session: nox.Session, python: str, *args: str) -> None:
-    run(session, python, "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), *args)
+def pip_install(session: nox.Session, python: str, *args: str, constraints: Path = CONSTRAINTS) -> None:
+    run(session, python, "-m", "pip", "install", "-q", "-c", str(constraints), *args)
 
 
-def install_tools(session: nox.Session, python: str, names: Sequence[str], *more: str) -> None:
+def install_tools(
+    session: nox.Session, python: str, names: Sequence[str], *more: str, constraints: Path = CONSTRAINTS
+) -> None:
     """Install everything but the packages themselves; torch comes first, so that nothing else chooses its build."""
     if "torch" in map(requirement_name, third_party(names)):
-        pip_install(session, python, "-r", str(CONSTRAINTS))
-    pip_install(session, python, *group("build"), *test_requirements(names), *third_party(names), *more)
+        pip_install(session, python, "-r", str(constraints), constraints=constraints)
+    wanted = [*group("build"), *test_requirements(names), *third_party(names), *more]
+    pip_install(session, python, *wanted, constraints=constraints)
 
 
 def frameworks() -> list[str]:
@@ -225,8 +233,9 @@ def check(session: nox.Session) -> None:
     """Lint, every package's tests and the integration tests, in the shared environment: `tools/dev.py test`."""
     python = shared(session)
     failed = run_lint(session, python)
-    if not attempt(session, python, str(ROOT / "tools" / "check_docs.py")):
-        failed.append("docs")
+    for name in ("check_docs", "torch_names"):
+        if not attempt(session, python, str(ROOT / "tools" / f"{name}.py")):
+            failed.append(name)
     if not attempt(session, python, str(ROOT / "tools" / "suites.py"), "--all", "--", *session.posargs):
         failed.append("tests")
     if failed:
@@ -250,6 +259,42 @@ def test(session: nox.Session, package: str) -> None:
     install_tools(session, python, names)
     install_packages(session, python, names)
     suites(session, python, str(PACKAGES[package]), "--", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("version", [nox.param(name, id=name) for name in TORCHES])
+def torch(session: nox.Session, version: str) -> None:
+    """What depends on torch, on another version of it: packages' tests, parity, the page of torch's private names.
+
+    Each version has an environment of its own, of about 6 GB with the accelerator libraries of torch's default builds;
+    ZERO_TORCH_INDEX names an index with other builds. "pre" takes pre-releases too. Packages' names after `--` choose
+    their tests; the rest goes to pytest.
+    """
+    python = str(Path(session.virtualenv.location) / "bin" / "python")
+    chosen = [word for word in session.posargs if word in PACKAGES]
+    names = chosen or [f"zero-{name}" for name in TORCH_SUITES]
+    reached = sorted({reached for name in names for reached in closure(name)})
+    constraints = pinned_torch(session, python, version)
+    install_tools(session, python, reached, constraints=constraints)
+    install_packages(session, python, reached)
+    folders = [str(PACKAGES[name]) for name in names]
+    if not chosen:
+        run(session, python, str(ROOT / "tools" / "torch_names.py"))
+        folders.append(str(ROOT / "tests-integration" / "test_parity.py"))
+    suites(session, python, *folders, "--", *(word for word in session.posargs if word not in chosen))
+
+
+def pinned_torch(session: nox.Session, python: str, version: str) -> Path:
+    """Install torch as `TORCHES` says; return a file of constraints that names the version that came."""
+    index = os.environ.get("ZERO_TORCH_INDEX")
+    options = [*(["--index-url", index] if index else []), *(["--pre"] if version == "pre" else [])]
+    run(session, python, "-m", "pip", "install", "-q", "--upgrade", *options, TORCHES[version])
+    code = "from importlib.metadata import version; print(version('torch'))"
+    found = str(session.run(python, "-c", code, external=True, silent=True)).split()[-1]
+    session.log(f"torch {found}")
+    constraints = Path(session.virtualenv.location) / "constraints.txt"
+    constraints.write_text(f"torch=={found}\n")
+    return constraints
 
 
 @nox.session
@@ -332,8 +377,10 @@ def ray(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Links between the pages resolve, and the examples in them are Python, JSON and TOML that parse."""
-    run(session, shared(session), str(ROOT / "tools" / "check_docs.py"))
+    """Links between the pages resolve, the examples in them parse, and torch's private names are all listed."""
+    python = shared(session)
+    run(session, python, str(ROOT / "tools" / "check_docs.py"))
+    run(session, python, str(ROOT / "tools" / "torch_names.py"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Run test suites and close with one table and one count.
 
 Standard library only; it is run by the interpreter of the environment under test. A suite is a folder of a package
-(its tests/ is taken) or a folder of tests. Each runs in a pytest process of its own, so that files of the same name do
-not meet, and a suite that crashes does not take the others along. `LANES` suites run at a time, the longest first,
-since ranks wait for each other more than they compute; what a suite prints appears when it is done.
+(its tests/ is taken), a folder of tests or one file of them. Each runs in a pytest process of its own, so that files of
+the same name do not meet, and a suite that crashes does not take the others along. `LANES` suites run at a time, the
+longest first, since ranks wait for each other more than they compute; what a suite prints appears when it is done.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def count(report: Path) -> tuple[int, int, int]:
 
 def run_suite(folder: Path, marker: str | None, pytest_args: list[str], scratch: Path, alone: bool) -> Outcome:
     tests = folder / "tests" if (folder / "tests").is_dir() else folder
-    if not tests.is_dir():
+    if not tests.exists():
         return Outcome(folder.name, NO_TESTS_COLLECTED, 0, 0, 0, 0.0)
     report = scratch / f"{folder.name}.xml"
     command = [sys.executable, "-m", "pytest", str(tests), f"--junitxml={report}", "-o", "junit_family=xunit1", "-q"]
@@ -107,7 +107,7 @@ def run_suites(folders: list[Path], marker: str | None, pytest_args: list[str]) 
 def main() -> int:
     """Run the suites that the command line names; the exit status is 0 when all of them passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="*", type=Path, help="packages or folders of tests")
+    parser.add_argument("folders", nargs="*", type=Path, help="packages, folders of tests, or files")
     parser.add_argument("--all", action="store_true", help="every package, and tests-integration")
     parser.add_argument("--marker", help="run the tests with this marker; a suite without one is no failure")
     own, pytest_args = sys.argv[1:], []
