@@ -20,7 +20,7 @@ from .topology import Topology
 
 def in_fake_world() -> bool:
     """Return whether this process is alone and the other ranks are torch's fake process group."""
-    return bool(dist.get_backend() == dist.Backend.FAKE)
+    return bool(dist.get_backend() == "fake")
 
 
 class AlikeControl(Control):

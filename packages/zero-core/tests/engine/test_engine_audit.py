@@ -93,4 +93,5 @@ engine.step()
 print(*sorted(name for name in sys.modules if name.startswith("zero_core.audit")))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout.split() == ["zero_core.audit", "zero_core.audit.auditor"]
+    # Up to torch 2.10, gloo says on standard output whom it is connected to.
+    assert done.stdout.splitlines()[-1].split() == ["zero_core.audit", "zero_core.audit.auditor"]

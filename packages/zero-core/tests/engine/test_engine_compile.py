@@ -76,7 +76,7 @@ def test_a_compiled_engine_follows_the_oracle(stage: int) -> None:
     for seen in run_ranks(compiled, RANKS, stage, Net, None, True):
         assert distance(seen["weights"], weights(reference)) <= 1e-12
         assert seen["regions"] == ([""] if stage < 3 else REGIONS)
-        assert seen["graphs"] == (1 if stage < 3 else 3)  # the two blocks share theirs
+        assert seen["graphs"] <= len(seen["regions"])  # no step compiles anew; torch decides which regions share one
 
 
 @pytest.mark.parametrize("kind", (Tied, Nested))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
+from .compat import compile_calls
 from .hooks import ModuleHooks, ModuleWatch
 from .unit import Unit
 
@@ -31,17 +31,13 @@ class CompiledRegions:
         self.names = [name for name, _, _ in regions]
         self._modules = [module for _, module, _ in regions]
         self._watches: list[ModuleWatch] = []
-        from torch._dynamo.config import recompile_limit
-
-        kinds = len({type(module) for module in self._modules})
-        options.setdefault("recompile_limit", kinds * recompile_limit)  # to torch all regions are one function
-        for name, module, used in regions:
+        calls = compile_calls(self._modules, options)
+        for (name, module, used), compiled in zip(regions, calls, strict=True):
             inside = [hooks.watches[inner] for inner in _names_inside(name, module) if inner in hooks.watches]
             for watch in inside:
                 watch.on_enter.in_graph = watch.on_leave.in_graph = True
             self._watches += inside
             outer = hooks.new_watch(name, used, outermost=module is model)
-            compiled = torch.compile(module._call_impl, **options)
             module._compiled_call_impl = _Region(module, outer, inside, compiled)
 
     def remove(self) -> None:

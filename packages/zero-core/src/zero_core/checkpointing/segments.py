@@ -168,6 +168,9 @@ class _Inputs:
 
     def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Keep one input; returns what brings it back."""
+        if not tensor.numel():  # torch before 2.12 saves one of its own beside the inputs
+            empty = tensor.detach()
+            return lambda: empty
         if self._outer is not None:
             pack, unpack = self._outer
             packed = pack(tensor)
