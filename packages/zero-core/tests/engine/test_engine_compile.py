@@ -15,9 +15,12 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 from zero_comm import run_ranks
+from zero_partition.compat import TORCH
 
 STEPS = 3
 REGIONS = ["enter", "blocks.0", "blocks.1", "head"]
+GRAPHS = 3 if TORCH == (2, 13) else 4
+"""At stage 3, for all steps. With torch 2.13 the two blocks share a graph; with 2.8, 2.11 and 2.15 each has its own."""
 
 
 class Tied(Net):
@@ -76,7 +79,7 @@ def test_a_compiled_engine_follows_the_oracle(stage: int) -> None:
     for seen in run_ranks(compiled, RANKS, stage, Net, None, True):
         assert distance(seen["weights"], weights(reference)) <= 1e-12
         assert seen["regions"] == ([""] if stage < 3 else REGIONS)
-        assert seen["graphs"] <= len(seen["regions"])  # no step compiles anew; torch decides which regions share one
+        assert seen["graphs"] == (1 if stage < 3 else GRAPHS)
 
 
 @pytest.mark.parametrize("kind", (Tied, Nested))
