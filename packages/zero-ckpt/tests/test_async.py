@@ -202,3 +202,30 @@ def test_memory_is_asked_for_before_it_is_taken(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="no room for 5"):
             saver.save(tmp_path, "t3", [interval(bytearray(5000))], step=3)
     assert asked == [512, 5056] and open_checkpoint(tmp_path).tag == "t2"
+
+
+def test_what_comes_first_runs_behind_the_save_and_its_failure_is_the_saves_on_every_rank(tmp_path: Path) -> None:
+    opened = threading.Event()
+
+    def sync() -> None:
+        assert opened.wait(20)
+        raise OSError(5, "the drive is gone", "store.g000001")
+
+    def body(coordinator: ThreadCoordinator) -> tuple[bool, str]:
+        with AsyncSaver(coordinator) as saver:
+            first = sync if coordinator.rank else lambda: None
+            saver.save(tmp_path, "t1", [interval(bytearray(8))], step=1, first=first)
+            saver.copied()  # does not wait for it
+            waited = opened.is_set()
+            coordinator.barrier()
+            opened.set()
+            try:
+                saver.wait()
+            except CheckpointError as error:
+                message = str(error)
+            saver.save(tmp_path, "t2", [interval(bytearray(8))], step=2)
+        return waited, message
+
+    for waited, message in on_ranks(2, body):
+        assert not waited and "rank 1" in message and "the drive is gone" in message
+    assert not (tmp_path / "t1").exists() and open_checkpoint(tmp_path).tag == "t2"

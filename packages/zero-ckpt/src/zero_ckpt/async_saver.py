@@ -65,8 +65,19 @@ class AsyncSaver:
         self._thread = threading.Thread(target=self._run, name="zero-ckpt-async", daemon=True)
         self._thread.start()
 
-    def save(self, root: str | os.PathLike[str], tag: str, intervals: Iterable[Interval], **options: Any) -> None:
+    def save(
+        self,
+        root: str | os.PathLike[str],
+        tag: str,
+        intervals: Iterable[Interval],
+        *,
+        first: Callable[[], object] = lambda: None,
+        **options: Any,
+    ) -> None:
         """Copy `intervals` and start a save with the options of `save_sharded`; waits while `max_pending` saves run.
+
+        `first` is called on the background thread before anything is written, to sync the files of extents, say; what
+        it raises is a failure of this save.
 
         When it returns, the tensors may change, but for intervals with a `version`: those when `copied` returns. What
         cannot be copied, such as client state that is not plain data, is refused here; the other ranks learn of it
@@ -90,7 +101,7 @@ class AsyncSaver:
             self._arenas.put(arena)
             raise
         arguments["intervals"] = snapshot.intervals
-        self._jobs.put(_SaveJob(arena, arguments, self._copying))
+        self._jobs.put(_SaveJob(arena, arguments, self._copying, first))
         self.check()
 
     def copied(self) -> None:
@@ -131,6 +142,10 @@ class AsyncSaver:
             self._jobs.put(None)
             self._thread.join()
             self._copier.shutdown()
+            arenas = [self._arenas.get() for _ in range(self._pending)]
+            for arena in arenas:
+                arena.close()
+                self._arenas.put(arena)
         self.check()
 
     def __enter__(self) -> AsyncSaver:
@@ -163,13 +178,17 @@ class _SaveJob:
     arena: Arena
     arguments: dict[str, Any]
     copying: Future[None] | None = None
+    first: Callable[[], object] | None = None
     told: bool = False
 
     def await_copies(self) -> None:
-        """Wait for the copies that the snapshot still lacks; where they failed, the save will say why."""
+        """Wait for the copies that the snapshot still lacks, and do what comes first; where that fails, the save will
+        say why."""
         try:
             if self.copying is not None:
                 self.copying.result()
+            if self.first is not None:
+                self.first()
         except Exception as error:  # the other ranks wait to hear of it
             self.arguments["intervals"] = _Refused(error)
 

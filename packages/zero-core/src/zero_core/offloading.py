@@ -238,12 +238,12 @@ class Offloading:
                 )
         return "\n".join(lines)
 
-    def seal(self, folder: Path, rewritten_bytes: int) -> tuple[Sealed | None, Sealed | None]:
+    def seal(self, folder: Path, rewritten_bytes: int, *, durable: bool = True) -> tuple[Sealed | None, Sealed | None]:
         """The optimizer's files and those of parameter shards, made to last for a checkpoint in ``folder`` to link to;
         None for each that there is not, or that is on another file system.
 
         A step writes all of the first and ``rewritten_bytes`` of the second anew. Raises `BudgetError` when the disk
-        has no room for that.
+        has no room for that. Without ``durable`` what waits for the device is left to `Sealed.make_durable`.
         """
         zero, budget = self._config.zero_optimization, HostBudget(processes=self._processes)
         update = self.update if self.update is not None and self.update.plan["nvme"] else None
@@ -258,7 +258,10 @@ class Offloading:
         else:
             store = None
         budget.check()
-        return None if update is None else update.seal(), None if store is None else store.seal()
+        return (
+            None if update is None else update.seal(durable=durable),
+            None if store is None else store.seal(durable=durable),
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes of activations that wait for backward now, by tier."""

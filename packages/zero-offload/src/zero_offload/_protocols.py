@@ -50,6 +50,9 @@ class Generation(Protocol):
     def release(self) -> None:
         """Let the store remove the files once it needs them no more."""
 
+    def make_durable(self) -> None:
+        """Have it survive a crash; on any thread."""
+
 
 class ExtentStore(Protocol):
     """Byte ranges with names, in files, in generations. Named as what satisfies it."""
@@ -63,8 +66,8 @@ class ExtentStore(Protocol):
     def read(self, name: str, out: Any, offset_bytes: int = 0) -> Request:
         """Start reading from the newest generation that holds the bytes."""
 
-    def seal(self) -> Generation:
-        """Make the open generation last; it is never written again."""
+    def seal(self, *, durable: bool = True) -> Generation:
+        """End the open generation, which is never written again; a crash it survives only if ``durable``."""
 
     def carried_bytes(self) -> int:
         """Bytes that `seal` would copy if it were called now."""

@@ -235,8 +235,9 @@ class NvmeStore:
         with naming("shards", "seal"):
             return self._store.carried_bytes()
 
-    def seal(self) -> Sealed:
-        """Make the files read-only and durable, for a checkpoint to link to; later writes go to new ones.
+    def seal(self, *, durable: bool = True) -> Sealed:
+        """Make the files read-only and durable, for a checkpoint to link to; later writes go to new ones. Without
+        ``durable`` what waits for the device is left to `Sealed.make_durable`.
 
         Shards that were not written since the last one are taken along by sharing blocks where the file system can;
         elsewhere they stay in the files they are in, until less than half of those is current. Shards within
@@ -244,7 +245,7 @@ class NvmeStore:
         """
         self.flush()
         with naming("shards", "seal"):
-            self._generations.append(self._store.seal())
+            self._generations.append(self._store.seal(durable=durable))
         sealed = Sealed.of(self._store.extents(), self._generations, steps={}, resident=frozenset(self._in_host))
         self._generations = sealed.needed(self._generations)
         return sealed

@@ -66,6 +66,12 @@ class Sealed:
         _sync(folder)
         return targets
 
+    def make_durable(self) -> None:
+        """Have the files survive a crash, where they were sealed without that. On any thread, before they are linked.
+        Raises what syncing met."""
+        for generation in self._generations:
+            generation.make_durable()
+
     def needed(self, generations: Sequence[Generation]) -> list[Generation]:
         """Those of ``generations`` that hold some of it."""
         return [g for g in generations if not set(g.files).isdisjoint(self.files)]

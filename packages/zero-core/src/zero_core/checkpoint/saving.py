@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from zero_ckpt import AsyncSaver, CheckpointError, Coordinator, Interval, SoloCoordinator, save_sharded
 from zero_ckpt.torch import DistCoordinator, RngState, Stager
-from zero_offload import BudgetError, HostBudget
+from zero_offload import BudgetError, HostBudget, Sealed
 from zero_partition import DeviceResidency, OwnedFragment, Unit
 
 from ..errors import UsageError
@@ -101,14 +102,15 @@ class Saver:
         leads = parts.data_rank == 0 if node is None else _leads(group, node)
         options = describe(state, client) | {"save_latest": save_latest, "node": node, "keep_last": self._keep_last}
         options["beside"] = self._dialect.files_beside(state, client)
+        sealed = seal_tiers(state, self._offloading, root, replicas=node is not None, durable=not self._decoupled)
         intervals = state_intervals(
-            *(state, self._offloading, root, exclude_frozen),
+            *(state, sealed, exclude_frozen),
             replicated=leads,
             replicas=node is not None,
             copied=self._weights if self._decoupled else None,
         )
         if self._decoupled:
-            self._open_behind(group).save(root, tag, intervals, **options)
+            self._open_behind(group).save(root, tag, intervals, first=partial(_make_durable, sealed), **options)
             if state.optimizer is not None:
                 self._states.hold(state.optimizer.inner)
         else:
@@ -229,10 +231,35 @@ def _leads(group: Coordinator, node: str) -> bool:
     return nodes.index(node) == group.rank
 
 
+SealedTiers = tuple[Sealed | None, Sealed | None]
+"""The files of optimizer states, and those of parameter shards."""
+
+
+def seal_tiers(
+    state: TrainingState, tiers: Offloading, root: Path, *, replicas: bool, durable: bool = True
+) -> SealedTiers:
+    """Seal what this rank keeps in files, for a checkpoint below ``root`` to link to; see `Offloading.seal`."""
+    parts = state.partition
+    if _leaves_to_others(state, replicas=replicas):
+        return None, None
+    trained = sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in parts.units if u.states is not None)
+    return tiers.seal(root, trained, durable=durable)
+
+
+def _make_durable(sealed: SealedTiers) -> None:
+    for found in sealed:
+        if found is not None:
+            found.make_durable()
+
+
+def _leaves_to_others(state: TrainingState, *, replicas: bool) -> bool:
+    """Return whether the ranks of the first copy of the model write what this rank has."""
+    return not replicas and state.partition.data_rank >= state.partition.world_size
+
+
 def state_intervals(
     state: TrainingState,
-    tiers: Offloading,
-    root: Path,
+    sealed_tiers: SealedTiers,
     exclude_frozen: bool,
     *,
     replicated: bool,
@@ -247,10 +274,9 @@ def state_intervals(
     (`Interval.version`).
     """
     stager, parts = Stager(), state.partition
-    if parts.data_rank >= parts.world_size and not replicas:
-        return  # the ranks of the first copy of the model write it
-    trained = sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in parts.units if u.states is not None)
-    sealed, weights = tiers.seal(root, trained)
+    if _leaves_to_others(state, replicas=replicas):
+        return
+    sealed, weights = sealed_tiers
     for unit in parts.units:
         if exclude_frozen and not unit.plan.trainable:
             continue

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from .._engine import Engine
 from .._file import File
-from .._tensors import sync_folder
 from ..errors import ExtentError
 from ._reflink import shares_blocks
 
@@ -109,22 +108,23 @@ class GenerationFiles:
         for stripe in stripes:
             self.file(stripe)
 
-    def make_last(self, ends: Sequence[int], headers: dict[int, bytes]) -> None:
-        """Writes headers, cuts the files at their ends, syncs them and takes their write permission."""
+    def end(self, ends: Sequence[int], headers: dict[int, bytes]) -> None:
+        """Writes headers, cuts the files at their ends and takes their write permission."""
         for stripe, file in self._files.items():
             if stripe in headers:
                 self._engine.write(file, headers[stripe], 0).wait()
             os.truncate(self.path(stripe), ends[stripe])
-            self._engine.sync(file)
             os.chmod(self.path(stripe), 0o444)
-        for stripe in self._files:
-            sync_folder(os.path.dirname(self.path(stripe)))
+
+    @property
+    def opened(self) -> dict[int, File]:
+        """The open files by stripe."""
+        return dict(self._files)
 
     def reopen_sealed(self) -> None:
-        """From here on nothing in this process can write the files."""
-        stripes = self.stripes
-        self.close()
-        self.open_sealed(stripes)
+        """From here on nobody writes by these; those that it was written by stay open, in the hands of others."""
+        written, self._files = self._files, {}
+        self.open_sealed(sorted(written))
 
     def close(self) -> None:
         for file in self._files.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["Extent", "Generation"]
@@ -39,6 +39,13 @@ class Generation:
     files: tuple[str, ...]
     kind: str
     _pin: list[object] = field(default_factory=list, repr=False)
+    _last: Callable[[], None] = field(default=lambda: None, repr=False)
+
+    def make_durable(self) -> None:
+        """Syncs the files and writes the index: from here on the generation survives a crash. On any thread, any number
+        of times; needed only after `ExtentStore.seal(durable=False)`. Raises what syncing met, and may be called again.
+        """
+        self._last()
 
     def release(self) -> None:
         """Allows the store to remove the files as soon as it does not need them itself."""

@@ -3,20 +3,69 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 
 from .._engine import Engine
+from .._file import File
 from .._memory import AlignedBuffer
+from .._tensors import sync_folder
 from ..errors import FormatError
 from ._container import header_for
 from ._files import GenerationFiles, StoreFolders
 from ._index import SealedIndex, write_index
 from ._ranges import Allocator, WrittenRange
 
-__all__ = ["check", "seal"]
+__all__ = ["Lasting", "check", "end"]
 
 
-def seal(
+class Lasting:
+    """Makes a generation that nothing writes any more survive a crash, once, on any thread.
+
+    `written`: the files by which it was written, by stripe; they stay open until `close`.
+    """
+
+    def __init__(
+        self, engine: Engine, folders: StoreFolders, generation: int, written: Mapping[int, File], sealed: SealedIndex
+    ) -> None:
+        self._engine, self._folders, self.generation = engine, folders, generation
+        self._written, self._sealed = dict(written), sealed
+        self._lock = threading.Lock()
+        self._done = False
+        self.error: Exception | None = None
+        """What syncing met. A second attempt could succeed although bytes were lost, so there is none."""
+
+    def make(self) -> None:
+        """Syncs the files, and then writes the index: the moment at which the generation exists."""
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            if self._done:
+                return
+            try:
+                self._sync()
+            except Exception as error:
+                self.error = error
+                raise
+            self._done = True
+
+    def _sync(self) -> None:
+        for file in self._written.values():
+            self._engine.sync(file)
+        for stripe in self._written:
+            sync_folder(os.path.dirname(self._folders.data_path(self.generation, stripe)))
+        write_index(self._folders.index_path(self.generation), self._sealed)
+
+    def close(self) -> None:
+        """Closes the files; where it was not made to last, it goes with its store."""
+        with self._lock:
+            self._done = True
+            for file in self._written.values():
+                file.close()
+            self._written.clear()
+
+
+def end(
     engine: Engine,
     folders: StoreFolders,
     files: GenerationFiles,
@@ -25,11 +74,11 @@ def seal(
     declared: Mapping[str, tuple[int, str]],
     reserved: int,
 ) -> SealedIndex:
-    """Completes checksums, writes headers, syncs, and then the index: the moment at which the generation exists."""
+    """Completes checksums and writes headers; returns the index, which is not written yet."""
     complete_checksums(engine, files, pieces)
     headers, keys = _headers(files, placement, pieces, declared, reserved)
-    files.make_last(placement.ends, headers)
-    sealed = SealedIndex(
+    files.end(placement.ends, headers)
+    return SealedIndex(
         generation=files.generation,
         kind="safetensors" if headers else "raw",
         stripes=len(folders.paths),
@@ -37,9 +86,6 @@ def seal(
         pieces=sorted(pieces, key=lambda p: (p.name, p.begin)),
         keys=keys,
     )
-    write_index(folders.index_path(files.generation), sealed)
-    files.reopen_sealed()
-    return sealed
 
 
 def complete_checksums(engine: Engine, files: GenerationFiles, pieces: Sequence[WrittenRange]) -> None:

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -64,6 +65,7 @@ class ExtentStore:
         self._declared: dict[str, tuple[int, str]] = {}
         self._live: dict[str, list[Covered]] = {}
         self._sealed_live: dict[str, list[Covered]] = {}
+        self._lasting: tuple[_sealing.Lasting, dict[str, list[Covered]]] | None = None
         self._keys: dict[tuple[int, str, int], str] = {}
         self._generations: dict[int, GenerationFiles] = {}
         self._pins: dict[int, weakref.finalize[Any, Any]] = {}
@@ -157,28 +159,34 @@ class ExtentStore:
                 self._busy.setdefault(name, []).append((covered.begin, covered.end, False, request))
         return StoreRequest(reading.requests, nbytes, reading.checks)
 
-    def seal(self) -> Generation:
+    def seal(self, *, durable: bool = True) -> Generation:
         """Ends the open generation: waits, completes the checksums, syncs, makes the files read-only, and returns it.
 
         Where only part of the state was written into it, the rest is taken along: by sharing blocks where the file
         system can, so that the generation is the whole state and no bytes move; elsewhere a generation of which less
         than half is current is emptied by a copy (see `carried_bytes`), and others stay beside the new one.
 
-        After this call the generation survives a crash. Raises the first error of a write that failed, ChecksumError
-        for bytes to be taken along that were changed underneath; the generation then stays open, and the bytes
-        concerned can be written again.
+        After this call the generation survives a crash; without `durable` only after its `make_durable`, which does
+        all that waits for the device, on any thread, while this store goes on. Until then the generation before stays.
+        Raises the first error of a write that failed, ChecksumError for bytes to be taken along that were changed
+        underneath; the generation then stays open, and the bytes concerned can be written again.
         """
         with self._lock:
             self._usable()
+            self._last_before()
             self.flush()
             placement, files = self._open_generation()
             self._carry(placement, files)
             pieces = [
                 c.piece for covered in self._live.values() for c in covered if c.piece.generation == files.generation
             ]
-            sealed = _sealing.seal(self.engine, self._folders, files, placement, pieces, self._declared, self._reserved)
+            sealed = _sealing.end(self.engine, self._folders, files, placement, pieces, self._declared, self._reserved)
+            lasting = _sealing.Lasting(self.engine, self._folders, files.generation, files.opened, sealed)
+            if durable:
+                lasting.make()
+            files.reopen_sealed()
             self._keys.update({(files.generation, *where): key for where, key in sealed.keys.items()})
-            self._sealed_live = {name: list(covered) for name, covered in self._live.items()}
+            self._lasting = lasting, {name: list(covered) for name, covered in self._live.items()}
             self._placement = None
             self._next += 1
             extents: dict[str, list[Extent]] = {}
@@ -189,10 +197,36 @@ class ExtentStore:
                 extents=MappingProxyType({name: tuple(found) for name, found in extents.items()}),
                 files=tuple(files.path(stripe) for stripe in files.stripes),
                 kind=sealed.kind,
+                _last=partial(_make_last, lasting, weakref.ref(self)),
             )
             self._pin(generation)
-            self._remove_superseded()
+            if durable:
+                self._lasts(lasting)
             return generation
+
+    def _lasts(self, lasting: _sealing.Lasting) -> None:
+        """A generation survives a crash now: lets go of what it supersedes."""
+        with self._lock:
+            if self._lasting is not None and self._lasting[0] is lasting:
+                _, self._sealed_live = self._lasting
+                self._lasting = None
+                lasting.close()
+                if not self._closed:
+                    self._remove_superseded()
+
+    def _last_before(self) -> None:
+        """Makes the generation that was sealed before survive a crash. One that could not is dropped once nothing
+        current is in it."""
+        if self._lasting is None:
+            return
+        lasting, _ = self._lasting
+        current = {c.piece.generation for covered in self._live.values() for c in covered}
+        if lasting.error is None or lasting.generation in current:
+            lasting.make()
+            self._lasts(lasting)
+        else:
+            lasting.close()
+            self._lasting = None
 
     def extents(self) -> Mapping[str, tuple[Extent, ...]]:
         """The current state: every name with what holds it now, over all generations, in order of offset.
@@ -234,6 +268,10 @@ class ExtentStore:
         with self._lock:
             if self._closed:
                 return
+            if not remove:
+                self._last_before()
+            elif self._lasting is not None:
+                self._lasting[0].close()
             self._closed = True
             for files in self._generations.values():
                 sealed = files.generation < self._next
@@ -366,6 +404,14 @@ class ExtentStore:
 
 class _Pin:
     """Lives as long as a Generation is in someone's hands."""
+
+
+def _make_last(lasting: _sealing.Lasting, reference: weakref.ref[ExtentStore]) -> None:
+    """Makes a generation survive a crash; the store works on meanwhile."""
+    lasting.make()
+    store = reference()
+    if store is not None:
+        store._lasts(lasting)
 
 
 def _unpin(reference: weakref.ref[ExtentStore], index: int) -> None:

@@ -53,8 +53,8 @@ class Tier(Protocol):
     def carried_bytes(self) -> int:
         """Bytes that `seal` would copy, of what was not written since the last one."""
 
-    def seal(self) -> Generation | None:
-        """Make what is in files last; None where there are no files."""
+    def seal(self, *, durable: bool) -> Generation | None:
+        """End what is written to files, so that it survives a crash if ``durable``; None where there are no files."""
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
         """Where each ``<fragment>/<kind>`` lies in files."""
@@ -113,7 +113,7 @@ class HostTier:
     def carried_bytes(self) -> int:
         return 0
 
-    def seal(self) -> None:
+    def seal(self, *, durable: bool) -> None:
         return None
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
@@ -216,10 +216,10 @@ class NvmeTier:
         with naming("masters and states", "seal"):
             return self._store.carried_bytes()
 
-    def seal(self) -> Generation:
+    def seal(self, *, durable: bool) -> Generation:
         self.flush()
         with naming("masters and states", "seal"):
-            return self._store.seal()
+            return self._store.seal(durable=durable)
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
         return self._store.extents()
@@ -294,8 +294,8 @@ class SplitTier:
     def carried_bytes(self) -> int:
         return self._first.carried_bytes()
 
-    def seal(self) -> Generation | None:
-        return self._first.seal()
+    def seal(self, *, durable: bool) -> Generation | None:
+        return self._first.seal(durable=durable)
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
         return {**self._first.extents(), **self._rest.extents()}

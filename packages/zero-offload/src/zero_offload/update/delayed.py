@@ -183,9 +183,9 @@ class DelayedUpdate:
         self._changed = set(self._plans)
         self._inner.reset()
 
-    def seal(self) -> Sealed | None:
+    def seal(self, *, durable: bool = True) -> Sealed | None:
         """See `OffloadedUpdate.seal`."""
-        return self._settled().seal()
+        return self._settled().seal(durable=durable)
 
     def _settled(self) -> OffloadedUpdate:
         """The update, after its step, told of the weights that somebody else wrote."""

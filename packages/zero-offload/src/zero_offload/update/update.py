@@ -266,8 +266,9 @@ class OffloadedUpdate:
         forget(list(self._fragments.values()))
         self._failed = False
 
-    def seal(self) -> Sealed | None:
+    def seal(self, *, durable: bool = True) -> Sealed | None:
         """Make what is in files last, for a checkpoint to link to; the next step writes new files. None on the host.
+        Without ``durable`` what waits for the device is left to `Sealed.make_durable`.
 
         Raises BudgetError when the disk has no room for the new files, and the first write that failed.
         """
@@ -275,7 +276,7 @@ class OffloadedUpdate:
         if self._failed:
             raise OffloadError("an earlier step failed in the middle; its state is not worth saving")
         check_room_for_seal(self._parts)
-        generation = self._parts.tier.seal()
+        generation = self._parts.tier.seal(durable=durable)
         if generation is None:
             return None
         self._generations.append(generation)

@@ -1,0 +1,96 @@
+"""A generation that is sealed now and made to survive a crash later, while its store goes on."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from zero_nvme_aio import ExtentStore, errors
+from zero_nvme_aio.testing import Delay, Fail, faulty_engine
+
+KIB = 1024
+
+
+def get(store: ExtentStore, name: str, nbytes: int) -> bytes:
+    out = bytearray(nbytes)
+    store.read(name, out).wait()
+    return bytes(out)
+
+
+def found_after_a_crash(folder: Path, copy: Path) -> bytes:
+    """What a store finds that is opened on the files as they are now."""
+    shutil.copytree(folder, copy)
+    with ExtentStore(copy, resume=True) as store:
+        return get(store, "x", 8 * KIB)
+
+
+def test_until_it_is_made_durable_a_crash_leaves_the_generation_before(tmp_path: Path) -> None:
+    folder, old, new = tmp_path / "store", b"o" * 8 * KIB, b"n" * 8 * KIB
+    with ExtentStore(folder) as store:
+        store.write("x", old)
+        store.seal()  # and nobody keeps it
+        store.write("x", new)
+        generation = store.seal(durable=False)
+        store.write("x", b"later" * KIB)
+        assert found_after_a_crash(folder, tmp_path / "before") == old
+        generation.make_durable()
+        generation.make_durable()
+        assert found_after_a_crash(folder, tmp_path / "after") == new
+        assert len(list(folder.glob("*.index"))) == 1  # the one before is let go of
+        extent = generation.extents["x"][0]
+        assert Path(extent.path).read_bytes()[extent.file_offset_bytes :][: extent.nbytes] == new
+
+
+def test_a_store_goes_on_while_a_slow_device_syncs(tmp_path: Path) -> None:
+    with (
+        faulty_engine(Delay(on=("sync",), seconds=0.5)) as io,
+        ExtentStore(tmp_path, engine=io) as store,
+    ):
+        store.write("x", b"1" * 8 * KIB)
+        begin = time.monotonic()
+        generation = store.seal(durable=False)
+        thread = threading.Thread(target=generation.make_durable)
+        thread.start()
+        assert get(store, "x", 8 * KIB) == b"1" * 8 * KIB
+        store.write("x", b"2" * 8 * KIB).wait()
+        assert get(store, "x", 8 * KIB) == b"2" * 8 * KIB
+        assert time.monotonic() - begin < 0.4
+        thread.join()
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_whoever_closes_or_seals_again_makes_the_one_before_last(tmp_path: Path, remove: bool) -> None:
+    store = ExtentStore(tmp_path)
+    for content in (b"1", b"2"):
+        store.write("x", content * 8 * KIB)
+        store.seal(durable=False)
+    assert len(list(tmp_path.glob("*.index"))) == 1
+    store.close(remove=remove)
+    if remove:
+        assert [path.name for path in tmp_path.iterdir()] == ["store.lock"]
+        return
+    with ExtentStore(tmp_path, resume=True) as again:
+        assert get(again, "x", 8 * KIB) == b"2" * 8 * KIB
+
+
+def test_a_sync_that_failed_is_not_tried_again_until_all_was_written_anew(tmp_path: Path) -> None:
+    with (
+        faulty_engine(Fail(on=("sync",), error=errno.EIO, limit=1)) as io,
+        ExtentStore(tmp_path, engine=io) as store,
+    ):
+        store.write("x", b"1" * 8 * KIB)
+        generation = store.seal(durable=False)
+        for _ in range(2):
+            with pytest.raises(errors.DeviceError, match="sync"):
+                generation.make_durable()
+        store.write("y", b"3" * 8 * KIB)
+        with pytest.raises(errors.DeviceError, match="sync"):
+            store.seal()
+        store.write("x", b"2" * 8 * KIB)
+        store.seal()
+        assert get(store, "x", 8 * KIB) == b"2" * 8 * KIB
