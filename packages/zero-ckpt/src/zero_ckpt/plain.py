@@ -18,6 +18,7 @@ _MAX_DEPTH = 100
 _OBJECT_BYTES, _OBJECT_BYTES_PER_BYTE = 256 << 20, 8
 _MAX_PAIRS = 1 << 22
 _LIST_BYTES, _MAP_BYTES, _PAIR_BYTES = 72, 80, 56
+_FLAT = frozenset({type(None), bool, int, float, bytes})
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, list, dict})
 
 
@@ -42,6 +43,10 @@ def _copy(value: Any, path: str, depth: int, items: Iterator[int]) -> Any:
     if depth >= _MAX_DEPTH:
         raise NotPlainDataError(f"{path} is nested more than {_MAX_DEPTH} levels deep (or refers to itself)")
     if kind in (list, tuple):
+        if _FLAT.issuperset(map(type, value)):  # states of generators have a thousand numbers
+            if len(list(itertools.islice(items, len(value)))) < len(value):
+                raise NotPlainDataError(f"{path} is beyond the number of items that are read")
+            return list(value)
         return [_copy(item, f"{path}[{index}]", depth + 1, items) for index, item in enumerate(value)]
     if isinstance(value, dict):
         return {_key(key, path): _copy(item, f"{path}[{key!r}]", depth + 1, items) for key, item in value.items()}

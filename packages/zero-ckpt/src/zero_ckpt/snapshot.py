@@ -14,17 +14,20 @@ from .writer import interval_length
 
 _COPY_BYTES = 16 << 20
 _ALIGNMENT = 64
+_ALONE_BYTES = 4 << 20
+"""So much is copied faster than another thread is woken."""
 
 
 class Arena:
     """Memory for one snapshot, kept for the next.
 
-    `threads` copy what is copied at once. `allow` is called with a number of bytes before so many are allocated; what
-    it raises ends the save.
+    `threads` copy what is copied at once, where that is much; they are kept too, until `close`. `allow` is called with
+    a number of bytes before so many are allocated; what it raises ends the save.
     """
 
     def __init__(self, threads: int, allow: Callable[[int], object]) -> None:
-        self._threads, self._allow = threads, allow
+        self._allow = allow
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zero-ckpt-copy")
         self._memory: mmap.mmap | None = None
 
     def begin(self, intervals: list[Interval]) -> Snapshot:
@@ -46,18 +49,23 @@ class Arena:
             [copy for copy in copies if copy is not None and copy.interval.version is not None],
         )
 
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
     def _copy_now(self, copies: list[_Copy]) -> None:
-        if not copies:
-            return
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="zero-ckpt-copy") as pool:
-            works = []
-            for copy in copies:
-                if callable(copy.interval.data):  # its buffer is only good until the next one is asked for
-                    copy.run()
-                else:
-                    works += [pool.submit(_copy, *chunk) for chunk in copy.chunks()]
-            for work in works:
-                work.result()
+        chunks = []
+        for copy in copies:
+            if callable(copy.interval.data):  # its buffer is only good until the next one is asked for
+                copy.run()
+            else:
+                chunks += copy.chunks()
+        alone = sum(len(target) for target, _ in chunks) <= _ALONE_BYTES
+        works = [] if alone else [self._pool.submit(_copy, *chunk) for chunk in chunks]
+        for chunk in chunks if alone else ():
+            _copy(*chunk)
+        for work in works:
+            work.result()
 
     def _reserve(self, nbytes: int) -> mmap.mmap:
         if self._memory is None or len(self._memory) < nbytes:

@@ -26,7 +26,7 @@ class RngState:
         }
         if "numpy" in sys.modules:
             name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-            state["numpy"] = [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
+            state["numpy"] = [name, keys.tolist(), int(position), int(has_gauss), float(cached)]
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if device is not None:
             state["accelerator"] = bytes(tensor_buffer(torch.get_device_module(device).get_rng_state()))
