@@ -72,6 +72,13 @@ def test_other_sources_are_refused(source):
         Config.load(source, world_size=1)
 
 
+def test_a_file_that_is_too_large_is_refused_before_it_takes_several_times_its_size(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_bytes(b"9" * (17 << 20))
+    with pytest.raises(ConfigError, match="ds.json.*expected at most 16777216 bytes of JSON"):
+        Config.load(path, world_size=1)
+
+
 def test_a_missing_file_and_a_directory_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.json.*No such file"):
         Config.load(tmp_path / "nowhere.json", world_size=1)

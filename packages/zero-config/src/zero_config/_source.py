@@ -32,9 +32,19 @@ class _Object(dict[str, Any]):
         self.repeated = sorted(key for key, count in counts.items() if count > 1)
 
 
+_MOST_BYTES = 16 << 20
+"""A larger file is no configuration, and would take several times its size in memory."""
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_Object)
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ConfigError(Problem(str(path), f"expected at most {_MOST_BYTES} bytes of JSON", "more than that"))
+        data = json.loads(content.decode("utf-8"), object_pairs_hook=_Object)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(Problem(str(path), "expected a readable JSON file", error.strerror or str(error))) from error
     except UnicodeDecodeError as error:
