@@ -126,7 +126,8 @@ def fails_in_forward(engine: zero_core.Engine, folder: Path) -> None:
 def freezes(engine: zero_core.Engine, folder: Path) -> None:
     engine.module.first.weight.requires_grad_(False)
     engine.module.first.weight.requires_grad_(True)
-    engine.module.frozen.data.zero_()
+    if engine.zero_optimization_stage() < 3:  # elsewhere it is released, and a write is refused
+        engine.module.frozen.data.zero_()
 
 
 def parks(engine: zero_core.Engine, folder: Path) -> None:
