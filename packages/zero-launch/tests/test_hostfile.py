@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from zero_launch import Hostfile
@@ -77,3 +79,13 @@ def test_filters_select_hosts_and_slots_in_the_files_order(filters, left):
 def test_a_filter_that_does_not_fit_is_refused_with_what_there_is(filters, message):
     with pytest.raises(ValueError, match=message):
         Hostfile.parse(TEXT).select(**filters)
+
+
+def test_a_filter_over_the_most_slots_takes_no_time():
+    hosts = Hostfile.parse("b slots=65536")
+    begin = time.process_time()
+    assert hosts.select(include="b") == hosts
+    assert time.process_time() - begin < 5  # 30 s where each slot was looked for in all others
+    with pytest.raises(ValueError, match="host 'b' has no slot 65536; it has 0 to 65535") as refused:
+        hosts.select(include="b:65536")
+    assert len(str(refused.value)) < 200

@@ -13,6 +13,7 @@ _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[0-9]{1,9})")
 _NAME = re.compile(r"(?!-)[A-Za-z0-9._:%-]+(?:@(?!-)[A-Za-z0-9._:%-]+)?")
 _MOST_SLOTS = 1 << 16
 _MOST_HOSTS = 1 << 16
+_LISTED = 64
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,18 @@ class Hostfile:
                 wanted = [int(slot) for slot in slots.split(",")] if colon else list(self.hosts[host])
             except ValueError:
                 raise ValueError(f"{what} {text!r}: expected slot numbers after {host!r}, got {slots!r}") from None
+            have = set(self.hosts[host])
             for slot in wanted:
-                if slot not in self.hosts[host]:
-                    have = ",".join(map(str, self.hosts[host]))
-                    raise ValueError(f"{what} {text!r}: host {host!r} has no slot {slot}; it has {have}")
+                if slot not in have:
+                    listing = _listing(self.hosts[host])
+                    raise ValueError(f"{what} {text!r}: host {host!r} has no slot {slot}; it has {listing}")
             named[host] = set(wanted)
         return named
+
+
+def _listing(slots: tuple[int, ...]) -> str:
+    """The slots for a message: all of a few, else the first and the last."""
+    return ",".join(map(str, slots)) if len(slots) <= _LISTED else f"{slots[0]} to {slots[-1]}"
 
 
 def _check_name(host: str, where: str) -> None:
