@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from .. import _buffers, _header
@@ -17,6 +15,7 @@ from ..errors import ClosedError, ExtentError
 from . import _carrying, _container, _reading, _sealing
 from ._files import GenerationFiles, StoreFolders
 from ._generation import Extent, Generation
+from ._history import History
 from ._index import read_index
 from ._ranges import Allocation, Allocator, Covered, WrittenRange, cover, overlay
 from ._request import StoreRequest
@@ -64,11 +63,7 @@ class ExtentStore:
         self._bytes_written = 0
         self._declared: dict[str, tuple[int, str]] = {}
         self._live: dict[str, list[Covered]] = {}
-        self._sealed_live: dict[str, list[Covered]] = {}
-        self._lasting: tuple[_sealing.Lasting, dict[str, list[Covered]]] | None = None
-        self._keys: dict[tuple[int, str, int], str] = {}
-        self._generations: dict[int, GenerationFiles] = {}
-        self._pins: dict[int, weakref.finalize[Any, Any]] = {}
+        self._history = History(self._folders, self._live, self._lock)
         self._busy: dict[str, list[tuple[int, int, bool, Request]]] = {}
         self._placement: Allocator | None = None
         self._first_stripes: dict[str, int] = {}
@@ -77,7 +72,7 @@ class ExtentStore:
         self._owns_engine = engine is None
         self.engine = Engine() if engine is None else engine
         try:
-            self._next = self._adopt(resume)
+            self._adopt(resume)
         except BaseException:
             self._let_go()
             raise
@@ -152,7 +147,7 @@ class ExtentStore:
                 if piece.piece.request is not None:
                     piece.piece.request.wait()
                 found.append(piece)
-            reading = _reading.Reading(self.engine, self._generations, self._verify if verify is None else verify)
+            reading = _reading.Reading(self.engine, self._history.files, self._verify if verify is None else verify)
             for covered in found:
                 part = _buffers.slice_items(items, covered.begin - offset_bytes, covered.end - offset_bytes)
                 request = reading.start(covered, part)
@@ -173,7 +168,7 @@ class ExtentStore:
         """
         with self._lock:
             self._usable()
-            self._last_before()
+            self._history.make_the_last_one_durable()
             self.flush()
             placement, files = self._open_generation()
             self._carry(placement, files)
@@ -184,49 +179,11 @@ class ExtentStore:
             lasting = _sealing.Lasting(self.engine, self._folders, files.generation, files.opened, sealed)
             if durable:
                 lasting.make()
-            files.reopen_sealed()
-            self._keys.update({(files.generation, *where): key for where, key in sealed.keys.items()})
-            self._lasting = lasting, {name: list(covered) for name, covered in self._live.items()}
+            generation = self._history.ended(lasting, pieces, sealed.keys, sealed.kind)
             self._placement = None
-            self._next += 1
-            extents: dict[str, list[Extent]] = {}
-            for piece in sorted(pieces, key=lambda p: (p.name, p.begin)):
-                extents.setdefault(piece.name, []).append(self._extent(Covered(piece.begin, piece.end, piece)))
-            generation = Generation(
-                index=files.generation,
-                extents=MappingProxyType({name: tuple(found) for name, found in extents.items()}),
-                files=tuple(files.path(stripe) for stripe in files.stripes),
-                kind=sealed.kind,
-                _last=partial(_make_last, lasting, weakref.ref(self)),
-            )
-            self._pin(generation)
             if durable:
-                self._lasts(lasting)
+                self._history.lasts(lasting)
             return generation
-
-    def _lasts(self, lasting: _sealing.Lasting) -> None:
-        """A generation survives a crash now: lets go of what it supersedes."""
-        with self._lock:
-            if self._lasting is not None and self._lasting[0] is lasting:
-                _, self._sealed_live = self._lasting
-                self._lasting = None
-                lasting.close()
-                if not self._closed:
-                    self._remove_superseded()
-
-    def _last_before(self) -> None:
-        """Makes the generation that was sealed before survive a crash. One that could not is dropped once nothing
-        current is in it."""
-        if self._lasting is None:
-            return
-        lasting, _ = self._lasting
-        current = {c.piece.generation for covered in self._live.values() for c in covered}
-        if lasting.error is None or lasting.generation in current:
-            lasting.make()
-            self._lasts(lasting)
-        else:
-            lasting.close()
-            self._lasting = None
 
     def extents(self) -> Mapping[str, tuple[Extent, ...]]:
         """The current state: every name with what holds it now, over all generations, in order of offset.
@@ -235,7 +192,7 @@ class ExtentStore:
         """
         with self._lock:
             self._usable()
-            return {name: tuple(map(self._extent, covered)) for name, covered in self._live.items()}
+            return {name: tuple(map(self._history.extent, covered)) for name, covered in self._live.items()}
 
     def flush(self) -> None:
         """Waits for everything submitted; raises the first write that failed."""
@@ -255,7 +212,8 @@ class ExtentStore:
             self._usable()
             if not self._written_since_seal():
                 return 0
-            return _carrying.carried_bytes(self._live, self._generations, self._next, self._folders.shares_blocks)
+            history = self._history
+            return _carrying.carried_bytes(self._live, history.files, history.next, self._folders.shares_blocks)
 
     def bytes_written(self) -> int:
         """Bytes handed to `write` and copied by `seal` so far."""
@@ -268,17 +226,8 @@ class ExtentStore:
         with self._lock:
             if self._closed:
                 return
-            if not remove:
-                self._last_before()
-            elif self._lasting is not None:
-                self._lasting[0].close()
+            self._history.close(remove=remove)
             self._closed = True
-            for files in self._generations.values():
-                sealed = files.generation < self._next
-                if remove or not sealed:
-                    files.remove()
-                else:
-                    files.close()
             self._let_go()
 
     def __enter__(self) -> ExtentStore:
@@ -295,8 +244,9 @@ class ExtentStore:
             start = _container.reserve_for(self._declared, stripes, self._stripe_bytes) if self._declared else 0
             self._reserved = start
             self._placement = Allocator(stripes, self._stripe_bytes, start, self._first_stripes)
-            self._generations[self._next] = GenerationFiles(self.engine, self._folders, self._next)
-        return self._placement, self._generations[self._next]
+            files = GenerationFiles(self.engine, self._folders, self._history.next)
+            self._history.files[files.generation] = files
+        return self._placement, self._history.files[self._history.next]
 
     def _places(self, placement: Allocator, name: str, begin: int, end: int) -> list[Allocation]:
         if name in self._declared:
@@ -304,7 +254,7 @@ class ExtentStore:
         return placement.place(name, begin, end)
 
     def _written_since_seal(self) -> bool:
-        return any(c.piece.generation == self._next for covered in self._live.values() for c in covered)
+        return any(c.piece.generation == self._history.next for covered in self._live.values() for c in covered)
 
     def _carry(self, placement: Allocator, files: GenerationFiles) -> None:
         """Takes what is current in older generations into the open one."""
@@ -312,7 +262,7 @@ class ExtentStore:
             return
         carrying = _carrying.Carrying(
             self.engine,
-            self._generations,
+            self._history.files,
             files,
             lambda name, begin, end: self._places(placement, name, begin, end),
             self._folders.shares_blocks,
@@ -320,18 +270,6 @@ class ExtentStore:
         for piece in carrying.run(self._live):
             self._live[piece.name] = overlay(self._live[piece.name], piece, files.generation)
         self._bytes_written += carrying.copied_bytes
-
-    def _extent(self, covered: Covered) -> Extent:
-        piece = covered.piece
-        whole = (covered.begin, covered.end) == (piece.begin, piece.end)
-        return Extent(
-            path=self._folders.data_path(piece.generation, piece.stripe),
-            file_offset_bytes=piece.file_offset + covered.begin - piece.begin,
-            nbytes=covered.end - covered.begin,
-            checksum=piece.checksum if whole else "",
-            offset_bytes=covered.begin,
-            key=self._keys.get((piece.generation, piece.name, piece.begin), "") if whole else "",
-        )
 
     def _check_range(self, name: str, offset: int, nbytes: int) -> None:
         limit = self._declared[name][0] if name in self._declared else 2**62
@@ -355,23 +293,8 @@ class ExtentStore:
                 still.append((low, high, is_write, request))
         self._busy[name] = still
 
-    def _pin(self, generation: Generation) -> None:
-        token = _Pin()
-        generation._pin.append(token)
-        self._pins[generation.index] = weakref.finalize(token, _unpin, weakref.ref(self), generation.index)
-        self._pins[generation.index].atexit = False
-
-    def _remove_superseded(self) -> None:
-        needed = {c.piece.generation for state in (self._live, self._sealed_live) for cs in state.values() for c in cs}
-        # A Generation may be collected, and this be entered again, at any point below: so copies and a default.
-        idle = [i for i in list(self._generations) if i < self._next and i not in needed and i not in self._pins]
-        for index in idle:
-            files = self._generations.pop(index, None)
-            if files is not None:
-                files.remove()
-
-    def _adopt(self, resume: bool) -> int:
-        """Takes over what is sealed in the folders and returns the number of the next generation."""
+    def _adopt(self, resume: bool) -> None:
+        """Takes over what is sealed in the folders."""
         self._folders.remove_unsealed()
         found = self._folders.indexes()
         if found and not resume:
@@ -380,17 +303,16 @@ class ExtentStore:
                 f"with {len(found)} generations; "
                 "pass resume=True to continue it, or choose another folder or prefix"
             )
+        generations, keys = {}, {}
         for index in found:
             sealed = read_index(self._folders.index_path(index))
-            files = GenerationFiles(self.engine, self._folders, index)
+            files = generations[index] = GenerationFiles(self.engine, self._folders, index)
             _sealing.check(self._folders, sealed, index)
             files.open_sealed(sorted(sealed.files))
-            self._generations[index] = files
             for piece in sealed.pieces:
                 self._live[piece.name] = overlay(self._live.get(piece.name, []), piece, open_generation=-1)
-                self._keys[index, piece.name, piece.begin] = sealed.keys[piece.name, piece.begin]
-        self._sealed_live = {name: list(covered) for name, covered in self._live.items()}
-        return max(found, default=0) + 1
+                keys[index, piece.name, piece.begin] = sealed.keys[piece.name, piece.begin]
+        self._history.adopt(generations, keys)
 
     def _let_go(self) -> None:
         if self._owns_engine:
@@ -400,25 +322,3 @@ class ExtentStore:
     def _usable(self) -> None:
         if self._closed:
             raise ClosedError("the extent store is closed")
-
-
-class _Pin:
-    """Lives as long as a Generation is in someone's hands."""
-
-
-def _make_last(lasting: _sealing.Lasting, reference: weakref.ref[ExtentStore]) -> None:
-    """Makes a generation survive a crash; the store works on meanwhile."""
-    lasting.make()
-    store = reference()
-    if store is not None:
-        store._lasts(lasting)
-
-
-def _unpin(reference: weakref.ref[ExtentStore], index: int) -> None:
-    store = reference()
-    if store is None:
-        return
-    with store._lock:
-        store._pins.pop(index, None)
-        if not store._closed:
-            store._remove_superseded()
