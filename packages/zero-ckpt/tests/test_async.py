@@ -205,7 +205,7 @@ def test_memory_is_asked_for_before_it_is_taken(tmp_path: Path) -> None:
 
 
 def test_what_comes_first_runs_behind_the_save_and_its_failure_is_the_saves_on_every_rank(tmp_path: Path) -> None:
-    opened = threading.Event()
+    opened, together = threading.Event(), threading.Barrier(2)
 
     def sync() -> None:
         assert opened.wait(20)
@@ -217,7 +217,7 @@ def test_what_comes_first_runs_behind_the_save_and_its_failure_is_the_saves_on_e
             saver.save(tmp_path, "t1", [interval(bytearray(8))], step=1, first=first)
             saver.copied()  # does not wait for it
             waited = opened.is_set()
-            coordinator.barrier()
+            together.wait(20)  # the coordinator is in the hands of the savers' threads
             opened.set()
             try:
                 saver.wait()
