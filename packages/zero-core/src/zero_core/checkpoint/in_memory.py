@@ -14,7 +14,7 @@ from zero_ckpt.torch import Found, NodeMemory
 from ..offloading import Offloading
 from ..state import TrainingState
 from .fragments import master_fragments
-from .saving import check_room, describe, own_group, seal_tiers, state_intervals
+from .saving import TierFiles, check_room, describe, own_group, state_intervals
 
 logger = logging.getLogger("zero_core")
 
@@ -37,8 +37,8 @@ class InMemory:
         memory, parts = self._open(), state.partition
         parts.runtime.agree("copy into node memory", str(self._path), None)
         parts.settle()
-        sealed = seal_tiers(state, self._offloading, memory.directory, replicas=True)
-        intervals = state_intervals(state, sealed, False, replicated=memory.leads, replicas=True)
+        files = TierFiles(state, self._offloading, memory.directory, replicas=True)
+        intervals = state_intervals(state, files, False, replicated=memory.leads, replicas=True)
         memory.save(intervals, **describe(state, {}))
         return True
 

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,15 +101,15 @@ class Saver:
         leads = parts.data_rank == 0 if node is None else _leads(group, node)
         options = describe(state, client) | {"save_latest": save_latest, "node": node, "keep_last": self._keep_last}
         options["beside"] = self._dialect.files_beside(state, client)
-        sealed = seal_tiers(state, self._offloading, root, replicas=node is not None, durable=not self._decoupled)
+        files = TierFiles(state, self._offloading, root, replicas=node is not None, durable=not self._decoupled)
         intervals = state_intervals(
-            *(state, sealed, exclude_frozen),
+            *(state, files, exclude_frozen),
             replicated=leads,
             replicas=node is not None,
             copied=self._weights if self._decoupled else None,
         )
         if self._decoupled:
-            self._open_behind(group).save(root, tag, intervals, first=partial(_make_durable, sealed), **options)
+            self._open_behind(group).save(root, tag, intervals, first=files.make_durable, **options)
             if state.optimizer is not None:
                 self._states.hold(state.optimizer.inner)
         else:
@@ -231,25 +230,34 @@ def _leads(group: Coordinator, node: str) -> bool:
     return nodes.index(node) == group.rank
 
 
-SealedTiers = tuple[Sealed | None, Sealed | None]
-"""The files of optimizer states, and those of parameter shards."""
+class TierFiles:
+    """The files in which this rank keeps states and shards, for a checkpoint below ``root`` to link to.
 
+    ``durable``: they survive a crash once they are sealed, else once `make_durable` returns. Call order: `seal`, while
+    the checkpoint's intervals are asked for, so that every rank hears of what one meets; `make_durable` on any thread.
+    """
 
-def seal_tiers(
-    state: TrainingState, tiers: Offloading, root: Path, *, replicas: bool, durable: bool = True
-) -> SealedTiers:
-    """Seal what this rank keeps in files, for a checkpoint below ``root`` to link to; see `Offloading.seal`."""
-    parts = state.partition
-    if _leaves_to_others(state, replicas=replicas):
-        return None, None
-    trained = sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in parts.units if u.states is not None)
-    return tiers.seal(root, trained, durable=durable)
+    def __init__(
+        self, state: TrainingState, tiers: Offloading, root: Path, *, replicas: bool, durable: bool = True
+    ) -> None:
+        self._state, self._tiers, self._root = state, tiers, root
+        self._replicas, self._durable = replicas, durable
+        self._sealed: list[Sealed] = []
 
+    def seal(self) -> tuple[Sealed | None, Sealed | None]:
+        """Seal and return the files of optimizer states, and those of parameter shards; see `Offloading.seal`."""
+        parts = self._state.partition
+        if _leaves_to_others(self._state, replicas=self._replicas):
+            return None, None
+        trained = sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in parts.units if u.states is not None)
+        found = self._tiers.seal(self._root, trained, durable=self._durable)
+        self._sealed = [sealed for sealed in found if sealed is not None]
+        return found
 
-def _make_durable(sealed: SealedTiers) -> None:
-    for found in sealed:
-        if found is not None:
-            found.make_durable()
+    def make_durable(self) -> None:
+        """Have what was sealed survive a crash; raises what syncing met."""
+        for sealed in self._sealed:
+            sealed.make_durable()
 
 
 def _leaves_to_others(state: TrainingState, *, replicas: bool) -> bool:
@@ -259,7 +267,7 @@ def _leaves_to_others(state: TrainingState, *, replicas: bool) -> bool:
 
 def state_intervals(
     state: TrainingState,
-    sealed_tiers: SealedTiers,
+    files: TierFiles,
     exclude_frozen: bool,
     *,
     replicated: bool,
@@ -268,6 +276,7 @@ def state_intervals(
 ) -> Iterator[Interval]:
     """Yield the intervals that this rank writes. ``replicated``: with those that every rank has too. ``replicas``: with
     those that other ranks hold as well, for nodes that cannot read one another's files; else the first replica writes.
+    ``files`` are sealed before the first.
     ``copied``: weights that were copied already, and that masters have to follow.
 
     Parameters that user code can write at any time are to be copied at once, what only the engine writes until it does
@@ -276,7 +285,7 @@ def state_intervals(
     stager, parts = Stager(), state.partition
     if _leaves_to_others(state, replicas=replicas):
         return
-    sealed, weights = sealed_tiers
+    sealed, weights = files.seal()
     for unit in parts.units:
         if exclude_frozen and not unit.plan.trainable:
             continue

@@ -1,0 +1,146 @@
+"""How long training stands still for a save behind it, beside a save at once of the same state.
+
+    python tests-integration/bench_saving.py [--rounds 9] [--only "3 nvme bf16" ...] [--folder PATH]
+
+AdamW, one rank with all cores. A row is a stage, where the state lies (``device``; ``cpu``: the optimizer in host
+memory, at stage 3 the parameters too; ``nvme``: the same in files) and a dtype. Two engines of the same model take a
+step and save in turn: one as with ``checkpoint.writer.decoupled``, one without. ``behind`` is the call of
+`save_checkpoint` and what training waits for the copy afterwards, ``at once`` the call alone; the ratio is taken within
+the round. ``written`` is when a save behind is on disk. The aim is a ratio of at most 2 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
+ROWS = [
+    f"{stage} {tier} {dtype}"
+    for tier in ("device", "cpu", "nvme")
+    for stage in (0, 1, 2, 3)
+    for dtype in ("fp32", "bf16")
+    if stage or tier == "device"
+]
+AIM = 0.02
+WARM_UP = 2
+
+
+def config(stage: int, tier: str, dtype: str, folder: Path, decoupled: bool) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    place: dict[str, Any] = {"device": tier} | ({"nvme_path": str(folder)} if tier == "nvme" else {})
+    if tier != "device":
+        zero["offload_optimizer"] = place
+        if stage == 3:
+            zero["offload_param"] = place
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": dtype == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": zero,
+        "checkpoint": {"writer": {"decoupled": decoupled}, "keep_last": 1},
+    }
+
+
+class Contestant:
+    """An engine that saves after its steps."""
+
+    def __init__(self, args: argparse.Namespace, row: str, decoupled: bool, folder: Path) -> None:
+        import torch
+        from model import GPT, Shape
+
+        import zero_core
+
+        stage, tier, dtype = row.split()
+        torch.manual_seed(0)
+        model = GPT(Shape(args.layers, args.width, args.context))
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        folder.mkdir()
+        settings = config(int(stage), tier, dtype, folder, decoupled)
+        self.engine = zero_core.initialize(model=model, config=settings)[0]
+        self._checkpoints = self.engine._parts.checkpoints
+        self._context, self._folder = args.context, folder / "checkpoints"
+
+    def step(self, turn: int) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(turn)
+        pieces = torch.randint(256, (1, self._context + 1), generator=generator)
+        self.engine.backward(self.engine(pieces[:, :-1], pieces[:, 1:]))
+        self.engine.step()
+
+    def stands_still(self, turn: int) -> tuple[float, float]:
+        """Seconds that training waits for a save, and until the save is on disk; with the step after it."""
+        self._checkpoints._saver.take_waited()
+        begin = time.perf_counter()
+        self.engine.save_checkpoint(str(self._folder), tag=f"t{turn}")
+        called = time.perf_counter() - begin
+        self.step(turn)
+        waited = self._checkpoints._saver.take_waited()
+        self._checkpoints.wait()
+        return called + waited, time.perf_counter() - begin
+
+
+def measure(args: argparse.Namespace, row: str, folder: Path) -> None:
+    behind, at_once = (Contestant(args, row, decoupled, folder / str(decoupled)) for decoupled in (True, False))
+    times: dict[str, list[float]] = {"behind": [], "at once": [], "ratio": [], "written": []}
+    for turn in range(WARM_UP + args.rounds):
+        found = {}
+        for name, contestant in (("behind", behind), ("at once", at_once))[:: 1 if turn % 2 else -1]:
+            contestant.step(turn)
+            found[name] = contestant.stands_still(turn)
+        if turn >= WARM_UP:
+            times["behind"].append(found["behind"][0])
+            times["at once"].append(found["at once"][0])
+            times["ratio"].append(found["behind"][0] / found["at once"][0])
+            times["written"].append(found["behind"][1])
+    columns = []
+    for name, values in times.items():
+        factor, digits = (1e2, 2) if name == "ratio" else (1e3, 1)
+        low, middle, high = (f"{value * factor:.{digits}f}" for value in quartiles(values))
+        columns.append(f"{middle} ({low} - {high})")
+    reached = "reached" if statistics.median(times["ratio"]) <= AIM else "missed"
+    print(f"{row:<16}" + "".join(f"{column:>26}" for column in columns) + f"{reached:>9}", flush=True)
+    for contestant in (behind, at_once):
+        contestant.engine.destroy()
+
+
+def quartiles(values: list[float]) -> list[float]:
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", metavar="ROW", choices=ROWS, help=f"some of: {', '.join(ROWS)}")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512, help="8 layers of 512 are 25 million parameters")
+    parser.add_argument("--context", type=int, default=64, help="tokens per sequence")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the drive to be measured")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = options()
+    import torch.distributed as dist
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29519")
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    titles = "".join(f"{title:>26}" for title in ("behind, ms", "at once, ms", "ratio, %", "written, ms"))
+    print(f"{'':<16}{titles}{'2 %':>9}\n{'':<16}" + f"{'median (quartiles)':>26}" * 4)
+    for row in args.only or ROWS:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            measure(args, row, Path(folder))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
