@@ -13,6 +13,7 @@ from zero_comm import Tag, Work
 from .host_facts import install, storage_address
 from .layout import UnitLayout
 from .live import LiveElements
+from .masters import TierMasters, follow
 from .placeholder import Placeholders
 from .released import mark_present
 from .residency import Readers, Residency
@@ -20,8 +21,6 @@ from .route import Route
 from .tier import StateTier
 from .unit_edits import UnitEdits
 from .units import UnitPlan
-
-_FOLLOWED = 1 << 15  # elements; torch shares work among threads from more on
 
 
 class UnitState(enum.Enum):
@@ -75,6 +74,9 @@ class Unit:
         self.index = index
         self.readers = Readers() if readers is None else readers
         self.states = states if plan.trainable else None
+        self._tier_masters: TierMasters | None = None
+        if self.states is not None:
+            self._tier_masters = TierMasters(plan.name, layout, route.rank, self.states)
         self.plan = plan
         self.layout = layout
         self.name = plan.name
@@ -91,7 +93,6 @@ class Unit:
             self._live.made(layout.numel)
         self.lent = False
         self._work: Work | None = None
-        self._stale_masters = False
         self._is_exact = True
         self.hidden = False
         self.pins = 0
@@ -109,17 +110,16 @@ class Unit:
         if self.releasable:
             shard = shard.clone()
         self._residency.put(self.name, shard)
-        if self.states is not None:
-            self._hand_over_masters(self.states, source)
+        if self._tier_masters is not None:
+            self._tier_masters.hand_over(source, self.plan.dtype)
         elif self.plan.trainable:
             if update_dtype == self.plan.dtype:
                 self.master = self.flat if full_master else shard
             else:
                 self.master = (source if full_master else source[start:end]).to(update_dtype, copy=True)
-        own = (f.entry.name for f in self.layout.fragments(self.route.rank))
         self.keeps_masters = self.master is not None and self.master.dtype != self.plan.dtype
-        if self.states is not None:
-            self.keeps_masters = any("master" in self.states.kinds(name) for name in own)
+        if self._tier_masters is not None:
+            self.keeps_masters = self._tier_masters.kept()
         self._install_views()
         if self.releasable:
             self._placeholders = Placeholders(
@@ -249,7 +249,8 @@ class Unit:
 
         Returns the all-gather in flight where the parameters stay gathered and are sharded for the optimizer.
         """
-        self._stale_masters = False
+        if self._tier_masters is not None:
+            self._tier_masters.published()
         if self.plan.trainable:
             self.route.weights_changed()
         if self.master is not None and self.master.numel() == self.layout.numel:
@@ -278,9 +279,9 @@ class Unit:
             shard.copy_(self.flat[start:end])
         own_master = self.master is not None and not any(map(self.master.is_set_to, (shard, self.flat)))
         self._residency.release(self.name, dirty=True)
-        self._note_stale_masters()
+        self._note_weights_changed()
         if self.master is not None and own_master:
-            _follow(self.master, self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end])
+            follow(self.master, self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end])
 
     @property
     def mastered(self) -> torch.Tensor | None:
@@ -299,7 +300,7 @@ class Unit:
         """Have the master follow ``weights``, a copy of `mastered`, as a write of the user's. On any thread, while
         `readers` wait for it."""
         if self.master is not None:
-            _follow(self.master.data, weights)  # with a version counter of its own: readers of the master look at that
+            follow(self.master.data, weights)  # with a version counter of its own: readers of the master look at that
 
     def take_over(self, values: Mapping[int, torch.Tensor | None]) -> None:
         """Have full ``values`` (by parameter number; None for those that its view holds) as the weights, here and in
@@ -333,24 +334,15 @@ class Unit:
 
     def settle_masters(self) -> None:
         """Have masters on a tier follow weights that were changed since the last step, which it would do itself."""
-        if self.states is None or not self._stale_masters:
+        if self._tier_masters is None or not self._tier_masters.stale:
             return
         self.readers.wait()
-        shard = self._residency.acquire(self.name)
-        for fragment in self.layout.fragments(self.route.rank):
-            for name, kept in list(self.states.states([fragment.entry.name], stale_masters=True)):
-                if "master" in kept:
-                    weights = shard[fragment.shard_offset : fragment.shard_offset + fragment.length]
-                    _follow(kept["master"], weights.to(kept["master"].device))
-                    self.states.write({name: {"master": kept["master"]}})
+        self._tier_masters.settle(self._residency.acquire(self.name))
         self._residency.release(self.name, dirty=False)
-        self._stale_masters = False
 
-    def _note_stale_masters(self) -> None:
-        """Have a tier know that weights changed, so that its masters have to follow before they are used."""
-        if self.states is not None:
-            self.states.weights_changed(self.name)
-            self._stale_masters = True
+    def _note_weights_changed(self) -> None:
+        if self._tier_masters is not None:
+            self._tier_masters.weights_changed()
 
     def _take_into_shard(self, values: Mapping[int, torch.Tensor]) -> None:
         self.readers.wait()
@@ -365,9 +357,9 @@ class Unit:
                 apart = self.master is not None and not self.master.is_set_to(shard)
                 shard[place].copy_(new)
                 if self.master is not None and apart:
-                    _follow(self.master[place], shard[place])
+                    follow(self.master[place], shard[place])
         self._residency.release(self.name, dirty=True)
-        self._note_stale_masters()
+        self._note_weights_changed()
 
     def load_shard(self) -> torch.Tensor:
         """This rank's shard, lent to be written; `shard_loaded` gives it back. On every rank at the same point."""
@@ -404,19 +396,6 @@ class Unit:
         self._residency.release(self.name, dirty=False)
         return mine
 
-    def _hand_over_masters(self, states: StateTier, source: torch.Tensor) -> None:
-        """Give the tier what the weights' own dtype has not enough digits for."""
-        start, end = self.layout.shard_range(self.route.rank)
-        own = source[start:end]
-        if source.dtype == self.plan.dtype or bool((own.to(self.plan.dtype).to(own.dtype) == own).all()):
-            return
-        masters = {
-            f.entry.name: {"master": source[start + f.shard_offset : start + f.shard_offset + f.length]}
-            for f in self.layout.fragments(self.route.rank)
-            if "master" in states.kinds(f.entry.name)
-        }
-        states.write(masters)
-
     def _make_views(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self.views = [flat[e.offset : e.end].view(e.shape) for e in self.layout.entries]
@@ -425,18 +404,3 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():
             install(self.parameters, self.views)
             mark_present(self.parameters)
-
-
-def _follow(master: torch.Tensor, weights: torch.Tensor) -> None:
-    """Take ``weights`` into ``master`` where it does not round to them; elsewhere it knows more digits. Both 1-D.
-
-    On the host in pieces that stay in its caches, of which those that round to their weights are only read.
-    """
-    on_host = master.device.type == "cpu"
-    size = _FOLLOWED if on_host else max(1, master.numel())
-    for begin in range(0, master.numel(), size):
-        own, given = master[begin : begin + size], weights[begin : begin + size]
-        if on_host and torch.equal(own.to(given.dtype), given):
-            continue
-        changed = own.to(given.dtype) != given
-        own.copy_(torch.where(changed, given.to(own.dtype), own))
