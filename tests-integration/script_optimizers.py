@@ -213,6 +213,46 @@ def halves_all_moments(bench: Workbench) -> None:
 
 
 @script
+def edits_moments_by_views_and_lists(bench: Workbench) -> None:
+    t = adamw(bench)
+    kept = [state["exp_avg"] for state in t.optimizer.state.values()]
+    steps(bench, t, 1, first=3)
+    torch._foreach_mul_(kept, 0.5)  # what was taken before the step is what the step has updated
+    for state in t.optimizer.state.values():
+        state["exp_avg"].view(-1)[:].data.add_(0.01)
+        torch.mul(state["exp_avg_sq"], 2.0, out=state["exp_avg_sq"])
+        state["step"] += 3
+        state["step"].fill_(float(state["step"]) + 1)
+    assert all(torch.equal(state["exp_avg"], m) for state, m in zip(t.optimizer.state.values(), kept, strict=True))
+    steps(bench, t, first=4)
+    bench.keep(t)
+
+
+@script
+def goes_back_to_a_copy_of_the_states(bench: Workbench) -> None:
+    t = adamw(bench)
+    copied = copy.deepcopy({"kept": dict(t.optimizer.state)})["kept"]
+    steps(bench, t)
+    for state, kept in zip(t.optimizer.state.values(), copied.values(), strict=True):
+        state.update({kind: value.clone() for kind, value in kept.items()})
+    steps(bench, t)
+    removed = [t.optimizer.state.pop(p) for p in list(t.optimizer.state)]
+    assert all(state["exp_avg"].abs().sum() > 0 for state in removed) and not t.optimizer.state
+    steps(bench, t)
+    bench.keep(t)
+
+
+@script
+def sets_a_dict_of_copied_states(bench: Workbench) -> None:
+    t = adamw(bench)
+    copied = {p: {kind: v.clone() for kind, v in state.items()} for p, state in t.optimizer.state.items()}
+    steps(bench, t)
+    t.optimizer.state = defaultdict(dict, copied)
+    steps(bench, t)
+    bench.keep(t)
+
+
+@script
 def clears_all_states(bench: Workbench) -> None:
     t = adamw(bench)
     t.optimizer.state.clear()

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+import user_scripts
 import zoo
 from training import DTYPES, LR, Run, deviation
+from user_scripts import Where
 
 import zero_core
 from zero_comm import run_ranks
@@ -120,6 +122,68 @@ def test_the_optimizers_own_state_dict_comes_back_to_the_bit(world_size: int, tm
     cases = [(stage, {}, "fp64") for stage in STAGES] + [(2, zero, "bf16") for zero in tiers(tmp_path)]
     for found in run_ranks(goes_back, world_size, cases):
         assert all(found), list(zip(cases, found, strict=False))
+
+
+EDITS = (
+    "clears_all_states",
+    "edits_moments_by_views_and_lists",
+    "goes_back_to_a_copy_of_the_states",
+    "halves_all_moments",
+    "sets_a_dict_of_copied_states",
+    "sets_a_new_dict_of_states",
+)
+
+
+def edited(places: list[Where], names: tuple[str, ...]) -> list[user_scripts.Outcome]:
+    return [user_scripts.run_sharded(name, where) for where in places for name in names]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "places", "names"),
+    [
+        (2, [(1, "nvme"), (3, "cpu")], EDITS[1:3]),
+        (3, [(2, "cpu")], EDITS),
+        (1, [(3, "nvme")], EDITS[1:3]),
+        *(pytest.param(n, [(s, t)], EDITS, marks=SOAK) for n in (1, 2, 3) for s in (1, 2, 3) for t in ("cpu", "nvme")),
+    ],
+)
+def test_states_on_a_tier_are_read_and_edited_as_in_plain_torch(
+    world_size: int, places: list[tuple[int, str]], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    wanted = [user_scripts.run_plain(name) for name in names] * len(places)
+    wheres = [Where(stage, tier, folder=str(tmp_path)) for stage, tier in places]
+    for found in run_ranks(edited, world_size, wheres, names):
+        for outcome, values in zip(found, wanted, strict=True):
+            assert not outcome.refused and deviation(outcome.values, values) <= 1e-12, outcome.refused
+
+
+def reads_alone(stage: int, state_dtype: str | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
+    """The weights with and without reads of the optimizer's states on rank 0 alone, and what a read said."""
+    found, said = [], ""
+    for reads in (False, True):
+        settings = training.config(Run(dtype="bf16"), stage, dist.get_world_size(), offload_optimizer={"device": "cpu"})
+        settings["offload"] = {"delayed_update": True, **({"state_dtype": state_dtype} if state_dtype else {})}
+        model = zoo.build("plain", torch.float32)
+        engine = zero_core.initialize(model=model, optimizer=OPTIMIZERS["adamw"](groups_of(model)), config=settings)[0]
+        for step in range(4):
+            train(engine, step, step + 1)
+            if reads and dist.get_rank() == 0:
+                engine.optimizer.state_dict()
+                try:
+                    said = str([state["exp_avg"].sum() for state in engine.optimizer.state.values()])
+                except PartitionError as error:
+                    said = str(error)
+        found.append(training.weights(engine))
+        engine.destroy(unshard=False)
+    return found[0], found[1], said
+
+
+@pytest.mark.parametrize(("stage", "state_dtype"), [(1, None), pytest.param(2, None, marks=SOAK), (3, "int8")])
+def test_one_rank_alone_may_read_states_beside_a_delayed_update(stage: int, state_dtype: str | None) -> None:
+    ranks = run_ranks(reads_alone, 2, stage, state_dtype)
+    for without, with_reads, _ in ranks:
+        assert training.bits(without) == training.bits(with_reads)
+    assert ("8-bit" in ranks[0][2]) is (state_dtype == "int8")
 
 
 def refusals(stage: int, state: Any) -> list[str]:

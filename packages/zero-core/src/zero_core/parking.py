@@ -87,8 +87,9 @@ class ParkedStates:
         self._shown.clear()
         if self._optimizer is not None:
             state = self._optimizer.state
-            for tensor in list(state):
-                state[tensor] = {**state[tensor]}  # a new dict: optimizers that remember addresses look again
+            for owned in self._optimizer.fragments:
+                if kept := self._optimizer.state_of(owned):
+                    state[owned.tensor] = {**kept}  # a new dict: optimizers that remember addresses look again
 
     def _weights(self, partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
         for unit in partition.units:
@@ -121,7 +122,7 @@ def kinds_of(include: Iterable[Any] | None) -> set[str]:
 def _optimizer_states(optimizer: ShardedOptimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
     if optimizer is not None:
         for owned in optimizer.fragments:
-            for key, value in optimizer.state.get(owned.tensor, {}).items():
+            for key, value in optimizer.state_of(owned).items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     yield f"{owned.fragment.entry.name}/{key}", value
 

@@ -167,7 +167,7 @@ class _LocalFragment:
         optimizer = _optimizer(self._partition)
         for owned in optimizer.fragments:
             if owned.fragment is self._fragment or owned.fragment == self._fragment:
-                state = optimizer.state.get(owned.tensor, {}).get(key)
+                state = optimizer.state_of(owned).get(key)
                 if isinstance(state, torch.Tensor) and state.dim():
                     return state.flatten().clone() if copied else state
         return None

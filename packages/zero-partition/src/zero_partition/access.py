@@ -275,7 +275,7 @@ def _write_to_tier(
 
 def _state_of(optimizer: ShardedOptimizer, owned: OwnedFragment, key: str) -> torch.Tensor | None:
     """The optimizer's state ``key`` of an owned fragment where it has one value per element."""
-    state = optimizer.state.get(owned.tensor, {}).get(key)
+    state = optimizer.state_of(owned).get(key)
     return state if isinstance(state, torch.Tensor) and state.numel() == owned.fragment.length else None
 
 

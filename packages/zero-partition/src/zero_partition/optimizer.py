@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from zero_precision import LossScale, NoLossScale
 
 from .errors import NonFiniteGradientError, PartitionError
-from .fragment_states import guard_states, unguard_states
 from .groups import AddParamGroup, check_groups
 from .messages import StepReport
 from .model_parts import ModelParts, UnsplitModel
@@ -99,14 +97,13 @@ class ShardedOptimizer:
             optimizer.connect(partition.groups.gather)
             for gradients in partition.runtime.gradients.values():
                 gradients.averaged_by(optimizer)
-        self._states = OptimizerStates(optimizer, self._listed, partition.states)
-        self._states.move_to_tier()
-        self._guard_states()
-        optimizer.register_load_state_dict_post_hook(self._guard_states)
+        self._states = OptimizerStates(
+            optimizer, self._listed, partition.states, self._name_in_model, partition.readers.wait
+        )
         self._own_tensors = [owned.tensor for owned in self.fragments]
         self._tensors = self._guard_tensors(own_hook)
         partition.runtime.watch_optimizer(optimizer)
-        partition.runtime.on_close(functools.partial(unguard_states, optimizer))
+        partition.runtime.on_close(self._states.give_back)
         partition.runtime.on_close(AddParamGroup(optimizer, partition).remove)
         partition.updated_by(self)
 
@@ -121,6 +118,10 @@ class ShardedOptimizer:
         """The wrapped optimizer's state, by fragment."""
         return self.inner.state
 
+    def state_of(self, owned: OwnedFragment) -> Mapping[str, Any]:
+        """The state of a fragment that the wrapped optimizer itself holds: nothing where a tier keeps the states."""
+        return self._states.held_by_optimizer(owned)
+
     def step(self) -> StepResult:
         """One transaction: agree on overflow and on who had gradients, clip once, update, publish. Collective.
 
@@ -130,7 +131,7 @@ class ShardedOptimizer:
         runtime = self._partition.runtime
         runtime.held_gradients.refuse_torn("step")
         check_groups(self.inner, self._own_tensors)
-        self._guard_states()
+        self._states.take()
         runtime.end_backward()
         runtime.gradient_watch.end()
         runtime.released_use.step_begins()
@@ -295,10 +296,6 @@ class ShardedOptimizer:
         )
         runtime.on_close(tensors.release)
         return tensors
-
-    def _guard_states(self, _optimizer: Optimizer | None = None) -> None:
-        """Have what user code looks up in the optimizer's state count, or be refused."""
-        guard_states(self.inner, self._name_in_model, self._states.on_tier)
 
     def _name_in_model(self, parameter: nn.Parameter) -> str:
         found = self._partition.find(parameter)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from .errors import PartitionError
+from .fragment_states import FragmentStates
 from .tier import StateTier
+from .tier_states import TierStates
 from .updates import OwnedFragment
 
 StateDict = dict[str, Any]
@@ -28,45 +31,84 @@ class ListedParameter:
 
 
 class OptimizerStates:
-    """Hooks into `state_dict` and `load_state_dict` of an optimizer whose groups hold this rank's fragments.
+    """Takes the place of ``state``, and hooks into `state_dict` and `load_state_dict`, of an optimizer whose groups
+    hold this rank's fragments.
 
-    ``listed``: by group, the parameters as the user listed them. `load_state_dict` takes what this optimizer's
-    `state_dict` gave on this rank, and what plain torch's gave for the full parameters in the same order: of that every
-    rank keeps its part. Anything else is refused by name. Weights and masters are not touched. Nothing communicates.
+    ``listed``: by group, the parameters as the user listed them. ``name_of``: the name of a parameter of the model,
+    "" for anything else; ``before_write`` returns when states may be written. `load_state_dict` takes what this
+    optimizer's `state_dict` gave on this rank, and what plain torch's gave for the full parameters in the same order:
+    of that every rank keeps its part. Anything else is refused by name. Weights and masters are not touched. Nothing
+    communicates.
     """
 
-    def __init__(self, optimizer: Optimizer, listed: list[list[ListedParameter]], tier: StateTier | None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        listed: list[list[ListedParameter]],
+        tier: StateTier | None,
+        name_of: Callable[[nn.Parameter], str],
+        before_write: Callable[[], None],
+    ) -> None:
         self._optimizer = optimizer
         self._listed = listed
-        self._tier = tier
+        self._tier, self._name_of, self._before_write = tier, name_of, before_write
+        self._on_tier: TierStates | None = None
+        self.take()
         optimizer.register_state_dict_post_hook(self._read_tier)
         optimizer.register_load_state_dict_pre_hook(self._shard)
-        optimizer.register_load_state_dict_post_hook(self.move_to_tier)
+        optimizer.register_load_state_dict_post_hook(self.take)
 
-    def move_to_tier(self, _optimizer: Optimizer | None = None) -> None:
-        """Put what the optimizer holds where the tier keeps states, if there is one; fragments that it holds nothing of
-        begin anew."""
-        if self._tier is None:
+    def take(self, _optimizer: Optimizer | None = None) -> None:
+        """Have ``optimizer.state`` refuse what would not count, and where a tier keeps the states, read and write
+        there. Do it again where somebody has set another dict: its states count, and fragments that it has nothing of
+        begin anew.
+
+        Raises `PartitionError` where that has an entry of the model's parameters.
+        """
+        entries = self._optimizer.state
+        if isinstance(entries, TierStates) and entries is not self._on_tier:
+            raise PartitionError(
+                "optimizer.state was set to the mapping that it was before another one: that shows what the tier has "
+                "now (offload_optimizer), not what it had then. Keep copy.deepcopy(optimizer.state) and set that."
+            )
+        if type(entries) not in (dict, defaultdict):  # a save that still reads the states has a mapping of its own
             return
-        fresh = {}
+        if self._tier is None:
+            self._optimizer.state = FragmentStates(entries, self._name_of)
+            return
+        if self._on_tier is not None:
+            self._on_tier.detach()
+        states = TierStates(self._tier, self._fragments(), self._name_of, self._before_write)
+        self._move_to_tier(entries, self._tier)
+        states.update((key, value) for key, value in entries.items() if not isinstance(key, torch.Tensor))
+        self._optimizer.state = self._on_tier = states  # type: ignore[assignment]
+
+    def give_back(self) -> None:
+        """Give the optimizer a plain dict of the states that it keeps itself."""
+        if isinstance(self._optimizer.state, FragmentStates):
+            self._optimizer.state = self._optimizer.state.copy()
+        elif isinstance(self._optimizer.state, TierStates):
+            self._optimizer.state = defaultdict(dict)
+
+    def held_by_optimizer(self, owned: OwnedFragment) -> Mapping[str, Any]:
+        """The state of a fragment that the optimizer itself holds: nothing where a tier keeps the states."""
+        return {} if self._tier is not None else self._optimizer.state.get(owned.tensor, {})
+
+    def _move_to_tier(self, entries: Mapping[Any, Any], tier: StateTier) -> None:
+        fresh: dict[str, dict[str, Any]] = {}
+        anew: list[str] = []
         for owned in self._fragments():
             name = owned.fragment.entry.name
-            known = {k: v for k, v in self._optimizer.state.get(owned.tensor, {}).items() if v is not None}
-            if known or self._tier.held(name)[0]:
-                moments = [kind for kind in self._tier.kinds(name) if kind != "master" and not kind.endswith("_scale")]
-                anew = {kind: torch.zeros(owned.fragment.length) for kind in moments if kind not in known}
-                fresh[name] = {
-                    "step": 1 if known else 0,
-                    **anew,
-                    **known,
-                }  # torch's SGD has moments and counts no steps
+            known = {k: v for k, v in entries.get(owned.tensor, {}).items() if v is not None}
+            if known:
+                fresh[name] = {"step": 1, **known}  # torch's SGD has moments and counts no steps
+            if known or tier.held(name)[0]:
+                anew.append(name)
+        if anew:
+            self._before_write()
+            tier.restart(anew)
         if fresh:
-            self._tier.write(fresh)
-        dict.clear(self._optimizer.state)
-
-    def on_tier(self) -> bool:
-        """Return whether a tier keeps the states of this rank's fragments."""
-        return self._tier is not None
+            tier.write(fresh)
 
     def _fragments(self) -> list[OwnedFragment]:
         return [owned for group in self._listed for parameter in group for owned in parameter.fragments]

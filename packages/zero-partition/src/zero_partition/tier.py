@@ -71,6 +71,9 @@ class StateTier(Protocol):
     def write(self, states: Mapping[str, Mapping[str, Any]], /) -> None:
         """Replace what is kept for the fragments named: any of their kinds, and ``step``."""
 
+    def restart(self, fragments: Collection[str], /) -> None:
+        """Have the fragments named begin anew with their next step; masters stay."""
+
     def reset(self) -> None:
         """Begin anew, as if there had been no step."""
 

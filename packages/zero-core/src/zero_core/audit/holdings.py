@@ -95,6 +95,6 @@ def kept_on_device(state: TrainingState) -> Iterator[tuple[str, str, torch.Tenso
         return
     for owned in state.optimizer.fragments:
         if owned.unit.states is None:
-            for kind, value in state.optimizer.state.get(owned.tensor, {}).items():
+            for kind, value in state.optimizer.state_of(owned).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{owned.fragment.entry.name}[{owned.fragment.param_offset}:]", kind, value

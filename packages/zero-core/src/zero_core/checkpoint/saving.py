@@ -317,7 +317,7 @@ def state_intervals(
         several = len(parts.owned_ranks()) > 1  # fragments of one parameter on this rank
         for owned in state.optimizer.fragments:
             if replicas or owned.fragment.rank == parts.rank:
-                kept = state.optimizer.state.get(owned.tensor, {})
+                kept = state.optimizer.state_of(owned)
                 yield from _optimizer_intervals(stager, owned, kept, replicas=replicas and not several)
         yield from rank_intervals(state, stager)
     if replicated:
@@ -339,7 +339,7 @@ def _following(interval: Interval, length: int, unit: Unit, copied: CopiedWeight
 
 
 def _optimizer_intervals(
-    stager: Stager, owned: OwnedFragment, state: dict[str, Any], *, replicas: bool
+    stager: Stager, owned: OwnedFragment, state: Mapping[str, Any], *, replicas: bool
 ) -> Iterator[Interval]:
     fragment, entry = owned.fragment, owned.fragment.entry
     for key, value in state.items():

@@ -175,6 +175,10 @@ class DelayedUpdate:
         """See `OffloadedUpdate.write`."""
         self._settled().write(states)
 
+    def restart(self, fragments: Collection[str]) -> None:
+        """See `OffloadedUpdate.restart`."""
+        self._settled().restart(fragments)
+
     def reset(self) -> None:
         """See `OffloadedUpdate.reset`; a step that runs is waited for, and its weights and its failure are dropped."""
         if self._running is not None:
@@ -185,11 +189,14 @@ class DelayedUpdate:
 
     def seal(self, *, durable: bool = True) -> Sealed | None:
         """See `OffloadedUpdate.seal`."""
+        self.finish()
         return self._settled().seal(durable=durable)
 
     def _settled(self) -> OffloadedUpdate:
-        """The update, after its step, told of the weights that somebody else wrote."""
-        self.finish()
+        """The update, after its step, told of the weights that somebody else wrote. The step's own weights still wait
+        for `finish`: states may be read on one rank alone, and weights change on all ranks at one point."""
+        if self._running is not None:
+            self._running.result()
         for shard in self._told:
             self._inner.weights_changed(shard)
         self._told.clear()

@@ -258,6 +258,13 @@ class OffloadedUpdate:
         write_states(self._rule, self._groups(), self._parts.slices, self._parts.tier, found)
         self._failed = failed
 
+    def restart(self, fragments: Collection[str]) -> None:
+        """Have the fragments named begin anew with their next step: no moments, no steps taken. Masters stay."""
+        self._usable()
+        self.writes += 1
+        for fragment in map(self._known, fragments):
+            fragment.step, fragment.has_moments = 0, False
+
     def reset(self) -> None:
         """Begin anew, as if there had been no step; also after one that failed."""
         self._usable()

@@ -245,20 +245,23 @@ class KernelOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if len(self._seen) != len(self.state) or not all(map(is_, self.state.values(), self._seen)):
+        if self._plans and not (len(self._seen) == len(self.state) and all(map(is_, self.state.values(), self._seen))):
             self._plans.clear()
         work: list[tuple[int, dict[str, Any], CohortPlan, list[list[int]]]] = []
         for index, group in enumerate(self.param_groups):
             self._check_group(group)
             params = group["params"]
             grads = gradients(params)
+            if all(grad is None for grad in grads):
+                continue
             plan = self._plans.get(index)
             pointers = None if plan is None else plan.grad_pointers(params, grads)
             if plan is None or pointers is None:
                 plan = self._plans[index] = self._make_plan(index, group, params, grads)
                 pointers = plan.grad_pointers(params, grads)
             work.append((index, group, plan, pointers or []))
-        self._seen = list(self.state.values())
+        if self._plans:  # else the states may be elsewhere, and looking at them costs something
+            self._seen = list(self.state.values())
         for index, group, plan, pointers in work:
             for cohort, addresses in zip(plan.cohorts, pointers, strict=True):
                 self._advance(index, group, cohort, addresses)

@@ -125,5 +125,5 @@ def _held_for(engine: Engine, unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
         yield from (("gradients", tensor) for tensor in gradients.tensors())
     for owned in () if optimizer is None else optimizer.fragments:
         if owned.unit is unit:
-            states = optimizer.state.get(owned.tensor, {}).values() if optimizer is not None else ()
+            states = optimizer.state_of(owned).values() if optimizer is not None else ()
             yield from (("optimizer states", value) for value in states if isinstance(value, torch.Tensor))
