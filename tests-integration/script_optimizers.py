@@ -147,7 +147,11 @@ def clips_values_in_a_step_hook(bench: Workbench) -> None:
 @script
 def clips_the_norm_in_a_step_hook(bench: Workbench) -> None:
     t = bench.trainer(mlp(dtype=bench.dtype))
-    t.optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(list(listed(t)), 0.01))
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(list(listed(t)), 0.01)
+
+    t.optimizer.register_step_pre_hook(clip)
     steps(bench, t, 3)
     bench.keep(t)
 
