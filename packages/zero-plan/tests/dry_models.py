@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from zero_offload._memory import anonymous_memory
+from zero_offload.ends import HostUse, tier_ends
 
 VOCABULARY, SEQUENCE, BATCH = 250, 24, 2
 
@@ -89,7 +94,12 @@ class Case(NamedTuple):
     settings: tuple[tuple[str, Any], ...] = ()
     zero: tuple[tuple[str, Any], ...] = ()
 
-    def config(self) -> dict[str, Any]:
+    def config(self, folder: str = "/nvme") -> dict[str, Any]:
+        """Return the configuration; ``folder``: of offload to NVMe."""
+        zero = {
+            key: {**value, "nvme_path": folder} if isinstance(value, dict) and value["device"] == "nvme" else value
+            for key, value in self.zero
+        }
         return {
             "train_micro_batch_size_per_gpu": BATCH,
             "gradient_accumulation_steps": self.accumulation,
@@ -99,34 +109,76 @@ class Case(NamedTuple):
                 "stage": self.stage,
                 "stage3_param_persistence_threshold": 0,
                 "unit_min_numel": 1,
-                **dict(self.zero),
+                **zero,
             },
+            "offload": {"create": True},
         }
 
 
 class Measured(NamedTuple):
-    """The bytes that a rank of a real run held after its steps, and sent in the last."""
+    """The bytes that a rank of a real run held after its steps, sent in the last, has in files, took of host memory for
+    tiers, and read from files and wrote to them in the last step."""
 
     held: tuple[tuple[Any, ...], ...]
     sent: tuple[tuple[Any, ...], ...]
+    files: dict[str, int]
+    host: int
+    moved: tuple[int, int]
 
 
-def train(cases: list[Case], steps: int = 3) -> list[Measured]:
-    """Train each case on this job's ranks."""
+class CountedEnds:
+    """Real memory and one real engine for files, counted."""
+
+    def __init__(self) -> None:
+        from zero_nvme_aio import Engine
+
+        self.engine = Engine(queue_depth=4)
+        self.taken = 0
+
+    def host_memory(self, nbytes: int, use: HostUse) -> torch.Tensor:
+        self.taken += nbytes
+        return anonymous_memory(nbytes)
+
+    def io_engine(self, given: Any) -> Any:
+        return self.engine
+
+    def moved(self) -> tuple[int, int]:
+        counters = self.engine.counters()
+        return counters["bytes_read"], counters["bytes_written"]
+
+
+def train(cases: list[Case], folder: str = "", steps: int = 3) -> list[Measured]:
+    """Train each case on this job's ranks, with its files in ``folder``."""
+    return [_train(case, Path(folder) / str(number), steps) for number, case in enumerate(cases)]
+
+
+def _train(case: Case, folder: Path, steps: int) -> Measured:
     import zero_core
     from zero_core.instruments import memory_rows
 
-    found = []
-    for case in cases:
-        torch.manual_seed(0)
-        engine = zero_core.initialize(model=case.model(), config=case.config())[0]
+    torch.manual_seed(0)
+    ends = CountedEnds()
+    with tier_ends(ends):
+        engine = zero_core.initialize(model=case.model(), config=case.config(str(folder)))[0]
         for _ in range(steps):
             engine.ledger.reset()
+            _flush(engine)
+            before = ends.moved()
             for _ in range(case.accumulation):
                 engine.backward(engine(**tokens()))
                 engine.step()
+        _flush(engine)
+        moved = tuple(now - then for now, then in zip(ends.moved(), before, strict=True))
         rows = [tuple(row) for row in memory_rows(engine.partition, engine.sharded_optimizer)]
         sent = [(phase, name, r.calls, r.sent_bytes, r.across_bytes) for phase, name, r in engine.ledger]
-        found.append(Measured(tuple(rows), tuple(sent)))
+        own = re.compile(rf".*\.rank{engine.partition.data_rank}[.-].*extents")
+        files = {path.name: path.stat().st_size for path in folder.rglob("*") if own.fullmatch(path.name)}
         engine.destroy(unshard=False)
-    return found
+    return Measured(tuple(rows), tuple(sent), files, ends.taken, moved)
+
+
+def _flush(engine: Any) -> None:
+    """Wait until everything is on its tier."""
+    for tier in (engine.partition.residency, engine.partition.states):
+        if tier is not None:
+            tier.flush()

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
+from zero_offload._memory import anonymous_memory
+from zero_offload.ends import HostUse, tier_ends
 from zero_plan import Peak
 
 WIDTH, HEADS, DEPTH, SEQUENCE, BATCH, VOCABULARY = 64, 4, 4, 48, 4, 500
@@ -181,12 +183,14 @@ def batch_of(model: str) -> tuple[torch.Tensor, ...]:
 
 
 class PeakCase(NamedTuple):
-    """One run, planned and done."""
+    """One run, planned and done. ``planted``: the engine of the real run keeps copies that no plan knows of."""
 
     model: str = "gpt"
     stage: int = 3
     recompute: bool = False
     dtype: str = "fp32"
+    offload: str = "none"
+    planted: bool = False
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -198,8 +202,12 @@ class PeakCase(NamedTuple):
             "train_micro_batch_size_per_gpu": BATCH,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
             **dtype,
-            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0, **self._offloaded()},
         }
+
+    def _offloaded(self) -> dict[str, Any]:
+        sections = {"optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
+        return {section: {"device": "cpu"} for section in sections.get(self.offload, ())}
 
 
 class LiveStorages(TorchDispatchMode):
@@ -221,18 +229,39 @@ class LiveStorages(TorchDispatchMode):
         return result
 
 
-def measure(cases: list[PeakCase], steps: int = 3) -> list[Peak]:
-    """Train each case on this job's ranks; return the highest moment of each, by live storages."""
+class MeasuredEnds:
+    """Real memory for the tiers, followed."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+
+    def host_memory(self, nbytes: int, use: HostUse) -> torch.Tensor:
+        from zero_plan.dry_run.supervising import rows_of, tier_of
+
+        with self._memory.taking(tier_of(use), rows_of(use)):
+            block = anonymous_memory(nbytes)
+            self._memory.meet(block)
+        return block
+
+    def io_engine(self, given: Any) -> Any:
+        return given
+
+
+def measure(cases: list[PeakCase], steps: int = 3) -> list[tuple[Peak, ...]]:
+    """Train each case on this job's ranks; return the highest moments of each, by live storages."""
     import zero_core
     from zero_plan.dry_run.peak_watch import PeakWatch
 
     found = []
     for case in cases:
         watch = PeakWatch()
-        with watch, LiveStorages(watch.memory):
+        with watch, LiveStorages(watch.memory), tier_ends(MeasuredEnds(watch.memory)):
             engine = zero_core.initialize(model=case.build(), config=case.config())[0]
             batch = tuple(tensor.clone() for tensor in batch_of(case.model))
             watch.follow(engine)
+            copies: list[torch.Tensor] = []
+            for gradients in engine.partition.runtime.gradients.values() if case.planted else ():
+                gradients.watches.append(lambda flat, _present, kept=copies: kept.append(flat.clone()))
             for _ in range(steps):
                 watch.phase = "forward"
                 loss = engine(*batch)
@@ -240,6 +269,6 @@ def measure(cases: list[PeakCase], steps: int = 3) -> list[Peak]:
                 engine.backward(loss)
                 watch.phase = "step"
                 engine.step()
-            found.append(watch.peak())
+            found.append(watch.peaks())
             engine.destroy(unshard=False)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from tempfile import TemporaryDirectory
 
 import dry_models
 import pytest
@@ -10,18 +11,21 @@ import torch
 from dry_models import Case, Measured, decoder, tied_decoder
 
 from zero_comm import run_ranks
-from zero_plan import PlanError, RankPlan, plan
+from zero_plan import PlanError, RankPlan, fits, load_machine, plan
 
 BF16 = (("bf16", {"enabled": True}),)
 HOST = {"device": "cpu"}
 OPTIMIZER_ON_HOST = (("offload_optimizer", HOST),)
 PARAMETERS_ON_HOST = (("offload_param", HOST),)
 BOTH_ON_HOST = (*OPTIMIZER_ON_HOST, *PARAMETERS_ON_HOST)
+NVME = {"device": "nvme"}
+BOTH_ON_NVME = (("offload_optimizer", NVME), ("offload_param", NVME))
 SOAK = pytest.mark.soak
 
 
 def check(cases: list[Case], world_size: int, ranks: Iterable[int] | None = None) -> None:
-    by_rank: list[list[Measured]] = run_ranks(dry_models.train, world_size, cases)
+    with TemporaryDirectory() as folder:
+        by_rank: list[list[Measured]] = run_ranks(dry_models.train, world_size, cases, folder)
     for number, case in enumerate(cases):
         found = plan(case.model, case.config(), batch=dry_models.tokens(), world_size=world_size, ranks=ranks)
         for planned in found.ranks:
@@ -32,14 +36,24 @@ def assert_equal(case: Case, planned: RankPlan, measured: Measured) -> None:
     assert sorted(map(tuple, planned.held)) == sorted(measured.held), (case, planned.rank)
     sent = {row[:2]: row[2:] for row in measured.sent}
     assert {tuple(row[:2]): tuple(row[2:]) for row in planned.sent} == sent, (case, planned.rank)
+    assert dict(planned.files) == measured.files, (case, planned.rank)
+    assert planned.needs().get("pageable host", 0) == measured.host, (case, planned.rank)
+    assert (planned.read, planned.written) == measured.moved, (case, planned.rank)
 
 
 @pytest.mark.parametrize(
     ("world_size", "rank", "cases"),
     [
-        (1, 0, [Case(stage=3)]),
+        (1, 0, [Case(stage=3), Case(stage=3, settings=BF16, zero=BOTH_ON_NVME)]),
         (2, 1, [Case(stage=0), Case(tied_decoder, stage=2, accumulation=3, settings=BF16, zero=OPTIMIZER_ON_HOST)]),
-        (3, 2, [Case(stage=1, accumulation=3, settings=BF16), Case(tied_decoder, stage=3)]),
+        (
+            3,
+            2,
+            [
+                Case(stage=1, accumulation=3, settings=BF16, zero=(("offload_optimizer", NVME),)),
+                Case(tied_decoder, stage=3, accumulation=3, zero=BOTH_ON_NVME),
+            ],
+        ),
         (4, 3, [Case(stage=3, settings=BF16, zero=BOTH_ON_HOST)]),
     ],
 )
@@ -49,12 +63,21 @@ def test_states_and_what_a_step_sends_are_those_of_a_real_run_to_the_byte(
     check(cases, world_size, [rank])
 
 
+def test_fits_says_whether_what_the_plan_needs_is_there() -> None:
+    asked = {"batch": dry_models.tokens(), "world_size": 2, "ranks": [1]}
+    case = Case(zero=BOTH_ON_HOST)
+    needs = plan(case.model, case.config(), **asked).ranks[0].needs()
+    sizes = {"device.memory": needs["device"], "node.host_memory": 2 * needs["pageable host"] - 1}
+    machine = load_machine("dgx-2").with_values({key: f"{nbytes} B" for key, nbytes in sizes.items()})
+    found = fits(case.model, case.config(), machine=machine, **asked)
+    assert [(row.tier, row.fits) for row in found.rows] == [("device", True), ("host", False)] and not found
+    assert "the device fits, 0 B free" in str(found)
+    assert "host of a node does not fit, 1 B too many" in str(found)
+
+
 def test_who_cannot_be_planned_is_told_the_line() -> None:
     with pytest.raises(PlanError, match=r"asks for one \(.*dry_models.py, line \d+\)"):
         plan(dry_models.Branching, Case().config(), batch=torch.zeros(2, 4), world_size=2)
-    with pytest.raises(PlanError, match='offload_optimizer.device: expected "none" or "cpu", .* got "nvme"'):
-        offloaded = Case(zero=(("offload_optimizer", {"device": "nvme", "nvme_path": "nowhere"}),))
-        plan(decoder, offloaded.config(), batch=dry_models.tokens(), world_size=2)
     with pytest.raises(PlanError, match="ranks: expected ranks from 0 to 1, got 2"):
         plan(decoder, Case().config(), batch=dry_models.tokens(), world_size=2, ranks=[2])
     without = {key: value for key, value in Case().config().items() if key != "optimizer"}
@@ -82,8 +105,9 @@ def test_states_and_sends_match_for_every_stage_accumulation_and_dtype(stage: in
 @SOAK
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 @pytest.mark.parametrize("model", (decoder, tied_decoder))
-def test_states_and_sends_match_with_offload_to_the_host(model: object, world_size: int) -> None:
-    tiers = [(stage, OPTIMIZER_ON_HOST) for stage in (1, 2, 3)] + [(3, PARAMETERS_ON_HOST), (3, BOTH_ON_HOST)]
+def test_states_sends_and_files_match_with_offload(model: object, world_size: int) -> None:
+    tiers = [(stage, (("offload_optimizer", device),)) for stage in (1, 2, 3) for device in (HOST, NVME)]
+    tiers += [(3, PARAMETERS_ON_HOST), (3, BOTH_ON_HOST), (3, BOTH_ON_NVME), (3, (("offload_param", NVME),))]
     cases = [
         Case(model, stage, accumulation, dtype, zero)
         for stage, zero in tiers

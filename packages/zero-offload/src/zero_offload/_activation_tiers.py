@@ -12,6 +12,7 @@ from ._copy_streams import CopyStream
 from ._extents import aligned_buffer, naming, open_extents
 from ._memory import HostBlock, page_rounded
 from ._protocols import Request
+from .ends import HostUse
 from .trace import Trace
 
 __all__ = ["ActivationTier", "FiledActivations", "Form", "HostActivations"]
@@ -84,7 +85,7 @@ class HostActivations:
         if waiting:
             block = waiting.pop()
         else:
-            block = HostBlock(form.nbytes, pin=self._pin)
+            block = HostBlock(form.nbytes, HostUse("offloaded activations", pin=self._pin))
             self._kept_bytes += form.nbytes
         self._copy_stream.copy(form.over(block.tensor), tensor)
         return block
@@ -142,7 +143,7 @@ class FiledActivations:
         name = waiting.pop() if waiting else self._new_name(form)
         while self._writing and self._writing_bytes + page_rounded(form.nbytes) > self._limit:
             self._oldest()
-        buffer = aligned_buffer(page_rounded(form.nbytes))
+        buffer = aligned_buffer(page_rounded(form.nbytes), HostUse("buffers of activations"))
         event = self._copy_stream.copy(form.over(buffer), tensor)
         if event is not None:
             event.synchronize()

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ._extents import aligned_buffer, naming
-from ._memory import PAGE, page_rounded, pin_memory
+from ._memory import PAGE, page_rounded
 from ._protocols import ExtentStore, Request
+from .ends import HostUse
 from .errors import ShardError, StoreFullError
 from .trace import Trace
 
@@ -278,10 +279,7 @@ class BufferRing:
         slot.memory = self._buffer(pack.nbytes)
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        memory = aligned_buffer(page_rounded(nbytes))
-        if self._pin and nbytes:
-            pin_memory(memory)
-        return memory
+        return aligned_buffer(page_rounded(nbytes), HostUse(f"buffers of {self._hop}", pin=self._pin))
 
     def _memory(self, slot: _Slot, part: BufferedExtent) -> torch.Tensor:
         return slot.memory[part.buffer_offset : part.buffer_offset + part.nbytes]

@@ -11,7 +11,9 @@ from typing import Any, cast
 
 import torch
 
+from ._memory import pin_memory
 from ._protocols import ExtentStore
+from .ends import HostUse, current_ends
 from .errors import MissingExtraError, OffloadError, ShardCorruptError, ShardError, StoreFullError
 
 __all__ = ["DTYPE_NAMES", "NvmePath", "aligned_buffer", "folders", "naming", "open_extents"]
@@ -54,6 +56,8 @@ def open_extents(
     Raises OffloadError when another process uses it.
     """
     library = _library()
+    ends = current_ends()
+    engine = engine if ends is None else ends.io_engine(engine)
 
     def opened() -> Any:
         return library.ExtentStore(
@@ -85,11 +89,17 @@ def _remove_sealed(paths: Sequence[str], prefix: str) -> None:
             index.unlink()
 
 
-def aligned_buffer(nbytes: int) -> torch.Tensor:
-    """``nbytes`` of host memory that direct I/O needs no copy for, as uint8."""
+def aligned_buffer(nbytes: int, use: HostUse) -> torch.Tensor:
+    """``nbytes`` of host memory that direct I/O needs no copy for, as uint8; pinned where ``use`` says so."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(_library().AlignedBuffer(nbytes), dtype=torch.uint8)
+    ends = current_ends()
+    if ends is not None:
+        return ends.host_memory(nbytes, use)
+    memory = torch.frombuffer(_library().AlignedBuffer(nbytes), dtype=torch.uint8)
+    if use.pin:
+        pin_memory(memory)
+    return memory
 
 
 @contextmanager

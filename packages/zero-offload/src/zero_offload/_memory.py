@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["HostBlock", "PAGE", "nbytes_of", "page_rounded", "pin_memory"]
+from .ends import HostUse, current_ends
+
+__all__ = ["HostBlock", "PAGE", "anonymous_memory", "nbytes_of", "page_rounded", "pin_memory"]
 
 PAGE = mmap.PAGESIZE
 
@@ -27,25 +29,32 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 class HostBlock:
     """``nbytes`` of zeroed, page-aligned host memory; resident once touched. ``tensor`` is the memory as uint8.
 
-    ``pin``: see `pin_memory`.
+    ``use.pin``: see `pin_memory`.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, nbytes: int, use: HostUse) -> None:
         self.nbytes = nbytes
-        nothing = torch.empty(0, dtype=torch.uint8)
-        if nbytes == 0 or type(nothing) is not torch.Tensor:  # a mode makes other tensors here, such as fake ones
-            self.tensor = nothing.new_zeros(nbytes)
+        ends = current_ends()
+        if ends is not None and nbytes:
+            self.tensor = ends.host_memory(nbytes, use)
             return
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if nbytes >= 1 << 21:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        if pin:
+        self.tensor = anonymous_memory(nbytes)
+        if use.pin and nbytes:
             pin_memory(self.tensor)
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """``numel`` elements of ``dtype`` at a byte offset that is a multiple of the element size."""
         return self.tensor[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
+
+
+def anonymous_memory(nbytes: int) -> torch.Tensor:
+    """``nbytes`` of zeroed, page-aligned memory of the system, as uint8."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= 1 << 21:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def pin_memory(memory: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from ._copy_streams import DeviceCopies, compute_device
 from ._memory import HostBlock, nbytes_of
+from .ends import HostUse
 from .errors import ShardError
 from .trace import Trace
 
@@ -48,7 +49,8 @@ class HostStore:
             raise ShardError(f"'{name}' is acquired; release it before putting another in its place", tensor=name)
         if self._copies is not None:
             self._copies.forget(name)
-        block = HostBlock(nbytes_of(shard), pin=self._pin)
+        nbytes = nbytes_of(shard)
+        block = HostBlock(nbytes, HostUse("parameter shards", pin=self._pin, parts=((name, nbytes),)))
         self._blocks[name] = block
         self._shards[name] = block.view(0, shard.numel(), shard.dtype)
         self._shards[name].copy_(shard.detach())

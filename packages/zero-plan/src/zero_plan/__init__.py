@@ -1,6 +1,7 @@
 """Say what a training run needs, before it runs: memory by tier, bytes by link, operations, and what binds.
 
-Nothing here imports torch, except `count_parameters` when it is given a model, and `plan`. Read `states.py` first.
+Nothing here imports torch, except `count_parameters` when it is given a model, `plan` and `fits`. Read `states.py`
+first.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from .dry import plan
 from .errors import PlanError
 from .estimate import Fit, StepEstimate, estimate_step
 from .estimators import Estimate, EstimateRow, estimate_zero1, estimate_zero2, estimate_zero3
+from .fitting import FitAnswer, fits
 from .limits import Bound, StepTime, Wear, bounds, step_time, wear
 from .live import ParameterCount, count_parameters, estimate_zero1_live, estimate_zero2_live, estimate_zero3_live
 from .machine import Machine, Value, load_machine, parse_machine, presets
-from .planned import HeldRow, LiveRow, Peak, Plan, RankPlan, SentRow
+from .planned import FileRow, HeldRow, LiveRow, Peak, Plan, RankPlan, SentRow
+from .search import Choice, EstimatedChoice, Rejected, Search, configuration, search
 from .setup import Setup, StateBytes
 from .states import StateRow, by_tier, largest_model, model_states, model_states_per_rank
 from .traffic import Collective, LinkBytes, TierBytes, collectives, link_bytes, tier_bytes
@@ -24,10 +27,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Bound",
     "CHECKPOINTING",
+    "Choice",
     "Collective",
     "Estimate",
     "EstimateRow",
+    "EstimatedChoice",
+    "FileRow",
     "Fit",
+    "FitAnswer",
     "HeldRow",
     "LinkBytes",
     "LiveRow",
@@ -37,6 +44,8 @@ __all__ = [
     "Plan",
     "PlanError",
     "RankPlan",
+    "Rejected",
+    "Search",
     "SentRow",
     "Setup",
     "StateBytes",
@@ -52,6 +61,7 @@ __all__ = [
     "bounds",
     "by_tier",
     "collectives",
+    "configuration",
     "count_parameters",
     "estimate_step",
     "estimate_zero1",
@@ -60,6 +70,7 @@ __all__ = [
     "estimate_zero2_live",
     "estimate_zero3",
     "estimate_zero3_live",
+    "fits",
     "forward_flops",
     "infinity",
     "largest_model",
@@ -71,6 +82,7 @@ __all__ = [
     "parse_machine",
     "plan",
     "presets",
+    "search",
     "step_flops",
     "step_time",
     "tier_bytes",

@@ -30,7 +30,7 @@ def plan(
     tuple of arguments, or one argument. ``ranks``: by default the first and the last. ``loss``: of the model's output;
     by default its ``loss``, the first of a tuple, or itself. Needs `pip install zero-plan[dry-run]`.
 
-    The compute device is the CPU; offload to NVMe and of activations is refused. Raises `PlanError` for what cannot be
+    The compute device is the CPU; offload of activations is refused. Raises `PlanError` for what cannot be
     planned, naming the line where code asks for a value, and what `zero_core.initialize` raises.
     """
     at_least_one(world_size=world_size)

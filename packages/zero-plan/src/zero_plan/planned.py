@@ -1,9 +1,12 @@
-"""The findings of a dry run: what each rank holds and sends."""
+"""The findings of a dry run: what each rank holds, keeps alive at most, sends and stores."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+MEMORY_TIERS = ("device", "pinned host", "pageable host")
+"""The tiers of memory that have a highest moment of their own."""
 
 
 class HeldRow(NamedTuple):
@@ -26,8 +29,16 @@ class SentRow(NamedTuple):
     across_bytes: int
 
 
+class FileRow(NamedTuple):
+    """The length of one file on NVMe."""
+
+    name: str
+    nbytes: int
+
+
 class LiveRow(NamedTuple):
-    """Bytes of one kind that a unit of the engine owns, or ("activations") that were made while a module ran."""
+    """Bytes of one kind that a unit of the engine or a parameter owns, or ("activations") that were made while a module
+    ran."""
 
     kind: str
     name: str
@@ -35,9 +46,10 @@ class LiveRow(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The highest moment: bytes of all live tensors, what the engine did, which module ran, the largest owners, and
-    what no unit of the engine owns."""
+    """The highest moment of a tier: bytes of all live tensors, what the engine did, which module ran, the largest
+    owners, and what no unit of the engine owns."""
 
+    tier: str
     nbytes: int
     phase: str
     place: str
@@ -50,14 +62,28 @@ class RankPlan:
     """The needs of one rank.
 
     ``held``: model states between two steps. ``sent``: what a step sends once the engine has learned its orders; the
-    phase "control" is its messages, whose size may depend on values. ``peak``: the highest
-    moment of the steps on the device.
+    phase "control" is its messages, whose size may depend on values. ``peaks``: the highest moments of the steps, by
+    tier of memory, the device first. ``files``: on NVMe, after the steps. ``read``, ``written``: bytes of files that a
+    step reads and writes.
     """
 
     rank: int
     held: tuple[HeldRow, ...]
     sent: tuple[SentRow, ...]
-    peak: Peak
+    peaks: tuple[Peak, ...]
+    files: tuple[FileRow, ...] = ()
+    read: int = 0
+    written: int = 0
+
+    @property
+    def peak(self) -> Peak:
+        """The highest moment on the device."""
+        return self.peaks[0]
+
+    def needs(self) -> dict[str, int]:
+        """Return the bytes that the rank needs on each tier: "device", "pinned host", "pageable host", "nvme"."""
+        found = {peak.tier: peak.nbytes for peak in self.peaks}
+        return {**found, "nvme": sum(row.nbytes for row in self.files)} if self.files else found
 
     def held_bytes(self, tier: str = "device") -> int:
         """Return the bytes of all model states on a tier."""
@@ -84,7 +110,12 @@ class Plan:
                     "rank": rank.rank,
                     "held": [row._asdict() for row in rank.held],
                     "sent": [row._asdict() for row in rank.sent],
-                    "peak": {**rank.peak._asdict(), "owners": [row._asdict() for row in rank.peak.owners]},
+                    "peaks": [
+                        {**peak._asdict(), "owners": [row._asdict() for row in peak.owners]} for peak in rank.peaks
+                    ],
+                    "files": [row._asdict() for row in rank.files],
+                    "read": rank.read,
+                    "written": rank.written,
                 }
                 for rank in self.ranks
             ],

@@ -12,6 +12,7 @@ from zero_optim_kernels import l2_norm_squared
 
 from .._copy_streams import CopyStream
 from .._memory import HostBlock, nbytes_of
+from ..ends import HostUse
 from ..errors import ShardError
 from ..trace import Trace
 from ._slices import FlatSpan, Slice
@@ -147,7 +148,8 @@ class HostGradients:
     ) -> None:
         self._slices = slices
         self._copy_stream = CopyStream(device, trace, HOP)
-        self._block = HostBlock(gradient_bytes(shards), pin=pin)
+        parts = tuple((shard.name, gradient_bytes([shard])) for shard in shards)
+        self._block = HostBlock(gradient_bytes(shards), HostUse("gradients", pin=pin, parts=parts))
         self._views: dict[str, torch.Tensor] = {}
         self._present: set[str] = set()
         self._arriving: dict[str, torch.Event] = {}
@@ -207,7 +209,7 @@ class HostGradients:
     def close(self) -> None:
         self.flush()
         self._views.clear()
-        self._block = HostBlock(0, pin=False)
+        self._block = HostBlock(0, HostUse("nothing"))
 
     def _settle(self, shard: str) -> None:
         event = self._arriving.pop(shard, None)

@@ -10,6 +10,7 @@ import torch
 
 from .._copy_streams import CopyStream
 from .._memory import HostBlock, nbytes_of
+from ..ends import HostUse
 from ..errors import OffloadError
 from ..trace import Trace
 from ._gradients import Gradients
@@ -76,7 +77,7 @@ class StagedSlices:
         self._weights = weights
         self._in = CopyStream(device, trace, "gradients, device")
         self._out = CopyStream(device, trace, "weights, device")
-        self._blocks = [HostBlock(staging // 2, pin=pin) for _ in range(2)] if staging else []
+        self._blocks = [HostBlock(staging // 2, HostUse("staging", pin=pin)) for _ in range(2)] if staging else []
         self._order: Sequence[int] = ()
         self._last: dict[str, int] = {}
         self._absent: Collection[str] = ()

@@ -11,6 +11,7 @@ from .._buffer_ring import BufferContent, BufferRing, lay_out
 from .._extents import DTYPE_NAMES, naming, open_extents
 from .._memory import HostBlock, page_rounded
 from .._protocols import Extent, Generation
+from ..ends import HostUse
 from ..trace import Trace
 from ._slices import Slice, slice_bytes
 
@@ -76,7 +77,9 @@ class HostTier:
 
     def __init__(self, slices: Sequence[Slice], *, on_device: bool = False) -> None:
         self._on_device = on_device
-        self._block = HostBlock(host_bytes(slices), pin=False)
+        parts = tuple((span.fragment.name, span.fragment.nbytes(span.length)) for slice_ in slices for span in slice_)
+        use = HostUse("masters and optimizer states", on_device=on_device, parts=parts)
+        self._block = HostBlock(host_bytes(slices), use)
         self._tensors: list[list[_Tensors]] = [[{} for _ in slice_] for slice_ in slices]
         places = [
             (kind, span, self._tensors[index][number])
@@ -121,7 +124,7 @@ class HostTier:
 
     def close(self) -> None:
         self._tensors.clear()
-        self._block = HostBlock(0, pin=False)
+        self._block = HostBlock(0, HostUse("nothing"))
 
 
 def ring_bytes(slices: Sequence[Slice], buffer_count: int) -> int:

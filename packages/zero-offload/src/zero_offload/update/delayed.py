@@ -13,6 +13,7 @@ import torch
 from .._copy_streams import compute_device
 from .._memory import HostBlock
 from ..budget import HostBudget
+from ..ends import HostUse
 from ..sealed import Sealed
 from ..trace import Trace
 from ._gradients import HostGradients, gradient_bytes, looked_at
@@ -249,7 +250,8 @@ class _Mirror:
 
     def allocate(self, shards: Sequence[ShardPlan], *, pin: bool) -> None:
         self.nbytes = self.bytes_of(shards)
-        block = HostBlock(self.nbytes, pin=pin)
+        parts = tuple((shard.name, self.bytes_of([shard])) for shard in shards)
+        block = HostBlock(self.nbytes, HostUse("weights of the delayed update", pin=pin, parts=parts))
         position = 0
         for shard in sorted(shards, key=lambda shard: -shard.dtype.itemsize):
             self._views[shard.name] = block.view(position, shard.numel, shard.dtype)

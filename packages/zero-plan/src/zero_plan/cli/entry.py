@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..errors import PlanError
 from .estimate_command import add_estimate_command
+from .fit_command import add_fit_command
 from .machine_command import add_machine_command, add_probe_command
 from .model_command import add_model_command
 from .table_command import add_table_command
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"zero-plan {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_estimate_command(commands)
+    add_fit_command(commands)
     add_model_command(commands)
     add_table_command(commands)
     add_machine_command(commands)

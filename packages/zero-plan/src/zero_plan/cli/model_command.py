@@ -93,12 +93,15 @@ def _print(found: Plan) -> None:
             ("what", "tier", "bytes"),
             [(kind, tier, show(nbytes, "B")) for (kind, tier), nbytes in held.most_common()],
         )
-        peak = rank.peak
-        print_table(
-            title + f"{show(peak.nbytes, 'B')} at the highest moment, {peak.phase}, {peak.place}",
-            ("what", "of", "bytes"),
-            [(row.kind, row.name, show(row.nbytes, "B")) for row in peak.owners],
-        )
+        for peak in rank.peaks:
+            print_table(
+                title + f"{show(peak.nbytes, 'B')} of {peak.tier} at the highest moment, {peak.phase}, {peak.place}",
+                ("what", "of", "bytes"),
+                [(row.kind, row.name, show(row.nbytes, "B")) for row in peak.owners],
+            )
+        if rank.files:
+            said = f"files; a step reads {show(rank.read, 'B')} and writes {show(rank.written, 'B')}"
+            print_table(title + said, ("file", "bytes"), [(row.name, show(row.nbytes, "B")) for row in rank.files])
         print_table(title + "sent in a step", ("phase", "calls", "bytes", "of which leave the node"), _sent(rank))
 
 

@@ -47,16 +47,20 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self, memory: LiveMemory) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._memory = memory
+        self._inside = False  # an operation, which torch may work out from others
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation over shapes."""
         if func is torch.ops.aten.is_set_to.default:
             return _is_set_to(*args)
+        outermost, self._inside = not self._inside, True
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             return _answer(func, error)
-        for tensor in tree_iter(result):
+        finally:
+            self._inside = not outermost
+        for tensor in tree_iter(result) if outermost else ():
             if isinstance(tensor, FakeTensor):
                 self._memory.meet(tensor)
         return result

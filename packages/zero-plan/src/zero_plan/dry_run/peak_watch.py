@@ -1,7 +1,8 @@
-"""The highest moment of a run: what is alive then, by owner, which is a unit of the engine or a module."""
+"""The highest moment of a run on each tier: what is alive then, by owner, a unit of the engine or a module."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -12,16 +13,16 @@ from torch.utils.hooks import RemovableHandle
 from zero_core.engine import Engine
 from zero_partition import DeviceResidency, Unit
 
-from ..planned import LiveRow, Peak
-from .memory import LiveMemory
+from ..planned import MEMORY_TIERS, LiveRow, Peak
+from .memory import LiveMemory, LiveStorage
 
 _OWNERS = 10
 
 
 class PeakWatch:
-    """Follows what an engine and its model keep alive, and finds the highest moment; inside the block.
+    """Follows what an engine and its model keep alive, and finds the highest moment of each tier; inside the block.
 
-    ``kind``: of the device that counts. It is a unit watch of the engine too.
+    ``kind``: of the device that computes. It is a unit watch of the engine too.
 
     Attributes:
         memory: the storages; the mode that runs operations reports their results to it.
@@ -29,15 +30,14 @@ class PeakWatch:
     """
 
     def __init__(self, kind: str = "cpu") -> None:
-        self.memory = LiveMemory(self._where, self._note)
+        self.memory = LiveMemory(kind, self._where, self._note)
         self.phase = "model"
-        self._kind = kind
         self._running: list[str] = []
         self._over = ""
         self._names: dict[int, str] = {}
         self._handles: list[RemovableHandle] = []
         self._engine: Engine | None = None
-        self._peak = Peak(0, "", "", (), 0)
+        self._peaks: dict[str, Peak] = {}
 
     def __enter__(self) -> PeakWatch:
         self._handles = [
@@ -59,11 +59,11 @@ class PeakWatch:
         self.memory.look()
         self.memory.restart()
 
-    def peak(self) -> Peak:
-        """Return the highest moment so far."""
+    def peaks(self) -> tuple[Peak, ...]:
+        """Return the highest moment of each tier so far; the device comes first."""
         self.memory.look()
         self.memory.settle()
-        return self._peak
+        return tuple(self._peaks[tier] for tier in MEMORY_TIERS if tier in self._peaks)
 
     def enters(self, units: Iterable[Unit]) -> None:
         """A module that uses ``units`` begins."""
@@ -83,23 +83,23 @@ class PeakWatch:
     def _ends(self, _module: nn.Module, _inputs: object, _output: object) -> None:
         self._over = self._running.pop() or self._over
 
-    def _where(self) -> str:
+    def _where(self) -> tuple[str, str]:
         running = next((name for name in reversed(self._running) if name), "")
-        return running or (f"after {self._over}" if self._over else self.phase)
+        return self.phase, running or (f"after {self._over}" if self._over else self.phase)
 
-    def _note(self, kind: str) -> None:
+    def _note(self, tier: str) -> None:
         engine = self._engine
-        if kind != self._kind or engine is None:
+        if tier not in MEMORY_TIERS or engine is None:
             return
         self._name(engine.partition.units)
-        sums: dict[tuple[str, str], int] = {}
+        sums: Counter[tuple[str, str]] = Counter()
         for held in self.memory.held.values():
-            if held.device == kind and held.nbytes:
-                key = held.owner or ("activations", held.origin)
-                sums[key] = sums.get(key, 0) + held.nbytes
-        rows = sorted((LiveRow(*key, nbytes) for key, nbytes in sums.items()), key=lambda row: -row.nbytes)
+            if held.tier == tier and held.nbytes:
+                sums.update(_owned(held))
+        rows = [LiveRow(*key, nbytes) for key, nbytes in sums.most_common()]
         activations = sum(row.nbytes for row in rows if row.kind == "activations")
-        self._peak = Peak(self.memory.peak[kind], self.phase, self.memory.place, tuple(rows[:_OWNERS]), activations)
+        found = self.memory.peak[tier]
+        self._peaks[tier] = Peak(tier, found, *self.memory.moments[tier], tuple(rows[:_OWNERS]), activations)
 
     def _name(self, units: Iterable[Unit]) -> None:
         """Give what the engine holds for ``units`` its owner."""
@@ -109,8 +109,21 @@ class PeakWatch:
         for unit in units:
             for kind, tensor in _held_for(engine, unit):
                 held = self.memory.held.get(tensor.untyped_storage()._cdata)
-                if held is not None and held.owner is None:
+                if held is not None and held.owner is None and not held.rows:
                     held.owner = (kind, unit.name)
+
+
+def _owned(held: LiveStorage) -> dict[tuple[str, str], int]:
+    """Bytes of a storage by the kind and name of their owners; what its rows leave over belongs to the first kind."""
+    if not held.rows:
+        return {held.owner or ("activations", held.origin): held.nbytes}
+    found: Counter[tuple[str, str]] = Counter()
+    for kind, name, nbytes in held.rows:
+        found[kind, name] += nbytes
+    over = held.nbytes - found.total()
+    if over:
+        found[held.rows[0].kind, ""] += over
+    return found
 
 
 def _held_for(engine: Engine, unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,6 +6,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,40 +15,30 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import zero_core
-from zero_config import Config
 from zero_core.engine import Engine
 from zero_core.instruments import memory_rows
 from zero_core.recording import RECORD_VARIABLE
-from zero_core.supervision import Unsupervised, supervised
-from zero_offload import HostBudget
+from zero_core.supervision import Supervisor, supervised
+from zero_offload.ends import tier_ends
 from zero_optim_kernels import rehearsed
 
 from ..errors import PlanError
-from ..planned import HeldRow, Peak, RankPlan, SentRow
+from ..planned import HeldRow, RankPlan, SentRow
 from .fakes import PlanMode
 from .peak_watch import PeakWatch
+from .supervising import PlannedEnds, Rehearsal
 from .world import fake_world
 
-_STEPS = 3  # the first learns which units a pass uses, the second in which order gradients come
-_MONITORS = ("comet", "comms_logger", "csv_monitor", "flops_profiler", "tensorboard", "wandb")
-_SAID = ("dump_state", "memory_breakdown", "wall_clock_breakdown")
-_WRITING = ("audit_every", "checkpoint", "run_record", "steps_per_print", "timers")
+STEPS = 3  # the first learns which units a pass uses, the second in which order gradients come
 
 
-class Rehearsal(Unsupervised):
-    """Supervises the engines of a dry run: nothing is printed, written or saved, and this machine's memory is no
-    limit."""
-
-    def config(self, given: Any, world_size: int) -> dict[str, Any]:
-        """Return the configuration given, without its monitors, records and checkpoints."""
-        found = Config.load(given, world_size=world_size)
-        _refuse_offload(found)
-        plain: dict[str, Any] = {key: value for key, value in found.raw.items() if key not in (*_WRITING, *_SAID)}
-        return {**plain, **{section: {"enabled": False} for section in _MONITORS}}
-
-    def budget(self, processes: int) -> HostBudget:
-        """No limits."""
-        return HostBudget(limits={"memory": (), "locked": (), "shared": (), "disk": ()}, processes=processes)
+@contextmanager
+def dry(by: Supervisor, rank: int, world_size: int, watch: PeakWatch, ends: PlannedEnds) -> Iterator[None]:
+    """Have everything below the engine be rank ``rank`` of a world without memory, files and other ranks."""
+    if os.environ.get(RECORD_VARIABLE):
+        raise PlanError(f"{RECORD_VARIABLE} is set, and a dry run must not write into a run's record: unset it")
+    with fake_world(rank, world_size), rehearsed(), supervised(by), tier_ends(ends), _without_warnings(), watch:
+        yield
 
 
 def rehearse(
@@ -58,10 +50,9 @@ def rehearse(
     world_size: int,
 ) -> RankPlan:
     """Return what rank ``rank`` of ``world_size`` holds and sends: after a few steps, and in the last of them."""
-    if os.environ.get(RECORD_VARIABLE):
-        raise PlanError(f"{RECORD_VARIABLE} is set, and a dry run must not write into a run's record: unset it")
     watch = PeakWatch()
-    with fake_world(rank, world_size), rehearsed(), supervised(Rehearsal()), _without_warnings(), watch:
+    ends = PlannedEnds(watch.memory)
+    with TemporaryDirectory(prefix="zero-plan-") as folder, dry(Rehearsal(Path(folder)), rank, world_size, watch, ends):
         with PlanMode(watch.memory):
             model = model_fn()
             if not isinstance(model, nn.Module):
@@ -71,10 +62,11 @@ def rehearse(
                 raise PlanError('config: a dry run trains, so the configuration has to name an "optimizer"')
             micro_batch = tree_map(_without_values, batch)
             watch.follow(engine)
-            for _ in range(_STEPS):
+            for _ in range(STEPS):
                 engine.ledger.reset()
+                before = ends.moved()
                 _step(engine, micro_batch, loss, watch)
-            found = _plan_of(engine, rank, watch.peak())
+            found = plan_of(engine, rank, watch, ends, before)
             engine.destroy(unshard=False)
     return found
 
@@ -94,10 +86,12 @@ def _step(engine: Engine, micro_batch: Any, loss: Callable[[Any], torch.Tensor],
         engine.step()
 
 
-def _plan_of(engine: Engine, rank: int, peak: Peak) -> RankPlan:
+def plan_of(engine: Engine, rank: int, watch: PeakWatch, ends: PlannedEnds, before: tuple[int, int]) -> RankPlan:
+    """Return what an engine holds now and has sent and moved since its ledger and the counters ``before``."""
     held = [HeldRow(*row) for row in memory_rows(engine.partition, engine.sharded_optimizer)]
     sent = [SentRow(phase, name, r.calls, r.sent_bytes, r.across_bytes) for phase, name, r in engine.ledger]
-    return RankPlan(rank, tuple(held), tuple(sent), peak)
+    read, written = (now - then for now, then in zip(ends.moved(), before, strict=True))
+    return RankPlan(rank, tuple(held), tuple(sent), watch.peaks(), ends.files(), read, written)
 
 
 def _without_values(value: Any) -> Any:
@@ -105,22 +99,6 @@ def _without_values(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
-
-
-def _refuse_offload(config: Config) -> None:
-    zero = config.zero_optimization
-    for name, section in (
-        ("zero_optimization.offload_optimizer.device", zero.offload_optimizer),
-        ("zero_optimization.offload_param.device", zero.offload_param),
-    ):
-        if section.device not in ("none", "cpu"):
-            raise PlanError(f'{name}: expected "none" or "cpu", which a dry run follows, got "{section.device}"')
-    if config.offload.activations.device != "none":
-        raise PlanError('offload.activations.device: expected "none" for a dry run; their traffic is not followed yet')
-    if config.offload.delayed_update:
-        raise PlanError(
-            "offload.delayed_update: expected false for a dry run; a thread beside it would use real memory"
-        )
 
 
 @contextmanager

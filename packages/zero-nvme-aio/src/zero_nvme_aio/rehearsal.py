@@ -1,0 +1,139 @@
+"""An engine that moves nothing: files get their lengths, and every request has ended."""
+
+from __future__ import annotations
+
+import os
+
+from . import _buffers
+from ._engine import Engine
+from ._file import File, require_offset
+from ._request import Request, format_checksum
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = ["RehearsedEngine"]
+
+_CHECKSUM = format_checksum(0)
+
+
+class RehearsedEngine(Engine):
+    """Stands in for an `Engine` in a dry run: no memory is read or written, no block of a disk is taken.
+
+    A file that is written gets the length that it would have, without content (a sparse file). All checksums are equal.
+    `counters()` has ``bytes_read`` and ``bytes_written``. Extent stores over it keep their books as ever.
+    """
+
+    def __init__(self) -> None:
+        self._tuned = False
+        self._read = self._written = 0
+        self._lengths: dict[str, int] = {}
+
+    @property
+    def backend(self) -> str:
+        """Return "rehearsed"."""
+        return "rehearsed"
+
+    @property
+    def closed(self) -> bool:
+        """Return False: there is nothing to close."""
+        return False
+
+    def open(
+        self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | str = "auto", preallocate: bool = True
+    ) -> File:
+        """Open a file without content; as `Engine.open`."""
+        name = os.fspath(path)
+        if mode != "r":
+            descriptor = os.open(name, os.O_CREAT | os.O_WRONLY | (os.O_TRUNC if mode == "w" else 0), 0o600)
+            os.close(descriptor)
+        self._lengths[name] = os.stat(name).st_size
+        return _RehearsedFile(name, mode)
+
+    def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
+        """Count the bytes; a file that is written becomes long enough."""
+        nbytes = sum(map(_buffers.nbytes_of, items))
+        require_offset(file.path, offset, nbytes)
+        if write:
+            self._written += nbytes
+            if offset + nbytes > self._lengths[file.path]:
+                self._lengths[file.path] = offset + nbytes
+                os.truncate(file.path, offset + nbytes)
+        else:
+            self._read += nbytes
+        return _EndedRequest(nbytes, checksum)
+
+    def sync(self, file: File) -> None:
+        """Nothing was written."""
+
+    def counters(self) -> dict[str, int]:
+        """Return the bytes that would have moved."""
+        return {"bytes_read": self._read, "bytes_written": self._written}
+
+    def lengths(self) -> dict[str, int]:
+        """Return the bytes of each file that exists, by path."""
+        return {path: os.stat(path).st_size for path in self._lengths if os.path.exists(path)}
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+    def __repr__(self) -> str:
+        return f"<RehearsedEngine of {len(self._lengths)} files>"
+
+
+class _RehearsedFile(File):
+    """A path and its length."""
+
+    __slots__ = ()
+
+    def __init__(self, path: str, mode: str) -> None:
+        self.path = path
+        self.mode = mode
+
+    @property
+    def closed(self) -> bool:
+        return False
+
+    @property
+    def size(self) -> int:
+        return os.stat(self.path).st_size
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def __repr__(self) -> str:
+        return f"<File '{self.path}' mode '{self.mode}', rehearsed>"
+
+
+class _EndedRequest(Request):
+    """A transfer that has ended well."""
+
+    __slots__ = ("_nbytes", "_summed")
+
+    def __init__(self, nbytes: int, checksum: bool) -> None:
+        self._nbytes = nbytes
+        self._summed = checksum
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @property
+    def checksum(self) -> str | None:
+        return _CHECKSUM if self._summed else None
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._nbytes
+
+    def settle(self) -> None:
+        """It has."""
+
+    def cancel(self) -> None:
+        """It has ended."""
+
+    def __repr__(self) -> str:
+        return f"<Request of {self._nbytes} bytes, rehearsed>"

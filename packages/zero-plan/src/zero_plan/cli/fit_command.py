@@ -1,0 +1,99 @@
+"""`zero-plan fit`: which setups fit on a machine, the fastest bound first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from ..errors import PlanError
+from ..machine import load_machine
+from ..quantities import show
+from ..search import EstimatedChoice, Search, configuration, search
+from ..shapes import load_shape
+from .machine_command import add_set, overrides
+from .printing import print_table, seconds
+
+_FIT = """\
+Estimate every choice of stage, offload tiers, micro-batch, activation checkpointing and ZeRO++ for a transformer on a
+machine; print what fits, the fastest bound first, and why each neighbour of the first was not chosen. Exit status 1:
+nothing fits.
+
+  zero-plan fit --shape llama-3-8b --machine h100-sxm-80gb-x8 --world-size 64 --train-batch 512 --write ds.json
+"""
+
+
+def add_fit_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `fit` to the commands of a parser."""
+    parser = subparsers.add_parser(
+        "fit",
+        help="search for setups that fit on a machine",
+        description=_FIT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", required=True, metavar="NAME", help="llama-3-8b, …, or a config.json")
+    parser.add_argument("--sequence", type=int, metavar="N", help="tokens of a sequence (default: the shape's)")
+    parser.add_argument("--machine", required=True, metavar="NAME", help="a preset or a .toml file: zero-plan machine")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: one node of the machine)")
+    parser.add_argument("--train-batch", type=int, required=True, metavar="N", help="sequences of a step, on all ranks")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="of parameters and compute")
+    parser.add_argument("--show", type=int, default=10, metavar="N", help="setups to print (default: 10)")
+    parser.add_argument("--write", metavar="FILE", help="write the first as a configuration")
+    parser.add_argument("--nvme-path", metavar="FOLDER", help="of offload to NVMe in that configuration")
+    add_set(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object: bytes and seconds")
+    parser.set_defaults(run=_fit)
+
+
+def _fit(options: argparse.Namespace) -> int:
+    machine = load_machine(options.machine).with_values(overrides(options.set), "--set")
+    shape = load_shape(options.shape, {"sequence": options.sequence} if options.sequence else None)
+    found = search(shape, machine, train_batch=options.train_batch, world_size=options.world_size, dtype=options.dtype)
+    if options.json:
+        print(json.dumps(_as_dict(found, options.show), indent=2))
+    else:
+        _print(found, options.show)
+    if not found.fitting:
+        return 1
+    if options.write is not None:
+        _write(options.write, found.fitting[0], options.dtype, options.nvme_path)
+    return 0
+
+
+def _write(path: str, first: EstimatedChoice, dtype: str, nvme_path: str | None) -> None:
+    text = json.dumps(configuration(first, dtype=dtype, nvme_path=nvme_path), indent=2)
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--write {path}: cannot be written: {error}") from error
+
+
+def _print(found: Search, count: int) -> None:
+    print(f"{len(found.fitting):,} of {found.tried:,} setups fit")
+    rows = [
+        (str(c.choice), seconds(c.seconds), c.estimate.time.binding, ", ".join(_shares(c)))
+        for c in found.fitting[:count]
+    ]
+    if rows:
+        print_table("what fits, the fastest bound first", ("setup", "bound", "bound by", "needs"), rows)
+        reasons = [(row.change, row.reason) for row in found.rejected]
+        print_table("one change to the first, and why not", ("change", "reason"), reasons)
+
+
+def _shares(candidate: EstimatedChoice) -> list[str]:
+    return [f"{row.tier} {show(row.needed, 'B')} of {show(row.capacity or 0, 'B')}" for row in candidate.estimate.fits]
+
+
+def _as_dict(found: Search, count: int) -> dict[str, object]:
+    fitting = [
+        {
+            **asdict(c.choice),
+            "seconds": c.seconds,
+            "binding": c.estimate.time.binding,
+            "needs": {row.tier: row.needed for row in c.estimate.fits},
+        }
+        for c in found.fitting[:count]
+    ]
+    rejected = [asdict(row) for row in found.rejected]
+    return {"tried": found.tried, "fit": len(found.fitting), "fitting": fitting, "rejected": rejected}

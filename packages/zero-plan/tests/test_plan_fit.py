@@ -1,0 +1,129 @@
+"""`zero-plan fit` and `fits`: what fits on a machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zero_plan import Machine, PlanError, Setup, configuration, estimate_step, load_machine, search
+from zero_plan.cli import main
+from zero_plan.fitting import judge
+from zero_plan.planned import FileRow, Peak, Plan, RankPlan
+from zero_plan.shapes import load_shape
+
+DEEPSPEED_KEYS = {
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "bf16"),
+    *("zero_optimization", "stage", "offload_optimizer", "offload_param", "device", "nvme_path", "enabled"),
+    *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "type", "params"),
+}
+
+
+def machine(**values: str) -> Machine:
+    changed = {key.replace("__", "."): value for key, value in values.items()}
+    return load_machine("h100-sxm-80gb-x8").with_values(changed)
+
+
+def test_what_fits_comes_first_by_its_bound_and_nothing_that_does_not_fit_comes_at_all() -> None:
+    shape, tight = load_shape("llama-3-8b", {"sequence": 2048}), machine(device__memory="40 GB")
+    found = search(shape, tight, train_batch=32)
+    assert found.fitting and len(found.fitting) < found.tried
+    bounds = [candidate.seconds for candidate in found.fitting]
+    assert bounds == sorted(bounds)
+    for candidate in found.fitting:
+        assert all(row.needed <= row.capacity for row in candidate.estimate.fits if row.capacity is not None)
+        assert all(row.capacity is not None for row in candidate.estimate.fits)
+    first = found.fitting[0]
+    choice, accumulation = first.choice, 32 // 8 // first.choice.micro_batch
+    tiers = {"offload_optimizer": choice.offload_optimizer, "offload_parameters": choice.offload_parameters}
+    setup = Setup(stage=choice.stage, world_size=8, ranks_per_node=8, accumulation=accumulation, **tiers)
+    options = {"micro_batch": choice.micro_batch, "checkpointing": choice.checkpointing}
+    assert first.estimate == estimate_step(shape, setup, tight, **options)
+    assert not any(candidate.choice.qwz for candidate in found.fitting)  # one node: nothing to compress
+
+
+def test_every_rejected_neighbour_has_a_reason_and_less_memory_offloads() -> None:
+    shape = load_shape("llama-3-8b", {"sequence": 2048})
+    found = search(shape, machine(device__memory="40 GB"), train_batch=32)
+    reasons = {row.change: row.reason for row in found.rejected}
+    assert "too many" in reasons["stage 0"]
+    assert "disk.capacity is not given" in reasons["offload optimizer nvme"]
+    assert all(reasons.values())
+    small = search(shape, machine(device__memory="14 GB"), train_batch=8).fitting[0].choice
+    assert small.offload_optimizer == "host" and small.checkpointing != "none"
+    assert not search(shape, machine(device__memory="1 GB"), train_batch=8).fitting
+
+
+@pytest.mark.parametrize("memory", ("80 GB", "14 GB"))
+def test_the_configuration_is_one_that_the_engine_and_deepspeed_know(tmp_path: Path, memory: str) -> None:
+    from zero_config import Config
+
+    written = tmp_path / "ds.json"
+    options = ["--shape", "llama-3-8b", "--sequence", "2048", "--machine", "h100-sxm-80gb-x8", "--train-batch", "16"]
+    assert main(["fit", *options, "--set", f"device.memory={memory}", "--write", str(written)]) == 0
+    found = json.loads(written.read_text())
+    config = Config.load(found, world_size=8)
+    assert config.train_batch_size == 16
+    assert config.zero_optimization.offload_optimizer.device == ("none" if memory == "80 GB" else "cpu")
+    assert set(_keys(found)) <= DEEPSPEED_KEYS
+
+
+def test_many_nodes_may_compress_and_the_configuration_says_so() -> None:
+    from zero_config import Config
+
+    slow = machine(network__per_node="10 GB/s")
+    found = search(load_shape("llama-3-8b", {"sequence": 2048}), slow, train_batch=64, world_size=64)
+    first = next(candidate for candidate in found.fitting if candidate.choice.hpz and candidate.choice.qgz)
+    written = configuration(first)
+    assert Config.load({**written, "comm": {"ranks_per_node": 8}}, world_size=64).zero_optimization.stage == 3
+    assert written["zero_optimization"]["zero_hpz_partition_size"] == 8
+
+
+def test_wrong_calls_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["fit", "--shape", "llama-3-8b", "--machine", "h100-sxm-80gb-x8", "--sequence", "512"]
+    assert main([*base, "--train-batch", "12"]) == 2
+    assert "expected a multiple of 8 ranks, got 12" in capsys.readouterr().err
+    assert main([*base, "--train-batch", "8", "--write", str(tmp_path / "none" / "ds.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert main([*base, "--train-batch", "8", "--set", "device.memory=1 GB", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fitting"] == []
+    on_disk = next(
+        candidate
+        for candidate in search(load_shape("gpt2-xl"), load_machine("dgx-2"), train_batch=16, dtype="fp16").fitting
+        if candidate.choice.offload_optimizer == "nvme"
+    )
+    with pytest.raises(PlanError, match="offload_optimizer is on NVMe: expected --nvme-path"):
+        configuration(on_disk)
+
+
+def test_the_verdict_is_of_the_rank_that_needs_most_and_of_all_ranks_of_a_node() -> None:
+    ranks = tuple(
+        RankPlan(
+            rank,
+            (),
+            (),
+            (Peak("device", 70 * 10**9 + rank, "", "", (), 0), Peak("pageable host", 10**11, "", "", (), 0)),
+            (FileRow("states", 10**12),),
+        )
+        for rank in (0, 15)
+    )
+    found = judge(Plan(16, ranks), machine(node__host_memory="700 GB", disk__capacity="8 TB"))
+    assert [(row.tier, row.needed) for row in found.rows] == [
+        ("device", 70 * 10**9 + 15),
+        ("host", 8 * 10**11),
+        ("nvme", 8 * 10**12),
+    ]
+    assert not found
+    assert str(found).split("; ")[1] == "host of a node does not fit, 100 GB too many: 800 GB of 700 GB"
+    assert judge(Plan(16, ranks), machine(node__host_memory="800 GB", disk__capacity="8 TB"))
+    unknown = judge(Plan(16, ranks), load_machine("h100-sxm-80gb-x8"))
+    assert unknown.unknown == ("nvme",) and not unknown
+    with pytest.raises(PlanError, match="expected at least one"):
+        judge(Plan(16, ()), machine())
+
+
+def _keys(section: object) -> list[str]:
+    if not isinstance(section, dict):
+        return []
+    return [key for name, value in section.items() for key in (name, *_keys(value))]
