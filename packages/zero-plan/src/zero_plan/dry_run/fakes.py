@@ -28,7 +28,7 @@ ANSWERS: dict[tuple[str, str], bool | int] = {
     # Nor into what is gathered.
     ("zero_partition.unit_edits", "_sums"): 0,
     # Weights have digits that 16 bits lose: masters begin with them.
-    ("zero_partition.unit", "_hand_over_masters"): False,
+    ("zero_partition.masters", "hand_over"): False,
     # Blocks that a codec has encoded are finite.
     ("zero_core.kernels", "quantize_blocks"): True,
     # No drawn value is outside the bounds.
