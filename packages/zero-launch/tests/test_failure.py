@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -197,3 +198,19 @@ def test_a_recorded_job_that_fails_leaves_the_first_cause_in_its_record(run, wri
     failure = json.loads((tmp_path / "record" / "failure.json").read_text())
     assert failure["text"] == "rank 1 of 2 failed first: ValueError: bad batch"
     assert f'File "{script}"' in failure["detail"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+@pytest.mark.parametrize("words", [["--nproc", 2], ["--elastic", "1:2", "--nproc", 2]])
+def test_a_full_disk_of_the_logs_is_named(run, write_script, tmp_path, words):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(logs)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount here: {mounted.stderr!r}")
+    try:
+        done = run(*words, "--log-dir", logs, write_script("while True: print('x' * 200, flush=True)"))
+    finally:
+        subprocess.run(["umount", "--lazy", str(logs)], check=True)
+    assert done.returncode == 1
+    assert "their disk has 0 bytes free" in done.stderr and "--log-dir" in done.stderr

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _MONITOR_SECONDS = 0.1
+_LEAST_FREE_BYTES = 1 << 16
+"""With less a disk counts as full."""
 
 
 def launch(spec: LaunchSpec) -> None:
@@ -48,6 +50,18 @@ def launch(spec: LaunchSpec) -> None:
     """
     spec.check_target()
     run_job(spec, kind=spec.kind)
+
+
+def _about_logs(folder: Path) -> list[str]:
+    """Where the logs of a job that failed are, and whether it failed because they had no room."""
+    notes = [f"logs of every rank: {folder}"]
+    free = shutil.disk_usage(folder).free
+    if free < _LEAST_FREE_BYTES:
+        notes.append(
+            f"their disk has {free} bytes free, and a rank whose output cannot be written fails: make room there, or "
+            "name a folder on another disk with --log-dir"
+        )
+    return notes
 
 
 def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "call"]) -> None:
@@ -72,7 +86,7 @@ def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "c
     if interrupted is not None:
         raise LaunchError([], spec.nproc, ["SIGTERM again: ended at once"], flight=agent.flight, asked=True)
     if failed:
-        raise agent.error([f"logs of every rank: {folder}"])
+        raise agent.error(_about_logs(folder))
     for note in agent.notes:
         _say(note)
     if not keep:
