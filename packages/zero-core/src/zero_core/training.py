@@ -138,10 +138,11 @@ class Training:
                 result = counters.last = optimizer.step()
             self._checkpoints.step_taken()
         self._accumulation.scaled = False
+        raised = result.raised
         if result.taken:
             counters.last_taken = result
-            if state.attached.scheduler is not None:
-                schedule(state.attached.scheduler)
+            if state.attached.scheduler is not None and raised is None:
+                raised = _raised_by(schedule, state.attached.scheduler)
         else:
             counters.skipped_steps += 1
             if state.reports:
@@ -155,6 +156,8 @@ class Training:
         self._checkpointing.after_step(reports=state.reports)
         self.observer.after_step(result)
         self._checkpoints.after_step()
+        if raised is not None:  # the step is taken, as all ranks know it
+            raise raised
 
     def clip_gradients(self, max_norm: float) -> float:
         """Clip the averaged gradients to the global norm ``max_norm``; return the norm before. Collective."""
@@ -164,6 +167,15 @@ class Training:
             norm = optimizer.gradient_norm()
             optimizer.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
         return norm
+
+
+def _raised_by(schedule: Callable[[Scheduler], object], scheduler: Scheduler) -> Exception | None:
+    """Step the schedule; return what it raised."""
+    try:
+        schedule(scheduler)
+    except Exception as error:
+        return error
+    return None
 
 
 def _precise(call: str, loss: torch.Tensor) -> torch.Tensor:

@@ -169,7 +169,8 @@ class StepReport:
 
     ``late``: units with gradients that no reduction has taken. ``square``: the sum of squares of its shards' gradients,
     as `NormSums.pack` gives it. ``untouched``: by unit, the numbers of the parameters that had no gradient.
-    ``culprit``: the first parameter whose gradient is not finite; empty when all are.
+    ``culprit``: the first parameter whose gradient is not finite; empty when all are. ``hooked``: the user has hooks
+    that run before the optimizer's arithmetic, and may fail.
     """
 
     late: Sequence[int]
@@ -177,17 +178,18 @@ class StepReport:
     untouched: Mapping[int, Sequence[int]]
     culprit: str
     written: WrittenGradients
+    hooked: bool
 
     def encode(self) -> list[Any]:
         """Plain data."""
         untouched = list(self.untouched.items())
-        return [list(self.late), self.square, untouched, self.culprit, self.written.encode()]
+        return [list(self.late), self.square, untouched, self.culprit, self.written.encode(), self.hooked]
 
     @classmethod
     def decode(cls, data: Sequence[Any]) -> StepReport:
         """The message that `encode` made ``data`` of."""
-        late, square, untouched, culprit, written = data
-        return cls(late, square, dict(untouched), culprit, WrittenGradients.decode(written))
+        late, square, untouched, culprit, written, hooked = data
+        return cls(late, square, dict(untouched), culprit, WrittenGradients.decode(written), hooked)
 
 
 class TensorFacts(NamedTuple):

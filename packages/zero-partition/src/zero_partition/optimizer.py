@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,19 +31,23 @@ _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step: the global gradient norm before clipping (unscaled), and whether the update was taken."""
+    """The result of a step: the global gradient norm before clipping (unscaled), whether the update was taken, and what
+    a step post-hook of the user's ``raised`` on this rank after it."""
 
     norm: float
     taken: bool
+    raised: Exception | None = None
 
 
 class _AgreedGradients(NamedTuple):
     """The facts of a step's gradients that all ranks know: by unit, which parameters had one anywhere; the global sum
-    of squares; the first parameter whose gradient is not finite, empty when all are."""
+    of squares; the first parameter whose gradient is not finite, empty when all are; whether any rank has step
+    pre-hooks of the user's."""
 
     touched: dict[int, list[bool]]
     square: float
     culprit: str
+    hooked: bool
 
 
 class ShardedOptimizer:
@@ -147,15 +152,33 @@ class ShardedOptimizer:
                 f"parameter '{agreed.culprit}'. The weights were not changed. Check the loss and the data of this "
                 "step, lower the learning rate, or set bf16.check_grad_overflow to true to skip such steps."
             )
-        with runtime.writing("the step"):
-            taken = self.loss_scale.update(not finite)
-            if taken:
-                self._partition.readers.wait()
-                with self._tensors.opened():
-                    self._update.run(agreed.touched, self._factor(norm), self._step_inner)
-                self._partition.publish()
+        raised = self._update_weights(agreed, self._factor(norm)) if finite else None
+        self.loss_scale.update(not finite)  # the step's gradients have the scale of before
         runtime.held_gradients.forget()
-        return StepResult(norm, taken)
+        return StepResult(norm, finite, raised)
+
+    def _update_weights(self, agreed: _AgreedGradients, factor: float) -> Exception | None:
+        """Update and publish; return what a post-hook of the user's raised. A pre-hook that raises on any rank ends the
+        step on all of them, before anything is written."""
+        runtime = self._partition.runtime
+        raised: list[Exception | None] = []
+        self._partition.readers.wait()
+        with contextlib.ExitStack() as writing:
+
+            def step(begin: Callable[[], None] | None = None) -> None:
+                def written() -> None:
+                    if agreed.hooked:
+                        runtime.agree("step hooks", "", None)
+                    writing.enter_context(runtime.writing("the step"))
+                    if begin is not None:
+                        begin()
+
+                raised.append(self._step_inner(written))
+
+            with self._tensors.opened():
+                self._update.run(agreed.touched, factor, step)
+            self._partition.publish()
+        return raised[0]
 
     def synchronise(self) -> bool:
         """Bring the weights together where the optimizer let ranks step alone; whether they changed. Collective."""
@@ -196,7 +219,12 @@ class ShardedOptimizer:
             mine = sum(squares) if apart else squares[self._partition.rank]
             culprit = "" if math.isfinite(mine) else self._first_non_finite()
             report = StepReport(
-                runtime.reducer.unreduced(), self._sums.pack(mine), self._untouched(), culprit, user.report()
+                runtime.reducer.unreduced(),
+                self._sums.pack(mine),
+                self._untouched(),
+                culprit,
+                user.report(),
+                self._tensors.is_hooked,
             )
             reports = [StepReport.decode(answer) for answer in runtime.agree("step", "", report.encode())]
             if user.settle([one.written for one in reports]):
@@ -215,7 +243,8 @@ class ShardedOptimizer:
             for number in set.intersection(*(set(one.untouched.get(index, ())) for one in reports)):
                 flags[number] = False
         culprit = next((one.culprit for one in reports if one.culprit), "")
-        return _AgreedGradients(touched, *self._parts.total(runtime.step, total, culprit))
+        hooked = any(one.hooked for one in reports)
+        return _AgreedGradients(touched, *self._parts.total(runtime.step, total, culprit), hooked)
 
     def _refuse_incomplete(self) -> None:
         """Refuse a step of virtual ranks some of whose micro-batches are missing; all ranks have as many."""
@@ -260,10 +289,10 @@ class ShardedOptimizer:
                             return fragment.entry.name
         return ""
 
-    def _step_inner(self) -> None:
+    def _step_inner(self, begin: Callable[[], None]) -> Exception | None:
         self._stepping = True
         try:
-            self._tensors.step()
+            return self._tensors.step(begin)
         finally:
             self._stepping = False
 

@@ -69,6 +69,10 @@ class OptimizerTensors:
         self._values_here, self._stay, self._split = values_here, stay, split
         self._has_gradient = has_gradient
         self._phase = Phase.IDLE
+        self._updated = False
+        self._own_post_hook = optimizer.register_step_post_hook(self._note_updated)
+        if (hooks := self._own_post_hook.hooks_dict_ref()) is not None:
+            hooks.move_to_end(self._own_post_hook.id, last=False)  # the first one of all
         for tensor, name in zip(tensors, names, strict=True):
             tensor.__dict__[REFERENCE] = (self, name)
         self._close(Phase.IDLE)
@@ -82,22 +86,47 @@ class OptimizerTensors:
         finally:
             self._close(Phase.IDLE)
 
-    def step(self) -> None:
-        """Have the optimizer step, inside `opened`; the user's step hooks come before its arithmetic."""
+    @property
+    def is_hooked(self) -> bool:
+        """Return whether the user has hooks that run before the optimizer's arithmetic."""
         hooks = self._own_hook.hooks_dict_ref()
-        if hooks is None or len(hooks) <= 1:
-            self._optimizer.step()
-            return
+        return hooks is not None and len(hooks) > 1
+
+    def step(self, begin: Callable[[], None]) -> Exception | None:
+        """Have the optimizer step, inside `opened`: the user's step pre-hooks, ``begin``, its arithmetic, the user's
+        post-hooks. Return what one of these raised: the update itself is done then."""
+        self._updated = False
+        if not self.is_hooked:
+            begin()
+            return self._step_inner()
         self._close(Phase.HOOKS)
-        opening = self._optimizer.register_step_pre_hook(self._open)  # the last one of all
+
+        def open_and_begin(*_: Any) -> None:
+            self._open()
+            begin()
+
+        opening = self._optimizer.register_step_pre_hook(open_and_begin)  # the last one of all
         try:
-            self._optimizer.step()
+            return self._step_inner()
         finally:
             opening.remove()
             self._open()
 
+    def _step_inner(self) -> Exception | None:
+        try:
+            self._optimizer.step()
+        except Exception as error:
+            if not self._updated:
+                raise
+            return error
+        return None
+
+    def _note_updated(self, *_: Any) -> None:
+        self._updated = True
+
     def release(self) -> None:
         """The engine is gone: the tensors are plain parameters for good."""
+        self._own_post_hook.remove()
         exchange_classes(self._tensors, _plain)
         for tensor in self._tensors:
             tensor.__dict__.pop(REFERENCE, None)

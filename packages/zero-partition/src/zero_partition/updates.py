@@ -39,13 +39,19 @@ class OwnedFragment:
         return start_in_reduced(self.unit, self.fragment)
 
 
+class OptimizerStep(Protocol):
+    """Calls the optimizer's `step`: the user's pre-hooks, ``begin``, its arithmetic, the user's post-hooks."""
+
+    def __call__(self, begin: Callable[[], None] | None = None, /) -> None: ...
+
+
 class Update(Protocol):
     """The step of a transaction, after all ranks agreed that it is taken."""
 
     def own(self, unit: Unit, number: int) -> Iterator[OwnedFragment]:
         """Yield what this rank updates of the unit's parameter ``number``."""
 
-    def run(self, touched: Touched, factor: float, step: Callable[[], None]) -> None:
+    def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
         """Give the owned tensors their gradients times ``factor``, none where no rank had one; call ``step``; have
         the units' masters hold the new weights. Collective."""
 
@@ -79,7 +85,7 @@ class FragmentUpdate:
             yield owned
 
     @torch.no_grad()
-    def run(self, touched: Touched, factor: float, step: Callable[[], None]) -> None:
+    def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
         """Step in place: the masters are what the optimizer updates."""
         gradients = self._partition.runtime.gradients
         if sum(len(fragments) for fragments, _ in self._of_unit.values()) != len(self.fragments):
@@ -138,17 +144,19 @@ class ParameterUpdate:
             yield owned
 
     @torch.no_grad()
-    def run(self, touched: Touched, factor: float, step: Callable[[], None]) -> None:
+    def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
         """Bring the owned parameters and gradients, step, send the results."""
         units = [self._partition.units[index] for index in sorted(self._listed) if index in touched]
         placeholders = [(owned.tensor, owned.tensor.data) for owned in self.fragments]
-        for unit in units:
-            self._bring(unit, touched[unit.index])
-        step_with(self.fragments, factor, step)
-        for unit in units:
-            self._send(unit, touched[unit.index])
-        for tensor, placeholder in placeholders:
-            tensor.data = placeholder
+        try:
+            for unit in units:
+                self._bring(unit, touched[unit.index])
+            step_with(self.fragments, factor, step)
+            for unit in units:
+                self._send(unit, touched[unit.index])
+        finally:
+            for tensor, placeholder in placeholders:
+                tensor.data = placeholder
 
     def _bring(self, unit: Unit, touched: Sequence[bool]) -> None:
         group, tag = self._partition.groups.gather, Tag("gather", unit.name, self._partition.runtime.step)
@@ -206,15 +214,14 @@ class TierUpdate:
                 self.fragments.append(owned)
                 yield owned
 
-    def run(self, touched: Touched, factor: float, step: Callable[[], None]) -> None:
+    def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
         """Step on the tier; the new weights are in the shards."""
         absent = {
             owned.fragment.entry.name
             for owned in self.fragments
             if owned.unit.index in touched and not touched[owned.unit.index][owned.number]
         }
-        self._states.step(grad_scale=factor, absent=absent)
-        step()
+        step(lambda: self._states.step(grad_scale=factor, absent=absent))
 
 
 class NormReduction:
@@ -244,7 +251,7 @@ class NormReduction:
         return [totals[self._key[id(tensor)]] for tensor, _ in partial]
 
 
-def step_with(fragments: Sequence[OwnedFragment], factor: float, step: Callable[[], None]) -> None:
+def step_with(fragments: Sequence[OwnedFragment], factor: float, step: OptimizerStep) -> None:
     """Scale the gradients of the owned tensors, step, take the gradients away."""
     gradients = [owned.tensor.grad for owned in fragments if owned.tensor.grad is not None]
     if factor != 1.0 and gradients:
