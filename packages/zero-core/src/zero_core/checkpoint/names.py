@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from zero_ckpt import Checkpoint, LoadReport, MismatchError
 from zero_ckpt.torch import dtype_name
@@ -38,22 +39,42 @@ def shapes(state: TrainingState) -> dict[tuple[str, str], tuple[int, ...]]:
 
 
 def replicated_parameters(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Parameters that no unit holds: they are replicated."""
+    """Parameters that no unit holds, those that were added to the model since among them: they are replicated."""
+    held = {id(parameter) for unit in state.partition.units for parameter in unit.parameters}
     return {
         name: parameter.data
         for name, parameter in state.module.named_parameters()
-        if name in state.partition.replicated and type(parameter.data) is torch.Tensor
+        if id(parameter) not in held and type(parameter.data) is torch.Tensor
     }
 
 
-def exchanged(state: TrainingState) -> str:
-    """Name of the first parameter for which the model has another object than the engine trains; empty for none."""
+def restructured(state: TrainingState) -> str:
+    """The first parameter of the engine's that the model has under another name, or of which it has another object or
+    none of its own; empty where there is none. Parameters that were removed are none."""
     now = dict(state.module.named_parameters(remove_duplicate=False))
+    called = {id(parameter): name for name, parameter in now.items()}
     for unit in state.partition.units:
         for name, parameter in zip(unit.names, unit.parameters, strict=True):
-            if now.get(name, parameter) is not parameter:
-                return name
+            found = now.get(name)
+            if found is parameter:
+                continue
+            if found is not None:
+                return f"parameter '{name}' of the model is another object than the engine's"
+            if id(parameter) in called:
+                return f"parameter '{name}' is called '{called[id(parameter)]}' in the model by now"
+            if _is_computed(state.module, name):
+                return f"parameter '{name}' is computed from others in the model by now"
     return ""
+
+
+def _is_computed(module: nn.Module, name: str) -> bool:
+    """Return whether a name that was a parameter's is that of a parametrization or of a plain tensor."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        return False
+    return parametrize.is_parametrized(owner, leaf) or isinstance(vars(owner).get(leaf), torch.Tensor)
 
 
 def check_names(state: TrainingState, checkpoint: Checkpoint) -> None:

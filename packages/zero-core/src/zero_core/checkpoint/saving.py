@@ -24,7 +24,7 @@ from ..offloading import Offloading
 from ..state import TrainingState
 from .fragments import has_own_master, master_fragments, shard_fragments
 from .held_states import HeldStates
-from .names import aliases, exchanged, replicated_parameters
+from .names import aliases, replicated_parameters, restructured
 from .progress import progress_of
 from .rank_state import rank_intervals
 from .tiers import tier_intervals, weight_intervals
@@ -88,9 +88,9 @@ class Saver:
         """Write ``root/tag``; collective."""
         client = self._dialect.client_state(client_state)
         state, parts = self._state, self._state.partition
-        answers = parts.runtime.agree("save", f"{root}/{tag}", [state.counters.accumulated, exchanged(state)])
+        answers = parts.runtime.agree("save", f"{root}/{tag}", [state.counters.accumulated, restructured(state)])
         _refuse_inside_accumulation([accumulated for accumulated, _ in answers], state)
-        _refuse_exchanged([name for _, name in answers])
+        _refuse_restructured([name for _, name in answers])
         parts.settle()
         if self._decoupled:
             parts.runtime.edits.settle_masters(self._weights.copy(parts.units))
@@ -207,14 +207,14 @@ def _refuse_inside_accumulation(accumulated: list[int], state: TrainingState) ->
         )
 
 
-def _refuse_exchanged(names: list[str]) -> None:
-    """Raise `UsageError` on every rank where one's model has another parameter object under a name of the engine's."""
+def _refuse_restructured(names: list[str]) -> None:
+    """Raise `UsageError` on every rank where one's model has other parameters than the engine's under their names."""
     other = next(filter(None, names), "")
     if other:
         raise UsageError(
-            f"save_checkpoint: parameter '{other}' of the model is another object than the engine's, so the checkpoint "
-            "would not hold what forward computes with. Copy values into the parameter instead of assigning a new one, "
-            "or make the engine anew."
+            f"save_checkpoint: {other}, so the checkpoint would not hold what forward computes with. Copy values into "
+            "the parameter instead of assigning a new one, reparametrize the model before it is given to the engine, "
+            "or make the engine anew. engine.consolidated_state_dict() has the weights of the model as it is."
         )
 
 
