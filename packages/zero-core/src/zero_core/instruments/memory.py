@@ -133,7 +133,7 @@ def _state_rows(sharded: ShardedOptimizer | None, count: _Count) -> Iterator[Mem
         return
     tensors: dict[str, list[torch.Tensor]] = {}
     for owned in sharded.fragments:
-        values = sharded.state.get(owned.tensor, {}).values()
+        values = sharded.state_of(owned).values()
         tensors.setdefault(owned.unit.name, []).extend(v for v in values if isinstance(v, torch.Tensor))
     for unit, states in tensors.items():
         yield from count.rows(unit, "optimizer states", states)
