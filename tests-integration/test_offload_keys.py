@@ -124,6 +124,31 @@ def first_steps(case: Run, zero: dict[str, Any], dtype: str | None, folder: str)
     return result
 
 
+def moments_read(case: Run, zero: dict[str, Any], dtype: str | None) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Both moments of every parameter after one step, and after the first one was set to 0.5 everywhere."""
+    engine = start(case, 3, zero, **({} if dtype is None else {"offload": {"state_dtype": dtype}}))
+    training.train(engine, case, 0, 1)
+    result = {}
+    for name, parameter in engine.module.named_parameters():
+        first, second = (engine.full_state(parameter, kind) for kind in ("exp_avg", "exp_avg_sq"))
+        engine.set_full_state(parameter, "exp_avg", torch.full_like(first, 0.5))
+        assert (engine.full_state(parameter, "exp_avg") == 0.5).all(), name
+        result[name] = first, second
+    engine.destroy()
+    return result
+
+
+def test_eight_bit_moments_are_read_as_numbers(tmp_path: Path) -> None:
+    case = Run("plain", steps=1)
+    wanted = run_ranks(moments_read, 2, case, {}, None)[0]
+    for zero in (tiers(tmp_path, 3)["host"], tiers(tmp_path, 3)["nvme"]):
+        for read in run_ranks(moments_read, 2, case, zero, "int8"):
+            for name, moments in read.items():
+                for value, exact in zip(moments, wanted[name], strict=True):
+                    # Codes have three bits after the point, and are less exact far below the largest of 256 elements.
+                    assert ((value - exact).abs() <= exact.abs() / 16 + exact.abs().max() / 2**16).all(), name
+
+
 def recorded(zero: dict[str, Any], folder: str) -> str:
     case = Run("plain", steps=3, dtype="bf16")
     trace = str(Path(folder) / "traces" / "offload.json")

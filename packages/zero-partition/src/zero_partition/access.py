@@ -256,7 +256,7 @@ def _gather_full_from_tier(
     _write(partition, unit, index, values, default.flatten().to(wide))
     for fragment in unit.layout.fragments(partition.rank):
         if fragment.entry is entry:
-            for _, kept in states.states([entry.name]):
+            for _, kept in states.states([entry.name], decoded=True):
                 if kind in kept:
                     values[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(kept[kind])
     return _gather_full(partition, unit, index, values)

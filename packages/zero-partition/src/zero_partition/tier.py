@@ -63,10 +63,11 @@ class StateTier(Protocol):
         one item for every 256 elements."""
 
     def states(
-        self, fragments: Collection[str] | None = None, /, *, stale_masters: bool = False
+        self, fragments: Collection[str] | None = None, /, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """Yield (fragment, copies of what is kept, 1-D in host memory, and ``step``); those without anything are left
-        out, and masters whose weights were changed since, unless ``stale_masters`` are asked for."""
+        out, and masters whose weights were changed since, unless ``stale_masters`` are asked for. ``decoded``: 8-bit
+        moments as the float32 values that they stand for, without scales."""
 
     def write(self, states: Mapping[str, Mapping[str, Any]], /) -> None:
         """Replace what is kept for the fragments named: any of their kinds, and ``step``."""

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from zero_optim_kernels import quantize_blocks
+from zero_optim_kernels import dequantize_blocks, quantize_blocks
 
 from .._protocols import Generation
 from ..sealed import Sealed
 from ._rules import Rule
-from ._slices import BLOCK, MASTER, FragmentSpan, KeptFragment, Slice
+from ._slices import BLOCK, MASTER, FragmentSpan, KeptFragment, Slice, StateKind
 from ._step import Groups, Tensors, fill_moments
 from ._tiers import Tier
 
-__all__ = ["check_state", "forget", "read_states", "sealed_state", "write_states"]
+__all__ = ["as_values", "check_state", "forget", "read_states", "sealed_state", "write_states"]
 
 State = Mapping[str, Any]
 _STEP = "step"
+_SCALE = "_scale"
 
 
 def sealed_state(
@@ -62,6 +63,24 @@ def _read(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tensor], 
             span.of_kind(kind, whole).copy_(tensors[kind.name])
 
 
+def as_values(fragment: KeptFragment, state: State) -> dict[str, torch.Tensor]:
+    """Return a state with 8-bit moments as the float32 values that codes and scales stand for, and without scales."""
+    values = {name: kept for name, kept in state.items() if not name.endswith(_SCALE)}
+    for kind in fragment.moments:
+        if kind.dtype == torch.uint8 and kind.name in state:
+            codes, scales = state[kind.name], state[kind.name + _SCALE]
+            wide = torch.empty(codes.shape, dtype=torch.float32)
+            addresses = codes.data_ptr(), scales.data_ptr(), wide.data_ptr()
+            dequantize_blocks(*addresses, wide.numel(), code=_code(kind), block=BLOCK)
+            values[kind.name] = wide
+    return values
+
+
+def _code(kind: StateKind) -> Literal["e4m3", "u5e3"]:
+    """Return the 8-bit code in which a moment is kept."""
+    return "u5e3" if kind.second else "e4m3"
+
+
 def check_state(fragment: KeptFragment, state: State) -> None:
     """ValueError, naming the fragment, for a state that does not fit it."""
     kinds = {kind.name: kind for kind in fragment.kinds}
@@ -76,7 +95,7 @@ def check_state(fragment: KeptFragment, state: State) -> None:
             raise ValueError(
                 f"'{fragment.name}': expected '{name}' of shape ({items},), got {tuple(state[name].shape)}"
             )
-        scale = f"{name}_scale"
+        scale = name + _SCALE
         if state[name].dtype == torch.uint8 and not (scale in kinds and scale in state):
             raise ValueError(f"'{fragment.name}': '{name}' is 8-bit codes, and there is no '{scale}' to it here")
 
@@ -116,9 +135,9 @@ def _write(span: FragmentSpan, tensors: Tensors, state: State) -> None:
         part = span.of_kind(kind, value.detach())
         if kind.dtype == torch.uint8 and value.dtype != torch.uint8:
             wide = part.to("cpu", torch.float32).contiguous()
-            codes, scales = tensors[kind.name], tensors[f"{kind.name}_scale"]
-            code: Any = "u5e3" if kind.second else "e4m3"
-            quantize_blocks(wide.data_ptr(), codes.data_ptr(), scales.data_ptr(), span.length, code=code, block=BLOCK)
+            codes, scales = tensors[kind.name], tensors[kind.name + _SCALE]
+            addresses = wide.data_ptr(), codes.data_ptr(), scales.data_ptr()
+            quantize_blocks(*addresses, span.length, code=_code(kind), block=BLOCK)
         else:
             tensors[kind.name].copy_(part)
 

@@ -167,10 +167,10 @@ class DelayedUpdate:
         return self._settled().held(fragment)
 
     def states(
-        self, fragments: Collection[str] | None = None, *, stale_masters: bool = False
+        self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """See `OffloadedUpdate.states`."""
-        return self._settled().states(fragments, stale_masters=stale_masters)
+        return self._settled().states(fragments, stale_masters=stale_masters, decoded=decoded)
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """See `OffloadedUpdate.write`."""

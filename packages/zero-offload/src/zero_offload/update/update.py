@@ -20,7 +20,7 @@ from ._build import UpdateParts, build, check_room_for_seal
 from ._gradients import CallerGradients, Collected, looked_at
 from ._rules import find_rule, has_rule
 from ._slices import BLOCK, KeptFragment, kinds_of
-from ._states import check_state, forget, read_states, sealed_state, write_states
+from ._states import as_values, check_state, forget, read_states, sealed_state, write_states
 from ._step import run_step
 from .plans import ShardPlan, Weights, check_plans
 from .tier_options import TierOptions
@@ -225,21 +225,22 @@ class OffloadedUpdate:
         return known.step, {kind.name: kind.dtype for kind in known.kinds if known.keeps(kind)}
 
     def states(
-        self, fragments: Collection[str] | None = None, *, stale_masters: bool = False
+        self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """Each fragment (of those named, or all) of which something is kept, in one pass over the tier.
 
         A master of a shard whose weights were changed (`weights_changed`) is left out until a step or `write` has
         replaced it, unless ``stale_masters`` are asked for: where they round to the weights they know more digits.
         ``step`` is without dimension; the others are 1-D copies in host memory, in the dtypes that are kept: 8-bit
-        moments are codes (uint8) and, as ``<moment>_scale``, a float32 for every 256 elements.
+        moments are codes (uint8) and, as ``<moment>_scale``, a float32 for every 256 elements; with ``decoded`` the
+        float32 values that these stand for.
         """
         self._usable()
         if self._failed:
             raise OffloadError("an earlier step failed in the middle; its state is not worth saving")
         chosen = self._fragments.values() if fragments is None else [self._known(name) for name in fragments]
         for fragment, state in read_states(list(chosen), self._parts.slices, self._parts.tier, stale=stale_masters):
-            yield fragment.name, state
+            yield fragment.name, as_values(fragment, state) if decoded else state
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace what is kept for the fragments named: any of their kinds (1-D), and ``step``. A master stands for the
