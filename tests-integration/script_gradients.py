@@ -7,6 +7,7 @@ import copy
 import torch
 import torch.nn.functional as F
 from script_bench import WIDTH, Scripts, Workbench, mlp
+from torch import nn
 
 script = Scripts()
 
@@ -295,4 +296,40 @@ def catches_an_error_in_forward(bench: Workbench) -> None:
             continue
         t.backward(loss)
         t.step()
+    bench.keep(t)
+
+
+@script
+def steps_between_a_forward_and_its_backward(bench: Workbench) -> None:
+    t = bench.trainer(mlp(dtype=bench.dtype))
+    early = t(bench.rows(0)).square().mean()
+    t.backward(F.mse_loss(t(bench.rows(1)), bench.rows(50)))
+    t.step()
+    try:
+        t.backward(early)
+    except RuntimeError:
+        bench.values["refused"] = torch.ones(1)
+    t.zero_grad()
+    t.backward(F.mse_loss(t(bench.rows(2)), bench.rows(50)))
+    t.step()
+    bench.keep(t)
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp(1), mlp(2)
+
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        return self.first(x) if first else self.second(x)
+
+
+@script
+def keeps_the_graph_of_one_part_while_the_other_takes_a_step(bench: Workbench) -> None:
+    t = bench.trainer(TwoParts().to(bench.dtype))
+    early = t(bench.rows(0), True)
+    t.backward(F.mse_loss(t(early.detach(), False), bench.rows(50)))
+    t.step()
+    t.backward(early.square().mean())
+    t.step()
     bench.keep(t)

@@ -30,6 +30,7 @@ REPRESENTATIVES = (
     "pcgrad_projects_and_assigns",
     "scales_gradients_in_place_before_the_step",
     "sharpness_aware_minimisation",
+    "steps_between_a_forward_and_its_backward",
     "wgan_clamps_weights_after_the_step",
 )
 SAME_BITS = ("clamps_its_own_weights_in_forward", "moco_replaces_data_inside_forward", "pcgrad_projects_and_assigns")

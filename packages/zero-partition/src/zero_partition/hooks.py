@@ -298,8 +298,9 @@ class SavedViews:
         view: torch.Tensor = packed.tensor
         if view._version != packed.version:
             raise PartitionError(
-                f"parameter '{packed.unit.layout.name_at(view.storage_offset())}' was modified in place after forward "
-                "had used it, so gradients would be wrong; plain torch raises too. Write before it, or after backward."
+                f"parameter '{packed.unit.layout.name_at(view.storage_offset())}' was changed, by a step or in place, "
+                "after forward had used it, so gradients would be wrong; plain torch raises too. Run backward "
+                "first, or run forward again."
             )
         if any_modes():
             outside(self._before_backward, [packed.unit])

@@ -178,6 +178,8 @@ class ShardedOptimizer:
             with self._tensors.opened():
                 self._update.run(agreed.touched, factor, step)
             self._partition.publish()
+        for index, flags in agreed.touched.items():
+            self._partition.units[index].edits.updated(flags)
         return raised[0]
 
     def synchronise(self) -> bool:

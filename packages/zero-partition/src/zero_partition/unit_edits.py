@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from .host_facts import untouched
 
@@ -173,6 +176,12 @@ class UnitEdits:
         self._sums = None
         for number in range(len(self._parameters)):
             self._is_known(number)
+
+    def updated(self, are_updated: Sequence[bool]) -> None:
+        """The optimizer changed the parameters whose flag is set: torch refuses a backward through a forward from
+        before, as it does after an update of its own."""
+        increment_version(list(itertools.compress(self._parameters, are_updated)))
+        self._versions = list(map(operator.add, self._versions, are_updated))
 
     def forget_sums(self) -> None:
         """The views have other values than `record` saw."""
