@@ -1,13 +1,15 @@
 """The program of each rank: `python -m zero_launch.rank (script|module|program|call) TARGET ARGS...`.
 
-The target runs as `__main__`, as if Python had been started with it. Around it this file does three things: the
-process dies with its launcher, lines reach the log when they are complete, and an exception that nobody caught is
-written to the engine's error file, so that the launcher can say which rank failed first and why. With `--standby N`
-before the kind it waits for its start first; see [Note: standbys] in standby.py.
+The target runs as `__main__`, as if Python had been started with it. Around it this file does four things: the
+process dies with its launcher, lines reach the log when they are complete, an exception that nobody caught is written
+to the engine's error file, so that the launcher can say which rank failed first and why, and process groups end before
+the interpreter does; see [Note: gloo's threads at the end] in ending.py. With `--standby N` before the kind it waits
+for its start first; see [Note: standbys] in standby.py.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import json
@@ -19,6 +21,7 @@ import time
 import traceback
 from types import TracebackType
 
+from zero_launch.ending import end_process_groups
 from zero_launch.processes import CORES_VARIABLE, LAUNCHER_PID_VARIABLE, REQUEUE_VARIABLE
 from zero_launch.requeue import SIGNALS
 from zero_launch.standby import OPTION, record_imports, stand_by
@@ -49,6 +52,7 @@ def main() -> None:
     else:
         stand_by(descriptor)
     faulthandler.enable()
+    atexit.register(end_process_groups)  # before the script's, so that it runs after them
     if not sys.stdout.isatty():
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
@@ -65,6 +69,8 @@ def main() -> None:
     except BaseException as error:
         error.__traceback__ = _own_part(error.__traceback__)
         when = time.time()
+        # As the interpreter does it: what runs at the end then knows that an exception ended the script.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         write_error_file(error, when)
         sys.exit(1)
