@@ -72,6 +72,9 @@ class Group:
             self._stays = close_at_exit(self)
         self._track = Track("" if process_group is None else process_group.group_name)
 
+    def drop_open(self) -> None:
+        """Forget reductions in several hops that were under way when the process groups ended. Here there are none."""
+
     def torch_group(self) -> dist.ProcessGroup:
         """Return torch's process group of these ranks, for calls of your own.
 

@@ -170,6 +170,7 @@ class EngineGroups:
             for group, rows in self._data:
                 with self._connections.recording():
                     group.reopen(open_group(rows))
+        self.reduce.drop_open()
 
     def issued(self) -> list[int]:
         """How many collectives this rank has started on each of its data groups."""

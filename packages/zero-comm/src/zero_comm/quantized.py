@@ -105,6 +105,10 @@ class QuantizedReduce:
 
         return Work(tag, buffers=(flat, out), finish=finish, advance=lambda: self._advance(reduction))
 
+    def drop_open(self) -> None:
+        """See `Group.drop_open`."""
+        self._open.clear()
+
     def _advance(self, until: _QuantizedReduction) -> None:
         """Take the open reductions to their second hop, in order, up to ``until``."""
         while until in self._open:

@@ -22,6 +22,9 @@ class Reduction(Protocol):
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """See `Group.reduce_scatter`."""
 
+    def drop_open(self) -> None:
+        """See `Group.drop_open`."""
+
 
 class Gather(Protocol):
     """Fills a flat buffer with the ranks' slices: `Group` does, and `QuantizedGather`."""
@@ -77,6 +80,12 @@ class ReplicatedReduce:
                 out.copy_(average)
 
         return Work(tag, buffers=(flat, out), finish=finish, advance=lambda: self._advance(reduction))
+
+    def drop_open(self) -> None:
+        """See `Group.drop_open`."""
+        self._open.clear()
+        self._shard.drop_open()
+        self._across.drop_open()
 
     def _advance(self, until: _ReplicatedReduction) -> None:
         """Take the open reductions to their last hop, in order, up to ``until``."""
