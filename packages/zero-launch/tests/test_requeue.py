@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 
 import psutil
@@ -31,6 +32,27 @@ RUDE = """
     import os, time
     open(f"begun.{os.environ['RANK']}", "w").close()
     time.sleep(600)
+"""
+
+
+# Loads the codec that the launcher reads /proc with so slowly that a signal comes in the middle of it.
+SLOW_CODEC = """
+import importlib.machinery, os, sys, time
+
+class Loader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module):
+        open(f"loads.{os.getpid()}", "w").close()
+        time.sleep(2)
+        super().exec_module(module)
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "encodings.ascii":
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            spec.loader = Loader(name, spec.origin)
+            return spec
+
+sys.meta_path.insert(0, Finder)
 """
 
 
@@ -82,6 +104,17 @@ def test_a_signal_that_comes_before_the_launcher_can_act_waits(start, write_scri
         return bool(held >> (signal.SIGTERM - 1) & 1)
 
     assert wait_until(holds, 60) and not (tmp_path / "begun.0").exists()
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 75, err
+    assert (tmp_path / "saved.0").read_text() == "once"
+
+
+def test_a_signal_may_come_in_the_middle_of_an_import_of_the_launchers(start, write_script, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_CODEC)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    job = start("--requeue", "--nproc", 1, write_script(POLITE))
+    assert wait_until((tmp_path / f"loads.{job.pid}").exists, 30)
     job.send_signal(signal.SIGTERM)
     _, err = job.communicate(timeout=60)
     assert job.returncode == 75, err

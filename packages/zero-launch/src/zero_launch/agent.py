@@ -187,6 +187,8 @@ class Agent(LocalElasticAgent):
         self._presence = Presence(0, "")
         self.asked_to_end = False
         """Whether the ranks are to save and leave."""
+        self._why_asked = ""
+        self._has_asked = False
         self.left_for: str | None = None
         """The order that the ranks have left for, when that is how the job ended."""
         self.divergence: str | None = None
@@ -284,6 +286,7 @@ class Agent(LocalElasticAgent):
             standbys.look(len(self._records))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._pass_request_on()
         if self._streamer.broken is not None:
             raise self._streamer.broken
         for record in self._records:
@@ -319,10 +322,20 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
-    def ask_to_end(self) -> None:
-        """Have the ranks save and leave after the step that they are in; those of a later attempt too."""
+    def ask_to_end(self, why: str = "") -> None:
+        """Have the ranks save and leave after the step that they are in, those of a later attempt too; say ``why``.
+
+        Signal handlers may call it. They interrupt anything, also a write or an import that they would begin anew and
+        so break, and therefore only take note here.
+        """
+        self._why_asked = why
         self.asked_to_end = True
-        self._files.orders.give(END)
+
+    def _pass_request_on(self) -> None:
+        if self.asked_to_end and not self._has_asked:
+            self._has_asked = True
+            self._say_all([self._why_asked] if self._why_asked else [])
+            self._files.orders.give(END)
 
     def _have_left(self, order: str) -> RunResult:
         """Every rank has ended, some because they were asked to leave."""

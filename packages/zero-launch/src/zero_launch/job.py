@@ -161,8 +161,7 @@ def heed_requeue_signals(agent: Agent) -> None:
         if meaning == "now":
             raise SignalException("asked to end again", signal.SIGTERM)
         if meaning == "ask":
-            _say(f"{signal_name(signum)}: the ranks save a checkpoint after this step, and end")
-            agent.ask_to_end()
+            agent.ask_to_end(f"{signal_name(signum)}: the ranks save a checkpoint after this step, and end")
 
     for sig in requeue.SIGNALS:
         signal.signal(sig, heed)
