@@ -264,7 +264,7 @@ def test(session: nox.Session, package: str) -> None:
 @nox.session
 @nox.parametrize("version", [nox.param(name, id=name) for name in TORCHES])
 def torch(session: nox.Session, version: str) -> None:
-    """What depends on torch, on another version of it: packages' tests, parity, the page of torch's private names.
+    """Run what depends on torch with another version: packages' tests, parity, the page of torch's private names.
 
     Each version has an environment of its own, of about 6 GB with the accelerator libraries of torch's default builds;
     ZERO_TORCH_INDEX names an index with other builds. "pre" takes pre-releases too. Packages' names after `--` choose

@@ -1,5 +1,7 @@
-"""What user code may do right after a save that is written behind training, and whether the checkpoint holds the state
-at its call: compared, to the bit, with one that was written at once just before."""
+"""Attacks by user code on a save that is written behind training, right after its call.
+
+The checkpoint is compared, to the bit, with one that was written at once just before.
+"""
 
 from __future__ import annotations
 

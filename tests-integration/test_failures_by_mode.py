@@ -25,7 +25,7 @@ WHERE = ("forward", "backward", "step")
 
 
 class Mode(NamedTuple):
-    """What differs from a run in fp32 without quantization, and at which stages it exists."""
+    """The settings that a mode adds to a run in fp32 without quantization, and the stages that have it."""
 
     stages: tuple[int, ...]
     settings: Mapping[str, Any]
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 
 def legal(case: Case) -> bool:
-    """Whether the ranks learn of the failure: in a forward that gathers nothing nobody waits for the one that fails."""
+    """Return whether the other ranks learn of the failure: in a forward without gathers nobody waits."""
     waits = case.stage == 3 and not case.mode.startswith("MiCS")
     return case.where != "forward" or not case.alone or waits
 
@@ -121,7 +121,7 @@ def saved(engine: Any, folder: str) -> dict[tuple[str, str], bytes]:
 
 
 def facts(engine: Any, case: Case, folder: str) -> dict[str, Any]:
-    """What a run is known by, all of it bitwise."""
+    """Return weights, checkpoint tensors, counters and loss scale, to be compared bitwise."""
     micro_batches = () if case.where == "step" else (engine.micro_steps, engine.global_samples)  # a step counts its own
     return {
         "weights": training.bits(training.weights(engine)),

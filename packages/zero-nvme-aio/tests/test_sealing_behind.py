@@ -23,7 +23,7 @@ def get(store: ExtentStore, name: str, nbytes: int) -> bytes:
 
 
 def found_after_a_crash(folder: Path, copy: Path) -> bytes:
-    """What a store finds that is opened on the files as they are now."""
+    """Return the contents of a store that is opened on the files as they are now."""
     shutil.copytree(folder, copy)
     with ExtentStore(copy, resume=True) as store:
         return get(store, "x", 8 * KIB)

@@ -186,7 +186,7 @@ class Agent(LocalElasticAgent):
         self._here = HostPresence({}, 0, stopped_seconds)
         self._presence = Presence(0, "")
         self.asked_to_end = False
-        """Whether the ranks are to save and leave."""
+        """True once the ranks are to save and leave."""
         self._why_asked = ""
         self._has_asked = False
         self.left_for: str | None = None

@@ -1,4 +1,4 @@
-"""What versions of torch do not have, one function each, which names the version."""
+"""Substitutes for what some versions of torch do not have; each function names the version."""
 
 from __future__ import annotations
 

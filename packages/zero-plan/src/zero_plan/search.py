@@ -1,4 +1,4 @@
-"""Which setups of a transformer fit on a machine, and which of them has the fastest bound."""
+"""Search for the setups of a transformer that fit on a machine, the fastest bound first."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Lasting:
         self._lock = threading.Lock()
         self._done = False
         self.error: Exception | None = None
-        """What syncing met. A second attempt could succeed although bytes were lost, so there is none."""
+        """The error that syncing raised. A second attempt could succeed although bytes were lost, so there is none."""
 
     def make(self) -> None:
         """Syncs the files, and then writes the index: the moment at which the generation exists."""

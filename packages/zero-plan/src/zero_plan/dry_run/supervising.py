@@ -1,4 +1,4 @@
-"""What stands between a dry run and this machine: a configuration, a budget, host memory, files without content."""
+"""Keep a dry run off this machine: its configuration, memory budget, host memory, and files without content."""
 
 from __future__ import annotations
 
