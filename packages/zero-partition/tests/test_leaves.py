@@ -9,15 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_comm import TreeSum
+from zero_comm import TreeSum, sum_slices
 from zero_partition import GRID, LeafTree
 from zero_partition.norm import ExactSum, grid_norm
 
 LEAVES = 16
 
 
+@pytest.mark.parametrize("adds", (False, True), ids=("added by the tree", "added where it arrives"))
 @pytest.mark.parametrize("ranks", (1, 2, 4, 8, 16))
-def test_the_mean_over_the_leaves_does_not_depend_on_the_number_of_ranks(ranks: int) -> None:
+def test_the_mean_over_the_leaves_does_not_depend_on_the_number_of_ranks(ranks: int, adds: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1000, generator=generator).mul(3.0**number) for number in range(LEAVES)]
     expected = torch.empty(1000)
@@ -25,8 +26,10 @@ def test_the_mean_over_the_leaves_does_not_depend_on_the_number_of_ranks(ranks: 
     tree, mean = LeafTree(LEAVES // ranks, LEAVES), None
     for micro in range(LEAVES // ranks):
         assert mean is None and len(tree.tensors()) <= math.log2(LEAVES // ranks) + 1
-        node = torch.empty(1000)
-        TreeSum()(leaves[micro * ranks : (micro + 1) * ranks], node, divisor=1, accumulate=False)
+        neighbour = tree.neighbour() if adds else None
+        node = torch.empty(1000) if neighbour is None else neighbour
+        own = leaves[micro * ranks : (micro + 1) * ranks]
+        (TreeSum() if ranks > 1 else sum_slices)(own, node, divisor=1, accumulate=neighbour is not None)
         mean = tree.add(node)
     assert mean is not None and torch.equal(mean, expected) and not tree.tensors()
 

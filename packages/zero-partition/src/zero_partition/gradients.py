@@ -60,6 +60,7 @@ class UnitGradients:
         self.leaves = leaves
         self.watches: list[Watch] = []
         self._leaf: torch.Tensor | None = None
+        self._spare_leaf: torch.Tensor | None = None
         self._states = states
         self._arriving: torch.Tensor | None = None
         self._square: Any = None
@@ -197,7 +198,7 @@ class UnitGradients:
 
     def _let_go(self, flat: torch.Tensor, again: bool) -> None:
         """The next gradients go elsewhere; ``flat`` is kept for those of the next step where it may be."""
-        if self._keep_flat and not again:
+        if self._keep_flat and (self.leaves is not None or not again):
             self._spare, self._spare_views = flat, self._views
         self._flat, self._views = None, []
 
@@ -225,8 +226,10 @@ class UnitGradients:
             if self._full_group is None:
                 self.reduced = mean
             else:
-                self.reduced = mean.new_empty(self.unit.layout.numel)
-                self._slice(self.reduced).copy_(mean)
+                kept = self._spare is not None and self._spare.dtype == self._accumulate_dtype
+                self.reduced = self._spare if kept else mean.new_empty(self.unit.layout.numel)
+                self._slice(cast(torch.Tensor, self.reduced)).copy_(mean)
+                self._spare_leaf = mean
         elif mean.device.type == "cpu":
             self._arriving, _ = self._states.borrow_gradient(self.unit.name)
             self._arriving.copy_(mean)
@@ -261,7 +264,10 @@ class UnitGradients:
             self._states.give_back_gradient(self.unit.name)
 
     def clear(self) -> None:
-        """Forget all gradients; the flat buffer is kept where it lives from step to step."""
+        """Forget all gradients; the flat buffer is kept where it lives from step to step, and so is a shard of a
+        tree."""
+        if self.leaves is not None and self._keep_flat and self._full_group is None and self.reduced is not None:
+            self._spare_leaf = self.reduced
         self.reduced = None
         self._square = None
         if self.leaves is not None:
@@ -302,7 +308,7 @@ class UnitGradients:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every buffer held now."""
-        held = [t for t in (self._flat, self._spare, self.reduced) if t is not None]
+        held = [t for t in (self._flat, self._spare, self.reduced, self._spare_leaf) if t is not None]
         return held if self.leaves is None else held + self.leaves.tensors()
 
     def visible(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
@@ -323,8 +329,9 @@ class UnitGradients:
         """Where this rank's averaged shard goes, and whether it holds the sum so far; `reduced` covers it."""
         self._square = None
         if self.leaves is not None:
-            self._leaf = flat.new_empty(self.unit.layout.shard_numel, dtype=self._accumulate_dtype)
-            return self._leaf, False
+            neighbour = self.leaves.neighbour()
+            self._leaf = self._new_leaf(flat.device) if neighbour is None else neighbour
+            return self._leaf, neighbour is not None
         if self._states is not None:
             if flat.device.type == "cpu":
                 self._arriving, again = self._states.borrow_gradient(self.unit.name)
@@ -339,6 +346,12 @@ class UnitGradients:
         numel = self.unit.layout.numel if self._full_group is not None else self.unit.layout.shard_numel
         self.reduced = torch.empty(numel, dtype=self._accumulate_dtype, device=flat.device)
         return (self._slice(self.reduced) if self._full_group is not None else self.reduced), False
+
+    def _new_leaf(self, device: torch.device) -> torch.Tensor:
+        leaf, self._spare_leaf = self._spare_leaf, None
+        if leaf is None:
+            leaf = torch.empty(self.unit.layout.shard_numel, dtype=self._accumulate_dtype, device=device)
+        return leaf
 
     def _places(self, numbers: Collection[int], averaged: torch.Tensor) -> Iterator[tuple[int, int]]:
         """(First element, first behind) of each of these parameters in what `averaged` gives."""

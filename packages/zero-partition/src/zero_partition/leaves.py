@@ -29,12 +29,21 @@ class LeafTree:
         """Micro-batches added since `clear`."""
         return self._added
 
+    def neighbour(self) -> torch.Tensor | None:
+        """Return the sum that the reduction of the next micro-batch may be added to where it arrives, instead of `add`
+        doing so; None where it has no neighbour yet."""
+        return self._nodes[-1][1] if self._nodes and self._nodes[-1][0] == 1 else None
+
     def add(self, node: torch.Tensor) -> torch.Tensor | None:
         """Add the reduction of the next micro-batch; return the mean over all leaves once the last one is there.
 
-        ``node`` belongs to the tree from now on, and is overwritten.
+        ``node`` belongs to the tree from now on, and is overwritten. It is `neighbour` where the reduction was added
+        to that already.
         """
         size = 1
+        if node is self.neighbour():
+            self._nodes.pop()
+            size = 2
         while self._nodes and self._nodes[-1][0] == size:
             _, left = self._nodes.pop()
             node = left.add_(node)
