@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 from conftest import marked_processes, wait_until
+
+from zero_launch.standbys import Standby, StandbyKind
 
 STANDBY = """
     import json, os, random, sys, time
@@ -108,6 +114,56 @@ def test_forked_ranks_do_not_outlive_their_launcher_or_their_standby(start, writ
         job.terminate()
     job.communicate(timeout=30)
     assert wait_until(lambda: not marked_processes(mark), 15), marked_processes(mark)
+
+
+STOPPED = """
+    import os, sys, time
+    import aheadly.engine
+    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+    open(f"begun.{attempt}.{rank}", "w").close()
+    if attempt == "1" and rank == sys.argv[1]:
+        os.kill(os.getppid(), 19)
+        sys.exit(3)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("aheadly")
+def test_ranks_whose_standby_is_stopped_end_and_begin_again_in_time(start, write_script, mark, tmp_path):
+    job = start("--elastic", "2:2", "--nproc", 2, "--restarts", 2, "--grace", 1, write_script(STOPPED), 1)
+
+    def named(name):
+        return [process for process in marked_processes(mark) if process.name() == name]
+
+    assert wait_until(lambda: len(named("zero-standby")) == 1, 60)
+    (ready,) = named("zero-standby")
+    (victim,) = [p for p in marked_processes(mark) if p.environ().get("RANK") == "1"]
+    victim.kill()
+    assert wait_until(lambda: len(list(tmp_path.glob("begun.2.?"))) == 2, 30)
+    job.terminate()
+    _, err = job.communicate(timeout=30)
+    assert "rank 1 of 2 failed first: exit status 3" in err and "still runs" not in err, err
+    assert wait_until(lambda: not marked_processes(mark), 15), marked_processes(mark)
+    assert not ready.is_running()
+
+
+def test_a_rank_has_the_status_that_the_kernel_tells_while_its_standby_is_stopped(write_script, tmp_path):
+    script = write_script("import sys, time\ntime.sleep(float(sys.argv[1]))\nsys.exit(3)")
+    for seconds, status in (("0.5", 3), ("600", -9)):
+        standby = Standby(
+            StandbyKind((sys.executable, "-m", "zero_launch.rank", "script", str(script), seconds), (), "[]")
+        )
+        try:
+            rank = standby.start(0, dict(os.environ), None, None, 30)
+            os.kill(standby.proc.pid, signal.SIGSTOP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                rank.wait(0.2)
+            if status < 0:
+                os.kill(rank.pid, signal.SIGKILL)
+            assert rank.wait(5) == rank.poll() == status
+        finally:
+            standby.dismiss()
 
 
 def test_a_number_of_ranks_that_the_job_may_not_have_is_refused(run, write_script):

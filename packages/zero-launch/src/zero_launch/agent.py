@@ -452,6 +452,7 @@ class Agent(LocalElasticAgent):
         for record in self._records:
             if record.rank in failed:
                 continue
+            record.look()
             if record.status_before_stop == 0:
                 fates.append(f"rank {record.rank} had already ended with exit status 0")
             elif record.status is None:

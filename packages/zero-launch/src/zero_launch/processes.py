@@ -27,6 +27,8 @@ REQUEUE_VARIABLE = "ZERO_LAUNCH_REQUEUE"
 _POLL_SECONDS = 0.02
 _HELPER_SECONDS = 0.5
 _KILL_SECONDS = 2.0
+_THREADS, _EXIT_CODE = 16, 48
+"""Fields 20 and 52 of `/proc/PID/stat`, counted from the one after the state."""
 
 
 def exit_status(pid: int) -> int | None:
@@ -38,6 +40,21 @@ def exit_status(pid: int) -> int | None:
     if result is None:
         return None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def ended_status(pid: int) -> int | None:
+    """Return the exit status of another's child that has ended and was not reaped (a signal is negative), None while
+    any thread of it runs, and -9 for one that is gone.
+
+    A child is gone, and no other has its pid, only once its parent has reaped it or is gone itself.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            state, *fields = file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return -signal.SIGKILL
+    threads, status = int(fields[_THREADS]), int(fields[_EXIT_CODE])
+    return os.waitstatus_to_exitcode(status) if state in "ZX" and threads <= 1 else None
 
 
 def job_processes(job_id: str, rank_pids: Collection[int], spared: Collection[int] = ()) -> list[psutil.Process]:

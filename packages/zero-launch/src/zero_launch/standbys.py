@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.distributed.elastic.utils.api import macros
 
+from zero_launch.processes import ended_status
 from zero_launch.standby import IMPORTS_VARIABLE, OPTION, recorded
 
 _READY_SECONDS = 15.0
@@ -50,17 +51,20 @@ class ForkedRank:
     def poll(self) -> int | None:
         """Return its exit status (a signal is negative), None while it runs. It ends with its standby."""
         if self.returncode is None:
-            # Its standby tells of its end a moment after others can see it.
-            self.returncode = self._standby.status_of(self.pid, _TELL_SECONDS if _has_ended(self.pid) else 0.0)
+            ended = ended_status(self.pid)
+            # Its standby tells of its end a moment after others can see it, and not at all while it is stopped.
+            told = self._standby.status_of(self.pid, 0.0 if ended is None else _TELL_SECONDS)
+            self.returncode = ended if told is None else told
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Return its exit status when it has ended; raises `subprocess.TimeoutExpired`."""
-        if self.returncode is None:
-            self.returncode = self._standby.status_of(self.pid, timeout)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
-        return self.returncode
+        end = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if end is not None and time.monotonic() >= end:
+                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
+            self._standby.status_of(self.pid, _PAUSE_SECONDS)
+        return status
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Send it, and what it has started in its session, a signal."""
@@ -117,7 +121,10 @@ class Standby:
         before = len(self._forked)
         self._send({"env": dict(env), "stdout": stdout, "stderr": stderr})
         self._read_until(lambda: len(self._forked) > before, _START_SECONDS)
-        return ForkedRank(self, self._forked[-1], local_rank) if len(self._forked) > before else None
+        if len(self._forked) > before:
+            return ForkedRank(self, self._forked[-1], local_rank)
+        self.dismiss()  # stopped, it would fork the rank when it goes on, beside the one that takes its place
+        return None
 
     def status_of(self, pid: int, timeout: float | None) -> int | None:
         """Return the exit status of a rank when it has ended within ``timeout`` seconds, else None."""
@@ -275,14 +282,6 @@ class Standbys:
         env = {name: value for name, value in self._env(local_rank).items() if name != IMPORTS_VARIABLE}
         kind = StandbyKind(tuple(self.command(local_rank)), tuple(sorted(env.items())), imports)
         return kind if imports else None
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[:1] in (["Z"], ["X"])
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 class Prepared(Exception):
