@@ -233,16 +233,21 @@ def run(t: Trainer, after: Edit | None, steps: int = STEPS) -> dict[str, torch.T
     return t.weights()
 
 
-def together(stage: int) -> list[Edit]:
-    """One edit after each step; stage 3 refuses those that write where nothing is."""
+def releases(stage: int, tier: str) -> bool:
+    """Return whether parameters are released between passes."""
+    return stage == 3 and (dist.get_world_size() > 1 or tier == "nvme")
+
+
+def together(stage: int, tier: str) -> list[Edit]:
+    """One edit after each step; released parameters refuse those that write where nothing is."""
     return [replaces_data, replaces_data_in_gathered, replaces_data_in_gathered_by_rank_0, clamps_data_in_gathered] + (
-        BELOW_3 if stage < 3 or dist.get_world_size() == 1 else []
+        [] if releases(stage, tier) else BELOW_3
     )
 
 
-def nets(dtype: torch.dtype, stage: int) -> Iterator[tuple[str, Callable[[], Net], Any]]:
+def nets(dtype: torch.dtype, stage: int, tier: str) -> Iterator[tuple[str, Callable[[], Net], Any]]:
     """Name, model and what happens after each step."""
-    for after in ANY_STAGE + (BELOW_3 if stage < 3 or dist.get_world_size() == 1 else []):
+    for after in ANY_STAGE + ([] if releases(stage, tier) else BELOW_3):
         yield after.__name__, Net, after
     for edit in FORWARD:
         yield edit.__name__, lambda edit=edit: Net(edit), None
@@ -253,7 +258,7 @@ def deviations(stage: int, tier: str, name: str, folder: str) -> dict[str, float
     """By case, the largest difference between the engine's weights and one process's."""
     dtype = getattr(torch, name)
     found = {}
-    for case, make, after in nets(dtype, stage):
+    for case, make, after in nets(dtype, stage, tier):
         expected = run(Plain(make(), dtype), after)
         sharded = Sharded(make(), dtype, stage, tier, folder)
         ours = run(sharded, after)
@@ -264,7 +269,7 @@ def deviations(stage: int, tier: str, name: str, folder: str) -> dict[str, float
 
 def deviation_together(stage: int, tier: str, name: str, folder: str) -> float:
     """The largest difference between the engine's weights and one process's after all edits, one after each step."""
-    dtype, edits = getattr(torch, name), together(stage)
+    dtype, edits = getattr(torch, name), together(stage, tier)
 
     def after(t: Trainer, step: int) -> None:
         edits[step](t, 2)

@@ -53,6 +53,9 @@ class UserGradients:
         for index, gradients in self._gradients.items():
             shown: list[torch.Tensor | None] = []
             for number, (parameter, view, touched) in enumerate(gradients.visible()):
+                if parameter.shape != view.shape:  # the step refuses it
+                    shown.append(parameter.grad)
+                    continue
                 seen = view if view.dtype is parameter.dtype else view.to(parameter.dtype)  # cast inside forward
                 parameter.grad = seen if touched or bool(view.any()) else None
                 shown.append(parameter.grad)
