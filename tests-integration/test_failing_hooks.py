@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import training
 import zoo
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from training import LR, Run
 
 import zero_core
@@ -16,7 +17,8 @@ from zero_comm import run_ranks
 
 SOAK = pytest.mark.soak
 PLACES = [(0, "device"), *((stage, tier) for stage in (1, 2, 3) for tier in ("device", "cpu", "nvme"))]
-WHERE = ("before", "after", "schedule")
+WHERE = ("before", "after", "schedule", "before all", "after all")
+REGISTER = {"before all": register_optimizer_step_pre_hook, "after all": register_optimizer_step_post_hook}
 
 
 def fail(*_: Any) -> None:
@@ -58,6 +60,8 @@ def plain(where: str, failing: int, steps: int, dtype: torch.dtype = torch.float
 def register(optimizer: Any, where: str) -> Any:
     if where == "schedule":
         return None
+    if where in REGISTER:
+        return REGISTER[where](fail)
     register_hook = optimizer.register_step_pre_hook if where == "before" else optimizer.register_step_post_hook
     return register_hook(fail)
 
@@ -84,7 +88,7 @@ def goes_on(where: str, alone: bool, stage: int, zero: dict[str, Any], dtype: st
         if handle is not None:
             handle.remove()
         if step == 2:
-            if where == "before":
+            if where.startswith("before"):
                 training.weights(engine)
             engine.zero_grad()
     found = {"said": said, "weights": training.weights(engine), "steps": engine.global_steps}
@@ -101,6 +105,7 @@ def all_cases(cases: list[tuple[str, bool, int, str]], folder: str) -> list[dict
     [
         (1, [("before", False, 3, "cpu"), ("after", False, 2, "device")]),
         (2, [("before", True, 3, "nvme"), ("after", False, 1, "cpu"), ("before", False, 0, "device")]),
+        (2, [("before all", True, 1, "device"), ("after all", False, 3, "cpu"), ("before all", False, 2, "nvme")]),
         (3, [("before", True, 2, "device"), ("schedule", False, 3, "device"), ("after", True, 3, "cpu")]),
         *(
             pytest.param(n, [(w, a, *p) for w in WHERE for a in (False, True)], marks=SOAK)
@@ -118,7 +123,7 @@ def test_training_goes_on_after_a_hook_or_a_schedule_that_raises(
             case = (rank, where, alone, stage, tier)
             expected = plain(where, 2, 5)
             assert training.deviation(facts["weights"], expected) <= 1e-12, case
-            assert facts["steps"] == (4 if where == "before" else 5), case
+            assert facts["steps"] == (4 if where.startswith("before") else 5), case
             if not alone or rank == world_size - 1:
                 assert facts["said"].startswith("ArithmeticError: no luck"), (case, facts["said"])
 
@@ -146,3 +151,24 @@ def growing_and_not(stages: tuple[int, ...]) -> list[bool]:
 @pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=SOAK)])
 def test_a_loss_scale_that_grows_leaves_the_steps_gradients_as_they_are(stages: tuple[int, ...]) -> None:
     assert all(all(found) for found in run_ranks(growing_and_not, 2, stages))
+
+
+def calls_of_a_hook_of_all_optimizers(stages: tuple[int, ...]) -> list[list[bool]]:
+    found = []
+    for stage in stages:
+        calls: list[Any] = []
+        handle = register_optimizer_step_pre_hook(lambda one, *_, calls=calls: calls.append(one))
+        model = zoo.build("plain", torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        settings = training.config(Run(dtype="fp64"), stage, dist.get_world_size())
+        engine = zero_core.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        training.train(engine, Run(), 0, 3)
+        handle.remove()
+        found.append([one is engine.optimizer for one in calls])
+        engine.destroy(unshard=False)
+    return found
+
+
+def test_a_hook_of_all_optimizers_sees_each_step_once_and_nothing_else() -> None:
+    for found in run_ranks(calls_of_a_hook_of_all_optimizers, 2, (0, 3)):
+        assert found == [[True] * 3, [True] * 3]

@@ -141,9 +141,8 @@ def resolve(name: str) -> Any:
     path = "torch"
     for part in name.split(".")[1:]:
         path += f".{part}"
-        if not hasattr(found, part) and inspect.ismodule(found):
-            importlib.import_module(path)
-        found = getattr(found, part)
+        missing = inspect.ismodule(found) and not hasattr(found, part)
+        found = importlib.import_module(path) if missing else getattr(found, part)
     return found
 
 

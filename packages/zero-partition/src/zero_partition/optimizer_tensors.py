@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -88,9 +89,10 @@ class OptimizerTensors:
 
     @property
     def is_hooked(self) -> bool:
-        """Return whether the user has hooks that run before the optimizer's arithmetic."""
+        """Return whether the user has hooks that run before the optimizer's arithmetic, its own or of all
+        optimizers."""
         hooks = self._own_hook.hooks_dict_ref()
-        return hooks is not None and len(hooks) > 1
+        return bool(optimizers._global_optimizer_pre_hooks) or (hooks is not None and len(hooks) > 1)
 
     def step(self, begin: Callable[[], None]) -> Exception | None:
         """Have the optimizer step, inside `opened`: the user's step pre-hooks, ``begin``, its arithmetic, the user's
