@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import zero_core
+from zero_comm import run_ranks
+from zero_partition import PartitionError
 
 
 @pytest.mark.usefixtures("alone")
@@ -29,3 +31,28 @@ def test_an_engine_and_a_model_that_nobody_holds_are_collected(stage: int) -> No
     del engine, model, optimizer
     gc.collect()
     assert [reference() for reference in remaining] == [None, None, None]
+
+
+def uses_after_destroy(stage: int) -> list[str]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    engine = zero_core.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    engine.destroy()
+    model(torch.ones(2, 8)).sum().backward()
+    said = []
+    for use in (optimizer.step, lambda: zero_core.initialize(model=model, optimizer=optimizer, config=config)):
+        with pytest.raises(PartitionError) as refusal:
+            use()
+        said.append(str(refusal.value))
+    torch.optim.Adam(model.parameters()).step()
+    return said
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (1, 2), (3, 3)])
+def test_the_optimizer_of_a_destroyed_engine_is_refused_by_name(stage: int, world_size: int) -> None:
+    for step, again in run_ranks(uses_after_destroy, world_size, stage):
+        assert "after engine.destroy()" in step and "'0.weight'" in step + again
+        assert "engine stepped that is destroyed" in again and "Build a new optimizer" in again

@@ -191,7 +191,7 @@ def _two_steps(optimizer: Optimizer, group: dict[str, Any], values: list[torch.T
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """An optimizer class's ``step`` without the hooks of all optimizers, which would take a probe for a step."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined, no-any-return]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:

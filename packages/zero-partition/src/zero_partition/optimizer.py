@@ -22,10 +22,14 @@ from .model_parts import ModelParts, UnsplitModel
 from .needs import AveragingOptimizer, Need, NormOptimizer, check_repeats, need_of
 from .norm import ExactSums, NormSquared, NormSums, RankOrderSums, grid_norm, norm_squared
 from .optimizer_states import ListedParameter, OptimizerStates, sharded_state
-from .optimizer_tensors import OptimizerTensors
+from .optimizer_tensors import OptimizerTensors, left_by_an_engine
 from .partition import Partition
 from .updates import FragmentUpdate, OwnedFragment, connect_norms, start_in_reduced, update_for
 
+_ANEW = (
+    "Build a new optimizer over the model's parameters. To keep its states, save a checkpoint before engine.destroy() "
+    "and load it into the new engine."
+)
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
 
 
@@ -299,11 +303,17 @@ class ShardedOptimizer:
             self._stepping = False
 
     def _refuse_direct_step(self, *_: Any) -> None:
-        if not self._stepping:
+        if self._stepping:
+            return
+        if (name := next(filter(None, map(left_by_an_engine, self._own_tensors)), None)) is not None:
             raise PartitionError(
-                "optimizer.step() was called directly and would do nothing: the engine holds the gradients. "
-                "Call engine.step()"
+                f"optimizer.step() after engine.destroy(): it has fragments of parameters, '{name}' for one, which the "
+                f"model does not use any more. {_ANEW}"
             )
+        raise PartitionError(
+            "optimizer.step() was called directly and would do nothing: the engine holds the gradients. "
+            "Call engine.step()"
+        )
 
     def _guard_tensors(self, own_hook: RemovableHandle) -> OptimizerTensors:
         """Have what user code does to the tensors of the param groups count, or be refused."""
@@ -364,6 +374,11 @@ class ShardedOptimizer:
         if found is None:
             if not parameter.requires_grad or parameter.numel() == 0:
                 return where, ()
+            if (name := left_by_an_engine(parameter)) is not None:
+                raise PartitionError(
+                    f"{where} is a fragment of parameter '{name}', with which an engine stepped that is destroyed. "
+                    f"{_ANEW}"
+                )
             raise PartitionError(
                 f"{where} (shape {tuple(parameter.shape)}) does not belong to the model given to initialize; "
                 "build the optimizer over that model's parameters"

@@ -30,6 +30,7 @@ from .host_facts import exchange_classes
 from .torch_calls import FACTS, VIEWS, attribute_of, name_of, writes
 
 REFERENCE = "_zero_fragment"  # the one attribute that a fragment carries: its guard, and its parameter's name
+RELEASED = "_zero_released_fragment"  # instead of it, when the engine is gone: the name
 _OF_THE_GRAPH = frozenset(["register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"])
 _CLIPPING = "torch.nn.utils.clip_grad"
 _OPTIMIZER = "torch.optim.optimizer"
@@ -131,7 +132,7 @@ class OptimizerTensors:
         self._own_post_hook.remove()
         exchange_classes(self._tensors, _plain)
         for tensor in self._tensors:
-            tensor.__dict__.pop(REFERENCE, None)
+            _, tensor.__dict__[RELEASED] = tensor.__dict__.pop(REFERENCE)
 
     def used(self, name: str, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Torch function ``func`` gets the tensor of parameter ``name``, or one that shares its memory.
@@ -210,6 +211,11 @@ class OptimizerTensors:
     def _close(self, phase: Phase) -> None:
         self._phase = phase
         exchange_classes(self._tensors, _guarded)
+
+
+def left_by_an_engine(tensor: torch.Tensor) -> str | None:
+    """Return the name of the parameter that ``tensor`` was a fragment of in an engine that is gone; None for others."""
+    return tensor.__dict__.get(RELEASED)
 
 
 def _call(
