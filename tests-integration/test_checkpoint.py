@@ -21,7 +21,7 @@ import zero_ckpt
 import zero_core
 from zero_comm import run_ranks
 
-HALF, END = 4, 7
+HALF, END = 3, 5
 
 
 def each_stage(even: str, odd: str) -> list[Any]:

@@ -41,15 +41,18 @@ def state():
         "default dtype": str(torch.get_default_dtype()),
     }
 
-before = state()
-exec(sys.argv[1])
-print(json.dumps([before, state()]))
+states = [state()]
+for code in sys.argv[1:]:
+    exec(code)
+    states.append(state())
+print(json.dumps(states))
 """
 
 MODULES = """
 import json, sys
-exec(sys.argv[1])
-print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+for code in sys.argv[1:]:
+    exec(code)
+    print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
 
 HEAVY = {"deepspeed", "matplotlib", "numpy.testing", "pandas", "pydantic", "rich", "scipy", "transformers", "triton"}
@@ -66,9 +69,18 @@ def fresh(code: str, *arguments: str) -> str:
 
 
 @functools.cache
-def imported(code: str) -> frozenset[str]:
-    """The packages that are there after ``code``."""
-    return frozenset(json.loads(fresh(MODULES, code)))
+def imported(*codes: str) -> list[frozenset[str]]:
+    """The packages that are there after each of ``codes``, which run one after the other in a new interpreter."""
+    return [frozenset(json.loads(line)) for line in fresh(MODULES, *codes).splitlines()]
+
+
+UPWARDS = ("torch", "zero_precision", "zero_comm", "zero_partition", "zero_core")
+
+
+def upwards() -> list[tuple[str, frozenset[str]]]:
+    """Each package of `UPWARDS` and what its import brings beyond the ones before it, which are those below it."""
+    there = imported(*(f"import {package}" for package in UPWARDS))
+    return [(package, after - before) for package, before, after in zip(UPWARDS[1:], there, there[1:], strict=False)]
 
 
 def test_importing_zero_core_costs_at_most_150_ms_of_processor_time_beyond_torch() -> None:
@@ -78,26 +90,23 @@ def test_importing_zero_core_costs_at_most_150_ms_of_processor_time_beyond_torch
     assert ours <= 0.15, f"import zero_core: {ours:.3f} s beyond import torch ({torchs:.3f} s)"
 
 
-@pytest.mark.parametrize(
-    "code", ["import zero_core", "from zero_core import Config, Engine, initialize", "import zero_comm, zero_partition"]
-)
-def test_importing_starts_nothing_changes_nothing_and_touches_no_device(code: str) -> None:
-    before, after = json.loads(fresh(WATCHED, code))
-    assert after == before
+def test_importing_starts_nothing_changes_nothing_and_touches_no_device() -> None:
+    codes = ["import zero_comm, zero_partition", "import zero_core", "from zero_core import Config, Engine, initialize"]
+    before, *after = json.loads(fresh(WATCHED, *codes))
+    assert after == [before] * len(codes)
 
 
-@pytest.mark.parametrize("package", ["zero_core", "zero_comm", "zero_partition", "zero_precision"])
-def test_importing_brings_nothing_heavy_besides_torch(package: str) -> None:
-    assert not (imported(f"import {package}") - imported("import torch")) & HEAVY
+def test_importing_brings_nothing_heavy_besides_torch() -> None:
+    for package, brought in upwards():
+        assert not brought & HEAVY, package
 
 
 @pytest.mark.parametrize("package", ["zero_launch", "zero_nvme_aio", "zero_optim_kernels", "zero_ckpt"])
 def test_packages_that_need_no_torch_import_without_it(package: str) -> None:
-    assert "torch" not in imported(f"import {package}")
+    (found,) = imported(f"import {package}")
+    assert "torch" not in found
 
 
 def test_no_package_imports_a_sibling_from_the_same_floor_or_above() -> None:
-    below = {"zero_comm": set(), "zero_precision": set(), "zero_partition": {"zero_comm", "zero_precision"}}
-    for package, allowed in below.items():
-        brought = {name for name in imported(f"import {package}") if name.startswith("zero_")}
-        assert brought <= {package, *allowed}
+    for package, brought in upwards()[:3]:
+        assert {name for name in brought if name.startswith("zero_")} == {package}

@@ -71,10 +71,18 @@ def undisturbed(root: Path, run: Run, stage: int, zero: dict[str, Any]) -> dict[
     return result
 
 
-CASES = [(0, {}), (1, OFFLOADED), (2, {}), (3, {}), (3, OFFLOADED | {"offload_param": {"device": "cpu"}})]
+EVERYTHING_OFFLOADED: dict[str, Any] = OFFLOADED | {"offload_param": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize(("stage", "zero"), CASES, ids=["0", "1 cpu", "2", "3", "3 cpu"])
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        (1, OFFLOADED),
+        (3, {}),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((0, {}), (2, {}), (3, EVERYTHING_OFFLOADED))),
+    ],
+    ids=["1 cpu", "3", "0", "2", "3 cpu"],
+)
 def test_a_lost_node_goes_on_from_memory_to_the_bit(stage: int, zero: dict[str, Any], tmp_path: Path) -> None:
     run = Run(dtype="bf16")
     (tmp_path / "a").mkdir()
@@ -94,7 +102,7 @@ def test_a_lost_rank_goes_on_from_its_own_node(tmp_path: Path) -> None:
     assert [resumed for resumed, _ in ended] == [(4, "memory")] * 2
 
 
-@pytest.mark.parametrize(("before", "after", "lost"), [(3, 2, 2), (2, 3, 0)])
+@pytest.mark.parametrize(("before", "after", "lost"), [(3, 2, 2), pytest.param(2, 3, 0, marks=pytest.mark.soak)])
 def test_another_number_of_nodes_goes_on_from_memory(before: int, after: int, lost: int, tmp_path: Path) -> None:
     run = Run(dtype="fp64")
     run_ranks(trains, before, tmp_path, run, 3, {}, 1, None)

@@ -76,9 +76,21 @@ def built(kind: str, steps: int, own_seeds: bool) -> tuple[dict[str, torch.Tenso
     return initial, held / total, training.weights(engine)
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
-@pytest.mark.parametrize("own_seeds", (False, True))
+@pytest.mark.parametrize(
+    ("own_seeds", "world_size", "kind"),
+    [
+        (False, 1, "reset_parameters"),
+        (True, 2, "reset_parameters"),
+        (False, 2, "in the parent"),
+        (True, 3, "in the parent"),
+        *(
+            pytest.param(own_seeds, n, kind, marks=pytest.mark.soak)
+            for own_seeds in (False, True)
+            for n in (1, 2, 3)
+            for kind in BUILDERS
+        ),
+    ],
+)
 def test_initial_weights_are_those_of_one_process(kind: str, world_size: int, own_seeds: bool) -> None:
     torch.manual_seed(0)
     alone = BUILDERS[kind]()

@@ -6,6 +6,8 @@ Awkward models are in test_matrix.py.
 from __future__ import annotations
 
 import functools
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +19,8 @@ from zero_comm import run_ranks
 
 STAGES, WORLD_SIZES = (0, 1, 2, 3), (1, 2, 3)
 SOAK = pytest.mark.soak
-ORACLE_STAGES = [
-    0,
-    pytest.param(1, marks=SOAK),
-    pytest.param(2, marks=SOAK),
-    3,
-]  # 1 and 2 are bitwise equal to 0, below
 ORACLE = 1e-12
-LENGTHS = [12, pytest.param(50, marks=SOAK)]
+LENGTHS = [8, pytest.param(50, marks=SOAK)]
 """Steps. What reaches a weight in a wrong way is far above the bound after a few; rounding adds up over fifty."""
 
 
@@ -33,16 +29,23 @@ def one_process(run: Run) -> dict[str, torch.Tensor]:
     return training.plain(run)
 
 
+def some_of(chosen: set[tuple[object, ...]], *axes: tuple[object, ...]) -> list[Any]:
+    """The product of the axes, of which those that are not chosen are for the soak."""
+    return [pytest.param(*case, marks=() if case in chosen else SOAK) for case in itertools.product(*axes)]
+
+
 def check(run: Run, stage: int, world_size: int, bound: float = ORACLE) -> None:
     weights = run_ranks(training.ranks, world_size, run, stage)[0]
     assert training.deviation(weights, one_process(run)) <= bound
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("stage", ORACLE_STAGES)
+# Stages 1 and 2 are bitwise equal to 0, below.
 @pytest.mark.parametrize(
-    ("accumulation", "clip"),
-    [(1, 0.0), (3, 0.1), *(pytest.param(*case, marks=SOAK) for case in ((1, 0.1), (3, 0.0)))],
+    ("stage", "world_size", "accumulation", "clip"),
+    some_of(
+        {(0, 1, 1, 0.0), (0, 2, 3, 0.1), (0, 3, 1, 0.1), (3, 1, 3, 0.1), (3, 2, 1, 0.0), (3, 3, 3, 0.1)},
+        *(STAGES, WORLD_SIZES, (1, 3), (0.0, 0.1)),
+    ),
 )
 @pytest.mark.parametrize("steps", LENGTHS)
 def test_transformer_with_tied_head_follows_the_oracle(
@@ -55,9 +58,9 @@ def test_fifty_steps_follow_the_oracle() -> None:
     check(Run(clip=0.1), 3, 2)
 
 
-@pytest.mark.parametrize("world_size", (1, 3))
-@pytest.mark.parametrize("stage", ORACLE_STAGES)
-@pytest.mark.parametrize("accumulation", (pytest.param(1, marks=SOAK), 2))
+@pytest.mark.parametrize(
+    ("stage", "world_size", "accumulation"), some_of({(0, 1, 2), (3, 3, 2)}, STAGES, (1, 3), (1, 2))
+)
 @pytest.mark.parametrize("steps", LENGTHS)
 def test_two_backwards_in_one_micro_batch_follow_the_oracle(
     stage: int, world_size: int, accumulation: int, steps: int
@@ -76,7 +79,7 @@ def plain_backward(run: Run, stage: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize("steps", (4, pytest.param(50, marks=SOAK)))
 def test_loss_backward_without_the_engine_follows_the_oracle(stage: int, steps: int) -> None:
     run = Run("recomputed", steps, clip=0.1)
     weights = run_ranks(plain_backward, 2, run, stage)[0]
@@ -95,7 +98,7 @@ DTYPES_AND_WORLD_SIZES = [
     *(("fp32", 1), ("bf16", 2), ("fp32", 3)),
     *(pytest.param(*case, marks=SOAK) for case in (("bf16", 1), ("fp32", 2), ("bf16", 3))),
 ]
-BITS = 5
+BITS = 3
 """Steps of the bitwise runs: one bit that differs stays."""
 
 
@@ -142,6 +145,6 @@ def test_fp32_deviates_at_most_twice_as_much_as_ddp(world_size: int, steps: int)
     run = Run(steps=steps, dtype="fp32")
     exact = one_process(run._replace(dtype="fp64"))
     allowed = max(1e-6, 2 * training.deviation(run_ranks(ddp, world_size, run)[0], exact))
-    for stage in STAGES:
+    for stage in (0, 3) if steps < 50 else STAGES:  # 1 and 2 have the bits of 0, above
         weights = run_ranks(training.ranks, world_size, run, stage)[0]
         assert training.deviation(weights, exact) <= allowed

@@ -30,7 +30,7 @@ COPIES = {"mics_shard_size": 2}
 )
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=SOAK)])
 def test_secondary_shards_change_no_bit(world_size: int, size: int, dtype: str) -> None:
-    run = Run("frozen and unused", steps=4, accumulation=2, clip=0.1, dtype=dtype)
+    run = Run("frozen and unused", steps=3, accumulation=2, clip=0.1, dtype=dtype)
     ways = [{}, {"zero_hpz_partition_size": size}]
     if size > 2:
         ways = [{**way, "comm": {"ranks_per_node": size}} for way in ways]
@@ -112,7 +112,7 @@ def test_secondary_shards_beside_an_offloaded_optimizer_change_no_bit(
 def test_a_resumed_run_goes_on_bitwise_over_present_secondary_shards(
     world_size: int, size: int, device: str, tmp_path: Path
 ) -> None:
-    run = Run("frozen", steps=4, accumulation=2, dtype="fp32")
+    run = Run("frozen", steps=4, dtype="fp32")
     way = {"zero_hpz_partition_size": size, "comm": {"ranks_per_node": size}, **optimizer_on(device, tmp_path)}
     saved = run_ranks(sharing_runs.save, world_size, run, str(tmp_path), 2, way)
     resumed = run_ranks(sharing_runs.resume, world_size, run, str(tmp_path), 2, way)
@@ -134,7 +134,7 @@ def one_process(run: Run) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=SOAK) for n in (1, 2)), 3])
 def test_copies_of_the_model_follow_the_oracle(world_size: int, size: int, stage: int) -> None:
-    run = Run("frozen and unused", steps=10, accumulation=2, clip=0.1)
+    run = Run("frozen and unused", steps=4, accumulation=2, clip=0.1)
     found = run_ranks(sharing_runs.weights, world_size, run, stage, {"mics_shard_size": size})[0]
     assert training.deviation(found, one_process(run)) <= 1e-12
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_copies_is_written_once_and_loads_into_another_cut(tmp_p
 
 
 def test_copies_beside_offload_follow_the_run_without() -> None:
-    run = Run("frozen", steps=5, dtype="fp32")
+    run = Run("frozen", steps=3, dtype="fp32")
     tiers = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     on_device = run_ranks(sharing_runs.weights, 4, run, 3, COPIES)[0]
     assert training.deviation(run_ranks(sharing_runs.weights, 4, run, 3, {**COPIES, **tiers})[0], on_device) <= 1e-6
@@ -177,7 +177,7 @@ def test_copies_beside_offload_follow_the_run_without() -> None:
 @pytest.mark.parametrize("world_size", [4, *(pytest.param(n, marks=SOAK) for n in (1, 2, 3, 6))])
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=SOAK), pytest.param(2, marks=SOAK)])
 def test_the_tutorials_configuration_trains_at_any_world_size(world_size: int, stage: int) -> None:
-    run = Run("frozen and unused", steps=20, accumulation=2, clip=0.1, dtype="fp32")
+    run = Run("frozen and unused", steps=8, accumulation=2, clip=0.1, dtype="fp32")
     size = 2 if world_size % 2 == 0 else world_size
     way = {**ZEROPP, "zero_hpz_partition_size": size, "comm": {"ranks_per_node": size}}
     quantized = run_ranks(sharing_runs.weights, world_size, run, stage, way)[0]
