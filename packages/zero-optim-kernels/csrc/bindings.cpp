@@ -164,6 +164,19 @@ double norm_squared(py::object x, py::object n, const std::string& dtype_name, i
     return run_norm_squared(spans, dtype, threads);
 }
 
+void norms_squared(py::object x, py::object out, py::object n, int64_t block, const std::string& dtype_name, int threads) {
+    Operands operands;
+    const int64_t count = parse_count(n);
+    const Dtype dtype = parse_dtype(dtype_name, "dtype");
+    if (block < 1 || block > kNormChunk) throw py::value_error("block must be from 1 to " + std::to_string(kNormChunk) + ", got " + std::to_string(block));
+    const char* source = required(operands, x, "x", dtype, count, false);
+    char* target = required(operands, out, "out", Dtype::f64, (count + block - 1) / block, true);
+    check_threads(threads);
+    active();
+    const WithoutGil nogil;
+    run_norms_squared(source, dtype, count, block, reinterpret_cast<double*>(target), threads);
+}
+
 int64_t count_nonfinite(py::object x, py::object n, const std::string& dtype_name, int threads) {
     Operands operands;
     const Dtype dtype = parse_dtype(dtype_name, "dtype");
@@ -287,6 +300,7 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
                            state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step_number, threads}, apply);
           });
     m.def("norm_squared", &norm_squared);
+    m.def("norms_squared", &norms_squared);
     m.def("count_nonfinite", &count_nonfinite);
     m.def("scale", &zok::scale);
     m.def("cast", &zok::cast);

@@ -128,6 +128,16 @@ double run_norm_squared(const std::vector<Span>& spans, Dtype dtype, int threads
     return total;
 }
 
+void run_norms_squared(const char* x, Dtype dtype, int64_t n, int64_t block, double* out, int threads) {
+    const Kernels& kernels = active();
+    const int64_t blocks = (n + block - 1) / block, together = std::max<int64_t>(1, kNormChunk / block);
+    auto sums = [&](int64_t i) {
+        for (int64_t b = i * together, end = std::min(blocks, b + together); b < end; ++b)
+            out[b] = kernels.sum_squares(x + b * block * item_size(dtype), dtype, std::min(block, n - b * block));
+    };
+    parallel_for(threads, (blocks + together - 1) / together, sums);
+}
+
 int64_t run_count_nonfinite(const std::vector<Span>& spans, Dtype dtype, int threads) {
     const Kernels& kernels = active();
     const std::vector<Span> pieces = split(spans, dtype, kNormChunk);

@@ -16,6 +16,8 @@ struct Span {
     int64_t n;
 };
 double run_norm_squared(const std::vector<Span>& spans, Dtype dtype, int threads);
+// out[i]: of block i, `block` elements but for the last one; `block` is at most kNormChunk.
+void run_norms_squared(const char* x, Dtype dtype, int64_t n, int64_t block, double* out, int threads);
 int64_t run_count_nonfinite(const std::vector<Span>& spans, Dtype dtype, int threads);
 void run_scale(const std::vector<Span>& spans, Dtype dtype, double factor, int threads);
 void run_cast(const char* x, Dtype from, char* out, Dtype to, int64_t n, int threads);

@@ -60,6 +60,9 @@ def buffers(digest: hashlib._Hash) -> None:
     for dtype in ("f32", "bf16", "f16", "f64"):
         slices = [reference.stored(rng.standard_normal(n), dtype) for _ in range(3)]
         digest.update(repr(zok.l2_norm_squared(slices[0], n, dtype=dtype)).encode())
+        norms = np.zeros(-(-n // 256))
+        zok.l2_norms_squared(slices[0], norms, n, block=256, dtype=dtype)
+        digest.update(norms.tobytes())
         for out_dtype in ("f32", "bf16", "f16", "f64"):
             out = reference.stored(np.zeros(n), out_dtype)
             zok.sum_slices(slices, out, n, dtype=dtype, out_dtype=out_dtype, divisor=3)

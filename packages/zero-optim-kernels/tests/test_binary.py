@@ -31,6 +31,7 @@ NAMES = [
     "dequantize_blocks",
     "l2_norm",
     "l2_norm_squared",
+    "l2_norms_squared",
     "lamb_apply",
     "lamb_step",
     "lion_step",

@@ -49,6 +49,28 @@ def test_norm_of_a_list_is_the_sum_in_order() -> None:
     assert zok.l2_norm_squared(parts, [p.size for p in parts]) == one_by_one
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64"])
+@pytest.mark.parametrize("block", [1, 31, 256, 65536])
+def test_norms_of_blocks_are_added_in_the_documented_order(dtype: str, block: int) -> None:
+    for n in SIZES:
+        x = reference.stored(np.random.default_rng(n).standard_normal(n), dtype)
+        wanted = reference.l2_norms_squared(reference.values(x, dtype), block)
+        for threads in (1, 3):
+            got = np.full(-(-n // block), np.nan)
+            zok.l2_norms_squared(x, got, n, block=block, dtype=dtype, threads=threads)
+            assert np.array_equal(got, wanted)
+
+
+def test_a_block_that_is_no_block_is_refused() -> None:
+    x, out = np.ones(10, np.float32), np.full(10, 7.0)
+    for block in (0, 65537):
+        with pytest.raises(ValueError, match="block must be from 1 to 65536, got"):
+            zok.l2_norms_squared(x, out, 10, block=block)
+    with pytest.raises(ValueError, match="out"):
+        zok.l2_norms_squared(x, out[:4], 10, block=2)
+    assert (out == 7).all()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64"])
 def test_nonfinite_elements_are_counted_and_reach_the_norm(dtype: str, bad: float) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zero_comm import TreeSum, sum_slices
 from zero_partition import GRID, LeafTree
-from zero_partition.norm import ExactSum, grid_norm
+from zero_partition.norm import ExactSum, GridNorm
 
 LEAVES = 16
 
@@ -49,13 +49,13 @@ def test_an_exact_sum_is_rounded_once_and_travels_without_loss(values: list[floa
 def test_what_is_not_finite_stays_so() -> None:
     assert float(ExactSum.of(torch.tensor([1.0, math.inf], dtype=torch.float64)) + ExactSum()) == math.inf
     assert math.isnan(float(ExactSum() + ExactSum.of_parts(ExactSum.of(torch.tensor([math.nan]).double()).parts())))
-    assert not math.isfinite(grid_norm(torch.full((GRID,), math.nan)))
+    assert not math.isfinite(GridNorm()(torch.full((GRID,), math.nan)))
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
 def test_the_norm_over_the_grid_does_not_depend_on_shard_boundaries(dtype: torch.dtype) -> None:
     x = torch.randn(700 * GRID, generator=torch.Generator().manual_seed(2), dtype=torch.float64).exp().to(dtype)
-    whole = float(grid_norm(x))
+    whole = float(GridNorm()(x))
     assert whole == pytest.approx(float(x.double().square().sum()), rel=1e-13)
     for boundary in (1, 255, 256, 257, 699):
-        assert float(grid_norm(x[: boundary * GRID]) + grid_norm(x[boundary * GRID :])) == whole
+        assert float(GridNorm()(x[: boundary * GRID]) + GridNorm()(x[boundary * GRID :])) == whole

@@ -236,5 +236,6 @@ def _shard(
         loss_scale=loss_scale(config),
         skip_non_finite=config.bf16.enabled and config.bf16.check_grad_overflow is True,
         norm=kernels.norm(),
+        squares=kernels.squares(),
         parts=model_part.norms,
     )

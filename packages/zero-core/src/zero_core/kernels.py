@@ -9,7 +9,7 @@ import torch
 
 import zero_optim_kernels as kernels
 from zero_comm import SliceSum, sum_slices
-from zero_partition import NormSquared, norm_squared, storage_address
+from zero_partition import GRID, GridSquares, NormSquared, grid_squares, norm_squared, storage_address
 from zero_precision import BlockFormat, DeviceBlockQuantizer, TorchBlockQuantizer
 
 _DTYPES: dict[torch.dtype, Literal["f64", "f32", "bf16", "f16"]] = {
@@ -61,6 +61,20 @@ class NativeNormSquared:
         if x.device.type != "cpu":
             return norm_squared(x)
         return kernels.l2_norm_squared(x.data_ptr(), x.numel(), dtype=_DTYPES[x.dtype], threads=_threads(x))
+
+
+class NativeGridSquares:
+    """`zero_partition.GridSquares` by the CPU kernel; tensors elsewhere by torch."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The sums of squares of the blocks, with the bits of plain torch."""
+        if x.device.type != "cpu":
+            return grid_squares(x)
+        found = torch.empty(x.numel() // GRID, dtype=torch.float64)
+        kernels.l2_norms_squared(
+            x.data_ptr(), found.data_ptr(), x.numel(), block=GRID, dtype=_DTYPES[x.dtype], threads=_threads(x)
+        )
+        return found
 
 
 class NativeBlockQuantizer:
@@ -132,6 +146,11 @@ def slice_sum() -> SliceSum:
 def norm() -> NormSquared:
     """The sum of squares for the global norm."""
     return NativeNormSquared()
+
+
+def squares() -> GridSquares:
+    """The sums of squares of blocks, for a norm that does not depend on the number of ranks."""
+    return NativeGridSquares()
 
 
 def block_quantizer() -> NativeBlockQuantizer:

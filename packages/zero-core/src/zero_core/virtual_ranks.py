@@ -222,7 +222,9 @@ class VirtualRanks:
         text = f"{self._seed}/{step}/{virtual_rank}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         random.seed(seed)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for every kind of device
+        if self._partition.device.type != "cpu":
+            torch.get_device_module(self._partition.device).manual_seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 

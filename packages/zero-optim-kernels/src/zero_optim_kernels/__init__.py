@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ._calls import rehearsed
 from .blocks import dequantize_blocks, quantize_blocks
-from .buffers import cast, count_nonfinite, l2_norm, l2_norm_squared, scale, sum_slices
+from .buffers import cast, count_nonfinite, l2_norm, l2_norm_squared, l2_norms_squared, scale, sum_slices
 from .isa import active_isa, available_isas, default_threads, unavailable_isas
 from .steps import adagrad_step, adam_step, lamb_apply, lamb_step, lion_step, sgd_step
 
@@ -19,6 +19,7 @@ __all__ = [
     "dequantize_blocks",
     "l2_norm",
     "l2_norm_squared",
+    "l2_norms_squared",
     "lamb_apply",
     "lamb_step",
     "lion_step",

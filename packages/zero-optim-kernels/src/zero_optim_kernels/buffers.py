@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ._calls import kernels
 from ._types import Count, Dtype, Operand, Operands
 
-__all__ = ["cast", "count_nonfinite", "l2_norm", "l2_norm_squared", "scale", "sum_slices"]
+__all__ = ["cast", "count_nonfinite", "l2_norm", "l2_norm_squared", "l2_norms_squared", "scale", "sum_slices"]
 
 
 def l2_norm_squared(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> float:
@@ -27,6 +27,15 @@ def l2_norm_squared(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int
 def l2_norm(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> float:
     """The Euclidean norm: the root of `l2_norm_squared`."""
     return math.sqrt(l2_norm_squared(x, n, dtype=dtype, threads=threads))
+
+
+def l2_norms_squared(x: Operand, out: Operand, n: int, *, block: int, dtype: Dtype = "f32", threads: int = 0) -> None:
+    """Write the sum of squares of each block of ``block`` elements, the last one of what is left, to float64 ``out``.
+
+    ``out``: ceil(n / block) elements. ``block``: 1 to 65,536. Element i of a block is added, in float64, to sum i mod
+    32, in the order of i; then the 32 sums are added in halves: sum i and sum i + 16, then i + 8, and so on.
+    """
+    kernels().norms_squared(x, out, n, block, dtype, threads)
 
 
 def count_nonfinite(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> int:

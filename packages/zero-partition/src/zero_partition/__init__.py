@@ -25,7 +25,7 @@ from .layout import Fragment, Layout, LayoutEntry, UnitLayout
 from .leaves import LeafTree
 from .model_parts import ModelParts, TensorParallelModel, UnsplitModel
 from .needs import AveragingOptimizer, NormOptimizer
-from .norm import GRID, NormSquared, norm_squared
+from .norm import GRID, GridSquares, NormSquared, grid_squares, norm_squared
 from .optimizer import ShardedOptimizer, StepResult
 from .partition import Partition, owner_of, partition
 from .planning import PartitionOptions
@@ -43,6 +43,7 @@ __all__ = [
     "EditRefusedError",
     "Fragment",
     "GRID",
+    "GridSquares",
     "Init",
     "Layout",
     "LayoutEntry",
@@ -79,6 +80,7 @@ __all__ = [
     "full_state",
     "gathered",
     "gathered_anywhere",
+    "grid_squares",
     "leaf_marker",
     "norm_squared",
     "owner_of",

@@ -15,6 +15,7 @@ GRID = 256
 _SCALE = 1127  # bits behind the binary point of an exact sum: float64's last, and its mantissa in front of that
 _MANTISSA = 53
 _LOW = 26
+_SUMS = 32
 
 
 class NormSquared(Protocol):
@@ -95,17 +96,39 @@ class ExactSum:
             return math.inf
 
 
-def grid_norm(x: torch.Tensor) -> ExactSum:
-    """The squared norm of a 1-D shard of whole grid blocks: float64 sums of blocks of `GRID` elements along a fixed
-    tree of elementwise additions, which any device and any vector width rounds alike, and then their exact sum."""
-    blocks = []
+class GridSquares(Protocol):
+    """Sums of squares of the blocks of a 1-D floating tensor of whole grid blocks: float64, one for each.
+
+    Element i of a block is added to sum i mod 32, in the order of i, and the 32 sums are added in halves; every
+    addition is elementwise, so any device and any vector width gives the same bits.
+    """
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+def grid_squares(x: torch.Tensor) -> torch.Tensor:
+    """Plain torch `GridSquares`."""
+    blocks = [x.new_empty(0, dtype=torch.float64)]
     for start in range(0, x.numel(), _BLOCK):
-        sums = x[start : start + _BLOCK].double().view(-1, GRID)
-        sums = sums * sums
+        squares = x[start : start + _BLOCK].double().square().view(-1, GRID // _SUMS, _SUMS)
+        sums = squares[:, 0].clone()
+        for row in range(1, GRID // _SUMS):
+            sums += squares[:, row]
         while (half := sums.shape[1] // 2) > 0:
             sums = sums[:, :half] + sums[:, half:]
         blocks.append(sums.view(-1))
-    return ExactSum.of(torch.cat(blocks)) if blocks else ExactSum()
+    return torch.cat(blocks)
+
+
+class GridNorm:
+    """The squared norm of a 1-D shard of whole grid blocks: the exact sum of what ``squares`` gives."""
+
+    def __init__(self, squares: GridSquares = grid_squares) -> None:
+        self._squares = squares
+
+    def __call__(self, x: torch.Tensor) -> ExactSum:
+        """The sum over all blocks, not rounded."""
+        return ExactSum.of(self._squares(x))
 
 
 class NormSums(Protocol):

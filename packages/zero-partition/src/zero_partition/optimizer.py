@@ -20,7 +20,7 @@ from .groups import AddParamGroup, check_groups
 from .messages import StepReport
 from .model_parts import ModelParts, UnsplitModel
 from .needs import AveragingOptimizer, Need, NormOptimizer, check_repeats, need_of
-from .norm import ExactSums, NormSquared, NormSums, RankOrderSums, grid_norm, norm_squared
+from .norm import ExactSums, GridNorm, GridSquares, NormSquared, NormSums, RankOrderSums, grid_squares, norm_squared
 from .optimizer_states import ListedParameter, OptimizerStates, sharded_state
 from .optimizer_tensors import OptimizerTensors, left_by_an_engine
 from .partition import Partition
@@ -63,7 +63,8 @@ class ShardedOptimizer:
     owns.
 
     ``clip``: maximal global norm, 0 for off. ``skip_non_finite``: skip the step instead of raising when the norm is
-    not finite and there is no loss scale. ``parts``: what this rank's model is of the full one.
+    not finite and there is no loss scale. ``squares``: what the norm is summed from under virtual ranks. ``parts``:
+    what this rank's model is of the full one.
 
     Raises `PartitionError` naming what is wrong: foreign or duplicate parameters, an optimizer that would be wrong
     here.
@@ -78,6 +79,7 @@ class ShardedOptimizer:
         loss_scale: LossScale | None = None,
         skip_non_finite: bool = False,
         norm: NormSquared = norm_squared,
+        squares: GridSquares = grid_squares,
         parts: ModelParts | None = None,
     ) -> None:
         self.inner = optimizer
@@ -89,7 +91,7 @@ class ShardedOptimizer:
         exact = partition.options.virtual_ranks > 0
         self._sums: NormSums = ExactSums() if exact else RankOrderSums()
         self._norms: dict[tuple[int, int], Callable[[torch.Tensor], Any]] = {
-            (index, rank): grid_norm if exact else self._parts.norm_of(gradients.unit, rank, norm)
+            (index, rank): GridNorm(squares) if exact else self._parts.norm_of(gradients.unit, rank, norm)
             for index, gradients in partition.runtime.gradients.items()
             for rank in partition.owned_ranks()
         }

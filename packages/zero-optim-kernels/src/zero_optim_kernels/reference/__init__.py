@@ -8,7 +8,7 @@ kernels write.
 from __future__ import annotations
 
 from .blocks import decode_e4m3, decode_u5e3, dequantize, quantize
-from .buffers import count_nonfinite, l2_norm_squared, scale, sum_slices
+from .buffers import count_nonfinite, l2_norm_squared, l2_norms_squared, scale, sum_slices
 from .rounding import (
     bf16_join,
     bf16_nearest,
@@ -37,6 +37,7 @@ __all__ = [
     "decode_u5e3",
     "dequantize",
     "l2_norm_squared",
+    "l2_norms_squared",
     "lamb",
     "lion",
     "quantize",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,12 +12,26 @@ import numpy.typing as npt
 from .._types import Dtype
 from .rounding import stored, values
 
-__all__ = ["count_nonfinite", "l2_norm_squared", "scale", "sum_slices"]
+__all__ = ["count_nonfinite", "l2_norm_squared", "l2_norms_squared", "scale", "sum_slices"]
 
 
 def l2_norm_squared(x: npt.ArrayLike) -> float:
     """The sum of squares, exactly rounded."""
     return math.fsum(value * value for value in np.asarray(x, np.float64).ravel().tolist())
+
+
+def l2_norms_squared(x: npt.NDArray[Any], block: int) -> npt.NDArray[np.float64]:
+    """The sum of squares of each block, in the order of the kernel."""
+    found = []
+    for start in range(0, x.size, block):
+        part = x[start : start + block].astype(np.float64) ** 2
+        rows = np.zeros((-(-part.size // 32), 32))
+        rows.ravel()[: part.size] = part
+        sums = functools.reduce(np.add, rows)
+        while sums.size > 1:
+            sums = sums[: sums.size // 2] + sums[sums.size // 2 :]
+        found.append(sums[0])
+    return np.array(found, np.float64)
 
 
 def count_nonfinite(x: npt.NDArray[Any], dtype: Dtype) -> int:
