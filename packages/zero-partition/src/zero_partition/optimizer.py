@@ -6,25 +6,24 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero_precision import LossScale, NoLossScale
 
+from .agreed_gradients import AgreedGradients, GradientAgreement
 from .errors import NonFiniteGradientError, PartitionError
 from .groups import AddParamGroup, check_groups
-from .messages import StepReport
 from .model_parts import ModelParts, UnsplitModel
 from .needs import AveragingOptimizer, Need, NormOptimizer, check_repeats, need_of
-from .norm import ExactSums, GridNorm, GridSquares, NormSquared, NormSums, RankOrderSums, grid_squares, norm_squared
+from .norm import GridSquares, NormSquared, grid_squares, norm_squared
 from .optimizer_states import ListedParameter, OptimizerStates, sharded_state
 from .optimizer_tensors import OptimizerTensors, left_by_an_engine
 from .partition import Partition
-from .updates import FragmentUpdate, OwnedFragment, connect_norms, start_in_reduced, update_for
+from .updates import FragmentUpdate, OwnedFragment, connect_norms, update_for
 
 _ANEW = (
     "Build a new optimizer over the model's parameters. To keep its states, save a checkpoint before engine.destroy() "
@@ -41,17 +40,6 @@ class StepResult:
     norm: float
     taken: bool
     raised: Exception | None = None
-
-
-class _AgreedGradients(NamedTuple):
-    """The facts of a step's gradients that all ranks know: by unit, which parameters had one anywhere; the global sum
-    of squares; the first parameter whose gradient is not finite, empty when all are; whether any rank has step
-    pre-hooks of the user's."""
-
-    touched: dict[int, list[bool]]
-    square: float
-    culprit: str
-    hooked: bool
 
 
 class ShardedOptimizer:
@@ -88,15 +76,6 @@ class ShardedOptimizer:
         self._partition = partition
         self._skip_non_finite = skip_non_finite
         self._parts: ModelParts = parts if parts is not None else UnsplitModel()
-        exact = partition.options.virtual_ranks > 0
-        self._sums: NormSums = ExactSums() if exact else RankOrderSums()
-        self._norms: dict[tuple[int, int], Callable[[torch.Tensor], Any]] = {
-            (index, rank): GridNorm(squares) if exact else self._parts.norm_of(gradients.unit, rank, norm)
-            for index, gradients in partition.runtime.gradients.items()
-            for rank in partition.owned_ranks()
-        }
-        for index, gradients in partition.runtime.gradients.items():
-            gradients.norm = self._norms[index, partition.rank]
         self.fragments: list[OwnedFragment] = []
         self._listed: list[list[ListedParameter]] = []
         self._stepping = False
@@ -113,6 +92,9 @@ class ShardedOptimizer:
         )
         self._own_tensors = [owned.tensor for owned in self.fragments]
         self._tensors = self._guard_tensors(own_hook)
+        self._gradients = GradientAgreement(
+            optimizer, self._tensors, partition, self._parts, norm=norm, squares=squares
+        )
         partition.runtime.watch_optimizer(optimizer)
         partition.runtime.on_close(self._states.give_back)
         partition.runtime.on_close(AddParamGroup(optimizer, partition).remove)
@@ -146,8 +128,8 @@ class ShardedOptimizer:
         runtime.end_backward()
         runtime.gradient_watch.end()
         runtime.released_use.step_begins()
-        self._refuse_incomplete()
-        agreed = self._agree_on_gradients()
+        self._gradients.refuse_incomplete()
+        agreed = self._gradients.agree()
         runtime.held_gradients.hide()
         norm = math.sqrt(agreed.square) / self.loss_scale.scale if agreed.square >= 0 else math.nan
         finite = math.isfinite(agreed.square)
@@ -163,7 +145,7 @@ class ShardedOptimizer:
         runtime.held_gradients.forget()
         return StepResult(norm, finite, raised)
 
-    def _update_weights(self, agreed: _AgreedGradients, factor: float) -> Exception | None:
+    def _update_weights(self, agreed: AgreedGradients, factor: float) -> Exception | None:
         """Update and publish; return what a post-hook of the user's raised. A pre-hook that raises on any rank ends the
         step on all of them, before anything is written."""
         runtime = self._partition.runtime
@@ -198,7 +180,7 @@ class ShardedOptimizer:
     def gradient_norm(self) -> float:
         """The global norm of the unscaled gradients so far; where ranks keep their own, the root mean square of their
         norms, which the norm of the average never exceeds. Collective."""
-        return math.sqrt(self._agree_on_gradients().square) / self.loss_scale.scale
+        return math.sqrt(self._gradients.agree().square) / self.loss_scale.scale
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the reduced gradients (clipping outside the step)."""
@@ -213,89 +195,6 @@ class ShardedOptimizer:
         if self.clip > 0:
             factor *= min(1.0, self.clip / (norm + _CLIP_EPSILON))
         return factor
-
-    def _agree_on_gradients(self) -> _AgreedGradients:
-        """Meet the other ranks with what this one knows of the step's gradients. One message, unless gradients came
-        late on some rank."""
-        runtime = self._partition.runtime
-        apart = isinstance(self.inner, AveragingOptimizer) and self.inner.wants_own_gradients
-        full = self._partition.options.stage == 0 and not apart
-        user = runtime.user_gradients
-        user.take(stepping=True)
-        while True:
-            squares = self._squares()
-            mine = sum(squares) if apart else squares[self._partition.rank]
-            culprit = "" if math.isfinite(mine) else self._first_non_finite()
-            report = StepReport(
-                runtime.reducer.unreduced(),
-                self._sums.pack(mine),
-                self._untouched(),
-                culprit,
-                user.report(),
-                self._tensors.is_hooked,
-            )
-            reports = [StepReport.decode(answer) for answer in runtime.agree("step", "", report.encode())]
-            if user.settle([one.written for one in reports]):
-                continue
-            if not any(one.late for one in reports):
-                break
-            runtime.held_gradients.reduce_late({unit for one in reports for unit in one.late})
-        user.check([one.written for one in reports], [one.untouched for one in reports])
-        shards = reports[: self._partition.world_size]  # other replicas have the same shards
-        if full:
-            total = self._sums.total([self._sums.pack(square) for square in squares])
-        else:
-            total = self._sums.total([one.square / len(reports) if apart else one.square for one in shards])
-        touched = {i: [True] * len(g.touched) for i, g in runtime.gradients.items() if g.is_reduced}
-        for index, flags in touched.items():
-            for number in set.intersection(*(set(one.untouched.get(index, ())) for one in reports)):
-                flags[number] = False
-        culprit = next((one.culprit for one in reports if one.culprit), "")
-        hooked = any(one.hooked for one in reports)
-        return _AgreedGradients(touched, *self._parts.total(runtime.step, total, culprit), hooked)
-
-    def _refuse_incomplete(self) -> None:
-        """Refuse a step of virtual ranks some of whose micro-batches are missing; all ranks have as many."""
-        for gradients in self._partition.runtime.gradients.values():
-            leaves = gradients.leaves
-            if leaves is not None and 0 < leaves.added < leaves.count:
-                raise PartitionError(
-                    f"this step has the gradients of {leaves.added} micro-batches, but under "
-                    f"deterministic.across_world_sizes every rank takes {leaves.count} a step. Call backward once for "
-                    "each, and zero_grad() only before the first or after the last."
-                )
-
-    def _squares(self) -> list[Any]:
-        """By rank, the sum of squares of its shards' gradients; only this rank's entry below stage 0."""
-        partition = self._partition
-        squares = [self._sums.zero()] * partition.world_size
-        for index, gradients in partition.runtime.gradients.items():
-            if not gradients.is_reduced:
-                continue
-            if partition.options.stage:
-                squares[partition.rank] = squares[partition.rank] + gradients.square()
-                continue
-            with gradients.averaged() as averaged:
-                for rank, part in enumerate(averaged.chunk(partition.world_size)):
-                    squares[rank] = squares[rank] + self._norms[index, rank](part)
-        return squares
-
-    def _untouched(self) -> dict[int, list[int]]:
-        """By unit, the numbers of the parameters that had no gradient here."""
-        present = {i: g.touched for i, g in self._partition.runtime.gradients.items() if g.is_reduced}
-        return {i: [k for k, t in enumerate(touched) if not t] for i, touched in present.items() if not all(touched)}
-
-    def _first_non_finite(self) -> str:
-        for gradients in self._partition.runtime.gradients.values():
-            if not gradients.is_reduced:
-                continue
-            with gradients.averaged() as averaged:
-                for rank in self._partition.owned_ranks():
-                    for fragment in gradients.unit.layout.fragments(rank):
-                        start = start_in_reduced(gradients.unit, fragment)
-                        if not bool(torch.isfinite(averaged[start : start + fragment.length]).all()):
-                            return fragment.entry.name
-        return ""
 
     def _step_inner(self, begin: Callable[[], None]) -> Exception | None:
         self._stepping = True

@@ -1,0 +1,145 @@
+"""What all ranks know of a step's gradients: the global norm, which parameters had one, what is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from .errors import PartitionError
+from .messages import StepReport
+from .model_parts import ModelParts
+from .needs import AveragingOptimizer
+from .norm import ExactSums, GridNorm, GridSquares, NormSquared, NormSums, RankOrderSums
+from .optimizer_tensors import OptimizerTensors
+from .partition import Partition
+from .updates import start_in_reduced
+
+
+class AgreedGradients(NamedTuple):
+    """The facts of a step's gradients that all ranks know: by unit, which parameters had one anywhere; the global sum
+    of squares; the first parameter whose gradient is not finite, empty when all are; whether any rank has step
+    pre-hooks of the user's."""
+
+    touched: dict[int, list[bool]]
+    square: float
+    culprit: str
+    hooked: bool
+
+
+class GradientAgreement:
+    """Tells all ranks, in one message, what each knows of the reduced gradients.
+
+    ``norm``: sums a shard's squares; under virtual ranks the sums come from ``squares`` instead and are exact.
+    ``tensors``: those of the optimizer, which know of the user's step pre-hooks.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        tensors: OptimizerTensors,
+        partition: Partition,
+        parts: ModelParts,
+        *,
+        norm: NormSquared,
+        squares: GridSquares,
+    ) -> None:
+        self._optimizer = optimizer
+        self._tensors = tensors
+        self._partition = partition
+        self._parts = parts
+        exact = partition.options.virtual_ranks > 0
+        self._sums: NormSums = ExactSums() if exact else RankOrderSums()
+        self._norms: dict[tuple[int, int], Callable[[torch.Tensor], Any]] = {
+            (index, rank): GridNorm(squares) if exact else parts.norm_of(gradients.unit, rank, norm)
+            for index, gradients in partition.runtime.gradients.items()
+            for rank in partition.owned_ranks()
+        }
+        for index, gradients in partition.runtime.gradients.items():
+            gradients.norm = self._norms[index, partition.rank]
+
+    def agree(self) -> AgreedGradients:
+        """Meet the other ranks with what this one knows of the step's gradients. One message, unless gradients came
+        late on some rank."""
+        runtime = self._partition.runtime
+        apart = isinstance(self._optimizer, AveragingOptimizer) and self._optimizer.wants_own_gradients
+        full = self._partition.options.stage == 0 and not apart
+        user = runtime.user_gradients
+        user.take(stepping=True)
+        while True:
+            squares = self._squares()
+            mine = sum(squares) if apart else squares[self._partition.rank]
+            culprit = "" if math.isfinite(mine) else self._first_non_finite()
+            report = StepReport(
+                runtime.reducer.unreduced(),
+                self._sums.pack(mine),
+                self._untouched(),
+                culprit,
+                user.report(),
+                self._tensors.is_hooked,
+            )
+            reports = [StepReport.decode(answer) for answer in runtime.agree("step", "", report.encode())]
+            if user.settle([one.written for one in reports]):
+                continue
+            if not any(one.late for one in reports):
+                break
+            runtime.held_gradients.reduce_late({unit for one in reports for unit in one.late})
+        user.check([one.written for one in reports], [one.untouched for one in reports])
+        shards = reports[: self._partition.world_size]  # other replicas have the same shards
+        if full:
+            total = self._sums.total([self._sums.pack(square) for square in squares])
+        else:
+            total = self._sums.total([one.square / len(reports) if apart else one.square for one in shards])
+        touched = {i: [True] * len(g.touched) for i, g in runtime.gradients.items() if g.is_reduced}
+        for index, flags in touched.items():
+            for number in set.intersection(*(set(one.untouched.get(index, ())) for one in reports)):
+                flags[number] = False
+        culprit = next((one.culprit for one in reports if one.culprit), "")
+        hooked = any(one.hooked for one in reports)
+        return AgreedGradients(touched, *self._parts.total(runtime.step, total, culprit), hooked)
+
+    def refuse_incomplete(self) -> None:
+        """Refuse a step of virtual ranks some of whose micro-batches are missing; all ranks have as many."""
+        for gradients in self._partition.runtime.gradients.values():
+            leaves = gradients.leaves
+            if leaves is not None and 0 < leaves.added < leaves.count:
+                raise PartitionError(
+                    f"this step has the gradients of {leaves.added} micro-batches, but under "
+                    f"deterministic.across_world_sizes every rank takes {leaves.count} a step. Call backward once for "
+                    "each, and zero_grad() only before the first or after the last."
+                )
+
+    def _squares(self) -> list[Any]:
+        """By rank, the sum of squares of its shards' gradients; only this rank's entry below stage 0."""
+        partition = self._partition
+        squares = [self._sums.zero()] * partition.world_size
+        for index, gradients in partition.runtime.gradients.items():
+            if not gradients.is_reduced:
+                continue
+            if partition.options.stage:
+                squares[partition.rank] = squares[partition.rank] + gradients.square()
+                continue
+            with gradients.averaged() as averaged:
+                for rank, part in enumerate(averaged.chunk(partition.world_size)):
+                    squares[rank] = squares[rank] + self._norms[index, rank](part)
+        return squares
+
+    def _untouched(self) -> dict[int, list[int]]:
+        """By unit, the numbers of the parameters that had no gradient here."""
+        present = {i: g.touched for i, g in self._partition.runtime.gradients.items() if g.is_reduced}
+        return {i: [k for k, t in enumerate(touched) if not t] for i, touched in present.items() if not all(touched)}
+
+    def _first_non_finite(self) -> str:
+        for gradients in self._partition.runtime.gradients.values():
+            if not gradients.is_reduced:
+                continue
+            with gradients.averaged() as averaged:
+                for rank in self._partition.owned_ranks():
+                    for fragment in gradients.unit.layout.fragments(rank):
+                        start = start_in_reduced(gradients.unit, fragment)
+                        if not bool(torch.isfinite(averaged[start : start + fragment.length]).all()):
+                            return fragment.entry.name
+        return ""
