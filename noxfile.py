@@ -11,9 +11,11 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -118,7 +120,8 @@ def run(session: nox.Session, *command: str, env: dict[str, str] | None = None) 
 
 
 def pip_install(session: nox.Session, python: str, *args: str, constraints: Path = CONSTRAINTS) -> None:
-    run(session, python, "-m", "pip", "install", "-q", "-c", str(constraints), *args)
+    """Install what is not ours. Python compiles of it what it imports: the frameworks have thousands of other files."""
+    run(session, python, "-m", "pip", "install", "-q", "--no-compile", "-c", str(constraints), *args)
 
 
 def install_tools(
@@ -138,7 +141,8 @@ def frameworks() -> list[str]:
 
 def install_packages(session: nox.Session, python: str, names: Sequence[str]) -> None:
     """Install local packages in one pip command: siblings are on no index, and pip must not look for them there."""
-    pip_install(session, python, "--no-build-isolation", "--no-deps", *(str(PACKAGES[name]) for name in names))
+    install = [python, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
+    run(session, *install, *(str(PACKAGES[name]) for name in names))
 
 
 def install_peers(session: nox.Session, python: str, names: Sequence[str]) -> None:
@@ -185,14 +189,30 @@ def shared(session: nox.Session) -> str:
             *third_party(PACKAGES),
         ]
     )
-    if stamp.get("tools") != tools:
-        install_tools(session, python, list(PACKAGES), *group("lint"), *frameworks())
     wanted = {name: fingerprint(path) for name, path in PACKAGES.items()}
     changed = [name for name in PACKAGES if stamp.get(name) != wanted[name]]
-    if changed:
-        install_packages(session, python, changed)
+    with tempfile.TemporaryDirectory() as wheels, ThreadPoolExecutor(1) as beside:
+        if stamp.get("tools") != tools:
+            pip_install(session, python, *group("build"))
+            building = beside.submit(build_wheels, python, changed, wheels)
+            install_tools(session, python, list(PACKAGES), *group("lint"), *frameworks())
+        else:
+            building = beside.submit(build_wheels, python, changed, wheels)
+        if not building.result():
+            session.error("a package did not build; the output above says why")
+        built = sorted(map(str, Path(wheels).glob("*.whl")))
+        if built:
+            run(session, python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", *built)
     stamp_path.write_text(json.dumps({"tools": tools, **wanted}))
     return python
+
+
+def build_wheels(python: str, names: Sequence[str], folder: str) -> bool:
+    """Build packages' wheels into a folder and return whether they were built. It may run while pip installs."""
+    if not names:
+        return True
+    command = [python, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--wheel-dir", folder]
+    return check_aside("wheels", *command, *(str(PACKAGES[name]) for name in names))
 
 
 def suites(session: nox.Session, python: str, *args: str) -> None:
@@ -212,32 +232,56 @@ def attempt(session: nox.Session, *command: str, env: dict[str, str] | None = No
     return True
 
 
-def run_lint(session: nox.Session, python: str) -> list[str]:
+def check_aside(name: str, *command: str, env: dict[str, str] | None = None) -> bool:
+    """Run a command from any thread and return whether it passed; what it prints appears in one piece at its end."""
+    environment = {**os.environ, **ENVIRONMENT, **(env or {})}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    verdict = "ok" if done.returncode == 0 else f"FAILED (exit status {done.returncode}): {' '.join(command)}"
+    print(f"{done.stdout}=== {name}: {verdict}", flush=True)
+    return done.returncode == 0
+
+
+def lint_failures(python: str) -> list[str]:
     """Run every linter and return the names of those that complained."""
     files = [str(file) for path in PACKAGES.values() for file in sorted((path / "src").rglob("*.py"))]
-    modules = SHARED / "modules.txt"
-    modules.write_text("\n".join(files))
     sources = os.pathsep.join(str(path / "src") for path in PACKAGES.values())
-    lint_imports = str(Path(python).parent / "lint-imports")
-    verdicts = {
-        "ruff": attempt(session, python, "-m", "ruff", "check", "--output-format", "concise", str(ROOT)),
-        "mypy": attempt(session, python, "-m", "mypy", f"@{modules}"),
-        "import-linter": attempt(session, lint_imports, "--no-logo", env={"PYTHONPATH": sources}),
-        "house rules": attempt(session, python, str(ROOT / "tools" / "check_house.py")),
-    }
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as modules:
+        modules.write("\n".join(files))
+        modules.flush()
+        verdicts = {
+            "ruff": check_aside("ruff", python, "-m", "ruff", "check", "--output-format", "concise", str(ROOT)),
+            "import-linter": check_aside(
+                "import-linter",
+                str(Path(python).parent / "lint-imports"),
+                "--no-logo",
+                env={"PYTHONPATH": sources},
+            ),
+            "house rules": check_aside("house rules", python, str(ROOT / "tools" / "check_house.py")),
+            "mypy": check_aside("mypy", python, "-m", "mypy", f"@{modules.name}"),
+        }
     return [name for name, passed in verdicts.items() if not passed]
+
+
+def docs_failures(python: str) -> list[str]:
+    """Check the pages and return the names of the checks that complained."""
+    names = ("check_docs", "torch_names")
+    return [name for name in names if not check_aside(name, python, str(ROOT / "tools" / f"{name}.py"))]
 
 
 @nox.session(venv_backend="none")
 def check(session: nox.Session) -> None:
-    """Lint, every package's tests and the integration tests, in the shared environment: `tools/dev.py test`."""
+    """Lint, every package's tests and the integration tests, in the shared environment: `tools/dev.py test`.
+
+    Linters and the checks of the pages run beside the tests, whose ranks also wait for each other.
+    """
     python = shared(session)
-    failed = run_lint(session, python)
-    for name in ("check_docs", "torch_names"):
-        if not attempt(session, python, str(ROOT / "tools" / f"{name}.py")):
-            failed.append(name)
-    if not attempt(session, python, str(ROOT / "tools" / "suites.py"), "--all", "--", *session.posargs):
-        failed.append("tests")
+    with ThreadPoolExecutor(1) as beside:
+        lints = beside.submit(lint_failures, python)
+        docs = beside.submit(docs_failures, python)
+        tested = attempt(session, python, str(ROOT / "tools" / "suites.py"), "--all", "--", *session.posargs)
+        failed = [*lints.result(), *docs.result(), *([] if tested else ["tests"])]
     if failed:
         session.error(f"not passed: {', '.join(failed)}; the output above says why")
 
@@ -245,7 +289,7 @@ def check(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """Style (ruff), types (mypy --strict), the arrows between packages, the export lists."""
-    failed = run_lint(session, shared(session))
+    failed = lint_failures(shared(session))
     if failed:
         session.error(f"not passed: {', '.join(failed)}; the output above says why")
 
@@ -378,9 +422,9 @@ def ray(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """Links between the pages resolve, the examples in them parse, and torch's private names are all listed."""
-    python = shared(session)
-    run(session, python, str(ROOT / "tools" / "check_docs.py"))
-    run(session, python, str(ROOT / "tools" / "torch_names.py"))
+    failed = docs_failures(shared(session))
+    if failed:
+        session.error(f"not passed: {', '.join(failed)}; the output above says why")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
