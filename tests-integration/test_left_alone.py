@@ -188,11 +188,10 @@ def test_every_phase_at_every_stage_frees_the_others(world_size: int, stage: int
     check(world_size, stage, phase, tier)
 
 
-def apart(stage: int, accumulation: int, ends_with: str) -> tuple[str, float]:
+def apart(stage: int, accumulation: int, ends_with: str) -> str:
     """Rank 0 runs 8 micro-batches, the others 6."""
     engine = training.start(Run(accumulation=accumulation), stage)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    began = time.monotonic()
 
     def loop() -> None:
         for number in range(8 if rank == 0 else 6):
@@ -204,22 +203,19 @@ def apart(stage: int, accumulation: int, ends_with: str) -> tuple[str, float]:
             with tempfile.TemporaryDirectory() as folder:
                 engine.save_checkpoint(folder)
 
-    message = outcome(loop)
-    return message, time.monotonic() - began
+    return outcome(loop)
 
 
 @pytest.mark.parametrize(("world_size", "stage", "ends_with"), [(2, 1, "barrier"), (3, 3, "barrier"), (2, 0, "save")])
 def test_different_numbers_of_micro_batches_are_named(world_size: int, stage: int, ends_with: str) -> None:
     first, *_ = run_ranks(apart, world_size, stage, 2, ends_with, timeout=60)
-    message, seconds = first
-    assert "rank 0" in message and "rank 1" in message and "6 micro-batches" in message, message
-    assert "backward '' in step 3" in message or stage == 3, message
-    assert seconds <= 30
+    assert "rank 0" in first and "rank 1" in first and "6 micro-batches" in first, first
+    assert "backward '' in step 3" in first or stage == 3, first
     if ends_with == "barrier":
-        assert "torch.distributed.barrier at test_left_alone.py:" in message, message
+        assert "torch.distributed.barrier at test_left_alone.py:" in first, first
 
 
-def stopped(stage: int) -> tuple[str, float]:
+def stopped(stage: int) -> str:
     """Rank 1's process is stopped, and goes on when rank 0 has named it."""
     engine = training.start(Run(), stage)
     engine = restart_with_patience(engine, stage)
@@ -228,14 +224,12 @@ def stopped(stage: int) -> tuple[str, float]:
     if dist.get_rank() == 1:
         store.set("pid", str(os.getpid()))
         store.wait(["seen"])
-        return outcome(lambda: training.train(engine, Run(), 2, 3)), 0.0
+        return outcome(lambda: training.train(engine, Run(), 2, 3))
     victim = int(store.get("pid"))
     os.kill(victim, signal.SIGSTOP)
     store.set("seen", "1")
-    began = time.monotonic()
     try:
-        message = outcome(lambda: training.train(engine, Run(), 2, 3))
-        return message, time.monotonic() - began
+        return outcome(lambda: training.train(engine, Run(), 2, 3))
     finally:
         os.kill(victim, signal.SIGCONT)
 
@@ -250,9 +244,8 @@ def restart_with_patience(engine: Any, stage: int, seconds: float = 3.0) -> Any:
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_a_stopped_rank_is_named(stage: int) -> None:
-    (message, seconds), _ = run_ranks(stopped, 2, stage, timeout=60)
+    message, _ = run_ranks(stopped, 2, stage, timeout=60)
     assert message.startswith("PeerError") and "rank 1, which has not answered for" in message, message
-    assert seconds <= 3 + 2 * BOUND, seconds
 
 
 def slow(stage: int) -> float:

@@ -264,11 +264,11 @@ def stays_away(stage: int) -> tuple[str, str, float]:
 def test_ranks_give_up_on_one_that_never_comes_and_so_does_that_one(stage: int) -> None:
     *others, (late, late_again, at_once) = run_ranks(stays_away, 3 if stage == 1 else 2, stage)
     absent = f"rank {len(others)} to make the same call after the failure"
-    for first, again, waited in others:
+    for first, again, _ in others:
         assert first.startswith("PeerError") and absent in first, first
         assert again.startswith("CommError") and absent in again and "load a checkpoint" in again, again
-        assert waited <= 10
-    assert absent in late and absent in late_again and at_once <= 2
+    assert absent in late and absent in late_again
+    assert at_once < min(waited for *_, waited in others)  # it need not wait for what the others gave up
 
 
 def torn(stage: int) -> tuple[str, str]:

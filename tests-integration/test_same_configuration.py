@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -64,8 +63,8 @@ def test_keys_that_differ_are_named_with_their_ranks(world_size: int, stage: int
                 assert message == "no error", (name, message)
 
 
-def with_a_failure_on_rank_1(failures: list[str]) -> list[tuple[str, float]]:
-    """What each rank raises, and after how many seconds; the failed rank lives on."""
+def with_a_failure_on_rank_1(failures: list[str]) -> list[str]:
+    """What each rank raises; the failed rank lives on."""
     import zero_core
 
     outcomes = []
@@ -77,21 +76,20 @@ def with_a_failure_on_rank_1(failures: list[str]) -> list[tuple[str, float]]:
                 config["zero_optimisation"] = {}
             elif failure == "no model":
                 model = "a model"
-        begin = time.monotonic()
         try:
             zero_core.initialize(model=model, config=config)[0].destroy()
-            outcomes.append(("no error", time.monotonic() - begin))
+            outcomes.append("no error")
         except Exception as error:
-            outcomes.append((f"{type(error).__name__}: {error}", time.monotonic() - begin))
+            outcomes.append(f"{type(error).__name__}: {error}")
     return outcomes
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_an_error_of_one_rank_in_initialize_is_every_ranks_within_seconds(world_size: int) -> None:
+def test_an_error_of_one_rank_in_initialize_is_every_ranks(world_size: int) -> None:
     words = {"an unknown key": "zero_optimisation", "no model": "torch.nn.Module", "": "no error"}
     results = run_ranks(with_a_failure_on_rank_1, world_size, list(words), timeout=60)
     for rank, outcomes in enumerate(results):
-        for word, (message, seconds) in zip(words.values(), outcomes, strict=True):
-            assert word in message and seconds < 10, (rank, message, seconds)
+        for word, message in zip(words.values(), outcomes, strict=True):
+            assert word in message, (rank, message)
             if word != "no error" and rank != 1:
                 assert message.startswith("PeerError: zero_core.initialize: rank 1 failed: "), message

@@ -128,9 +128,9 @@ def test_a_million_mangled_manifests_and_extents(checkpoint: tuple[Path, bytes])
     held = memory("VmRSS")
     slowest, refused = 0.0, 0
     for _ in range(CASES):
-        begin = time.monotonic()
+        begin = time.process_time()
         refused += not check(path, mangle(body, rng))
-        slowest = max(slowest, time.monotonic() - begin)
+        slowest = max(slowest, time.process_time() - begin)
     assert {entry.name for entry in path.parent.iterdir()} == before
     grown = memory("VmHWM") - held
     print(f"{CASES} manifests: {refused} refused, 0 crashes, {grown >> 20} MiB at most, slowest {slowest:.2f} s")
@@ -184,9 +184,9 @@ def test_a_million_mangled_headers() -> None:
     forget_peak()
     held, slowest, refused = memory("VmRSS"), 0.0, 0
     for _ in range(CASES):
-        begin = time.monotonic()
+        begin = time.process_time()
         refused += not check_header(mangle_header(text, rng))
-        slowest = max(slowest, time.monotonic() - begin)
+        slowest = max(slowest, time.process_time() - begin)
     grown = memory("VmHWM") - held
     print(f"{CASES} headers: {refused} refused, 0 crashes, {grown >> 20} MiB at most, slowest {slowest:.2f} s")
     assert grown < 64 << 20 and slowest < 10

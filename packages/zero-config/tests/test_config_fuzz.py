@@ -99,9 +99,9 @@ def run(count: int, rng: random.Random, file: Path) -> str:
     Path("/proc/self/clear_refs").write_text("5")
     held, slowest, refused = memory("VmRSS"), 0.0, 0
     for _ in range(count):
-        begin = time.monotonic()
+        begin = time.process_time()
         refused += not check_case(rng, file)
-        slowest = max(slowest, time.monotonic() - begin)
+        slowest = max(slowest, time.process_time() - begin)
     grown = memory("VmHWM") - held
     assert grown < MOST_BYTES and slowest < 10
     return f"{count} configurations: {refused} refused, 0 crashes, {grown >> 20} MiB at most, slowest {slowest:.3f} s"

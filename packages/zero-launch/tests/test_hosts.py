@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -40,10 +39,9 @@ def test_nothing_is_left_when_the_launcher_or_a_host_is_killed(start, write_scri
     assert wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 60)
     hands = [p for p in psutil.Process(job.pid).children() if "zero_launch.host" in p.cmdline()]
     assert len(hands) == 2
-    begin = time.monotonic()
     hands[1].kill()
     _, err = job.communicate(timeout=30)
-    assert wait_until(lambda: marked_processes(mark) == [], 10) and time.monotonic() - begin < 10
+    assert wait_until(lambda: marked_processes(mark) == [], 10)
     assert "rank 1 of 2 failed first: host b was lost: the connection was closed" in err
     assert job.returncode == 1
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 from conftest import marked_processes
 
@@ -80,13 +79,11 @@ def test_processes_that_a_successful_rank_leaves_behind_are_ended_and_named(run,
     script = write_script(
         """
         import subprocess, sys
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         """
     )
-    begin = time.monotonic()
-    done = run("--grace", 0.2, script)
+    done = run("--grace", 0.2, script)  # which waits for a tenth of that
     assert done.returncode == 0
-    assert time.monotonic() - begin < 30
     assert marked_processes(mark) == []
 
 

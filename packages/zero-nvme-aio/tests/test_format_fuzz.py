@@ -147,9 +147,9 @@ def run(kind: str, count: int, rng: random.Random, folder: Path) -> str:
     Path("/proc/self/clear_refs").write_text("5")
     held, slowest, refused = memory("VmRSS"), 0.0, 0
     for _ in range(count):
-        begin = time.monotonic()
+        begin = time.process_time()
         refused += not subject.check(rng)
-        slowest = max(slowest, time.monotonic() - begin)
+        slowest = max(slowest, time.process_time() - begin)
     grown = memory("VmHWM") - held
     assert grown < MOST_BYTES and slowest < 10
     return f"{count} {kind}: {refused} refused, 0 crashes, {grown >> 20} MiB at most, slowest {slowest:.3f} s"
@@ -178,10 +178,10 @@ def test_a_million_changed_indexes_and_headers(kind: str, tmp_path: Path) -> Non
     ids=["dtype", "dimensions", "twice", "surrogate"],
 )
 def test_headers_built_to_hurt_are_refused_at_once(header: str) -> None:
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(errors.FormatError, match="'file'"):
         _header.parse("file", header.encode(), 1)
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def test_a_child_that_was_forked_while_a_store_was_open_does_not_keep_it(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -48,18 +47,17 @@ def test_until_it_is_made_durable_a_crash_leaves_the_generation_before(tmp_path:
 
 def test_a_store_goes_on_while_a_slow_device_syncs(tmp_path: Path) -> None:
     with (
-        faulty_engine(Delay(on=("sync",), seconds=0.5)) as io,
+        faulty_engine(Delay(on=("sync",), seconds=2.0)) as io,
         ExtentStore(tmp_path, engine=io) as store,
     ):
         store.write("x", b"1" * 8 * KIB)
-        begin = time.monotonic()
         generation = store.seal(durable=False)
         thread = threading.Thread(target=generation.make_durable)
         thread.start()
         assert get(store, "x", 8 * KIB) == b"1" * 8 * KIB
         store.write("x", b"2" * 8 * KIB).wait()
         assert get(store, "x", 8 * KIB) == b"2" * 8 * KIB
-        assert time.monotonic() - begin < 0.4
+        assert thread.is_alive()  # it syncs still
         thread.join()
 
 
