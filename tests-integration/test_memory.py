@@ -209,9 +209,9 @@ def test_stage_3_trains_where_the_whole_model_state_would_exceed_each_ranks_memo
         find_parent()
     except OSError as error:
         pytest.skip(f"no control group with a memory limit: {error}")
-    small = train_in_groups(3, 1, None, ranks_count=2)
-    assert [rank.status for rank in small] == [0] * 2, small
-    baseline = max(rank.facts["anonymous"] for rank in small)  # torch, the engine, its process groups, one block
+    (small,) = train_in_groups(3, 1, None, ranks_count=1)
+    assert small.status == 0, small
+    baseline = small.facts["anonymous"]  # torch, the engine, its process groups, one block
     blocks = round(2.6 * baseline / (STATE_BYTES * BLOCK_ELEMENTS))
     whole = STATE_BYTES * BLOCK_ELEMENTS * blocks
     limit = baseline + int(0.55 * whole)
@@ -220,7 +220,7 @@ def test_stage_3_trains_where_the_whole_model_state_would_exceed_each_ranks_memo
     sharded = train_in_groups(3, blocks, limit, ranks_count=3)
     assert [rank.status for rank in sharded] == [0] * 3, sharded
     assert all(rank.facts["elements"] * STATE_BYTES == whole for rank in sharded)
-    assert all(rank.facts["losses"][2] < rank.facts["losses"][0] for rank in sharded)
+    assert all(rank.facts["losses"][1] < rank.facts["losses"][0] for rank in sharded)
 
     replicated = train_in_groups(0, blocks, limit, ranks_count=1)  # at stage 0 one rank holds what each of three would
     assert [rank.status for rank in replicated] == [-signal.SIGKILL], replicated
@@ -244,7 +244,7 @@ def test_a_model_of_three_times_the_limit_is_built_and_trained_from_files(
     assert [rank.status for rank in trained] == [0] * ranks, trained
     for rank in trained:
         assert rank.facts["elements"] * STATE_BYTES >= 3 * limit
-        assert rank.facts["losses"][2] < rank.facts["losses"][0]
+        assert rank.facts["losses"][1] < rank.facts["losses"][0]
     assert {path.suffix for path in tmp_path.rglob("*")} <= {".lock"}
 
 
@@ -261,6 +261,6 @@ def test_a_layer_larger_than_the_limit_trains_in_tiles_and_not_as_one(tmp_path: 
     (tiled,) = train_in_groups(3, tiles, limit, str(tmp_path), "tiled", ranks_count=1)
     assert tiled.status == 0, tiled
     assert 4 * tiled.facts["elements"] > limit  # the layer's fp32 weights alone
-    assert tiled.facts["losses"][2] < tiled.facts["losses"][0]
+    assert tiled.facts["losses"][1] < tiled.facts["losses"][0]
     (whole,) = train_in_groups(3, tiles, limit, str(tmp_path), "wide", ranks_count=1)
     assert whole.status == -signal.SIGKILL, whole
