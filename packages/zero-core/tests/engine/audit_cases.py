@@ -204,12 +204,12 @@ def planted(cases: list[Case], folder: str) -> dict[str, str]:
     return found
 
 
-def clean(cases: list[tuple[int, str, dict[str, Any]]]) -> list[bool]:
+def clean(cases: list[tuple[int, str, dict[str, Any]]], intervals: tuple[int, ...]) -> list[bool]:
     """Runs with and without audits end with the same weights, whatever the user does between steps."""
     equal = []
     for stage, dtype, changes in cases:
         ends = []
-        for every in (1, 3, None):
+        for every in (*intervals, None):
             engine = start(stage, dtype, **{"every": every, **changes})  # type: ignore[arg-type]
             for number in range(5):
                 step(engine)
