@@ -140,6 +140,7 @@ def test_every_key_has_an_effect_is_refused_or_says_that_it_has_none(loaded):
     configs.append(loaded({"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}))
     quantized = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
     configs.append(loaded({"zero_optimization": quantized}))
+    configs.append(loaded({"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["gather"]}}))
     configs.append(loaded({"offload": {"trace": "trace.json", "activations": nvme}}))
     silent = {path for config in configs for path, _ in leaves(config) if not no_effect(config, path)}
     assert silent - refusable == set(HAS_EFFECT)

@@ -144,3 +144,37 @@ def test_importing_the_package_does_not_import_pydantic():
     code = "import torch, sys; import zero_config; print('pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("written", "path", "note"),
+    [
+        ({"sub_group_size": 10**9, "offload_optimizer": {"device": "cpu"}}, "sub_group_size", "8388608 is in force"),
+        ({"sub_group_size": 7, "offload_optimizer": {"device": "cpu"}}, "sub_group_size", "4096 is in force"),
+        ({"sub_group_size": 5000, "offload_optimizer": {"device": "cpu"}}, "sub_group_size", ""),
+        ({"sub_group_size": 5000}, "sub_group_size", "no effect"),
+        (
+            {"offload_optimizer": {"device": "cpu", "pipeline_read": False}},
+            "offload_optimizer.pipeline_read",
+            "for files",
+        ),
+        ({"stage": 3, "offload_param": {"device": "cpu", "max_in_cpu": 9}}, "offload_param.max_in_cpu", "for files"),
+    ],
+)
+def test_a_value_that_is_not_in_force_carries_a_note(written, path, note):
+    report = Config.load(
+        {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1, **written}}, world_size=1
+    ).report()
+    (row,) = (row for row in report if row.path == f"zero_optimization.{path}")
+    assert note in row.note and bool(row.note) == bool(note)
+
+
+def test_moments_on_the_device_follow_the_weights_and_the_report_says_so():
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    for device, noted in (("none", True), ("cpu", False)):
+        zero = {"stage": 1, "offload_optimizer": {"device": device}}
+        config = Config.load(
+            {"train_micro_batch_size_per_gpu": 1, "bf16": bf16, "zero_optimization": zero}, world_size=1
+        )
+        (row,) = (row for row in config.report() if row.path == "bf16.bf16_optimizer_states")
+        assert ("in any case" in row.note) is noted

@@ -21,6 +21,8 @@ from zero_config._base import (
     null_is_default,
 )
 
+SMALLEST_GROUP, LARGEST_GROUP = 1 << 12, 1 << 23  # elements of an offloaded update at a time
+
 
 def _stage(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value not in (0, 1, 2, 3):
@@ -52,8 +54,8 @@ class OffloadParam(Section):
     device: Device = "none"
     nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
     buffer_count: PositiveInt = 5
-    buffer_size: PositiveInt = Field(default=100_000_000, description="Elements per buffer.")
-    max_in_cpu: NaturalInt = Field(default=1_000_000_000, description="Elements.")
+    buffer_size: NaturalInt = Field(default=0, description="Elements per buffer; 0: of the largest shard.")
+    max_in_cpu: NaturalInt = Field(default=0, description="Elements that stay in host memory, besides the buffers.")
     pin_memory: Flag = True
 
 
@@ -66,8 +68,8 @@ class OffloadOptimizer(Section):
     nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
     buffer_count: PositiveInt = 4
     pin_memory: Flag = True
-    pipeline_read: Flag = False
-    pipeline_write: Flag = False
+    pipeline_read: Flag = Field(default=True, description="Read ahead of the update.")
+    pipeline_write: Flag = Field(default=True, description="Write behind the update.")
     fast_init: Flag = False
     ratio: Fraction = 1.0
     super_offload: Flag = False
@@ -138,7 +140,9 @@ class ZeroOptimization(Section):
     offload_param: Annotated[OffloadParam, BeforeValidator(null_is_default)] = OffloadParam()
     offload_optimizer: Annotated[OffloadOptimizer, BeforeValidator(null_is_default)] = OffloadOptimizer()
     zenflow: Zenflow | None = None
-    sub_group_size: NaturalInt = 1_000_000_000
+    sub_group_size: NaturalInt = Field(
+        default=LARGEST_GROUP, description="Elements of an offloaded update at a time: 4,096 to 8,388,608."
+    )
     stage3_prefetch_bucket_size: NaturalInt = 50_000_000
     stage3_param_persistence_threshold: NaturalInt = 100_000
     stage3_model_persistence_threshold: NaturalInt = sys.maxsize
@@ -172,6 +176,11 @@ class ZeroOptimization(Section):
     save_muon_momentum_buffer_in_memory: Flag = False
     leaf_module: LeafModule = LeafModule()
 
+    @property
+    def group_size(self) -> int:
+        """Elements of an offloaded update at a time: `sub_group_size`, within its bounds."""
+        return max(SMALLEST_GROUP, min(self.sub_group_size, LARGEST_GROUP))
+
 
 class Comm(Section):
     """Where ranks are, and how compressed messages are coded."""
@@ -188,13 +197,16 @@ class Comm(Section):
 
 
 class Aio(Section):
-    """Asynchronous file I/O of the NVMe tier. Sizes are in bytes."""
+    """Asynchronous file I/O of the NVMe tier. Where the section is not given, the first three are what `zero-nvme-aio
+    tune` has found for the drive, or 1 MiB, 32 and 2; else those that are null are 1 MiB, 8 and 1."""
 
     aliases: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}
 
-    block_size: PositiveInt = 1048576
-    queue_depth: PositiveInt = 8
-    intra_op_parallelism: PositiveInt = 1
+    block_size: PositiveInt | None = Field(
+        default=None, description="Bytes; null, as in the next two: as tuned for the drive."
+    )
+    queue_depth: PositiveInt | None = None
+    intra_op_parallelism: PositiveInt | None = None
     single_submit: Flag = False
     overlap_events: Flag = True
     use_gds: Flag = False

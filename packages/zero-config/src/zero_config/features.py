@@ -135,6 +135,14 @@ NO_EFFECT: dict[str, str] = {
 """Keys, or whole sections, that change no result here: accepted, and listed in the report with the reason."""
 
 
+_OF_FILES = (
+    "zero_optimization.offload_optimizer.buffer_count",
+    "zero_optimization.offload_optimizer.pipeline_read",
+    "zero_optimization.offload_optimizer.pipeline_write",
+    "zero_optimization.offload_param.buffer_count",
+    "zero_optimization.offload_param.buffer_size",
+    "zero_optimization.offload_param.max_in_cpu",
+)
 _GATHERS = (
     "zero_optimization.zero_hpz_partition_size",
     "zero_optimization.zero_quantized_nontrainable_weights",
@@ -185,6 +193,16 @@ def no_effect(config: Section, path: str) -> str:
         return f"accepted, no effect: {_CODECS[path][0]} is false"
     if path == "offload.trace_steps" and lookup(config, "offload.trace") is None:
         return "accepted, no effect: offload.trace is null"
+    if path in _OF_FILES and lookup(config, f"{path.rpartition('.')[0]}.device") == "cpu":
+        return "accepted, no effect: it is for files, and the device is cpu"
+    if path == "comms_logger.prof_all" and not lookup(config, "comms_logger.prof_ops"):
+        return "accepted, no effect: comms_logger.prof_ops is empty, so all are printed"
+    if path == "comms_logger.prof_ops" and lookup(config, "comms_logger.prof_all"):
+        return "accepted, no effect: comms_logger.prof_all is true"
+    if path == "zero_optimization.sub_group_size":
+        return _group_size(config)
+    if path == "bf16.bf16_optimizer_states" and _moments_are_on_the_device(config):
+        return "accepted, no effect: moments on the device have the dtype of the weights, bfloat16, in any case"
     if path.startswith("aio.") and "nvme" not in _devices(config):
         return "accepted, no effect: nothing is offloaded to NVMe"
     parts = path.split(".")
@@ -197,6 +215,19 @@ def no_effect(config: Section, path: str) -> str:
         if prefix in NO_EFFECT:
             return f"accepted, no effect: {NO_EFFECT[prefix]}"
     return ""
+
+
+def _group_size(config: Section) -> str:
+    """Return why a `sub_group_size` is not the one in force; empty when it is."""
+    given, used = (lookup(config, f"zero_optimization.{name}") for name in ("sub_group_size", "group_size"))
+    if lookup(config, "zero_optimization.offload_optimizer.device") == "none":
+        return "accepted, no effect: zero_optimization.offload_optimizer.device is none"
+    return "" if given == used else f"{used} is in force: fewer cost time, and more memory without saving any"
+
+
+def _moments_are_on_the_device(config: Section) -> bool:
+    device = lookup(config, "zero_optimization.offload_optimizer.device")
+    return bool(lookup(config, "bf16.bf16_master_weights_and_grads")) and device == "none"
 
 
 def _devices(config: Section) -> set[Any]:

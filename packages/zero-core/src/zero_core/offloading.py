@@ -147,14 +147,13 @@ class Offloading:
 
     def _tier_options(self, tier: Literal["host", "nvme"]) -> TierOptions:
         section = self._config.zero_optimization.offload_optimizer
-        explicit = section.model_fields_set
         return TierOptions(
             tier=tier,
             path=section.nvme_path if tier == "nvme" else None,
-            sub_group_size=max(4096, min(self._config.zero_optimization.sub_group_size, 1 << 23)),
+            sub_group_size=self._config.zero_optimization.group_size,
             buffer_count=section.buffer_count,
-            pipeline_read=section.pipeline_read if "pipeline_read" in explicit else True,
-            pipeline_write=section.pipeline_write if "pipeline_write" in explicit else True,
+            pipeline_read=section.pipeline_read,
+            pipeline_write=section.pipeline_write,
             ratio=section.ratio,
             state_dtype=self._state_dtype(),
             pin=section.pin_memory,
@@ -167,6 +166,8 @@ class Offloading:
         named = self._config.offload.state_dtype
         if named is not None:
             return _STATE_DTYPES[named]
+        if self._config.bf16.bf16_optimizer_states:
+            return torch.bfloat16
         params = self._config.optimizer.params if self._config.optimizer is not None else None
         return torch.bfloat16 if getattr(params, "fp32_optimizer_states", True) is False else None
 
@@ -332,8 +333,8 @@ def _open_store(
         section.nvme_path or (),
         device=device,
         buffer_count=section.buffer_count,
-        buffer_bytes=section.buffer_size * dtype.itemsize if "buffer_size" in section.model_fields_set else 0,
-        host_bytes=section.max_in_cpu * dtype.itemsize if "max_in_cpu" in section.model_fields_set else 0,
+        buffer_bytes=section.buffer_size * dtype.itemsize,
+        host_bytes=section.max_in_cpu * dtype.itemsize,
         verify=config.offload.verify,
         prefix=f"parameters.rank{rank}",
         engine=_io_engine(config),
@@ -384,11 +385,12 @@ def _parameter(shard: ShardNeeds, name: str) -> nn.Parameter:
 
 def _io_engine(config: Config) -> Any:
     """An I/O engine with the settings of the `aio` section where it is given; None lets the store choose."""
-    section = config.aio
-    if not section.model_fields_set:
+    defaults = type(config.aio)().model_dump()
+    given = {key: value for key, value in config.aio.model_dump().items() if value != defaults[key]}
+    if not given:
         return None
     try:
         from zero_nvme_aio import Engine
     except ImportError as error:
         raise MissingExtraError("the NVMe tier needs zero-nvme-aio; run: pip install 'zero-core[nvme]'") from error
-    return Engine.from_deepspeed(section.model_dump())
+    return Engine.from_deepspeed(given)

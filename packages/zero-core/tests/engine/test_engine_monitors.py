@@ -112,13 +112,13 @@ def test_wandb_stores_the_run_offline(alone: None, tmp_path: Path, monkeypatch: 
     pytest.importorskip("wandb")
     for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    tiny({"wandb": {"enabled": True, "project": "a project", "group": "a group"}})
+    tiny({"wandb": {"enabled": True, "project": "a project", "group": "a group", "team": "a team"}})
     (stored,) = tmp_path.rglob("run-*.wandb")
     deadline = time.monotonic() + 20  # the client's own process writes the end of the file after `finish`
     while b"Train/Samples/train_loss" not in stored.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.05)
     content = stored.read_bytes()
-    for text in ("a project", "a group", "Train/Samples/train_loss", "Train/Samples/lr", "AdamW"):
+    for text in ("a project", "a group", "a team", "Train/Samples/train_loss", "Train/Samples/lr", "AdamW"):
         assert text.encode() in content, text
 
 
@@ -128,12 +128,16 @@ def test_comet_stores_the_experiment_offline(alone: None, tmp_path: Path, monkey
     secret = "not to be stored"
     losses = tiny(
         {"comet": {"enabled": True, "online": False, "project": "p", "samples_log_interval": 2 * BATCH,
-                   "experiment_name": "named", "api_key": secret}}
+                   "experiment_name": "named", "api_key": secret, "workspace": "a space", "mode": "create",
+                   "experiment_key": "k" * 40}}
     )  # fmt: skip
     (stored,) = tmp_path.rglob("*.zip")
     with zipfile.ZipFile(stored) as archive:
         messages = [json.loads(line) for line in archive.read("messages.json").splitlines()]
         assert not any(secret.encode() in archive.read(name) for name in archive.namelist())
+        experiment = json.loads(archive.read("experiment.json"))
+    kept = ("offline_id", "project_name", "workspace", "resume_strategy")
+    assert [experiment[name] for name in kept] == ["k" * 40, "p", "a space", "create"]
     metrics = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
     logged = {(m["metricName"], m["step"]): float(m["metricValue"]) for m in metrics}
     assert logged["Train/Samples/train_loss", BATCH] == pytest.approx(losses[0])
