@@ -7,6 +7,7 @@ import os
 import random
 import runpy
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -54,23 +55,26 @@ def run_script(plan: ScriptRun) -> None:
     random.seed(plan.seed)
     torch.manual_seed(plan.seed)
     recorder = Recorder(Path(plan.folder), Variant(plan.variant), plan.steps, plan.config)
-    arguments, path = sys.argv, list(sys.path)
-    sys.argv = [plan.target, *plan.arguments]
     try:
         with supervised(recorder):
-            _run(plan)
+            run_as_main(plan.target, plan.arguments, module=plan.module)
     except Enough:
         recorder.close()
     else:
         recorder.close()
+
+
+def run_as_main(target: str, arguments: Sequence[str], *, module: bool = False) -> None:
+    """Run a script (with ``module``, a module by name) as ``__main__`` with its arguments; what it raises passes
+    through."""
+    before, path = sys.argv, list(sys.path)
+    sys.argv = [target, *arguments]
+    try:
+        if module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
+            runpy.run_path(target, run_name="__main__")
     finally:
-        sys.argv, sys.path[:] = arguments, path
-
-
-def _run(plan: ScriptRun) -> None:
-    if plan.module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(plan.target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(plan.target)))
-        runpy.run_path(plan.target, run_name="__main__")
+        sys.argv, sys.path[:] = before, path
