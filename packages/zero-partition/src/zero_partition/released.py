@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from .dispatch_modes import outside_modes
 from .errors import ReleasedParameterError
-from .host_facts import exchange_classes
+from .host_facts import exchange_classes, is_fake
 from .ownership import find_owner
 from .torch_calls import FACTS, VIEWS, attribute_of, name_of, writes
 
@@ -118,7 +118,7 @@ def _call(
         keywords = _without_format(keywords) if name in _CASTS else keywords
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **keywords)
-            parameter = _parameter_of(args[0]) if args else None
+            parameter = None if is_fake(result) or not args else _parameter_of(args[0])
             if parameter is not None and (name == "detach" or (name == "__get__" and attribute_of(func) == "data")):
                 result = result.as_subclass(ReleasedValues)
                 result.parameter = parameter
