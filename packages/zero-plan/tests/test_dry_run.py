@@ -11,7 +11,7 @@ import torch
 from dry_models import Case, Measured, decoder, tied_decoder
 
 from zero_comm import run_ranks
-from zero_plan import PlanError, RankPlan, fits, load_machine, plan
+from zero_plan import PlanError, RankPlan, fits, load_machine, plan, step_bounds
 
 BF16 = (("bf16", {"enabled": True}),)
 HOST = {"device": "cpu"}
@@ -20,6 +20,10 @@ PARAMETERS_ON_HOST = (("offload_param", HOST),)
 BOTH_ON_HOST = (*OPTIMIZER_ON_HOST, *PARAMETERS_ON_HOST)
 NVME = {"device": "nvme"}
 BOTH_ON_NVME = (("offload_optimizer", NVME), ("offload_param", NVME))
+NODES = (("comm", {"ranks_per_node": 2}),)
+HPZ = (("zero_hpz_partition_size", 2),)
+QGZ = (("zero_quantized_gradients", True),)
+HPZ_QGZ = (*HPZ, *QGZ)
 SOAK = pytest.mark.soak
 
 
@@ -39,6 +43,9 @@ def assert_equal(case: Case, planned: RankPlan, measured: Measured) -> None:
     assert dict(planned.files) == measured.files, (case, planned.rank)
     assert planned.needs().get("pageable host", 0) == measured.host, (case, planned.rank)
     assert (planned.read, planned.written) == measured.moved, (case, planned.rank)
+    data = [row for row in measured.sent if row[0] != "control"]
+    across, links = sum(row[4] for row in data), planned.links()
+    assert (links["inside a node"], links["between nodes"]) == (sum(row[3] for row in data) - across, across)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +61,7 @@ def assert_equal(case: Case, planned: RankPlan, measured: Measured) -> None:
                 Case(tied_decoder, stage=3, accumulation=3, zero=BOTH_ON_NVME),
             ],
         ),
-        (4, 3, [Case(stage=3, settings=BF16, zero=BOTH_ON_HOST)]),
+        (4, 3, [Case(stage=3, settings=BF16, zero=BOTH_ON_HOST), Case(accumulation=3, settings=NODES, zero=HPZ_QGZ)]),
     ],
 )
 def test_states_and_what_a_step_sends_are_those_of_a_real_run_to_the_byte(
@@ -84,6 +91,37 @@ def test_who_cannot_be_planned_is_told_the_line() -> None:
     with pytest.raises(PlanError, match='has to name an "optimizer"'):
         plan(decoder, without, batch=dry_models.tokens(), world_size=2)
     assert not torch.distributed.is_initialized()
+
+
+def test_operations_and_the_least_time_of_each_resource() -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 4, bias=False))
+
+    config = {**Case(stage=1, accumulation=3, settings=NODES).config(), "gradient_accumulation_steps": 3}
+    [rank] = plan(model, config, batch=torch.zeros(2, 8), loss=torch.sum, world_size=4, ranks=[1]).ranks
+    first, second = 2 * 2 * 8 * 16, 2 * 2 * 16 * 4
+    assert rank.flops == {"float32": 3 * (2 * first + 3 * second)}  # nobody asks for the gradient of the input
+    values = {"device.fp32": "1 kFLOP/s", "network.per_node": "10 B/s", "node.devices": 2, "disk.read": "1 B/s"}
+    rows = {row.resource: row for row in step_bounds(rank, load_machine("dgx-2").with_values(values), world_size=4)}
+    assert rows["matrix products, float32"].seconds == rank.flops["float32"] / 1000
+    assert rows["network between nodes"].seconds == rank.links()["between nodes"] / 10
+    states = sum(row.nbytes for row in rank.held if row.kind in ("masters", "optimizer states"))
+    assert rows["device memory, update"].amount == 2 * states
+    assert "disk read" not in rows
+
+
+@SOAK
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_what_compression_and_nodes_send_is_what_a_real_run_sends(world_size: int) -> None:
+    shared = (HPZ, QGZ, HPZ_QGZ, (("zero_quantized_weights", True),))
+    cases = [
+        Case(decoder, 3, accumulation, (*NODES, *dtype), zero)
+        for zero in shared
+        for accumulation in (1, 3)
+        for dtype in ((), BF16)
+    ]
+    cases += [Case(decoder, stage, 1, NODES) for stage in range(4)]
+    check(cases, world_size, range(world_size))
 
 
 @SOAK

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from . import infinity
 from .activations import activation_bytes, block_activation_bytes, loss_bytes, working_bytes
+from .bounding import step_bounds
 from .dry import plan
 from .errors import PlanError
 from .estimate import Fit, StepEstimate, estimate_step
@@ -17,6 +18,7 @@ from .limits import Bound, StepTime, Wear, bounds, step_time, wear
 from .live import ParameterCount, count_parameters, estimate_zero1_live, estimate_zero2_live, estimate_zero3_live
 from .machine import Machine, Value, load_machine, parse_machine, presets
 from .planned import FileRow, HeldRow, LiveRow, Peak, Plan, RankPlan, SentRow
+from .scripts import Script, ScriptPlan, plan_script
 from .search import Choice, EstimatedChoice, Rejected, Search, configuration, search
 from .setup import Setup, StateBytes
 from .states import StateRow, by_tier, largest_model, model_states, model_states_per_rank
@@ -45,6 +47,8 @@ __all__ = [
     "PlanError",
     "RankPlan",
     "Rejected",
+    "Script",
+    "ScriptPlan",
     "Search",
     "SentRow",
     "Setup",
@@ -81,8 +85,10 @@ __all__ = [
     "model_states_per_rank",
     "parse_machine",
     "plan",
+    "plan_script",
     "presets",
     "search",
+    "step_bounds",
     "step_flops",
     "step_time",
     "tier_bytes",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .errors import PlanError, at_least_one
+from .errors import PlanError
 from .planned import Plan
+from .ranks import chosen_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +34,7 @@ def plan(
     The compute device is the CPU; offload of activations is refused. Raises `PlanError` for what cannot be
     planned, naming the line where code asks for a value, and what `zero_core.initialize` raises.
     """
-    at_least_one(world_size=world_size)
-    chosen = tuple(dict.fromkeys((0, world_size - 1) if ranks is None else ranks))
-    for rank in chosen:
-        if not 0 <= rank < world_size:
-            raise PlanError(f"ranks: expected ranks from 0 to {world_size - 1}, got {rank}")
+    chosen = chosen_ranks(world_size, ranks)
     try:
         from .dry_run import rehearse
     except ModuleNotFoundError as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MEMORY_TIERS = ("device", "pinned host", "pageable host")
@@ -64,7 +65,7 @@ class RankPlan:
     ``held``: model states between two steps. ``sent``: what a step sends once the engine has learned its orders; the
     phase "control" is its messages, whose size may depend on values. ``peaks``: the highest moments of the steps, by
     tier of memory, the device first. ``files``: on NVMe, after the steps. ``read``, ``written``: bytes of files that a
-    step reads and writes.
+    step reads and writes. ``flops``: floating-point operations of a step by the dtype that they compute in.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class RankPlan:
     files: tuple[FileRow, ...] = ()
     read: int = 0
     written: int = 0
+    flops: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> Peak:
@@ -81,8 +83,11 @@ class RankPlan:
         return self.peaks[0]
 
     def needs(self) -> dict[str, int]:
-        """Return the bytes that the rank needs on each tier: "device", "pinned host", "pageable host", "nvme"."""
-        found = {peak.tier: peak.nbytes for peak in self.peaks}
+        """Return the bytes that the rank needs on each tier: "device", "pinned host",
+        "pageable host", "nvme"."""
+        found: dict[str, int] = {}
+        for peak in self.peaks:
+            found[peak.tier] = max(peak.nbytes, found.get(peak.tier, 0))
         return {**found, "nvme": sum(row.nbytes for row in self.files)} if self.files else found
 
     def held_bytes(self, tier: str = "device") -> int:
@@ -92,6 +97,40 @@ class RankPlan:
     def sent_bytes(self) -> int:
         """Return the bytes that a step sends, without messages."""
         return sum(row.sent_bytes for row in self.sent if row.phase != "control")
+
+    def links(self) -> dict[str, int]:
+        """Return the bytes that a step of this rank moves over each link, messages left out: "inside a node",
+        "between nodes" (sent), "disk read", "disk write"."""
+        across = sum(row.across_bytes for row in self.sent if row.phase != "control")
+        inside = self.sent_bytes() - across
+        return {"inside a node": inside, "between nodes": across, "disk read": self.read, "disk write": self.written}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain data for JSON."""
+        return {
+            "rank": self.rank,
+            "held": [row._asdict() for row in self.held],
+            "sent": [row._asdict() for row in self.sent],
+            "peaks": _peaks_as_dicts(self.peaks),
+            "files": [row._asdict() for row in self.files],
+            "read": self.read,
+            "written": self.written,
+            "flops": dict(self.flops),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RankPlan:
+        """Return what `as_dict` made plain data of."""
+        return cls(
+            data["rank"],
+            tuple(HeldRow(**row) for row in data["held"]),
+            tuple(SentRow(**row) for row in data["sent"]),
+            _peaks(data["peaks"]),
+            tuple(FileRow(**row) for row in data["files"]),
+            data["read"],
+            data["written"],
+            data["flops"],
+        )
 
 
 @dataclass(frozen=True)
@@ -103,20 +142,17 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data for JSON."""
-        return {
-            "world_size": self.world_size,
-            "ranks": [
-                {
-                    "rank": rank.rank,
-                    "held": [row._asdict() for row in rank.held],
-                    "sent": [row._asdict() for row in rank.sent],
-                    "peaks": [
-                        {**peak._asdict(), "owners": [row._asdict() for row in peak.owners]} for peak in rank.peaks
-                    ],
-                    "files": [row._asdict() for row in rank.files],
-                    "read": rank.read,
-                    "written": rank.written,
-                }
-                for rank in self.ranks
-            ],
-        }
+        return {"world_size": self.world_size, "ranks": [rank.as_dict() for rank in self.ranks]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """Return what `as_dict` made plain data of."""
+        return cls(data["world_size"], tuple(RankPlan.from_dict(rank) for rank in data["ranks"]))
+
+
+def _peaks_as_dicts(peaks: tuple[Peak, ...]) -> list[dict[str, Any]]:
+    return [{**peak._asdict(), "owners": [row._asdict() for row in peak.owners]} for peak in peaks]
+
+
+def _peaks(rows: list[dict[str, Any]]) -> tuple[Peak, ...]:
+    return tuple(Peak(**{**row, "owners": tuple(LiveRow(**owner) for owner in row["owners"])}) for row in rows)

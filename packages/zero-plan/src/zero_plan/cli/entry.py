@@ -13,6 +13,7 @@ from .estimate_command import add_estimate_command
 from .fit_command import add_fit_command
 from .machine_command import add_machine_command, add_probe_command
 from .model_command import add_model_command
+from .run_command import add_run_command
 from .table_command import add_table_command
 
 
@@ -29,10 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_estimate_command(commands)
     add_fit_command(commands)
     add_model_command(commands)
+    add_run_command(commands)
     add_table_command(commands)
     add_machine_command(commands)
     add_probe_command(commands)
-    options = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:end])
+    if "script_arguments" not in options and words[end:]:
+        parser.error(f"{options.command} takes no arguments after --")
+    options.script_arguments = tuple(words[end + 1 :])
     try:
         status: int = options.run(options)
         sys.stdout.flush()

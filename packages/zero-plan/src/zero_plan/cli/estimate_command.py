@@ -7,14 +7,15 @@ import json
 from typing import Any
 
 from ..errors import PlanError
-from ..estimate import Fit, StepEstimate, estimate_step
+from ..estimate import StepEstimate, estimate_step
 from ..machine import load_machine
 from ..quantities import parse_count, show
 from ..setup import ITEMSIZE, STAGES, TIERS, Setup, StateBytes
 from ..shapes import load_shape
 from ..transformer import CHECKPOINTING, Transformer
 from .machine_command import add_set, overrides
-from .printing import print_table, seconds
+from .machine_printing import print_bounds, print_fits
+from .printing import print_table
 
 _ESTIMATE = """\
 Estimate one training step of a transformer: memory of a rank by tier, bytes over each link, operations, the least time
@@ -108,36 +109,15 @@ def _print(found: StepEstimate, machine: str) -> None:
     print(f"{found.params:,} parameters, stage {setup.stage}, {setup.world_size} ranks on {setup.nodes} × ({machine})")
     memory = [(row.kind, row.tier, show(row.nbytes, "B")) for row in (*found.states, *found.residual) if row.nbytes]
     print_table("memory of one rank", ("what", "tier", "bytes"), memory)
-    print_table("does it fit", ("tier", "needed", "there is", "verdict"), [_verdict(row) for row in found.fits])
+    print_fits(found.fits)
     traffic = [(row.name, show(row.volume, "B"), f"{row.calls:,}") for row in found.collectives]
     if traffic:
         print_table("collectives of a step", ("what", "volume", "calls"), traffic)
-    rows = [
-        (
-            row.resource,
-            show(row.amount, "FLOP" if row.resource == "matrix products" else "B"),
-            f"{row.key} is not given" if row.seconds is None else seconds(row.seconds),
-        )
-        for row in found.bounds
-    ]
-    print_table("least time of each resource", ("resource", "amount", "time"), rows)
-    print(
-        f"A step takes at least {seconds(found.time.least)}, bound by {found.time.binding}. Overlap can hide at most "
-        f"{seconds(found.time.hidden)} of {seconds(found.time.most)}."
-    )
+    print_bounds(found.bounds, found.time)
     if found.wear is not None:
         unknown = found.wear.steps is None
         steps = "disk.endurance is not given" if unknown else f"worn after {found.wear.steps:,.0f} steps"
         print(f"{found.wear.terabytes_per_1000_steps:,.3g} TB are written per 1,000 steps and node; {steps}.")
-
-
-def _verdict(row: Fit) -> tuple[str, str, str, str]:
-    where = row.tier if row.tier == "device" else f"{row.tier} (of a node)"
-    if row.capacity is None:
-        return where, show(row.needed, "B"), "?", "its capacity is not given"
-    free = row.capacity - row.needed
-    verdict = f"fits, {show(free, 'B')} free" if free >= 0 else f"does NOT fit, {show(-free, 'B')} too many"
-    return where, show(row.needed, "B"), show(row.capacity, "B"), verdict
 
 
 def _count(text: str) -> int:

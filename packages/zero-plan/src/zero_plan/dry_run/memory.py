@@ -79,6 +79,13 @@ class LiveMemory:
         if nbytes != held.nbytes:
             self._update(held, nbytes)
 
+    def move(self, held: LiveStorage, tier: str, rows: tuple[LiveRow, ...]) -> None:
+        """Have a storage count to another tier, and belong to the owners in ``rows``."""
+        nbytes = held.nbytes
+        self._change(held, 0)
+        held.tier, held.rows = tier, rows
+        self._change(held, nbytes)
+
     def look(self) -> None:
         """Look at the size of every storage."""
         for held in list(self.held.values()):

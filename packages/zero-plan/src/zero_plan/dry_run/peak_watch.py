@@ -37,6 +37,7 @@ class PeakWatch:
         self._names: dict[int, str] = {}
         self._handles: list[RemovableHandle] = []
         self._engine: Engine | None = None
+        self._earlier: list[LiveStorage] = []
         self._peaks: dict[str, Peak] = {}
 
     def __enter__(self) -> PeakWatch:
@@ -50,12 +51,27 @@ class PeakWatch:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def computing(self) -> bool:
+        """Return whether a module runs now."""
+        return bool(self._running)
+
+    def begin_engine(self) -> None:
+        """An engine is about to be made: what is alive and will not be its own belongs to the script."""
+        self._earlier = list(self.memory.held.values())
+
     def follow(self, engine: Engine) -> None:
         """Find the highest moment from now on, and what the engine holds in it."""
         self._engine = engine
         self._names = {id(module): name for name, module in engine.module.named_modules()}
         engine.partition.runtime.watch_units(self)
         self._name(engine.partition.units)
+        self._leave_to_script(engine)
+        self.restart(self.phase)
+
+    def restart(self, phase: str) -> None:
+        """Find the highest moments of another phase, from now on."""
+        self.phase, self._over, self._peaks = phase, "", {}
         self.memory.look()
         self.memory.restart()
 
@@ -76,6 +92,16 @@ class PeakWatch:
         """The unit has its gradients."""
         self._over = unit.name
         self._name([unit])
+
+    def _leave_to_script(self, engine: Engine) -> None:
+        """Count what the script had before its engine and the model has not, such as data, as memory of the host."""
+        tensors = [*engine.module.parameters(), *engine.module.buffers()]
+        of_model = {tensor.untyped_storage()._cdata for tensor in tensors}
+        for held in self._earlier:
+            storage = held.reference()
+            if storage is not None and held.owner is None and not held.rows and storage._cdata not in of_model:
+                self.memory.move(held, "pageable host", (LiveRow("data of the script", "", 0),))
+        self._earlier = []
 
     def _begins(self, module: nn.Module, _inputs: object) -> None:
         self._running.append(self._names.get(id(module), ""))

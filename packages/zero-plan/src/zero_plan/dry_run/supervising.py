@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zero_config import Config
+from zero_config import Config, read
+from zero_core.engine import Engine
 from zero_core.supervision import Unsupervised
+from zero_core.training import Observer, Unobserved
 from zero_offload import HostBudget
 from zero_offload.ends import HostUse
 
@@ -38,31 +40,37 @@ class Rehearsal(Unsupervised):
     """Supervises the engines of a dry run: nothing is printed, written or saved, and this machine's memory is no
     limit.
 
-    ``folder``: where files without content stand in for those on NVMe.
+    ``folder``: where files without content stand in for those on NVMe, and may for others.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def config(self, given: Any, world_size: int) -> dict[str, Any]:
         """Return the configuration given, without its monitors, records and checkpoints, and with folders of this
         machine in the place of those on NVMe."""
-        found = Config.load(given, world_size=world_size)
-        _refuse(found)
-        plain: dict[str, Any] = {key: value for key, value in found.raw.items() if key not in _LEFT_OUT}
-        zero = found.zero_optimization
-        for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
-            if section.device == "nvme":
-                stands_in = {**plain["zero_optimization"][name], "nvme_path": self._folders(section.nvme_path or ())}
-                plain["zero_optimization"] = {**plain["zero_optimization"], name: stands_in}
+        raw = read(given.raw if isinstance(given, Config) else given)
+        plain: dict[str, Any] = {key: value for key, value in raw.items() if key not in _LEFT_OUT}
+        zero: Any = plain.get("zero_optimization")
+        for name in ("offload_optimizer", "offload_param"):
+            section = zero.get(name) if isinstance(zero, dict) else None
+            if isinstance(section, dict) and section.get("device") == "nvme" and section.get("nvme_path"):
+                paths = section["nvme_path"]
+                stands_in = {**section, "nvme_path": self._folders([paths] if isinstance(paths, str) else paths)}
+                zero = plain["zero_optimization"] = {**zero, name: stands_in}
         return {**plain, **{section: {"enabled": False} for section in _MONITORS}}
 
     def budget(self, processes: int) -> HostBudget:
         """Return a budget without limits."""
         return HostBudget(limits={"memory": (), "locked": (), "shared": (), "disk": ()}, processes=processes)
 
+    def observer(self, engine: Engine) -> Observer:
+        """Return one that takes no notice. Raises `PlanError` for a configuration that cannot be planned."""
+        _refuse(engine.resolved_config)
+        return Unobserved()
+
     def _folders(self, paths: Sequence[str]) -> list[str]:
-        found = [self._folder / str(number) for number in range(len(paths))]
+        found = [self.folder / str(number) for number in range(len(paths))]
         for path in found:
             path.mkdir(exist_ok=True)
         return [str(path) for path in found]

@@ -49,6 +49,8 @@ class AlikeStore(Store):
         """Forget a value; return whether there was one."""
         return self._values.pop(key, None) is not None
 
+    deleteKey = delete_key  # the name by which torch calls it from C++
+
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
@@ -66,4 +68,5 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # scripts end it themselves
+            dist.destroy_process_group()

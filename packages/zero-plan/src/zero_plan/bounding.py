@@ -1,0 +1,60 @@
+"""The least time of a dry run's step on a machine, resource by resource."""
+
+from __future__ import annotations
+
+from .limits import Bound
+from .machine import Machine
+from .planned import RankPlan
+
+_RATES = {"float32": ("tf32", "fp32"), "float16": ("fp16",), "bfloat16": ("bf16",), "float64": ()}
+_UPDATED = ("masters", "optimizer states")
+_PASSES = 2  # read and written
+
+
+def step_bounds(rank: RankPlan, machine: Machine, *, world_size: int) -> tuple[Bound, ...]:
+    """Return the bound of every resource that a planned step of one rank uses; no rate is lowered by an assumed
+    efficiency.
+
+    The ranks of a node (``node.devices``) share its memory and drives, and are taken to do alike. What leaves a node is
+    at least what one of its ranks sends to others. float32 counts at the rate of tf32 where the machine gives one, for
+    torch may use that. float8 and float64 have no bound.
+    """
+    per_node = min(int(machine.need("node.devices")), world_size)
+    links = rank.links()
+    held = {tier: _PASSES * nbytes for tier, nbytes in _states(rank).items()}
+    on_host = per_node * (held.get("host", 0) + held.get("nvme", 0))
+    table: list[tuple[str, float, str]] = [
+        (f"matrix products, {dtype}", flops, _rate(dtype, machine)) for dtype, flops in sorted(rank.flops.items())
+    ]
+    table += [
+        ("links of a rank", links["inside a node"] + links["between nodes"], "node.link"),
+        ("network between nodes", links["between nodes"], "network.per_node"),
+        ("device memory, update", held.get("device", 0), "device.memory_bandwidth"),
+        ("host memory, update", on_host, "node.host_memory_bandwidth"),
+        ("disk read", per_node * rank.read, "disk.read"),
+        ("disk write", per_node * rank.written, "disk.write"),
+    ]
+    rows = (Bound(name, amount, machine.get(key), key) for name, amount, key in table if amount)
+    return tuple(_with_network(row, machine, per_node, world_size) for row in rows)
+
+
+def _states(rank: RankPlan) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for row in rank.held:
+        if row.kind in _UPDATED:
+            found[row.tier] = found.get(row.tier, 0) + row.nbytes
+    return found
+
+
+def _rate(dtype: str, machine: Machine) -> str:
+    """Return the key of the fastest rate at which a dtype may be computed."""
+    known = [f"device.{name}" for name in _RATES.get(dtype, ()) if machine.get(f"device.{name}") is not None]
+    return known[0] if known else f"device.{dtype}"
+
+
+def _with_network(row: Bound, machine: Machine, per_node: int, world_size: int) -> Bound:
+    """With several nodes, a rank also sends over its share of the network."""
+    if row.key != "node.link" or per_node == world_size or row.rate is None:
+        return row
+    network = machine.get("network.per_node")
+    return row._replace(rate=None, key="network.per_node") if network is None else row._replace(rate=row.rate + network)

@@ -1,0 +1,98 @@
+"""The tables of a dry run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import asdict
+
+from ..bounding import step_bounds
+from ..fitting import judge
+from ..limits import step_time
+from ..machine import Machine, load_machine
+from ..planned import Plan, RankPlan
+from ..quantities import show
+from .machine_printing import print_bounds, print_fits
+from .printing import print_table
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say for which ranks a plan is, on which machine, and how it is printed."""
+    parser.add_argument("--world-size", required=True, type=int, metavar="N", help="ranks")
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="default: what the configuration says, else all"
+    )
+    parser.add_argument(
+        "--rank", type=int, action="append", metavar="K", help="may be repeated; default: the first and the last"
+    )
+    parser.add_argument(
+        "--machine", metavar="NAME", help="a preset or a machine file: does it fit, and how long does a step take"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object; sizes in bytes")
+
+
+def machine_of(options: argparse.Namespace) -> Machine | None:
+    """Return the machine asked for. Raises `PlanError` for an unknown one."""
+    return None if options.machine is None else load_machine(options.machine)
+
+
+def print_plan(found: Plan, machine: Machine | None, *, as_json: bool) -> int:
+    """Print what each rank holds, keeps alive at most, sends and stores; return 1 where it does not fit a machine."""
+    fits = None if machine is None else judge(found, machine)
+    if as_json:
+        print(json.dumps({**found.as_dict(), **({} if machine is None else _on(found, machine))}, indent=2))
+    else:
+        for rank in found.ranks:
+            _print_rank(rank, f"rank {rank.rank} of {found.world_size}: ")
+            if machine is not None:
+                bounds = step_bounds(rank, machine, world_size=found.world_size)
+                print_bounds(bounds, step_time(bounds))
+        if fits is not None:
+            print_fits(fits.rows)
+    return 1 if fits is not None and any(row.fits is False for row in fits.rows) else 0
+
+
+def _on(found: Plan, machine: Machine) -> dict[str, object]:
+    """Return the verdict about a machine as plain data."""
+    times = []
+    for rank in found.ranks:
+        rows = step_bounds(rank, machine, world_size=found.world_size)
+        time = step_time(rows)
+        bounds = [{**row._asdict(), "seconds": row.seconds} for row in rows]
+        times.append({"rank": rank.rank, "bounds": bounds, "time": {**time._asdict(), "hidden": time.hidden}})
+    fits = [{**asdict(row), "fits": row.fits} for row in judge(found, machine).rows]
+    return {"machine": machine.name, "fits": fits, "times": times}
+
+
+def _print_rank(rank: RankPlan, title: str) -> None:
+    held: Counter[tuple[str, str]] = Counter()
+    for row in rank.held:
+        held[row.kind, row.tier] += row.nbytes
+    print_table(
+        title + "between two steps",
+        ("what", "tier", "bytes"),
+        [(kind, tier, show(nbytes, "B")) for (kind, tier), nbytes in held.most_common()],
+    )
+    for peak in rank.peaks:
+        print_table(
+            title + f"{show(peak.nbytes, 'B')} of {peak.tier} at the highest moment, {peak.phase}, {peak.place}",
+            ("what", "of", "bytes"),
+            [(row.kind, row.name, show(row.nbytes, "B")) for row in peak.owners],
+        )
+    if rank.files:
+        rows = [(row.name, show(row.nbytes, "B")) for row in rank.files]
+        print_table(title + "files", ("file", "bytes"), rows)
+    print_table(title + "sent in a step", ("phase", "calls", "bytes", "of which leave the node"), _sent(rank))
+    links = [(link, show(nbytes, "B")) for link, nbytes in rank.links().items()]
+    flops = [(f"operations in {dtype}", show(count, "FLOP")) for dtype, count in sorted(rank.flops.items())]
+    print_table(title + "moved and computed in a step", ("link", "amount"), [*links, *flops])
+
+
+def _sent(rank: RankPlan) -> list[tuple[str, str, str, str]]:
+    sums: dict[str, list[int]] = {}
+    for row in rank.sent:
+        phase = sums.setdefault(row.phase, [0, 0, 0])
+        for index, number in enumerate((row.calls, row.sent_bytes, row.across_bytes)):
+            phase[index] += number
+    return [(name, f"{calls:,}", show(sent, "B"), show(across, "B")) for name, (calls, sent, across) in sums.items()]

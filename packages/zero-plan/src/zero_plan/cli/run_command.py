@@ -1,0 +1,49 @@
+"""`zero-plan run`: a dry run of the user's own script."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ..scripts import Script, plan_script
+from .configuration import read_configuration
+from .plan_printing import add_plan_arguments, machine_of, print_plan
+
+_RUN = """\
+Run your training script dry, as chosen ranks of any number, until its engine has taken three steps, and say what each
+rank holds, what is alive at the highest moment of a step, and what it sends. No memory is taken for tensors, and no
+other rank is needed. What the script itself writes, it writes. Where it asks for a number beside its model, such as the
+loss, it gets 1; the lines are printed. Arguments after -- are the script's.
+
+  zero-plan run train.py --config ds.json --world-size 64 --ranks-per-node 8
+"""
+
+
+def add_run_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `run` to the commands of a parser. The caller sets ``script_arguments``, what the line holds after ``--``."""
+    parser = subparsers.add_parser(
+        "run",
+        help="a dry run of the engine with your training script",
+        description=_RUN,
+        usage="zero-plan run TARGET --world-size N [options] [-- ARGUMENTS OF TARGET]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", help="a training script that calls zero_core.initialize, or DeepSpeed's names for it")
+    parser.add_argument("-m", "--module", action="store_true", help="TARGET is a module, as in python -m")
+    parser.add_argument(
+        "--config", metavar="FILE", help="the engine's configuration, instead of the script's; \"auto\" is the script's"
+    )
+    add_plan_arguments(parser)
+    parser.set_defaults(run=_run, script_arguments=())
+
+
+def _run(options: argparse.Namespace) -> int:
+    config = None if options.config is None else read_configuration(options.config)
+    machine = machine_of(options)
+    script = Script(options.target, tuple(options.script_arguments), options.module, config)
+    found, lines = plan_script(
+        script, world_size=options.world_size, ranks_per_node=options.ranks_per_node, ranks=options.rank
+    )
+    for line in lines:
+        print(f"zero-plan run: {line} asks for a value, which a dry run has not; it got 1 or False", file=sys.stderr)
+    return print_plan(found, machine, as_json=options.json)

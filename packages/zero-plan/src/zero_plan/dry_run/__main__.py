@@ -1,0 +1,25 @@
+"""Run a script dry as one rank: ``python -m zero_plan.dry_run ASKED ANSWER``, the paths of two JSON files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from ..errors import PlanError
+from ..scripts import ScriptRank
+from .script import rehearse_script
+
+
+def answer(asked: Path, answered: Path) -> None:
+    """Write the plan, or the sentence that says why there is none."""
+    try:
+        plan, lines = rehearse_script(ScriptRank.read(asked))
+        found = {"plan": plan.as_dict(), "lines": lines}
+    except PlanError as error:
+        found = {"error": str(error)}
+    answered.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    answer(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,41 @@
+"""The line of the user's code that an error passed, and one sentence about it."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from types import TracebackType
+
+_OTHERS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_HINTS = (
+    (
+        r"default process group twice",
+        "leave torch.distributed to zero_core.initialize, or ask torch.distributed.is_initialized() first",
+    ),
+    (
+        r"cuda|CUDA|NVIDIA",
+        "a dry run computes on the CPU: take the device from engine.device, or ask torch.accelerator.is_available() "
+        "first",
+    ),
+)
+"""What to do about errors of torch, by what they say."""
+
+
+def sentence(error: BaseException, otherwise: str) -> str:
+    """Return what an error says, behind the innermost line of the user's code that it passed; ``otherwise``: stands for
+    the line where there is none."""
+    kind = "" if type(error).__name__ == "PlanError" else f"{type(error).__name__}: "
+    said = f"{own_line(error.__traceback__) or otherwise}: {kind}{error}"
+    hints = [hint for words, hint in _HINTS if re.search(words, str(error)) and hint not in said]
+    return f"{said}. {hints[0]}" if hints and kind else said
+
+
+def own_line(passed: TracebackType | None) -> str | None:
+    """Return file and line of the innermost frame that belongs to no installed package and not to this project."""
+    found = None
+    while passed is not None:
+        code, module = passed.tb_frame.f_code, str(passed.tb_frame.f_globals.get("__name__", ""))
+        if not code.co_filename.startswith((*_OTHERS, "<")) and not module.startswith("zero_"):
+            found = f"{code.co_filename}, line {passed.tb_lineno}"
+        passed = passed.tb_next
+    return found

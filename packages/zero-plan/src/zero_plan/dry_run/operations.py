@@ -1,0 +1,43 @@
+"""Floating-point operations by the dtype that they compute in, as torch's own counter counts them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+_aten = torch.ops.aten
+_ON_CPU: dict[Any, tuple[Any, int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: (_aten._scaled_dot_product_flash_attention, 4),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (_aten._scaled_dot_product_flash_attention_backward, 7),
+}
+"""What the CPU has of its own: the operation of accelerators that costs the same, and the place of ``is_causal``."""
+
+
+class Operations:
+    """Counts matrix products, convolutions and attention; of causal attention the half that cannot be left out.
+
+    Attributes:
+        counted: operations by the name of a dtype, since the last `clear`.
+    """
+
+    def __init__(self) -> None:
+        self.counted: Counter[str] = Counter()
+
+    def clear(self) -> None:
+        """Count from 0."""
+        self.counted.clear()
+
+    def meet(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Count an operation that was carried out."""
+        packet = getattr(func, "overloadpacket", None)
+        found, place = _ON_CPU.get(packet, (packet, -1))
+        formula: Callable[..., int] | None = flop_registry.get(found)
+        if formula is None:
+            return
+        flops = formula(*args, **(kwargs or {}), out_val=result)
+        causal = place >= 0 and len(args) > place and bool(args[place])
+        self.counted[str(args[0].dtype).removeprefix("torch.")] += flops // 2 if causal else flops

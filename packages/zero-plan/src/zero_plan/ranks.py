@@ -1,0 +1,17 @@
+"""The ranks that a plan is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .errors import PlanError, at_least_one
+
+
+def chosen_ranks(world_size: int, ranks: Iterable[int] | None) -> tuple[int, ...]:
+    """Return the ranks to plan for, by default the first and the last. Raises `PlanError` for one that is none."""
+    at_least_one(world_size=world_size)
+    chosen = tuple(dict.fromkeys((0, world_size - 1) if ranks is None else ranks))
+    for rank in chosen:
+        if not 0 <= rank < world_size:
+            raise PlanError(f"ranks: expected ranks from 0 to {world_size - 1}, got {rank}")
+    return chosen

@@ -1,0 +1,98 @@
+"""Plan the user's own script: it runs dry once per rank, each time in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from .errors import PlanError, at_least_one
+from .planned import Plan, RankPlan
+from .ranks import chosen_ranks
+
+_SHOWN_LINES = 20
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script (with ``module``, a module by name), its arguments, and the configuration that its engine gets.
+
+    Where that says "auto", the script's own value counts; None takes all of what the script gives to `initialize`.
+    """
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    config: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ScriptRank:
+    """A script, and the rank that it is; ``ranks_per_node``: None leaves them to the configuration."""
+
+    script: Script
+    rank: int
+    world_size: int
+    ranks_per_node: int | None = None
+
+    def write(self, path: Path) -> None:
+        """Store it for the process that runs it."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> ScriptRank:
+        """Return what `write` stored."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        script = {**values["script"], "arguments": tuple(values["script"]["arguments"])}
+        return cls(**{**values, "script": Script(**script)})
+
+
+class ScriptPlan(NamedTuple):
+    """The plan of a script; ``lines``: those that asked for values beside the model, and got 1 or False."""
+
+    plan: Plan
+    lines: tuple[str, ...]
+
+
+def plan_script(
+    script: Script, *, world_size: int, ranks_per_node: int | None = None, ranks: Iterable[int] | None = None
+) -> ScriptPlan:
+    """Return what a training script needs; see `zero_plan.plan`. It runs until its engine has taken three steps.
+
+    ``ranks_per_node``: by default what the configuration says, else all. What the script writes before its third step,
+    it writes; what it prints is not shown. Raises `PlanError`, naming the line in the user's file.
+    """
+    if ranks_per_node is not None:
+        at_least_one(ranks_per_node=ranks_per_node)
+    if not script.module and not Path(script.target).is_file():
+        raise PlanError(f"there is no script {script.target!r}; to run a module by name, say -m")
+    found = [_planned(ScriptRank(script, rank, world_size, ranks_per_node)) for rank in chosen_ranks(world_size, ranks)]
+    lines = dict.fromkeys(line for answer in found for line in answer["lines"])
+    return ScriptPlan(Plan(world_size, tuple(RankPlan.from_dict(answer["plan"]) for answer in found)), tuple(lines))
+
+
+def _planned(given: ScriptRank) -> dict[str, Any]:
+    """Return the answer of one process."""
+    with TemporaryDirectory(prefix="zero-plan-") as folder:
+        asked, answered, printed = (Path(folder) / name for name in ("asked", "answered", "printed"))
+        given.write(asked)
+        command = (sys.executable, "-m", "zero_plan.dry_run", str(asked), str(answered))
+        with printed.open("wb") as output:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            found: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            last = "\n".join(printed.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+            raise PlanError(
+                f"rank {given.rank}: the process that ran {given.script.target} ended with status {done.returncode} "
+                f"and no answer. The last that it printed:{os.linesep}{last}"
+            ) from error
+    if "error" in found:
+        raise PlanError(f"rank {given.rank}: {found['error']}")
+    return found

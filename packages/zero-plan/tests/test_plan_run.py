@@ -1,0 +1,228 @@
+"""`zero-plan run`: the user's own script, up to its first steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import dry_models
+import pytest
+import torch
+
+import zero_deepspeed
+from zero_comm import run_ranks
+from zero_core.engine import Engine
+from zero_core.supervision import Unsupervised, supervised
+from zero_core.training import Unobserved
+from zero_core.verify.running import run_as_main
+from zero_plan import PlanError, plan
+from zero_plan.cli import main
+from zero_plan.dry_run.script import filled, rehearse_script
+from zero_plan.planned import Plan, RankPlan
+from zero_plan.scripts import Script, ScriptRank, plan_script
+
+SCRIPTS = Path(__file__).parent / "scripts"
+AUTO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "unit_min_numel": 1},
+    "bf16": {"enabled": False},
+}
+
+
+def run(name: str, *arguments: str, rank: int = 1, world_size: int = 2, **config: Any) -> tuple[RankPlan, list[str]]:
+    script = Script(str(SCRIPTS / name), arguments, config=config or None)
+    return rehearse_script(ScriptRank(script, rank, world_size))
+
+
+@pytest.fixture
+def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(zero_deepspeed.path()))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+
+
+def test_a_plain_loop_is_what_plan_says_and_its_readings_are_told() -> None:
+    case = dry_models.Case(stage=3, accumulation=3, zero=(("offload_optimizer", {"device": "nvme"}),))
+    found, lines = run("plain.py", "9", **case.config())
+    [expected] = plan(case.model, case.config(), batch=dry_models.tokens(), world_size=2, ranks=[1]).ranks
+    assert (found.held, found.sent, found.files) == (expected.held, expected.sent, expected.files)
+    assert (found.read, found.written) == (expected.read, expected.written)
+    assert found.peak.nbytes == pytest.approx(expected.peak.nbytes, rel=0.02)
+    assert found.peak.activation_bytes == pytest.approx(expected.peak.activation_bytes, rel=0.02)
+    assert any("plain.py, line" in line for line in lines)
+    data = next(row for peak in found.peaks for row in peak.owners if row.kind == "data of the script")
+    assert data.nbytes == 64 * dry_models.SEQUENCE * 8
+
+
+def test_the_name_deepspeed_and_the_command(
+    deepspeed: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dry_models.Case(stage=3).config()
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+    command = ["run", str(SCRIPTS / "named_deepspeed.py"), "--world-size", "64", "--ranks-per-node", "8"]
+    asked = [*command, "--rank", "9", "--json", "--", "--deepspeed_config", str(tmp_path / "ds.json")]
+    assert main(asked) == 0
+    printed = capsys.readouterr()
+    assert "named_deepspeed.py, line" in printed.err
+    [found] = Plan.from_dict(json.loads(printed.out)).ranks
+    given = {**config, "comm": {"ranks_per_node": 8}}
+    [expected] = plan(dry_models.decoder, given, batch=dry_models.tokens(), world_size=64, ranks=[9]).ranks
+    assert found.held == expected.held
+    assert found.sent_bytes() == expected.sent_bytes()
+    links = found.links()
+    assert links["inside a node"] > 0 and links["between nodes"] > 0
+    assert links["inside a node"] + links["between nodes"] == found.sent_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import torch\nx = torch.zeros(3).cuda()\n", r"s.py, line 2: .*computes on the CPU"),
+        ("import torch\nm = torch.nn.Linear(3, 3).to('cuda')\n", r"s.py, line 2: .*computes on the CPU"),
+        ("import torch\ntorch.distributed.init_process_group('gloo')\n", r"s.py, line 2: .*is initialized already|2: "),
+        ("import torch\nx = torch.zeros(3).nonzero()\n", r"s.py, line 2: .*shapes and no values"),
+        ("print('hello')\n", "s.py took no optimizer step"),
+        ("import sys\nsys.exit(3)\n", "s.py ended with status 3"),
+        ("x = 1\nx.y\n", "s.py, line 2: AttributeError"),
+        ("x = (\n", "s.py.*SyntaxError"),
+    ],
+)
+def test_what_cannot_be_planned_names_the_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "s.py").write_text(text)
+    with pytest.raises(PlanError, match=message):
+        rehearse_script(ScriptRank(Script(str(tmp_path / "s.py")), 0, 4))
+    assert not torch.distributed.is_initialized()
+
+
+TRAINS = """
+import dry_models, torch, zero_core
+{before}
+engine = zero_core.initialize(model=dry_models.decoder(), config={config!r})[0]
+for _ in range({steps}):
+    engine.backward(engine{batch})
+    engine.step()
+{after}
+"""
+
+
+_WHOLE = {"before": "", "after": "", "steps": 9, "batch": "(**dry_models.tokens())"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "changed", "message"),
+    [
+        ({"steps": 2}, {}, "s.py ended after 2 of the 3 optimizer steps"),
+        ({}, {"zero_optimisation": {}}, r"s.py, line 4: ConfigError: .*zero_optimisation"),
+        ({}, {"offload": {"activations": {"device": "cpu"}}}, "s.py, line 4: offload.activations.device"),
+        (
+            {"before": "dry_models.decoder = dry_models.Branching", "batch": "(torch.ones(2, 4))"},
+            {},
+            "dry_models.py, line ",
+        ),
+    ],
+)
+def test_what_the_engine_or_a_plan_refuses_names_the_line(
+    tmp_path: Path, parts: dict[str, Any], changed: dict[str, Any], message: str
+) -> None:
+    config = {**dry_models.Case().config(), **changed}
+    text = TRAINS.format(**{**_WHOLE, "config": config, **parts})
+    (tmp_path / "s.py").write_text(text)
+    with pytest.raises(PlanError, match=message):
+        rehearse_script(ScriptRank(Script(str(tmp_path / "s.py")), 0, 4))
+
+
+def test_a_model_function_that_needs_a_device_or_has_weights_is_refused_by_line() -> None:
+    def needs_device() -> torch.nn.Module:
+        return torch.nn.Linear(4, 4).cuda()
+
+    def has_values() -> torch.nn.Module:
+        module = torch.nn.Linear(4, 4)
+        module.weight = torch.nn.Parameter(weight)
+        return module
+
+    weight, asked = torch.zeros(4, 4), {"batch": torch.zeros(2, 4), "loss": torch.sum, "world_size": 2, "ranks": [1]}
+    for build, message in ((has_values, "has values"), (needs_device, "computes on the CPU")):
+        with pytest.raises(PlanError, match=rf"model_fn: .*test_plan_run.py, line \d+: .*{message}"):
+            plan(build, dry_models.Case().config(), **asked)
+
+
+def test_auto_is_what_the_script_says() -> None:
+    asked = {"a": "auto", "b": {"c": "auto", "d": 3}, "e": "auto"}
+    assert filled(asked, {"a": 1, "b": {"c": 2, "d": 4}, "f": 5}) == {"a": 1, "b": {"c": 2, "d": 3}, "e": "auto"}
+    assert filled(None, {"a": 1}) == {"a": 1}
+
+
+def test_a_process_that_dies_is_told_with_what_it_printed(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("import os\nprint('last words', flush=True)\nos._exit(7)\n")
+    with pytest.raises(PlanError, match=r"rank 2: .*ended with status 7(?s:.*)last words"):
+        plan_script(Script(str(tmp_path / "s.py")), world_size=4, ranks=[2])
+    with pytest.raises(PlanError, match="there is no script 'nobody.py'"):
+        plan_script(Script("nobody.py"), world_size=4)
+
+
+class Third(Unsupervised):
+    """Keeps what an engine sent in its third step, and ends the script."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, ...]] = []
+
+    def observer(self, engine: Engine) -> Any:
+        return _Third(engine, self)
+
+
+class Ended(BaseException):
+    """The third step is over."""
+
+
+class _Third(Unobserved):
+    def __init__(self, engine: Engine, keeper: Third) -> None:
+        self._engine, self._keeper, self._steps = engine, keeper, 0
+        engine.ledger.reset()
+
+    def after_step(self, result: Any) -> None:
+        self._steps += 1
+        if self._steps == 3:
+            self._keeper.sent = [(p, n, r.calls, r.sent_bytes, r.across_bytes) for p, n, r in self._engine.ledger]
+            self._engine.destroy(unshard=False)
+            raise Ended
+        self._engine.ledger.reset()
+
+
+def real(name: str, *arguments: str) -> list[tuple[Any, ...]]:
+    sys.path.insert(0, str(zero_deepspeed.path()))
+    sys.path.insert(0, str(Path(__file__).parent))
+    keeper = Third()
+    with supervised(keeper):
+        try:
+            run_as_main(str(SCRIPTS / name), arguments)
+        except Ended:
+            pass
+    return keeper.sent
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("name", ("trainer.py", "named_deepspeed.py"))
+def test_what_a_script_sends_is_what_it_sends_in_a_real_run(
+    name: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    config = {**AUTO, "zero_optimization": {**AUTO["zero_optimization"], "stage": stage}}
+    if name == "named_deepspeed.py":
+        config = dry_models.Case(stage=stage).config()
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    path = str(tmp_path / "ds.json")
+    arguments = (path, str(tmp_path / "out")) if name == "trainer.py" else ("--deepspeed_config", path)
+    sent = run_ranks(real, 2, name, *arguments)
+    search = [str(zero_deepspeed.path()), str(Path(__file__).parent), *filter(None, sys.path)]
+    monkeypatch.setenv("PYTHONPATH", ":".join(search))
+    found = plan_script(Script(str(SCRIPTS / name), arguments), world_size=2).plan
+    for rank in found.ranks:
+        assert sorted(map(tuple, rank.sent)) == sorted(sent[rank.rank])
