@@ -217,6 +217,33 @@ def halves_all_moments(bench: Workbench) -> None:
 
 
 @script
+def edits_the_tensors_of_a_state_dict(bench: Workbench) -> None:
+    t = adamw(bench)
+    for state in t.optimizer.state_dict()["state"].values():
+        state["exp_avg"].mul_(0.5)
+    steps(bench, t)
+    bench.keep(t)
+
+
+@script
+def writes_what_it_has_assigned(bench: Workbench) -> None:
+    t = adamw(bench)
+    kept = []
+    for state in t.optimizer.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+        state["exp_avg_sq"] = given = torch.ones_like(state["exp_avg_sq"])
+        kept.append(given)
+    for given in kept:
+        given.add_(0.5)
+    read = [float(state["exp_avg_sq"].mean()) for state in t.optimizer.state.values()]
+    assert read == [1.5] * len(read)
+    for given in kept:
+        given.mul_(0.5)
+    steps(bench, t)
+    bench.keep(t)
+
+
+@script
 def edits_moments_by_views_and_lists(bench: Workbench) -> None:
     t = adamw(bench)
     kept = [state["exp_avg"] for state in t.optimizer.state.values()]

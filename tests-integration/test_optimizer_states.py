@@ -137,10 +137,12 @@ def test_the_optimizers_own_state_dict_comes_back_to_the_bit(
 EDITS = (
     "clears_all_states",
     "edits_moments_by_views_and_lists",
+    "edits_the_tensors_of_a_state_dict",
     "goes_back_to_a_copy_of_the_states",
     "halves_all_moments",
     "sets_a_dict_of_copied_states",
     "sets_a_new_dict_of_states",
+    "writes_what_it_has_assigned",
 )
 
 
@@ -151,9 +153,9 @@ def edited(places: list[Where], names: tuple[str, ...]) -> list[user_scripts.Out
 @pytest.mark.parametrize(
     ("world_size", "places", "names"),
     [
-        (2, [(1, "nvme"), (3, "cpu")], EDITS[1:3]),
+        (2, [(1, "nvme"), (3, "cpu")], (*EDITS[1:3], EDITS[-1])),
         (3, [(2, "cpu")], EDITS),
-        (1, [(3, "nvme")], EDITS[1:3]),
+        (1, [(3, "nvme")], EDITS[1:4]),
         *(pytest.param(n, [(s, t)], EDITS, marks=SOAK) for n in (1, 2, 3) for s in (1, 2, 3) for t in ("cpu", "nvme")),
     ],
 )

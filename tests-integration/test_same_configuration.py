@@ -13,6 +13,7 @@ from training import Run
 
 from zero_comm import run_ranks
 
+SOAK = pytest.mark.soak
 DIFFERENCES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a rate": (
         {"optimizer": {"type": "AdamW", "params": {"lr": 0.25}}},
@@ -93,3 +94,39 @@ def test_an_error_of_one_rank_in_initialize_is_every_ranks(world_size: int) -> N
             assert word in message, (rank, message)
             if word != "no error" and rank != 1:
                 assert message.startswith("PeerError: zero_core.initialize: rank 1 failed: "), message
+
+
+def with_a_rate_of_its_own(stage: int, zero: dict[str, Any]) -> list[str]:
+    """A rate, then a flag, that rank 1 alone changes between steps; set back, training goes on."""
+    engine = training.start(Run(), stage, **zero)
+    group = engine.optimizer.param_groups[0]
+    training.train(engine, Run(), 0, 1)
+    said = []
+    for key, value in (("lr", 0.5), ("weight_decay", 0.25)):
+        before = group[key]
+        if dist.get_rank() == 1:
+            group[key] = value
+        try:
+            training.train(engine, Run(), 1, 2)
+            said.append("no error")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        group[key] = before
+        engine.zero_grad()
+    training.train(engine, Run(), 1, 3)
+    said.append(str(training.deviation(training.weights(engine), training.plain(Run(steps=3))) <= 1e-12))
+    engine.destroy(unshard=False)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "zero"),
+    [(2, 0, {}), (3, 3, {}), (2, 1, {"offload_optimizer": {"device": "cpu"}}), pytest.param(3, 2, {}, marks=SOAK)],
+)
+def test_hyperparameters_that_differ_are_named_before_a_weight_changes(
+    world_size: int, stage: int, zero: dict[str, Any]
+) -> None:
+    for rate, decay, goes_on in run_ranks(with_a_rate_of_its_own, world_size, stage, zero, timeout=90):
+        assert rate.startswith("PartitionError: param_groups[0]['lr']") and "0.5 on rank 1" in rate, rate
+        assert "param_groups[0]['weight_decay']" in decay and "0.25 on rank 1" in decay, decay
+        assert goes_on == "True"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -244,3 +245,38 @@ def test_a_module_attached_late_shares_a_weight_that_is_there_when_it_runs(stage
     plain(model, optimizer, 1, 3)
     for ours, kinds in run_ranks(attached_late, RANKS, stage):
         assert distance(ours, weights(model)) <= 1e-12 and kinds == ["dict"]
+
+
+class InThreads(nn.Module):
+    """Two layers that run beside each other, and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+        self.empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            a, b = (pool.submit(layer, x) for layer in (self.a, self.b))
+        return self.c(a.result() + b.result()).square().mean() + self.empty.sum()
+
+
+def runs_in_threads(stage: int) -> tuple[str, list[int]]:
+    module = InThreads()
+    settings = config(stage)
+    engine = zero_core.initialize(model=module, optimizer=adamw(module), config=settings)[0]
+    said = outcome(lambda: (engine.backward(engine(torch.ones(2, 6, dtype=torch.float64))), engine.step()))
+    shape = list(engine.full_param(module.empty).shape) if stage < 3 else [0]
+    engine.destroy(unshard=False)
+    return said, shape
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_modules_that_run_in_threads_train_or_are_refused_by_name(stage: int) -> None:
+    for said, shape in run_ranks(runs_in_threads, 2, stage):
+        assert shape == [0]
+        if stage < 3:
+            assert "module '" not in said, said
+        else:
+            assert "module '" in said and "in another thread" in said, said

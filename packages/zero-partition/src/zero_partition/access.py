@@ -110,6 +110,8 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
 def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tensor:
     """A copy of the parameter's weights as the optimizer sees them (the master's dtype), unsharded, on every rank."""
     partition.runtime.reopen("full_param")
+    if parameter.numel() == 0 and partition.find(parameter) is None:
+        return parameter.detach().clone()  # no unit has a place for it
     unit, index = _find(partition, parameter)
     partition.runtime.agree("full parameter", unit.names[index], None)
     partition.settle()
@@ -306,6 +308,8 @@ def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, f
 def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:
     found = partition.find(parameter)
     if found is None:
+        if parameter.numel() == 0:
+            raise PartitionError(f"a parameter of shape {tuple(parameter.shape)} has no gradient and no state")
         raise PartitionError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this engine's model")
     return found
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
 from .errors import PartitionError
+from .groups import digest_of, hyperparameters
 from .messages import StepReport
 from .model_parts import ModelParts
 from .needs import AveragingOptimizer
@@ -80,8 +81,11 @@ class GradientAgreement:
                 culprit,
                 user.report(),
                 self._tensors.is_hooked,
+                digest_of(self._optimizer.param_groups),
             )
             reports = [StepReport.decode(answer) for answer in runtime.agree("step", "", report.encode())]
+            if len({one.hyperparameters for one in reports}) > 1:
+                self._refuse_hyperparameters()
             if user.settle([one.written for one in reports]):
                 continue
             if not any(one.late for one in reports):
@@ -100,6 +104,21 @@ class GradientAgreement:
         culprit = next((one.culprit for one in reports if one.culprit), "")
         hooked = any(one.hooked for one in reports)
         return AgreedGradients(touched, *self._parts.total(runtime.step, total, culprit), hooked)
+
+    def _refuse_hyperparameters(self) -> NoReturn:
+        """Name the first hyperparameter that ranks do not have alike; all ranks come here."""
+        mine = hyperparameters(self._optimizer.param_groups)
+        everyones = self._partition.runtime.agree("hyperparameters", "", mine)
+        for (group, key), value in ((tuple(place), value) for place, value in everyones[0]):
+            found = [next((v for p, v in one if tuple(p) == (group, key)), None) for one in everyones]
+            apart = next((rank for rank, other in enumerate(found) if other != value), None)
+            if apart is not None:
+                raise PartitionError(
+                    f"param_groups[{group}]['{key}']: expected the same on every rank, got {value} on rank 0 and "
+                    f"{found[apart]} on rank {apart}. Set it alike: give a schedule that follows the loss the mean "
+                    "over the ranks (torch.distributed.all_reduce). The weights were not changed."
+                )
+        raise PartitionError("param_groups: expected the same keys on every rank. The weights were not changed.")
 
     def refuse_incomplete(self) -> None:
         """Refuse a step of virtual ranks some of whose micro-batches are missing; all ranks have as many."""

@@ -1,10 +1,11 @@
-"""Param groups that the user adds after the engine was made."""
+"""Param groups after the engine was made: what the user adds is refused, and ranks have the same hyperparameters."""
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,3 +63,22 @@ def check_groups(optimizer: Optimizer, expected: Sequence[nn.Parameter]) -> None
             f"optimizer.param_groups was changed after initialize: it holds {len(held)} tensors, expected this rank's "
             f"{len(expected)} fragments in their order. Change hyperparameters only; the weights were not changed."
         )
+
+
+def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int, str], str]]:
+    """((number of the group, key), value as text) of the numbers, flags and names in param groups; a tensor counts
+    where reading it asks no accelerator."""
+    return [
+        ((number, key), repr(float(value)) if isinstance(value, torch.Tensor) else repr(value))
+        for number, group in enumerate(groups)
+        for key, value in group.items()
+        if isinstance(value, _PLAIN) or (isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_cpu)
+    ]
+
+
+def digest_of(groups: Sequence[Mapping[str, Any]]) -> int:
+    """Return a digest of `hyperparameters`."""
+    return zlib.crc32(repr(hyperparameters(groups)).encode())
+
+
+_PLAIN = (int, float, str, tuple)

@@ -170,7 +170,7 @@ class StepReport:
     ``late``: units with gradients that no reduction has taken. ``square``: the sum of squares of its shards' gradients,
     as `NormSums.pack` gives it. ``untouched``: by unit, the numbers of the parameters that had no gradient.
     ``culprit``: the first parameter whose gradient is not finite; empty when all are. ``hooked``: the user has hooks
-    that run before the optimizer's arithmetic, and may fail.
+    that run before the optimizer's arithmetic, and may fail. ``hyperparameters``: a digest of the groups'.
     """
 
     late: Sequence[int]
@@ -179,17 +179,19 @@ class StepReport:
     culprit: str
     written: WrittenGradients
     hooked: bool
+    hyperparameters: int
 
     def encode(self) -> list[Any]:
         """Plain data."""
         untouched = list(self.untouched.items())
-        return [list(self.late), self.square, untouched, self.culprit, self.written.encode(), self.hooked]
+        told = [list(self.late), self.square, untouched, self.culprit, self.written.encode()]
+        return [*told, self.hooked, self.hyperparameters]
 
     @classmethod
     def decode(cls, data: Sequence[Any]) -> StepReport:
         """The message that `encode` made ``data`` of."""
-        late, square, untouched, culprit, written, hooked = data
-        return cls(late, square, dict(untouched), culprit, WrittenGradients.decode(written), hooked)
+        late, square, untouched, culprit, written, *rest = data
+        return cls(late, square, dict(untouched), culprit, WrittenGradients.decode(written), *rest)
 
 
 class TensorFacts(NamedTuple):

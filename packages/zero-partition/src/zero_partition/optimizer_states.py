@@ -71,6 +71,8 @@ class OptimizerStates:
                 "optimizer.state was set to the mapping that it was before another one: that shows what the tier has "
                 "now (offload_optimizer), not what it had then. Keep copy.deepcopy(optimizer.state) and set that."
             )
+        if self._on_tier is not None and entries is self._on_tier:
+            self._on_tier.take_assigned()
         if type(entries) not in (dict, defaultdict):  # a save that still reads the states has a mapping of its own
             return
         if self._tier is None:
@@ -122,7 +124,7 @@ class OptimizerStates:
         for name, kept in self._tier.states(list(number)):
             moments = {kind: value for kind, value in kept.items() if kind != "master"}
             if moments.keys() != {"step"} and not any(kind.endswith("_scale") for kind in moments):
-                state[number[name]] = moments
+                state[number[name]] = self._on_tier.of(name).shown(moments) if self._on_tier is not None else moments
         return {**state_dict, "state": state}
 
     def _shard(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict | None:

@@ -188,11 +188,11 @@ class OptimizerTensors:
         )
 
     def _refuse_write(self, name: str, how: str) -> NoReturn:
+        hooks = ", or do it in optimizer.register_step_post_hook" if self._values_here else ""
         raise PartitionError(
             f"{how} would write a tensor of optimizer.param_groups that belongs to parameter '{name}': this rank's "
             "fragment of its master, which forward does not read. Write the model's parameter instead, inside "
-            "`with engine.gathered([p], modifier_rank=0)`, or do it in optimizer.register_step_post_hook. Nothing was "
-            "written."
+            f"`with engine.gathered([p], modifier_rank=0)`{hooks}. Nothing was written."
         )
 
     @staticmethod

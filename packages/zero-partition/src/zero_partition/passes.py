@@ -28,6 +28,7 @@ gradient, or the first use of a unit, begins it, and the end of autograd's run e
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -115,6 +116,7 @@ class Passes:
         ]
         self._saved = SavedViews(self._gathers.unit_of_storage, self.before_backward)
         self._last_forward: str | None = None
+        self._thread = 0
 
     # -- the forward pass --------------------------------------------------------------------------------------------
 
@@ -135,7 +137,14 @@ class Passes:
             self._unannounced.pass_begins(trains=torch.is_grad_enabled())
             self._check_frozen()
             if not self._calls.in_backward:
+                self._thread = threading.get_ident()
                 self._begin_forward(name)
+        elif self._sharded and not self._calls.in_backward and self._thread != threading.get_ident():
+            raise PartitionError(
+                f"module '{name}' was called in another thread than the forward pass that it is a part of: threads run "
+                "in another order on each rank, and gathers at stage 3 have one. Call it in the pass's own thread, or "
+                "use stage 2."
+            )
         for unit in units:
             if self._unannounced.trains:
                 self._reducer.mark_ran(unit.index)

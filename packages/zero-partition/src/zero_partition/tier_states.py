@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterator, MutableMapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from typing import Any, ClassVar
 
 import torch
@@ -44,7 +44,9 @@ class TierStates(MutableMapping[Any, Any]):
         before_write: Callable[[], None],
     ) -> None:
         self._name_of = name_of
-        self._states = {owned.tensor: TierState(tier, owned, before_write) for owned in fragments}
+        self._assigned: dict[str, TierState] = {}
+        self._states = {owned.tensor: TierState(tier, owned, before_write, self._assigned) for owned in fragments}
+        self._by_name = {state.name: state for state in self._states.values()}
         self._others: defaultdict[Any, Any] = defaultdict(dict)
 
     def __getitem__(self, key: Any) -> Any:
@@ -93,6 +95,15 @@ class TierStates(MutableMapping[Any, Any]):
 
     __copy__ = copy
 
+    def take_assigned(self) -> None:
+        """Have the tier take what was written into tensors after they were assigned."""
+        for state in self._assigned.values():
+            state.take_assigned()
+
+    def of(self, name: str) -> TierState:
+        """The state of this rank's fragment of the parameter ``name``."""
+        return self._by_name[name]
+
     def detach(self) -> None:
         """The optimizer has other states from now on: tensors of these keep their last values."""
         for state in self._states.values():
@@ -116,11 +127,17 @@ class TierStates(MutableMapping[Any, Any]):
 class TierState(MutableMapping[str, Any]):
     """One fragment's state on a tier, by kind: ``step`` and its moments (1-D); empty before its first step.
 
-    Values that are assigned are copied to the tier. Raises `PartitionError` for what the tier has no room for.
+    Values that are assigned are copied to the tier, and once more where their tensor was written since, as its version
+    counter tells. ``assigned``: this state is in it while it watches such tensors. Raises `PartitionError` for what the
+    tier has no room for.
     """
 
-    def __init__(self, tier: StateTier, owned: OwnedFragment, before_write: Callable[[], None]) -> None:
+    def __init__(
+        self, tier: StateTier, owned: OwnedFragment, before_write: Callable[[], None], assigned: dict[str, TierState]
+    ) -> None:
         self._tier, self._owned, self._before_write = tier, owned, before_write
+        self._all_assigned = assigned
+        self._assigned: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._windows: weakref.WeakValueDictionary[str, _TierWindow] = weakref.WeakValueDictionary()
 
     @property
@@ -148,6 +165,7 @@ class TierState(MutableMapping[str, Any]):
             return
         self.write({kind: value})
         self._windows.pop(kind, None)
+        self._watch({kind: value})
 
     def __delitem__(self, kind: str) -> None:
         raise PartitionError(
@@ -177,6 +195,7 @@ class TierState(MutableMapping[str, Any]):
         self.clear()
         if packed:
             self._tier.write({self.name: {_STEP: 1, **packed}})
+        self._watch(given)
 
     def copy(self) -> dict[str, torch.Tensor]:
         """A plain dict of plain copies."""
@@ -184,9 +203,30 @@ class TierState(MutableMapping[str, Any]):
 
     __copy__ = copy
 
+    def shown(self, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``kept``, which the tier has just given, as windows on it."""
+        return {kind: self._shown(kind, kept.__getitem__) for kind in kept}
+
     def detach(self) -> None:
-        """Tensors that were taken from here keep their last values."""
+        """Tensors that were taken from here keep their last values, and those that were assigned are no longer it."""
         self._windows.clear()
+        self._assigned.clear()
+
+    def take_assigned(self) -> None:
+        """Have the tier take what was written into tensors after they were assigned."""
+        for kind, (reference, version) in list(self._assigned.items()):
+            value = reference()
+            if value is None:
+                del self._assigned[kind]
+            elif value._version != version:
+                self._assigned[kind] = reference, value._version
+                self.write({kind: value})
+
+    def _watch(self, given: Mapping[str, Any]) -> None:
+        plain = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and not isinstance(v, TierValue)}
+        self._assigned |= {kind: (weakref.ref(value), value._version) for kind, value in plain.items()}
+        if plain:
+            self._all_assigned[self.name] = self
 
     def has(self, window: _TierWindow) -> bool:
         """Return whether ``window`` shows what is here."""
@@ -221,6 +261,7 @@ class TierState(MutableMapping[str, Any]):
         return [_STEP, *moments] if moments else []
 
     def _kept(self) -> dict[str, torch.Tensor]:
+        self.take_assigned()
         held = self._tier.held(self.name)[1]
         if any(kind.endswith(_SCALE) for kind in held):
             raise PartitionError(
@@ -279,6 +320,7 @@ class _TierWindow:
 
     def refresh(self) -> None:
         """Have the values of the tier, where they are others by now."""
+        self.state.take_assigned()
         if self._version != self.state.version() and self.state.has(self):
             self.values.copy_(self.state.read(self.kind))
             self._version = self.state.version()
