@@ -42,7 +42,11 @@ OWN_SESSION_EXTRAS = {"ray"}
 # Extras that bring what stands above a package; its own tests do without it.
 UPWARD_EXTRAS = {"deepspeed"}
 NOT_TESTED_EXTRAS = ACCELERATOR_EXTRAS | OWN_SESSION_EXTRAS | UPWARD_EXTRAS
-ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+ENVIRONMENT = {
+    "PYTHONFAULTHANDLER": "1",
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    "PYTHONDONTWRITEBYTECODE": "",  # what the first process compiles, the hundreds after it read
+}
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "venv"
