@@ -111,7 +111,7 @@ def files(folder: Path) -> dict[str, int]:
 
 
 def effects(settings: dict[str, Any], folder: str, case: dict[str, Any]) -> dict[str, Any]:
-    """What is seen of a run with ``settings``.
+    """Run with ``settings`` and return all facts that can be seen: values, sizes, lines, files.
 
     ``case``: "steps" (3), "dtype" of the model (torch.float32), "input" dtype, "scale" of the loss by step,
     "recomputed", "dropout" (0.0), "loader" (take batches from a data loader of so many samples).

@@ -26,8 +26,8 @@ NOTHING: Mapping[str, Any] = {}
 
 
 class Change(NamedTuple):
-    """What ``key`` is changed to, beside ``base``, and what the run is like (`effects.effects`); ``sees``: some of its
-    facts have to differ."""
+    """A value that ``key`` is changed to, beside ``base``; ``case``: the run (`effects.effects`); ``sees``: facts of
+    which some have to differ."""
 
     key: str
     value: Any

@@ -182,14 +182,14 @@ class Ended(BaseException):
 
 
 class _Third(Unobserved):
-    def __init__(self, engine: Engine, keeper: Third) -> None:
-        self._engine, self._keeper, self._steps = engine, keeper, 0
+    def __init__(self, engine: Engine, observer: Third) -> None:
+        self._engine, self._observer, self._steps = engine, observer, 0
         engine.ledger.reset()
 
     def after_step(self, result: Any) -> None:
         self._steps += 1
         if self._steps == 3:
-            self._keeper.sent = [(p, n, r.calls, r.sent_bytes, r.across_bytes) for p, n, r in self._engine.ledger]
+            self._observer.sent = [(p, n, r.calls, r.sent_bytes, r.across_bytes) for p, n, r in self._engine.ledger]
             self._engine.destroy(unshard=False)
             raise Ended
         self._engine.ledger.reset()
@@ -198,13 +198,13 @@ class _Third(Unobserved):
 def real(name: str, *arguments: str) -> list[tuple[Any, ...]]:
     sys.path.insert(0, str(zero_deepspeed.path()))
     sys.path.insert(0, str(Path(__file__).parent))
-    keeper = Third()
-    with supervised(keeper):
+    observer = Third()
+    with supervised(observer):
         try:
             run_as_main(str(SCRIPTS / name), arguments)
         except Ended:
             pass
-    return keeper.sent
+    return observer.sent
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""What all ranks know of a step's gradients: the global norm, which parameters had one, what is not finite."""
+"""Agree on a step's gradients: the global norm, which parameters had one, the first that is not finite."""
 
 from __future__ import annotations
 

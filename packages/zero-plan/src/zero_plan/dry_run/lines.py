@@ -18,7 +18,7 @@ _HINTS = (
         "first",
     ),
 )
-"""What to do about errors of torch, by what they say."""
+"""Part of the text of an error of torch -> advice for the user."""
 
 
 def sentence(error: BaseException, otherwise: str) -> str:

@@ -14,7 +14,7 @@ _ON_CPU: dict[Any, tuple[Any, int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: (_aten._scaled_dot_product_flash_attention, 4),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (_aten._scaled_dot_product_flash_attention_backward, 7),
 }
-"""What the CPU has of its own: the operation of accelerators that costs the same, and the place of ``is_causal``."""
+"""An operation that only the CPU has -> the one of accelerators that costs the same, and the place of ``is_causal``."""
 
 
 class Operations:
