@@ -69,7 +69,7 @@ def loads_plain(cases: list[tuple[str, int, dict[str, Any]]], states: dict[str, 
         train(engine, 5, 6)
         with engine.gathered(engine.module.parameters(), modifier_rank=0):
             engine.module.load_state_dict(zoo.build("plain").state_dict())
-        engine.optimizer.load_state_dict(states[optimizer])
+        engine.optimizer.load_state_dict(copy.deepcopy(states[optimizer]))  # torch trains on what it is given
         train(engine, 0, 2)
         found.append((training.weights(engine), engine.get_lr()))
         engine.destroy(unshard=False)
@@ -224,6 +224,40 @@ def refusals(stage: int, state: Any) -> list[str]:
 def test_a_state_that_does_not_fit_is_refused_by_name(stage: int) -> None:
     state = plain("adamw", 1)[1]
     for found in run_ranks(refusals, 2, stage, state):
-        assert "full parameters" in found[0]
+        assert "[11, 10] parameters" in found[0] and "[10, 10]" in found[0]
         assert all("'exp_avg' of parameter 'embedding.weight': expected shape (13, 8)" in text for text in found[1:3])
-        assert "param group" in found[3]
+        assert "[11, 10] parameters" in found[3] and "got [11]" in found[3]
+
+
+def swaps(stage: int) -> Any:
+    """Load the state dict of the neighbour; at stage 0 train on with it."""
+    engine = start("adamw", stage, {})
+    train(engine, 0, 2)
+    given: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(given, engine.optimizer.state_dict())
+    try:
+        engine.optimizer.load_state_dict(given[(dist.get_rank() + 1) % len(given)])
+        train(engine, 2, 4)
+        return training.bits(training.weights(engine))
+    except PartitionError as error:
+        return str(error)
+    finally:
+        engine.destroy(unshard=False)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_dict_of_another_rank_is_refused_by_name_unless_it_has_full_states(stage: int) -> None:
+    expected = run_ranks(goes_on, 2, stage)
+    for rank, found in enumerate(run_ranks(swaps, 2, stage)):
+        if stage == 0:
+            assert found == expected[rank]
+        else:
+            assert "other fragments than this rank's" in found and "'embedding.weight'" in found, found
+
+
+def goes_on(stage: int) -> Any:
+    engine = start("adamw", stage, {})
+    train(engine, 0, 4)
+    found = training.bits(training.weights(engine))
+    engine.destroy(unshard=False)
+    return found

@@ -120,13 +120,11 @@ class ZeroParameter(nn.Parameter):
             return self.data.flatten()
         entry = unit.layout.entries[index]
         shard = partition.residency.acquire(unit.name)
-        parts = [
-            shard[f.shard_offset : f.shard_offset + f.length].detach().clone()
-            for f in unit.layout.fragments(partition.rank)
-            if f.entry is entry
-        ]
+        fragment = unit.layout.fragment_of(entry, partition.rank)
+        start, length = (0, 0) if fragment is None else (fragment.shard_offset, fragment.length)
+        part = shard[start : start + length].detach().clone()
         partition.residency.release(unit.name, dirty=False)
-        return parts[0] if parts else shard.new_empty(0)
+        return part
 
     @property
     def ds_persist(self) -> bool:

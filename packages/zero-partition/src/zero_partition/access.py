@@ -256,11 +256,10 @@ def _gather_full_from_tier(
     wide = torch.promote_types(unit.plan.dtype, torch.float32)
     values = torch.zeros(unit.layout.shard_numel, dtype=wide, device=partition.device)
     _write(partition, unit, index, values, default.flatten().to(wide))
-    for fragment in unit.layout.fragments(partition.rank):
-        if fragment.entry is entry:
-            for _, kept in states.states([entry.name], decoded=True):
-                if kind in kept:
-                    values[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(kept[kind])
+    if (fragment := unit.layout.fragment_of(entry, partition.rank)) is not None:
+        for _, kept in states.states([entry.name], decoded=True):
+            if kind in kept:
+                values[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(kept[kind])
     return _gather_full(partition, unit, index, values)
 
 
@@ -269,10 +268,10 @@ def _write_to_tier(
 ) -> None:
     """Put a full parameter's ``kind`` where this rank's tier keeps its part."""
     entry = unit.layout.entries[index]
-    for fragment in unit.layout.fragments(partition.rank):
-        if fragment.entry is entry and kind in states.kinds(entry.name):
-            part = flat[fragment.param_offset : fragment.param_offset + fragment.length]
-            states.write({entry.name: {kind: part.cpu()}})
+    fragment = unit.layout.fragment_of(entry, partition.rank)
+    if fragment is not None and kind in states.kinds(entry.name):
+        part = flat[fragment.param_offset : fragment.param_offset + fragment.length]
+        states.write({entry.name: {kind: part.cpu()}})
 
 
 def _state_of(optimizer: ShardedOptimizer, owned: OwnedFragment, key: str) -> torch.Tensor | None:
@@ -299,10 +298,9 @@ def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, f
     if target.numel() == unit.layout.numel:
         target[entry.offset : entry.end].copy_(flat)
         return
-    for fragment in unit.layout.fragments(partition.rank):
-        if fragment.entry is entry:
-            part = flat[fragment.param_offset : fragment.param_offset + fragment.length]
-            target[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(part)
+    if (fragment := unit.layout.fragment_of(entry, partition.rank)) is not None:
+        part = flat[fragment.param_offset : fragment.param_offset + fragment.length]
+        target[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(part)
 
 
 def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:

@@ -56,12 +56,13 @@ class AddParamGroup:
 
 
 def check_groups(optimizer: Optimizer, expected: Sequence[nn.Parameter]) -> None:
-    """Raise `PartitionError` when the groups hold other tensors than the ``expected`` fragments, in their order."""
+    """Raise `PartitionError` when the groups hold other tensors than the ``expected`` ones, in their order."""
     held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     if len(held) != len(expected) or any(map(operator.is_not, held, expected)):
         raise PartitionError(
-            f"optimizer.param_groups was changed after initialize: it holds {len(held)} tensors, expected this rank's "
-            f"{len(expected)} fragments in their order. Change hyperparameters only; the weights were not changed."
+            f"optimizer.param_groups was changed after initialize: it holds {len(held)} tensors, expected the "
+            f"{len(expected)} that initialize put there, in their order. "
+            "Change hyperparameters only; the weights were not changed."
         )
 
 

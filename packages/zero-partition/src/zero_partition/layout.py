@@ -103,11 +103,16 @@ class UnitLayout:
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
         """Yield the parts of parameters that ``rank`` owns, in order; empty parameters have none."""
-        start, end = self.shard_range(rank)
         for entry in self.entries:
-            low, high = max(start, entry.offset), min(end, entry.end)
-            if low < high:
-                yield Fragment(entry, rank, low - entry.offset, low - start, high - low)
+            fragment = self.fragment_of(entry, rank)
+            if fragment is not None:
+                yield fragment
+
+    def fragment_of(self, entry: LayoutEntry, rank: int) -> Fragment | None:
+        """The part of one parameter that ``rank`` owns; None where it owns none."""
+        start, end = self.shard_range(rank)
+        low, high = max(start, entry.offset), min(end, entry.end)
+        return Fragment(entry, rank, low - entry.offset, low - start, high - low) if low < high else None
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +25,8 @@ from .norm import GridSquares, NormSquared, grid_squares, norm_squared
 from .optimizer_states import ListedParameter, OptimizerStates, sharded_state
 from .optimizer_tensors import OptimizerTensors, left_by_an_engine
 from .partition import Partition
-from .updates import FragmentUpdate, OwnedFragment, connect_norms, update_for
+from .planning import update_dtype
+from .updates import FragmentUpdate, OwnedFragment, Touched, connect_norms, update_for
 
 _ANEW = (
     "Build a new optimizer over the model's parameters. To keep its states, save a checkpoint before engine.destroy() "
@@ -78,6 +81,7 @@ class ShardedOptimizer:
         self._parts: ModelParts = parts if parts is not None else UnsplitModel()
         self.fragments: list[OwnedFragment] = []
         self._listed: list[list[ListedParameter]] = []
+        self._places: dict[str, tuple[int, int]] = {}  # of listed parameters: the unit's index, the position in it
         self._stepping = False
         own_hook = optimizer.register_step_pre_hook(self._refuse_direct_step)
         self._update = update_for(optimizer, partition, full=_needs_full_parameters(optimizer, partition, self._parts))
@@ -90,7 +94,6 @@ class ShardedOptimizer:
         self._states = OptimizerStates(
             optimizer, self._listed, partition.states, self._name_in_model, partition.readers.wait
         )
-        self._own_tensors = [owned.tensor for owned in self.fragments]
         self._tensors = self._guard_tensors(own_hook)
         self._gradients = GradientAgreement(
             optimizer, self._tensors, partition, self._parts, norm=norm, squares=squares
@@ -123,7 +126,7 @@ class ShardedOptimizer:
         """
         runtime = self._partition.runtime
         runtime.held_gradients.refuse_torn("step")
-        check_groups(self.inner, self._own_tensors)
+        check_groups(self.inner, [parameter.tensor for parameter in chain.from_iterable(self._listed)])
         self._states.take()
         runtime.end_backward()
         runtime.gradient_watch.end()
@@ -161,7 +164,7 @@ class ShardedOptimizer:
                     if begin is not None:
                         begin()
 
-                raised.append(self._step_inner(written))
+                raised.append(self._step_inner(written, agreed.touched))
 
             with self._tensors.opened():
                 self._update.run(agreed.touched, factor, step)
@@ -196,17 +199,26 @@ class ShardedOptimizer:
             factor *= min(1.0, self.clip / (norm + _CLIP_EPSILON))
         return factor
 
-    def _step_inner(self, begin: Callable[[], None]) -> Exception | None:
+    def _step_inner(self, begin: Callable[[], None], touched: Touched) -> Exception | None:
         self._stepping = True
         try:
-            return self._tensors.step(begin)
+            return self._tensors.step(begin, [] if self._partition.states else list(self._updated_elsewhere(touched)))
         finally:
             self._stepping = False
+
+    def _updated_elsewhere(self, touched: Touched) -> Iterator[nn.Parameter]:
+        """The tensors of parameters that have a gradient and of which this rank updates nothing."""
+        for parameter in chain.from_iterable(self._listed):
+            if parameter.owned is None and (place := self._places.get(parameter.name)) is not None:
+                index, number = place
+                if index in touched and touched[index][number]:
+                    yield parameter.tensor
 
     def _refuse_direct_step(self, *_: Any) -> None:
         if self._stepping:
             return
-        if (name := next(filter(None, map(left_by_an_engine, self._own_tensors)), None)) is not None:
+        tensors = (owned.tensor for owned in self.fragments)
+        if (name := next(filter(None, map(left_by_an_engine, tensors)), None)) is not None:
             raise PartitionError(
                 f"optimizer.step() after engine.destroy(): it has fragments of parameters, '{name}' for one, which the "
                 f"model does not use any more. {_ANEW}"
@@ -219,17 +231,18 @@ class ShardedOptimizer:
     def _guard_tensors(self, own_hook: RemovableHandle) -> OptimizerTensors:
         """Have what user code does to the tensors of the param groups count, or be refused."""
         partition, runtime = self._partition, self._partition.runtime
-        numbers = {owned.fragment.entry.name: (owned.unit.index, owned.number) for owned in self.fragments}
+        listed = list(chain.from_iterable(self._listed))
 
         def has_gradient(name: str) -> bool:
-            index, number = numbers[name]
+            if (place := self._places.get(name)) is None:
+                return False
+            index, number = place
             gradients = runtime.gradients[index]
             return (gradients.is_reduced or gradients.has_unreduced) and gradients.touched[number]
 
         tensors = OptimizerTensors(
             self.inner,
-            self._own_tensors,
-            [owned.fragment.entry.name for owned in self.fragments],
+            [(parameter.tensor, parameter.name) for parameter in listed],
             own_hook=own_hook,
             values_here=partition.states is None,
             stay=isinstance(self._update, FragmentUpdate),
@@ -251,19 +264,26 @@ class ShardedOptimizer:
         for number, group in enumerate(optimizer.param_groups):
             listed = []
             for position, parameter in enumerate(group["params"]):
-                name, fragments = self._own(parameter, number, position, seen)
-                listed.append(ListedParameter(name, parameter.shape, fragments))
-                for owned in fragments:
-                    if parameter in old_state:
-                        state = sharded_state(old_state[parameter], name, parameter.shape, owned)
-                        optimizer.state[owned.tensor] = state
+                name, owned = self._own(parameter, number, position, seen)
+                if owned is not None and parameter in old_state:
+                    state = sharded_state(old_state[parameter], name, parameter.shape, owned)
+                    optimizer.state[owned.tensor] = state
+                tensor = self._empty_like(parameter) if owned is None else owned.tensor
+                listed.append(ListedParameter(name, parameter.shape, owned, tensor))
             self._listed.append(listed)
-            group["params"] = [owned.tensor for parameter in listed for owned in parameter.fragments]
-            self.fragments.extend(owned for parameter in listed for owned in parameter.fragments)
+            group["params"] = [parameter.tensor for parameter in listed]
+            self.fragments.extend(parameter.owned for parameter in listed if parameter.owned is not None)
+
+    def _empty_like(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The tensor at the place of a parameter of which this rank updates nothing."""
+        found = self._partition.find(parameter)
+        dtype = parameter.dtype if found is None else update_dtype(found[0].plan, self._partition.options.policy)
+        empty = torch.empty(0, dtype=dtype, device=self._partition.device)
+        return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
     def _own(
         self, parameter: nn.Parameter, group: int, position: int, seen: set[int]
-    ) -> tuple[str, tuple[OwnedFragment, ...]]:
+    ) -> tuple[str, OwnedFragment | None]:
         """The name of a listed parameter, and what this rank updates of it."""
         where = f"param_groups[{group}]['params'][{position}]"
         if id(parameter) in seen:
@@ -274,7 +294,7 @@ class ShardedOptimizer:
         found = self._partition.find(parameter)
         if found is None:
             if not parameter.requires_grad or parameter.numel() == 0:
-                return where, ()
+                return where, None
             if (name := left_by_an_engine(parameter)) is not None:
                 raise PartitionError(
                     f"{where} is a fragment of parameter '{name}', with which an engine stepped that is destroyed. "
@@ -285,7 +305,8 @@ class ShardedOptimizer:
                 "build the optimizer over that model's parameters"
             )
         unit, index = found
-        return unit.names[index], tuple(self._update.own(unit, index))
+        self._places[unit.names[index]] = unit.index, index
+        return unit.names[index], self._update.own(unit, index)
 
 
 def _needs_full_parameters(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:

@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,15 +20,18 @@ from .tier_states import TierStates
 from .updates import OwnedFragment
 
 StateDict = dict[str, Any]
+_FRAGMENTS = "zero_fragments"  # in a state dict of fragments: by parameter, its elements
 
 
 @dataclass(frozen=True)
 class ListedParameter:
-    """A parameter as the user listed it in a param group: its ``fragments`` are what this rank updates of it."""
+    """A parameter as the user listed it in a param group: ``tensor`` is there now, with what this rank updates of it,
+    ``owned``; without that it is empty."""
 
     name: str
     shape: torch.Size
-    fragments: tuple[OwnedFragment, ...]
+    owned: OwnedFragment | None
+    tensor: nn.Parameter
 
 
 class OptimizerStates:
@@ -36,9 +40,9 @@ class OptimizerStates:
 
     ``listed``: by group, the parameters as the user listed them. ``name_of``: the name of a parameter of the model,
     "" for anything else; ``before_write`` returns when states may be written. `load_state_dict` takes what this
-    optimizer's `state_dict` gave on this rank, and what plain torch's gave for the full parameters in the same order:
-    of that every rank keeps its part. Anything else is refused by name. Weights and masters are not touched. Nothing
-    communicates.
+    optimizer's `state_dict` gave on this rank, and what plain torch's gave for the full parameters in the same order,
+    as `state_dict` does at stage 0: of that every rank keeps its part. Anything else is refused by name. Weights and
+    masters are not touched. Nothing communicates.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class OptimizerStates:
         self._tier, self._name_of, self._before_write = tier, name_of, before_write
         self._on_tier: TierStates | None = None
         self.take()
-        optimizer.register_state_dict_post_hook(self._read_tier)
+        optimizer.register_state_dict_post_hook(self._complete)
         optimizer.register_load_state_dict_pre_hook(self._shard)
         optimizer.register_load_state_dict_post_hook(self.take)
 
@@ -113,13 +117,17 @@ class OptimizerStates:
             tier.write(fresh)
 
     def _fragments(self) -> list[OwnedFragment]:
-        return [owned for group in self._listed for parameter in group for owned in parameter.fragments]
+        return [listed.owned for group in self._listed for listed in group if listed.owned is not None]
 
-    def _read_tier(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict | None:
-        """`state_dict` has the tier's moments; 8-bit ones, which torch's format has no room for, are left out."""
+    def _complete(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+        """`state_dict` says which fragments its states are of, and has the tier's moments; 8-bit ones, which torch's
+        format has no room for, are left out."""
+        if any(parameter.tensor.shape != parameter.shape for parameter in chain.from_iterable(self._listed)):
+            state_dict = {**state_dict, _FRAGMENTS: self._ranges()}
         if self._tier is None:
-            return None
-        number = {owned.fragment.entry.name: index for index, owned in enumerate(self._fragments())}
+            return state_dict
+        listed = chain.from_iterable(self._listed)
+        number = {parameter.name: index for index, parameter in enumerate(listed) if parameter.owned is not None}
         state = {}
         for name, kept in self._tier.states(list(number)):
             moments = {kind: value for kind, value in kept.items() if kind != "master"}
@@ -128,48 +136,41 @@ class OptimizerStates:
         return {**state_dict, "state": state}
 
     def _shard(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict | None:
-        saved = [list(group["params"]) for group in state_dict["param_groups"]]
-        states = state_dict["state"]
-        fragments = [[owned for parameter in group for owned in parameter.fragments] for group in self._listed]
-        if len(saved) != len(fragments):
-            raise PartitionError(
-                f"optimizer.load_state_dict: expected {len(fragments)} param group(s), got {len(saved)}"
-            )
-        if _counts(saved) == _counts(fragments) and self._fit_fragments(saved, fragments, states):
-            self._refuse_left_out(states)
-            return None
+        saved, states = [list(group["params"]) for group in state_dict["param_groups"]], state_dict["state"]
         if _counts(saved) != _counts(self._listed):
             raise PartitionError(
-                f"optimizer.load_state_dict: expected groups of {_counts(self._listed)} full parameters, as plain "
-                f"torch saves them, or of {_counts(fragments)} fragments, as this rank's state_dict() gives them; got "
-                f"{_counts(saved)}. engine.load_checkpoint loads at any number of ranks and stage"
+                f"optimizer.load_state_dict: expected param groups of {_counts(self._listed)} parameters, as the "
+                f"optimizer was made with, got {_counts(saved)}. Nothing was changed."
             )
-        return self._sharded(state_dict, saved, states)
+        self._check_fragments(state_dict.get(_FRAGMENTS))
+        numbered = list(zip(chain.from_iterable(saved), chain.from_iterable(self._listed), strict=True))
+        if all(_fits(parameter, states.get(number, {})) for number, parameter in numbered):
+            self._refuse_left_out(states)
+            return None
+        sharded = {
+            number: sharded_state(states[number], parameter.name, parameter.shape, parameter.owned)
+            for number, parameter in numbered
+            if parameter.owned is not None and states.get(number)
+        }
+        return {**state_dict, "state": sharded}
 
-    def _sharded(self, state_dict: StateDict, saved: list[list[Any]], states: Mapping[Any, Any]) -> StateDict:
-        groups, sharded, index = [], {}, 0
-        for group, numbers, listed in zip(state_dict["param_groups"], saved, self._listed, strict=True):
-            first = index
-            for number, parameter in zip(numbers, listed, strict=True):
-                for owned in parameter.fragments:
-                    if states.get(number):
-                        sharded[index] = sharded_state(states[number], parameter.name, parameter.shape, owned)
-                    index += 1
-            groups.append({**group, "params": list(range(first, index))})
-        return {**state_dict, "state": sharded, "param_groups": groups}
+    def _ranges(self) -> dict[str, list[int]]:
+        """By parameter, the elements of it that this rank updates: the first one, and the first one behind."""
+        fragments = [owned.fragment for owned in self._fragments()]
+        return {f.entry.name: [f.param_offset, f.param_offset + f.length] for f in fragments}
 
-    def _fit_fragments(
-        self, saved: list[list[Any]], fragments: Sequence[Sequence[OwnedFragment]], states: Mapping[Any, Any]
-    ) -> bool:
-        """Return whether states have the fragments' shapes; those of full parameters may have the optimizer's own."""
-        for numbers, owned_ones in zip(saved, fragments, strict=True):
-            for number, owned in zip(numbers, owned_ones, strict=True):
-                full = owned.tensor.shape == torch.Size(owned.fragment.entry.shape)
-                for value in states.get(number, {}).values():
-                    if isinstance(value, torch.Tensor) and value.dim() and value.shape != owned.tensor.shape:
-                        if not full or value.numel() == owned.tensor.numel():
-                            return False
-        return True
+    def _check_fragments(self, saved: dict[str, list[int]] | None) -> None:
+        """Refuse states of fragments that are not this rank's."""
+        here = self._ranges()
+        if saved is None or saved == here:
+            return
+        name = next(name for name in (*here, *saved) if here.get(name) != saved.get(name))
+        raise PartitionError(
+            f"optimizer.load_state_dict: the states are of other fragments than this rank's: of '{name}' it updates "
+            f"{_described(here.get(name))}, the state dict has {_described(saved.get(name))}. At stages 1 to 3 "
+            "optimizer.state_dict() is of one rank: load it on the rank that saved it, or use engine.save_checkpoint "
+            "and engine.load_checkpoint, which load at any number of ranks and stage. Nothing was changed."
+        )
 
     def _refuse_left_out(self, states: Mapping[Any, Any]) -> None:
         """A state dict without the moments that are 8-bit on the tier would silently reset them."""
@@ -200,6 +201,25 @@ def sharded_state(state: Mapping[str, Any], name: str, shape: torch.Size, owned:
         else:
             part[key] = copy.deepcopy(value)
     return defaultdict(dict, part) if isinstance(state, defaultdict) else part
+
+
+def _described(elements: list[int] | None) -> str:
+    return "nothing" if elements is None else f"elements {elements[0]} to {elements[1] - 1}"
+
+
+def _fits(parameter: ListedParameter, state: Mapping[str, Any]) -> bool:
+    """Return whether a state is of what this rank updates of a parameter; one of a full parameter may have shapes of
+    the optimizer's own."""
+    if parameter.owned is None:
+        return not state
+    shape = parameter.tensor.shape
+    return not any(
+        isinstance(value, torch.Tensor)
+        and value.dim()
+        and value.shape != shape
+        and (shape != parameter.shape or value.numel() == shape.numel())
+        for value in state.values()
+    )
 
 
 def _counts(groups: Sequence[Sequence[Any]]) -> list[int]:

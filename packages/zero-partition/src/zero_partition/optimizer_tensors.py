@@ -45,7 +45,7 @@ class Phase(enum.Enum):
 
 
 class OptimizerTensors:
-    """Guards the ``tensors`` of ``optimizer``'s param groups, by their parameters' names.
+    """Guards the tensors of ``optimizer``'s param groups; ``named``: each with its parameter's name.
 
     ``own_hook``: the handle of a step hook of the engine's own; other hooks of the same kind are the user's.
     ``values_here``: the tensors hold the values that the optimizer updates, at least in its step; ``stay``: between
@@ -56,8 +56,7 @@ class OptimizerTensors:
     def __init__(
         self,
         optimizer: Optimizer,
-        tensors: Sequence[nn.Parameter],
-        names: Sequence[str],
+        named: Sequence[tuple[nn.Parameter, str]],
         *,
         own_hook: RemovableHandle,
         values_here: bool,
@@ -66,7 +65,7 @@ class OptimizerTensors:
         has_gradient: Callable[[str], bool],
     ) -> None:
         self._optimizer = optimizer
-        self._tensors = list(tensors)
+        self._tensors = [tensor for tensor, _ in named]
         self._own_hook = own_hook
         self._values_here, self._stay, self._split = values_here, stay, split
         self._has_gradient = has_gradient
@@ -75,7 +74,7 @@ class OptimizerTensors:
         self._own_post_hook = optimizer.register_step_post_hook(self._note_updated)
         if (hooks := self._own_post_hook.hooks_dict_ref()) is not None:
             hooks.move_to_end(self._own_post_hook.id, last=False)  # the first one of all
-        for tensor, name in zip(tensors, names, strict=True):
+        for tensor, name in named:
             tensor.__dict__[REFERENCE] = (self, name)
         self._close(Phase.IDLE)
 
@@ -95,17 +94,24 @@ class OptimizerTensors:
         hooks = self._own_hook.hooks_dict_ref()
         return bool(optimizers._global_optimizer_pre_hooks) or (hooks is not None and len(hooks) > 1)
 
-    def step(self, begin: Callable[[], None]) -> Exception | None:
+    def step(self, begin: Callable[[], None], updated_elsewhere: Sequence[nn.Parameter] = ()) -> Exception | None:
         """Have the optimizer step, inside `opened`: the user's step pre-hooks, ``begin``, its arithmetic, the user's
-        post-hooks. Return what one of these raised: the update itself is done then."""
+        post-hooks. Return what one of these raised: the update itself is done then.
+
+        ``updated_elsewhere``: empty tensors whose parameters other ranks update; pre-hooks find empty gradients.
+        """
         self._updated = False
         if not self.is_hooked:
             begin()
             return self._step_inner()
+        for tensor in updated_elsewhere:
+            tensor.grad = torch.empty_like(tensor)
         self._close(Phase.HOOKS)
 
         def open_and_begin(*_: Any) -> None:
             self._open()
+            for tensor in updated_elsewhere:
+                tensor.grad = None
             begin()
 
         opening = self._optimizer.register_step_pre_hook(open_and_begin)  # the last one of all

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zero_comm import Tag
 
-from .layout import Fragment, LayoutEntry
+from .layout import Fragment
 from .needs import NormOptimizer, PartialNorms
 from .partition import Partition
 from .stretches import Stretches
@@ -48,8 +48,8 @@ class OptimizerStep(Protocol):
 class Update(Protocol):
     """The step of a transaction, after all ranks agreed that it is taken."""
 
-    def own(self, unit: Unit, number: int) -> Iterator[OwnedFragment]:
-        """Yield what this rank updates of the unit's parameter ``number``."""
+    def own(self, unit: Unit, number: int) -> OwnedFragment | None:
+        """Return what this rank updates of the unit's parameter ``number``."""
 
     def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
         """Give the owned tensors their gradients times ``factor``, none where no rank had one; call ``step``; have
@@ -63,26 +63,29 @@ def start_in_reduced(unit: Unit, fragment: Fragment) -> int:
 
 
 class FragmentUpdate:
-    """The optimizer's parameters are views of the masters, one per fragment; with ``full`` (stage 0), one per
-    parameter."""
+    """The optimizer's parameters are views of the masters: of this rank's fragments, or at stage 0 of full
+    parameters."""
 
-    def __init__(self, partition: Partition, *, full: bool) -> None:
+    def __init__(self, partition: Partition) -> None:
         self._partition = partition
-        self._full = full
         self.fragments: list[OwnedFragment] = []
         self._of_unit: dict[int, tuple[list[OwnedFragment], Stretches]] = {}
 
-    def own(self, unit: Unit, number: int) -> Iterator[OwnedFragment]:
-        """Yield what this rank updates of the unit's parameter ``number``."""
-        if unit.master is None:
-            return
-        for fragment in self._parts(unit, unit.layout.entries[number]):
-            start = start_in_reduced(unit, fragment)
-            view = unit.master[start : start + fragment.length]
-            tensor = nn.Parameter(view.view(fragment.entry.shape) if self._full else view)
-            owned = OwnedFragment(unit, number, fragment, tensor)
-            self.fragments.append(owned)
-            yield owned
+    def own(self, unit: Unit, number: int) -> OwnedFragment | None:
+        """Return what this rank updates of the unit's parameter ``number``."""
+        entry, is_full = unit.layout.entries[number], self._partition.options.stage == 0
+        fragment = (
+            Fragment(entry, 0, 0, entry.offset, entry.numel)
+            if is_full
+            else unit.layout.fragment_of(entry, self._partition.rank)
+        )
+        if unit.master is None or fragment is None:
+            return None
+        start = start_in_reduced(unit, fragment)
+        view = unit.master[start : start + fragment.length]
+        owned = OwnedFragment(unit, number, fragment, nn.Parameter(view.view(entry.shape) if is_full else view))
+        self.fragments.append(owned)
+        return owned
 
     @torch.no_grad()
     def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
@@ -110,11 +113,6 @@ class FragmentUpdate:
             numel = 0 if master is None else master.numel()
             yield index, (fragments, Stretches(places, numel, [o.tensor.shape for o in fragments]))
 
-    def _parts(self, unit: Unit, entry: LayoutEntry) -> list[Fragment]:
-        if self._full:
-            return [Fragment(entry, 0, 0, entry.offset, entry.numel)]
-        return [f for rank in self._partition.owned_ranks() for f in unit.layout.fragments(rank) if f.entry is entry]
-
 
 class ParameterUpdate:
     """For optimizers that need full parameters while masters are sharded: every parameter has one rank that updates
@@ -130,18 +128,19 @@ class ParameterUpdate:
         self._listed: dict[int, set[int]] = {}
         self.fragments: list[OwnedFragment] = []
 
-    def own(self, unit: Unit, number: int) -> Iterator[OwnedFragment]:
-        """Yield the full parameter at its owner, nothing on other ranks."""
+    def own(self, unit: Unit, number: int) -> OwnedFragment | None:
+        """Return the full parameter at its owner, nothing on other ranks."""
         if unit.master is None:
-            return
+            return None
         self._listed.setdefault(unit.index, set()).add(number)
         entry = unit.layout.entries[number]
-        if self._owner[entry.name] == self._partition.rank:
-            placeholder = torch.zeros((), dtype=unit.master.dtype, device=unit.master.device).expand(entry.shape)
-            fragment = Fragment(entry, self._partition.rank, 0, 0, entry.numel)
-            owned = OwnedFragment(unit, number, fragment, nn.Parameter(placeholder))
-            self.fragments.append(owned)
-            yield owned
+        if self._owner[entry.name] != self._partition.rank:
+            return None
+        placeholder = torch.zeros((), dtype=unit.master.dtype, device=unit.master.device).expand(entry.shape)
+        fragment = Fragment(entry, self._partition.rank, 0, 0, entry.numel)
+        owned = OwnedFragment(unit, number, fragment, nn.Parameter(placeholder))
+        self.fragments.append(owned)
+        return owned
 
     @torch.no_grad()
     def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
@@ -187,10 +186,9 @@ class ParameterUpdate:
             full = mine[number].flatten() if number in mine else shard.new_empty(entry.numel)
             tag = Tag("broadcast", entry.name, self._partition.runtime.step)
             group.broadcast(full, self._owner[entry.name], tag).wait()
-            for fragment in unit.layout.fragments(rank):
-                if fragment.entry is entry:
-                    part = full[fragment.param_offset : fragment.param_offset + fragment.length]
-                    shard[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(part)
+            if (fragment := unit.layout.fragment_of(entry, rank)) is not None:
+                part = full[fragment.param_offset : fragment.param_offset + fragment.length]
+                shard[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(part)
 
 
 class TierUpdate:
@@ -202,17 +200,16 @@ class TierUpdate:
         self._states = states
         self.fragments: list[OwnedFragment] = []
 
-    def own(self, unit: Unit, number: int) -> Iterator[OwnedFragment]:
-        """Yield the part of the parameter in this rank's shard."""
-        if unit.states is None:
-            return
-        for fragment in unit.layout.fragments(self._partition.rank):
-            if fragment.entry is unit.layout.entries[number]:
-                wide = torch.promote_types(unit.plan.dtype, torch.float32)
-                placeholder = torch.zeros((), dtype=wide, device=self._partition.device).expand(fragment.length)
-                owned = OwnedFragment(unit, number, fragment, nn.Parameter(placeholder))
-                self.fragments.append(owned)
-                yield owned
+    def own(self, unit: Unit, number: int) -> OwnedFragment | None:
+        """Return the part of the parameter in this rank's shard."""
+        fragment = unit.layout.fragment_of(unit.layout.entries[number], self._partition.rank)
+        if unit.states is None or fragment is None:
+            return None
+        wide = torch.promote_types(unit.plan.dtype, torch.float32)
+        placeholder = torch.zeros((), dtype=wide, device=self._partition.device).expand(fragment.length)
+        owned = OwnedFragment(unit, number, fragment, nn.Parameter(placeholder))
+        self.fragments.append(owned)
+        return owned
 
     def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
         """Step on the tier; the new weights are in the shards."""
@@ -225,29 +222,22 @@ class TierUpdate:
 
 
 class NormReduction:
-    """Adds up an optimizer's partial norms: over this rank's fragments of a parameter, then over ranks in rank order,
-    so that the sums are the same at every stage."""
+    """Adds up an optimizer's partial norms over the ranks, in rank order; at stage 0 they are of full parameters."""
 
     def __init__(self, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
         self._partition = partition
         self._key = {id(o.tensor): f"{o.unit.index}.{o.number}" for o in fragments}
-        self._rank = {id(o.tensor): o.fragment.rank for o in fragments}
 
     def __call__(self, partial: PartialNorms) -> list[tuple[float, ...]]:
         """Norms of full parameters, in the order of ``partial``. Collective."""
-        mine: dict[str, dict[str, list[float]]] = {}
-        for tensor, norms in partial:
-            mine.setdefault(str(self._rank[id(tensor)]), {})[self._key[id(tensor)]] = list(norms)
         if self._partition.options.stage == 0:
-            answers = [mine]
-        else:
-            answers = self._partition.runtime.agree("norms", "", mine)[: self._partition.world_size]
+            return [tuple(norms) for _, norms in partial]
+        mine = {self._key[id(tensor)]: list(norms) for tensor, norms in partial}
         totals: dict[str, tuple[float, ...]] = {}
-        for rank in range(self._partition.world_size):
-            for answer in answers:
-                for key, part in answer.get(str(rank), {}).items():
-                    before = totals.get(key, (0.0,) * len(part))
-                    totals[key] = tuple(a + b for a, b in zip(before, part, strict=True))
+        for answer in self._partition.runtime.agree("norms", "", mine)[: self._partition.world_size]:
+            for key, part in answer.items():
+                before = totals.get(key, (0.0,) * len(part))
+                totals[key] = tuple(a + b for a, b in zip(before, part, strict=True))
         return [totals[self._key[id(tensor)]] for tensor, _ in partial]
 
 
@@ -264,12 +254,12 @@ def step_with(fragments: Sequence[OwnedFragment], factor: float, step: Optimizer
 
 
 def update_for(optimizer: Optimizer, partition: Partition, *, full: bool) -> Update:
-    """Choose how ``optimizer`` runs; ``full``: it needs full parameters."""
+    """Choose how ``optimizer`` runs; ``full``: it needs full parameters at every stage."""
     if partition.states is not None:
         return TierUpdate(partition, partition.states)
     if full and partition.options.stage >= 1:
         return ParameterUpdate(partition)
-    return FragmentUpdate(partition, full=full)
+    return FragmentUpdate(partition)
 
 
 def connect_norms(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from zero_ckpt import AsyncSaver, CheckpointError, Coordinator, Interval, SoloCoordinator, save_sharded
 from zero_ckpt.torch import DistCoordinator, RngState, Stager
 from zero_offload import BudgetError, HostBudget, Sealed
-from zero_partition import DeviceResidency, OwnedFragment, Unit
+from zero_partition import DeviceResidency, Fragment, OwnedFragment, Unit
 
 from ..errors import UsageError
 from ..offloading import Offloading
@@ -314,11 +314,13 @@ def state_intervals(
         if unit.states is not None:
             yield from tier_intervals(unit.states, unit, parts.rank, sealed, replicas=replicas)
     if state.optimizer is not None:
-        several = len(parts.owned_ranks()) > 1  # fragments of one parameter on this rank
         for owned in state.optimizer.fragments:
-            if replicas or owned.fragment.rank == parts.rank:
+            part: Fragment | None = owned.fragment
+            if parts.options.stage == 0 and not replicas:  # every rank has all states, and writes its own part of them
+                part = owned.unit.layout.fragment_of(owned.fragment.entry, parts.rank)
+            if part is not None:
                 kept = state.optimizer.state_of(owned)
-                yield from _optimizer_intervals(stager, owned, kept, replicas=replicas and not several)
+                yield from _optimizer_intervals(stager, owned, part, kept, replicas=replicas)
         yield from rank_intervals(state, stager)
     if replicated:
         for name, buffer in state.module.named_buffers():
@@ -339,16 +341,22 @@ def _following(interval: Interval, length: int, unit: Unit, copied: CopiedWeight
 
 
 def _optimizer_intervals(
-    stager: Stager, owned: OwnedFragment, state: Mapping[str, Any], *, replicas: bool
+    stager: Stager, owned: OwnedFragment, part: Fragment, state: Mapping[str, Any], *, replicas: bool
 ) -> Iterator[Interval]:
-    fragment, entry = owned.fragment, owned.fragment.entry
+    """Yield the intervals of ``part`` of an owned fragment's states; the first part of a parameter has what is of all
+    its elements. ``replicas``: every part has it."""
+    held, entry = owned.fragment, owned.fragment.entry
     for key, value in state.items():
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-        if tensor.dim() and tensor.numel() != fragment.length:
-            yield from stager.intervals(entry.name, key, tensor.contiguous())
-        elif tensor.dim():
+        if tensor.dim() and tensor.numel() == held.length:
+            start = part.param_offset - held.param_offset
+            values = tensor.reshape(-1)[start : start + part.length]
             yield from stager.intervals(
-                entry.name, key, tensor, shape=entry.shape, offset=fragment.param_offset, stays=True
+                entry.name, key, values, shape=entry.shape, offset=part.param_offset, stays=True
             )
-        elif fragment.param_offset == 0 or replicas:
+        elif part.param_offset > 0 and not replicas:
+            continue
+        elif tensor.dim():
+            yield from stager.intervals(entry.name, key, tensor.contiguous())
+        else:
             yield from stager.intervals(entry.name, f"{key}.scalar", tensor.reshape(()).cpu())

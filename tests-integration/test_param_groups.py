@@ -1,0 +1,138 @@
+"""The tensors in param groups stand where the user listed their parameters, on every rank, stage and tier."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+import zoo
+from training import DTYPES, LR, Run, deviation
+
+import zero_core
+from zero_comm import run_ranks
+
+STAGES = (0, 1, 2, 3)
+SOAK = pytest.mark.soak
+
+
+def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two groups, not in the model's order; the first has a frozen parameter in it."""
+    model.blocks[1].up.weight.requires_grad_(False)
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2][::-1]}, {"params": parameters[1::2], "lr": LR / 2}]
+
+
+def by_position(optimizer: Any, model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Each listed parameter's name beside the tensor at its place."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    listed = [names[id(p)] for group in groups_of(model) for p in group["params"]]
+    return list(zip(listed, (t for group in optimizer.param_groups for t in group["params"]), strict=True))
+
+
+def in_hooks(optimizer: Any, model: torch.nn.Module) -> None:
+    """Give one parameter, found by its place, twice its gradient before each step, and take a tenth of another's weight
+    after it. No gradient is looked for twice: in torch each of these has one."""
+    order = [name for name, _ in by_position(optimizer, model)]
+    doubled, shrunk = order.index("blocks.0.down.weight"), order.index("blocks.1.down.weight")
+
+    def tensors(opt: Any) -> list[torch.Tensor]:
+        return [t for group in opt.param_groups for t in group["params"]]
+
+    def double(opt: Any, *_: Any) -> None:
+        tensors(opt)[doubled].grad.mul_(2.0)
+
+    def shrink(opt: Any, *_: Any) -> None:
+        tensors(opt)[shrunk].data.mul_(0.9)
+
+    optimizer.register_step_pre_hook(double)
+    optimizer.register_step_post_hook(shrink)
+
+
+def plain(steps: int, *, hooked: bool) -> tuple[dict[str, torch.Tensor], Any]:
+    model = zoo.build("plain")
+    optimizer = torch.optim.AdamW(groups_of(model), lr=LR)
+    if hooked:
+        in_hooks(optimizer, model)
+    for step in range(steps):
+        sum(model(*zoo.batch(step, 0))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}, copy.deepcopy(optimizer.state_dict())
+
+
+def positions(stages: tuple[int, ...], zero: dict[str, Any], dtype: str) -> list[Any]:
+    """By stage: (name, full shape, this rank's tensor's elements, its weights' and states' elements by place)."""
+    found = []
+    for stage in stages:
+        model = zoo.build("plain", DTYPES["fp32" if dtype == "bf16" else dtype])
+        optimizer = torch.optim.AdamW(groups_of(model), lr=LR)
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        settings = training.config(Run(dtype=dtype), stage, torch.distributed.get_world_size(), **zero)
+        engine = zero_core.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        training.train(engine, Run(dtype=dtype), 0, 2)
+        rows = []
+        state = engine.optimizer.state_dict()["state"]
+        for place, (name, tensor) in enumerate(by_position(engine.optimizer, engine.module)):
+            kept = state.get(place, {}).get("exp_avg")
+            full = engine.full_state(dict(engine.module.named_parameters())[name], "exp_avg") if kept_by(name) else None
+            part = (
+                None
+                if kept is None or full is None
+                else bool(torch.isin(kept.flatten(), full.flatten().to(kept)).all())
+            )
+            rows.append((name, shapes[name], tuple(tensor.shape), 0 if kept is None else kept.numel(), part))
+        found.append(rows)
+        engine.destroy(unshard=False)
+    return found
+
+
+def kept_by(name: str) -> bool:
+    return name != "blocks.1.up.weight"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("tier", ["device", "cpu", pytest.param("nvme", marks=SOAK)])
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_listed_parameters_keep_their_places(world: int, tier: str, dtype: str, tmp_path: Path) -> None:
+    if tier != "device" and dtype == "fp64":
+        dtype = "fp32"
+    zero = {} if tier == "device" else {"offload_optimizer": {"device": tier, "nvme_path": str(tmp_path)}}
+    stages = STAGES if tier == "device" else STAGES[1:]
+    results = run_ranks(positions, world, stages, zero, dtype)
+    for number, stage in enumerate(stages):
+        for place, (name, shape, _, _, _) in enumerate(results[0][number]):
+            ranks = [result[number][place] for result in results]
+            assert all(row[:2] == (name, shape) for row in ranks)
+            elements = [torch.Size(row[2]).numel() for row in ranks]
+            trained = shape.numel() if kept_by(name) else 0
+            if stage == 0:
+                assert all(row[2] == (tuple(shape) if trained else (0,)) for row in ranks), (name, ranks)
+                assert elements == [row[3] for row in ranks] == [trained] * world
+            else:
+                assert sum(elements) == trained == sum(row[3] for row in ranks), (stage, name, ranks)
+            assert all(row[4] is not False for row in ranks), (stage, name)
+
+
+def hooked(stages: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for stage in stages:
+        model = zoo.build("plain")
+        optimizer = torch.optim.AdamW(groups_of(model), lr=LR)
+        settings = training.config(Run(), stage, torch.distributed.get_world_size())
+        engine = zero_core.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        in_hooks(engine.optimizer, engine.module)
+        training.train(engine, Run(), 0, 3)
+        found.append(training.weights(engine))
+        engine.destroy(unshard=False)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_hooks_find_gradients_and_weights_by_place(world: int) -> None:
+    expected, _ = plain(3, hooked=True)
+    for result in run_ranks(hooked, world, STAGES):
+        assert max(deviation(weights, expected) for weights in result) < 1e-12
