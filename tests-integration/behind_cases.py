@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_core
-from zero_ckpt import open_checkpoint
+from zero_ckpt import CheckpointError, open_checkpoint
 from zero_core.checkpoint import Saver
 from zero_core.checkpoint.saving import OwnDialect
 
@@ -219,6 +219,32 @@ def differences_after_unseen_writes(root: str, stage: int) -> list[str]:
         )
         assert bool((written[::3] == 1.5).all())
     return found
+
+
+def refusal_of_traced_write(root: str, what: str) -> str:
+    """What a save behind training says when a state or a master that was taken before it is written right after it."""
+    engine = start(Path(root), 2, "device", "bf16", {})
+    step(engine)
+    engine.save_checkpoint(root, tag="good")
+    step(engine, 1)
+    optimizer: Any = engine.optimizer
+    masters = [unit.master for unit in engine.training_state.partition.units if unit.master is not None]
+    kept = {"exp_avg": next(iter(optimizer.state.values()))["exp_avg"], "master": masters[0]}
+    behind = engine._parts.checkpoints._saver._behind
+    assert behind is not None
+    behind.wait()
+    returned = threading.Event()
+    behind._copier.submit(returned.wait, 60)
+    engine.save_checkpoint(root, tag="torn")
+    kept[what].mul_(0.5)
+    returned.set()
+    try:
+        behind.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
 
 
 def attack(root: str, stage: int, tier: str, dtype: str, changes: dict[str, Any], names: list[str]) -> list[str]:

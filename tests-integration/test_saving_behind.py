@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from behind_cases import TIERS, attack, differences_after_unseen_writes
+from behind_cases import TIERS, attack, differences_after_unseen_writes, refusal_of_traced_write
 
 from zero_ckpt import open_checkpoint
 from zero_comm import run_ranks
@@ -44,6 +44,13 @@ def test_the_checkpoint_holds_the_state_at_the_call(
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.soak) for stage in (1, 2, 3))])
 def test_masters_follow_writes_without_a_trace_as_in_a_save_at_once(stage: int, tmp_path: Path) -> None:
     assert run_ranks(differences_after_unseen_writes, 2, str(tmp_path), stage) == [[], []]
+
+
+@pytest.mark.parametrize("what", ["exp_avg", "master"])
+def test_a_write_to_what_was_taken_before_the_save_fails_it_by_name(what: str, tmp_path: Path) -> None:
+    for said in run_ranks(refusal_of_traced_write, 2, str(tmp_path), what):
+        assert f"({what}) was written before it was copied" in said and "rank 0" in said and "rank 1" in said
+    assert not (tmp_path / "torn").exists() and open_checkpoint(tmp_path).tag == "good"
 
 
 ENDS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -229,3 +230,67 @@ def test_what_comes_first_runs_behind_the_save_and_its_failure_is_the_saves_on_e
     for waited, message in on_ranks(2, body):
         assert not waited and "rank 1" in message and "the drive is gone" in message
     assert not (tmp_path / "t1").exists() and open_checkpoint(tmp_path).tag == "t2"
+
+
+def test_intervals_that_come_behind_the_save_are_described_on_its_thread_from_copies_of_the_call(
+    tmp_path: Path,
+) -> None:
+    weights, states, asked = bytearray(b"w" * 1000), bytearray(b"s" * 500), []
+    opened, thread = threading.Event(), []
+
+    def describe(copies: Sequence[memoryview]) -> list[Interval]:
+        assert opened.wait(20)
+        thread.append(threading.current_thread())
+        first, second = (Interval(f"w{at}", "param", (600,), "U8", 0, copies[0][at : at + 600]) for at in (0, 400))
+        return [first, second, Interval("w0", "exp_avg", (500,), "U8", 0, states)]
+
+    with AsyncSaver(allow=asked.append) as saver:
+        saver.save(tmp_path, "t", [interval(bytearray(b"n" * 100))], memory=[weights], behind=describe, step=1)
+        weights[:] = b"x" * 1000
+        opened.set()
+        saver.copied()
+        states[:] = b"x" * 500
+    assert thread != [threading.current_thread()]
+    assert asked == [128 + 1024, 512], "parts of the copies are copied once"
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.read("w0", "param") == checkpoint.read("w400", "param") == b"w" * 600
+    assert checkpoint.read("w0", "exp_avg") == b"s" * 500 and checkpoint.read("w", "param") == b"n" * 100
+
+
+def test_what_fails_while_intervals_are_described_behind_is_the_saves_failure_on_every_rank(tmp_path: Path) -> None:
+    def body(coordinator: ThreadCoordinator) -> str:
+        def describe(copies: Sequence[memoryview]) -> list[Interval]:
+            if coordinator.rank:
+                raise OSError(5, "the drive is gone", "store.g000001")
+            return []
+
+        with AsyncSaver(coordinator) as saver:
+            mine = [Interval("w", "param", (2,), "U8", coordinator.rank, b"x")]
+            saver.save(tmp_path, "t1", mine, behind=describe, step=1)
+            saver.copied()
+            try:
+                saver.wait()
+            except CheckpointError as error:
+                message = str(error)
+            saver.save(tmp_path, "t2", mine, step=2)
+        return message
+
+    for message in on_ranks(2, body):
+        assert "rank 1" in message and "the drive is gone" in message
+    assert not (tmp_path / "t1").exists() and open_checkpoint(tmp_path).tag == "t2"
+
+
+def test_copies_of_one_save_stay_until_it_is_written_and_a_smaller_one_uses_their_memory(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def all_of(copies: Sequence[memoryview]) -> list[Interval]:
+        return [Interval("w", "param", (copies[0].nbytes,), "U8", 0, copies[0])]
+
+    with AsyncSaver(allow=asked.append) as saver:
+        for step, size in enumerate((9 << 20, 5 << 20), start=1):  # of several pieces for several threads
+            data = bytearray(bytes([step]) * size)
+            saver.save(tmp_path, f"t{step}", [], memory=[data], behind=all_of, step=step)
+            data[:] = bytes(size)
+    for step, size in enumerate((9 << 20, 5 << 20), start=1):
+        assert open_checkpoint(tmp_path, f"t{step}").read("w", "param") == bytes([step]) * size
+    assert asked == [9 << 20]

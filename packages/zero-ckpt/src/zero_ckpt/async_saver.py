@@ -3,9 +3,11 @@
 [Note: asynchronous saves]
 `save` copies the intervals into host memory that is kept and reused, and returns; a thread then runs `save_sharded`.
 Intervals with a `version` are copied behind it, on a thread of their own: code that is about to change their memory
-calls `copied` first. Extents of sealed files are not copied: the thread links them, and holds their `owner` meanwhile.
-Its collectives run beside those of training, so it needs a coordinator of its own (for torch, a `DistCoordinator` over
-a group made for it). Ranks start their saves in the same order, so the threads agree without further ado.
+calls `copied` first. Describing many intervals takes longer than copying memory in one piece: those that `behind` gives
+are asked for on that thread too. Extents of sealed files are not copied: the thread links them, and holds their `owner`
+meanwhile. Its collectives run beside those of training, so it needs a coordinator of its own (for torch, a
+`DistCoordinator` over a group made for it). Ranks start their saves in the same order, so the threads agree without
+further ado.
 """
 
 from __future__ import annotations
@@ -13,19 +15,22 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .direct import make_sink
 from .plain import to_plain
 from .saving import save_sharded
-from .snapshot import Arena
+from .snapshot import Arena, Behind, nothing
 from .types import Coordinator, Interval, SoloCoordinator
 from .writer import OpenSink
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class AsyncSaver:
@@ -71,18 +76,23 @@ class AsyncSaver:
         tag: str,
         intervals: Iterable[Interval],
         *,
+        memory: Sequence[Buffer] = (),
+        behind: Behind = nothing,
         first: Callable[[], object] = lambda: None,
         **options: Any,
     ) -> None:
         """Copy `intervals` and start a save with the options of `save_sharded`; waits while `max_pending` saves run.
 
+        `behind` gives further intervals, asked for on the thread that copies: parts of the copies of `memory`, which it
+        is called with, or memory that nobody writes until `copied` returns. What it raises is a failure of this save.
+
         `first` is called on the background thread before anything is written, to sync the files of extents, say; what
         it raises is a failure of this save.
 
-        When it returns, the tensors may change, but for intervals with a `version`: those when `copied` returns. What
-        cannot be copied, such as client state that is not plain data, is refused here; the other ranks learn of it
-        as of any failure. What an earlier save met is raised after this one was started, so that ranks that learn of
-        it at different times stay in step.
+        When it returns, the tensors may change, but for intervals with a `version` and those of `behind`: these when
+        `copied` returns. What cannot be copied, such as client state that is not plain data, is refused here; the other
+        ranks learn of it as of any failure. What an earlier save met is raised after this one was started, so that
+        ranks that learn of it at different times stay in step.
         """
         if self._closed:
             raise ValueError("this AsyncSaver is closed")
@@ -92,7 +102,7 @@ class AsyncSaver:
             for key in ("client_state", "config", "rank_state"):
                 if key in arguments:
                     arguments[key] = to_plain(arguments[key], key)
-            snapshot = arena.begin(list(intervals))
+            snapshot = arena.begin(list(intervals), memory, behind)
             self._copying = self._copier.submit(snapshot.finish)
         except Exception as error:
             self._jobs.put(_SaveJob(arena, {**arguments, "intervals": _Refused(error)}, told=True))

@@ -1,98 +1,156 @@
-"""Copies of intervals in memory that is kept: some at once, the others behind the caller."""
+"""Copies of memory that is kept for them: some at once, the others behind the caller."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from .errors import CheckpointError
 from .types import ITEMSIZE, FileExtent, Interval, byte_view
 from .writer import interval_length
 
-_COPY_BYTES = 16 << 20
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_COPY_BYTES = 4 << 20
 _ALIGNMENT = 64
 _ALONE_BYTES = 4 << 20
 """So much is copied faster than another thread is woken."""
+
+Behind = Callable[[Sequence[memoryview]], Iterable[Interval]]
+"""Gives intervals that are asked for behind the caller of a save, on another thread: parts of the copies that it is
+called with, or memory that nobody writes until it is copied."""
+
+
+def nothing(_copies: Sequence[memoryview]) -> Iterable[Interval]:
+    """Give no intervals: a `Behind`."""
+    return ()
 
 
 class Arena:
     """Memory for one snapshot, kept for the next.
 
-    `threads` copy what is copied at once, where that is much; they are kept too, until `close`. `allow` is called with
-    a number of bytes before so many are allocated; what it raises ends the save.
+    `threads` copy what is copied at once, where that is much, the caller among them; they are kept too, until `close`.
+    `allow` is called with a number of bytes before so many are allocated; what it raises ends the save.
     """
 
     def __init__(self, threads: int, allow: Callable[[int], object]) -> None:
-        self._allow = allow
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zero-ckpt-copy")
-        self._memory: mmap.mmap | None = None
+        self._helpers = min(threads, os.cpu_count() or 1) - 1
+        self._pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="zero-ckpt-copy")
+        self._now, self._later = _Memory(allow), _Memory(allow)
 
-    def begin(self, intervals: list[Interval]) -> Snapshot:
-        """A snapshot of `intervals` in this arena, with those copied that may change as soon as this returns."""
-        places, total = [], 0
-        for interval in intervals:
-            places.append(total)
-            total += -(-_nbytes(interval) // _ALIGNMENT) * _ALIGNMENT
-        memory = memoryview(self._reserve(total))
-        copies = [
-            None
-            if isinstance(interval.data, FileExtent)
-            else _Copy(interval, memory[place : place + _nbytes(interval)], _version(interval))
-            for interval, place in zip(intervals, places, strict=True)
-        ]
-        self._copy_now([copy for copy in copies if copy is not None and copy.interval.version is None])
+    def begin(self, intervals: list[Interval], memory: Sequence[Buffer], behind: Behind) -> Snapshot:
+        """A snapshot of `intervals` and of those that `behind` will give of the copies of `memory`; what may change as
+        soon as this returns is copied."""
+        buffers = [byte_view(buffer) for buffer in memory]
+        places = self._now.places([*map(_nbytes, intervals), *(buffer.nbytes for buffer in buffers)])
+        copies = _copies(intervals, places)
+        kept = places[len(intervals) :]
+        chunks = [pair for target, source in zip(kept, buffers, strict=True) for pair in _chunks(target, source)]
+        for copy in copies:
+            if copy is None or copy.interval.version is not None:
+                continue
+            if callable(copy.interval.data):  # its buffer is only good until the next one is asked for
+                copy.run()
+            else:
+                chunks += copy.chunks()
+        self._copy_now(chunks)
         return Snapshot(
             [source if copy is None else copy.copied() for source, copy in zip(intervals, copies, strict=True)],
             [copy for copy in copies if copy is not None and copy.interval.version is not None],
+            lambda: self._asked_for(behind(kept)),
         )
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown()
 
-    def _copy_now(self, copies: list[_Copy]) -> None:
-        chunks = []
-        for copy in copies:
-            if callable(copy.interval.data):  # its buffer is only good until the next one is asked for
-                copy.run()
-            else:
-                chunks += copy.chunks()
-        alone = sum(len(target) for target, _ in chunks) <= _ALONE_BYTES
-        works = [] if alone else [self._pool.submit(_copy, *chunk) for chunk in chunks]
-        for chunk in chunks if alone else ():
-            _copy(*chunk)
-        for work in works:
-            work.result()
+    def _copy_now(self, chunks: list[tuple[memoryview, memoryview]]) -> None:
+        much = sum(len(target) for target, _ in chunks) > _ALONE_BYTES
+        waiting = iter(chunks)  # the next one is taken under the GIL
 
-    def _reserve(self, nbytes: int) -> mmap.mmap:
-        if self._memory is None or len(self._memory) < nbytes:
-            self._memory = None
-            self._allow(nbytes)
-            self._memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-        return self._memory
+        def copy_some() -> None:
+            for chunk in waiting:
+                _copy(*chunk)
+
+        works = [self._pool.submit(copy_some) for _ in range(self._helpers if much else 0)]
+        copy_some()
+        for work in works:
+            if not work.cancel():
+                work.result()
+
+    def _asked_for(self, intervals: Iterable[Interval]) -> tuple[list[Interval], list[_Copy]]:
+        """Intervals with their data in this arena, and the copies that this takes."""
+        given = list(intervals)
+        sizes = [0 if self._now.has(interval.data) else _nbytes(interval) for interval in given]
+        copies = [
+            None if self._now.has(interval.data) else copy
+            for interval, copy in zip(given, _copies(given, self._later.places(sizes)), strict=True)
+        ]
+        found = [source if copy is None else copy.copied() for source, copy in zip(given, copies, strict=True)]
+        return found, [copy for copy in copies if copy is not None]
+
+
+class _Memory:
+    """One block of memory, made when it is first needed and again when it has to be larger."""
+
+    def __init__(self, allow: Callable[[int], object]) -> None:
+        self._allow = allow
+        self._block: mmap.mmap | None = None
+
+    def places(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Give room of these sizes, in place of what was given before."""
+        begins = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        if begins[-1] == 0:
+            return [memoryview(b"")] * len(sizes)
+        if self._block is None or len(self._block) < begins[-1]:
+            self._block = None
+            self._allow(begins[-1])
+            self._block = _private_memory(max(begins[-1], mmap.PAGESIZE))
+        view = memoryview(self._block)
+        return [view[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
+
+    def has(self, data: object) -> bool:
+        """Return whether `data` is a part of what was given."""
+        return isinstance(data, memoryview) and data.obj is self._block and self._block is not None
+
+
+def _private_memory(nbytes: int) -> mmap.mmap:
+    """Memory in huge pages where there are any, which shared memory has not. Forked processes do not get it: else the
+    first copy after a fork would copy its pages too."""
+    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            block.madvise(getattr(mmap, advice))
+    return block
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """`intervals` with their data in an arena, complete when `finish` has copied what is `later`."""
+    """`intervals` with their data in an arena, complete with what `behind` gives when `finish` has copied it and what
+    is `later`."""
 
     intervals: list[Interval]
     later: list[_Copy]
+    behind: Callable[[], tuple[list[Interval], list[_Copy]]]
 
     def finish(self) -> None:
         """Copy what is left, on any thread, once. Raises CheckpointError for memory that was written meanwhile."""
-        for copy in self.later:
+        intervals, copies = self.behind()
+        for copy in [*self.later, *copies]:
             copy.run()
             if _version(copy.interval) != copy.version:
                 raise CheckpointError(
                     f"{copy.interval.name!r} ({copy.interval.kind}) was written while it was being copied: wait "
                     "for the copy of a background save before you change it"
                 )
+        self.intervals.extend(intervals)
 
 
 @dataclass(frozen=True)
@@ -113,13 +171,26 @@ class _Copy:
             _copy(target, source)
 
     def chunks(self) -> list[tuple[memoryview, memoryview]]:
-        """Return pairs of target and source memory, 16 MiB each; calls the interval's data where that is a function."""
+        """Return pairs of target and source memory; calls the interval's data where that is a function."""
         data = self.interval.data
         if isinstance(data, FileExtent):
             raise TypeError(f"{self.interval.name!r}: a file's extent is linked, not copied")
-        source = byte_view(data() if callable(data) else data)
-        starts = range(0, source.nbytes, _COPY_BYTES)
-        return [(self.target[begin : begin + _COPY_BYTES], source[begin : begin + _COPY_BYTES]) for begin in starts]
+        return _chunks(self.target, byte_view(data() if callable(data) else data))
+
+
+def _copies(intervals: Sequence[Interval], places: Sequence[memoryview]) -> list[_Copy | None]:
+    """Return the copies of intervals to their places; None for files, which are linked."""
+    return [
+        None if isinstance(interval.data, FileExtent) else _Copy(interval, place, _version(interval))
+        for interval, place in zip(intervals, places, strict=False)
+    ]
+
+
+def _chunks(target: memoryview, source: memoryview) -> list[tuple[memoryview, memoryview]]:
+    if source.nbytes <= _COPY_BYTES:
+        return [(target, source)]
+    begins = range(0, source.nbytes, _COPY_BYTES)
+    return [(target[begin : begin + _COPY_BYTES], source[begin : begin + _COPY_BYTES]) for begin in begins]
 
 
 def _nbytes(interval: Interval) -> int:
@@ -131,10 +202,10 @@ def _version(interval: Interval) -> object:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    if source.readonly:  # ctypes gives no address of read-only memory
-        target[:] = source
-        return
     if target.nbytes != source.nbytes:
         raise ValueError(f"expected {target.nbytes} bytes, got {source.nbytes}")
+    if source.readonly or not source.nbytes:  # ctypes gives no address of read-only memory
+        target[:] = source
+        return
     kind = ctypes.c_char * target.nbytes
     ctypes.memmove(kind.from_buffer(target), kind.from_buffer(source), target.nbytes)  # without the GIL

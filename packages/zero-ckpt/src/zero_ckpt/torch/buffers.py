@@ -54,6 +54,12 @@ class Stager:
     def __init__(self) -> None:
         self._staging: torch.Tensor | None = None
         self._stream: torch.Stream | None = None
+        self._marks: dict[torch.device, torch.Event | None] = {}
+
+    def mark(self, device: torch.device) -> None:
+        """Have memory that `stays` be read behind what this thread has told `device` so far, on whichever thread and
+        however much later `intervals` is called."""
+        self._marks[device] = _recorded(device)
 
     def intervals(
         self,
@@ -78,7 +84,7 @@ class Stager:
             return
         flat = tensor.reshape(-1)
         step = _STAGING_BYTES // tensor.element_size()
-        ready = _recorded(flat.device) if stays else None
+        ready = (self._marks.get(flat.device) or _recorded(flat.device)) if stays else None
         for begin in range(0, max(flat.numel(), 1), step):
             part = flat[begin : begin + step]
             staged = partial(self._stage, part, ready)

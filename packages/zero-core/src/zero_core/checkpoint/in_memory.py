@@ -14,7 +14,8 @@ from zero_ckpt.torch import Found, NodeMemory
 from ..offloading import Offloading
 from ..state import TrainingState
 from .fragments import master_fragments
-from .saving import TierFiles, check_room, describe, own_group, state_intervals
+from .intervals import StateIntervals, TierFiles
+from .saving import check_room, describe, own_group
 
 logger = logging.getLogger("zero_core")
 
@@ -38,8 +39,8 @@ class InMemory:
         parts.runtime.agree("copy into node memory", str(self._path), None)
         parts.settle()
         files = TierFiles(state, self._offloading, memory.directory, replicas=True)
-        intervals = state_intervals(state, files, False, replicated=memory.leads, replicas=True)
-        memory.save(intervals, **describe(state, {}))
+        intervals = StateIntervals(state, files, False, replicated=memory.leads, replicas=True)
+        memory.save(intervals.present(), memory=intervals.memory(), behind=intervals.later, **describe(state, {}))
         return True
 
     def find(self) -> Found | None:

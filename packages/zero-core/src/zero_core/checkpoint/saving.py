@@ -6,29 +6,23 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
-from zero_ckpt import AsyncSaver, CheckpointError, Coordinator, Interval, SoloCoordinator, save_sharded
-from zero_ckpt.torch import DistCoordinator, RngState, Stager
-from zero_offload import BudgetError, HostBudget, Sealed
-from zero_partition import DeviceResidency, Fragment, OwnedFragment, Unit
+from zero_ckpt import AsyncSaver, CheckpointError, Coordinator, SoloCoordinator, save_sharded
+from zero_ckpt.torch import DistCoordinator, RngState
+from zero_offload import BudgetError, HostBudget
 
 from ..errors import UsageError
 from ..offloading import Offloading
 from ..state import TrainingState
-from .fragments import has_own_master, master_fragments, shard_fragments
 from .held_states import HeldStates
-from .names import aliases, replicated_parameters, restructured
+from .intervals import StateIntervals, TierFiles
+from .names import aliases, restructured
 from .progress import progress_of
-from .rank_state import rank_intervals
-from .tiers import tier_intervals, weight_intervals
-from .weights import CopiedWeights
 
 
 class Dialect(Protocol):
@@ -67,7 +61,6 @@ class Saver:
         self._decoupled, self._per_node = section.writer.decoupled, section.use_node_local_storage
         self._keep_last = section.keep_last
         self._waited = 0.0
-        self._weights = CopiedWeights(check_room)
         self._states = HeldStates(self._await_copies)
         self._behind: AsyncSaver | None = None
         self._group: dist.ProcessGroup | None = None
@@ -92,28 +85,31 @@ class Saver:
         _refuse_inside_accumulation([accumulated for accumulated, _ in answers], state)
         _refuse_restructured([name for _, name in answers])
         parts.settle()
-        if self._decoupled:
-            parts.runtime.edits.settle_masters(self._weights.copy(parts.units))
-        else:
-            parts.runtime.edits.settle_masters()
         group = coordinator_of(state)
         node = socket.gethostname() if self._per_node else None
         leads = parts.data_rank == 0 if node is None else _leads(group, node)
         options = describe(state, client) | {"save_latest": save_latest, "node": node, "keep_last": self._keep_last}
         options["beside"] = self._dialect.files_beside(state, client)
         files = TierFiles(state, self._offloading, root, replicas=node is not None, durable=not self._decoupled)
-        intervals = state_intervals(
+        intervals = StateIntervals(
             *(state, files, exclude_frozen),
             replicated=leads,
             replicas=node is not None,
-            copied=self._weights if self._decoupled else None,
+            follow=self._decoupled,
         )
+        intervals.settle_masters()
         if self._decoupled:
-            self._open_behind(group).save(root, tag, intervals, first=files.make_durable, **options)
+            self._open_behind(group).save(
+                *(root, tag, intervals.present()),
+                memory=intervals.memory(),
+                behind=intervals.later,
+                first=files.make_durable,
+                **options,
+            )
             if state.optimizer is not None:
                 self._states.hold(state.optimizer.inner)
         else:
-            save_sharded(root, tag, intervals, coordinator=group, **options)
+            save_sharded(root, tag, intervals.everything(), coordinator=group, **options)
 
     def copied(self) -> None:
         """Wait until what a save behind still copies is copied: before anything writes shards, masters or states."""
@@ -228,135 +224,3 @@ def _leads(group: Coordinator, node: str) -> bool:
     """Return whether this rank is the first of its node."""
     nodes: list[str] = group.all_gather_object(node)
     return nodes.index(node) == group.rank
-
-
-class TierFiles:
-    """The files in which this rank keeps states and shards, for a checkpoint below ``root`` to link to.
-
-    ``durable``: they survive a crash once they are sealed, else once `make_durable` returns. Call order: `seal`, while
-    the checkpoint's intervals are asked for, so that every rank hears of what one meets; `make_durable` on any thread.
-    """
-
-    def __init__(
-        self, state: TrainingState, tiers: Offloading, root: Path, *, replicas: bool, durable: bool = True
-    ) -> None:
-        self._state, self._tiers, self._root = state, tiers, root
-        self._replicas, self._durable = replicas, durable
-        self._sealed: list[Sealed] = []
-
-    def seal(self) -> tuple[Sealed | None, Sealed | None]:
-        """Seal and return the files of optimizer states, and those of parameter shards; see `Offloading.seal`."""
-        parts = self._state.partition
-        if _leaves_to_others(self._state, replicas=self._replicas):
-            return None, None
-        trained = sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in parts.units if u.states is not None)
-        found = self._tiers.seal(self._root, trained, durable=self._durable)
-        self._sealed = [sealed for sealed in found if sealed is not None]
-        return found
-
-    def make_durable(self) -> None:
-        """Have what was sealed survive a crash; raises what syncing met."""
-        for sealed in self._sealed:
-            sealed.make_durable()
-
-
-def _leaves_to_others(state: TrainingState, *, replicas: bool) -> bool:
-    """Return whether the ranks of the first copy of the model write what this rank has."""
-    return not replicas and state.partition.data_rank >= state.partition.world_size
-
-
-def state_intervals(
-    state: TrainingState,
-    files: TierFiles,
-    exclude_frozen: bool,
-    *,
-    replicated: bool,
-    replicas: bool,
-    copied: CopiedWeights | None = None,
-) -> Iterator[Interval]:
-    """Yield the intervals that this rank writes. ``replicated``: with those that every rank has too. ``replicas``: with
-    those that other ranks hold as well, for nodes that cannot read one another's files; else the first replica writes.
-    ``files`` are sealed before the first.
-    ``copied``: weights that were copied already, and that masters have to follow.
-
-    Parameters that user code can write at any time are to be copied at once, what only the engine writes until it does
-    (`Interval.version`).
-    """
-    stager, parts = Stager(), state.partition
-    if _leaves_to_others(state, replicas=replicas):
-        return
-    sealed, weights = files.seal()
-    for unit in parts.units:
-        if exclude_frozen and not unit.plan.trainable:
-            continue
-        copies = None if copied is None else copied.of(unit, parts.rank)
-        if isinstance(parts.residency, DeviceResidency):
-            stays = unit.releasable or copies is not None
-            pieces = copies or shard_fragments(unit, parts.residency.acquire(unit.name), parts.rank)
-            for fragment, piece in pieces:
-                entry, offset = fragment.entry, fragment.param_offset
-                yield from stager.intervals(entry.name, "param", piece, shape=entry.shape, offset=offset, stays=stays)
-        else:
-            yield from weight_intervals(parts.residency, unit, parts.rank, weights)
-        if has_own_master(unit):
-            for fragment, piece in master_fragments(
-                unit, parts.owned_ranks() if replicas else range(parts.rank, parts.rank + 1)
-            ):
-                entry = fragment.entry
-                for interval in stager.intervals(
-                    entry.name, "master", piece, shape=entry.shape, offset=fragment.param_offset, stays=True
-                ):
-                    yield (
-                        interval
-                        if copied is None or copies is None
-                        else _following(interval, piece.numel(), unit, copied)
-                    )
-        if unit.states is not None:
-            yield from tier_intervals(unit.states, unit, parts.rank, sealed, replicas=replicas)
-    if state.optimizer is not None:
-        for owned in state.optimizer.fragments:
-            part: Fragment | None = owned.fragment
-            if parts.options.stage == 0 and not replicas:  # every rank has all states, and writes its own part of them
-                part = owned.unit.layout.fragment_of(owned.fragment.entry, parts.rank)
-            if part is not None:
-                kept = state.optimizer.state_of(owned)
-                yield from _optimizer_intervals(stager, owned, part, kept, replicas=replicas)
-        yield from rank_intervals(state, stager)
-    if replicated:
-        for name, buffer in state.module.named_buffers():
-            yield from stager.intervals(name, "buffer", buffer.detach().contiguous())
-        for name, parameter in replicated_parameters(state).items():
-            yield from stager.intervals(name, "param", parameter.contiguous())
-
-
-def _following(interval: Interval, length: int, unit: Unit, copied: CopiedWeights) -> Interval:
-    """The interval of a master in host memory, which follows its weights before it is read."""
-    buffer: Any = interval.data
-
-    def read() -> Any:
-        copied.follow(unit)
-        return buffer
-
-    return replace(interval, data=read, length=length)
-
-
-def _optimizer_intervals(
-    stager: Stager, owned: OwnedFragment, part: Fragment, state: Mapping[str, Any], *, replicas: bool
-) -> Iterator[Interval]:
-    """Yield the intervals of ``part`` of an owned fragment's states; the first part of a parameter has what is of all
-    its elements. ``replicas``: every part has it."""
-    held, entry = owned.fragment, owned.fragment.entry
-    for key, value in state.items():
-        tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-        if tensor.dim() and tensor.numel() == held.length:
-            start = part.param_offset - held.param_offset
-            values = tensor.reshape(-1)[start : start + part.length]
-            yield from stager.intervals(
-                entry.name, key, values, shape=entry.shape, offset=part.param_offset, stays=True
-            )
-        elif part.param_offset > 0 and not replicas:
-            continue
-        elif tensor.dim():
-            yield from stager.intervals(entry.name, key, tensor.contiguous())
-        else:
-            yield from stager.intervals(entry.name, f"{key}.scalar", tensor.reshape(()).cpu())

@@ -1,0 +1,265 @@
+"""What one rank writes of an engine's state: named intervals, and the files that they are linked from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_ckpt import CheckpointError, Interval
+from zero_ckpt.torch import Stager, dtype_name, tensor_buffer
+from zero_offload import Sealed
+from zero_partition import DeviceResidency, Fragment, OwnedFragment, Unit
+
+from ..offloading import Offloading
+from ..state import TrainingState
+from .fragments import has_own_master, master_fragments, shard_fragments
+from .names import replicated_parameters
+from .rank_state import rank_intervals
+from .tiers import tier_intervals, weight_intervals
+
+
+class StateIntervals:
+    """The intervals that one rank writes of an engine's state.
+
+    ``replicated``: with those that every rank has too. ``replicas``: with those that other ranks hold as well, for
+    nodes that cannot read one another's files; else the first replica writes. ``follow``: masters follow the weights
+    that are copied behind.
+
+    Call order: `everything`, for a save that training waits for. For one behind it `memory` and `present` before the
+    call returns, and then `later` on any thread, before anything writes shards, masters or states.
+
+    [Note: present and later] User code can write weights that stay gathered, and buffers, at any time: they are copied
+    before a save returns. Only the engine writes shards, masters and states, in a step: they are described and copied
+    behind. What was taken from ``optimizer.state`` before shows in a version counter when it is written.
+
+    [Note: masters follow behind] A write to weights that leaves no trace (NumPy, DLPack) reaches a master only where
+    all weights are compared with it. A save does that for each, since it stores both. Behind training only the weights
+    have to be copied before `save` returns; comparing takes ten times as long, and is done by the thread that copies
+    masters.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        files: TierFiles,
+        exclude_frozen: bool,
+        *,
+        replicated: bool,
+        replicas: bool,
+        follow: bool = False,
+    ) -> None:
+        parts = state.partition
+        self._state, self._files = state, files
+        self._replicated, self._replicas, self._follow = replicated, replicas, follow
+        self._leaves = _leaves_to_others(state, replicas=replicas)
+        self._units = [] if self._leaves else [u for u in parts.units if u.plan.trainable or not exclude_frozen]
+        self._stager = Stager()
+        self._sealed: tuple[Sealed | None, Sealed | None] = None, None
+        self._copied: list[tuple[Unit, torch.Tensor]] = []
+        self._kept: list[_KeptStates] = []
+        self._versions: dict[int, int] = {}
+
+    def everything(self) -> Iterator[Interval]:
+        """Yield all intervals; what is on a tier is read when its turn comes to be written."""
+        if self._leaves:
+            return
+        self._sealed = self._files.seal()
+        self._kept = self._states_now()
+        for unit in self._units:
+            yield from self._weights(unit)
+            yield from self._masters_and_tier(unit)
+        yield from self._states()
+        yield from self._replicated_now()
+
+    def settle_masters(self) -> None:
+        """Have masters that will not follow copied weights follow the present ones."""
+        units = self._state.partition.units
+        followed = {unit.index for unit in self._units if self._follows(unit)}
+        self._state.partition.runtime.edits.settle_masters([unit for unit in units if unit.index not in followed])
+
+    def memory(self) -> list[memoryview]:
+        """Return the weights in host memory that user code can write, to be copied now; and take note of all that
+        `later` reads."""
+        if self._leaves:
+            return []
+        self._copied = [(unit, weights) for unit in self._units if (weights := self._weights_to_copy(unit)) is not None]
+        self._kept = self._states_now()
+        read = [self._shard(unit) for unit in self._units if unit.releasable and self._on_device]
+        read += [unit.master for unit in self._units if unit.master is not None and has_own_master(unit)]
+        read += [value for kept in self._kept for value in kept.values.values() if isinstance(value, torch.Tensor)]
+        self._versions = {id(tensor): tensor._version for tensor in read if not tensor.is_inference()}
+        for device in {tensor.device for tensor in read}:
+            self._stager.mark(device)
+        return [tensor_buffer(weights.detach()) for _, weights in self._copied]
+
+    def present(self) -> Iterator[Interval]:
+        """Yield what user code or a forward pass may change at any time, and weights that a store keeps."""
+        if self._leaves:
+            return
+        self._sealed = self._files.seal()
+        copied = {unit.index for unit, _ in self._copied}
+        for unit in self._units:
+            if unit.index not in copied and not (unit.releasable and self._on_device):
+                yield from self._weights(unit)
+        yield from self._replicated_now()
+
+    def later(self, copies: Sequence[memoryview]) -> Iterator[Interval]:
+        """Yield the rest: ``copies`` of `memory`, shards, masters and states. Raises `CheckpointError` for what was
+        written since."""
+        for (unit, weights), copied in zip(self._copied, copies, strict=True):
+            yield from self._copied_weights(unit, weights, copied)
+        for unit in self._units:
+            if unit.releasable and self._on_device:
+                self._check_unwritten(unit.name, "param", self._shard(unit))
+                yield from self._weights(unit)
+            if unit.master is not None and has_own_master(unit):
+                self._check_unwritten(unit.name, "master", unit.master)
+            yield from self._masters_and_tier(unit)
+        for kept in self._kept:
+            for key, value in kept.values.items():
+                if isinstance(value, torch.Tensor):
+                    self._check_unwritten(kept.part.entry.name, key, value)
+        yield from self._states()
+
+    @property
+    def _on_device(self) -> bool:
+        """Return whether shards are where forward reads them, in no store."""
+        return isinstance(self._state.partition.residency, DeviceResidency)
+
+    def _follows(self, unit: Unit) -> bool:
+        """Return whether a unit's master follows its copied weights."""
+        return self._follow and unit.mastered is not None
+
+    def _shard(self, unit: Unit) -> torch.Tensor:
+        return self._state.partition.residency.acquire(unit.name)
+
+    def _weights_to_copy(self, unit: Unit) -> torch.Tensor | None:
+        if not self._on_device or unit.releasable:
+            return None
+        weights = unit.mastered if self._follows(unit) else self._shard(unit)
+        return weights if weights is not None and weights.device.type == "cpu" and weights.is_contiguous() else None
+
+    def _states_now(self) -> list[_KeptStates]:
+        optimizer, parts, found = self._state.optimizer, self._state.partition, []
+        for owned in () if optimizer is None else optimizer.fragments:
+            part: Fragment | None = owned.fragment
+            if parts.options.stage == 0 and not self._replicas:  # every rank has all states, and writes its own part
+                part = owned.unit.layout.fragment_of(owned.fragment.entry, parts.rank)
+            if part is not None and optimizer is not None:
+                found.append(_KeptStates(owned, part, dict(optimizer.state_of(owned))))
+        return found
+
+    def _check_unwritten(self, name: str, kind: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_inference() and self._versions[id(tensor)] != tensor._version:
+            raise CheckpointError(
+                f"{name!r} ({kind}) was written before it was copied for the save behind training: ask optimizer.state "
+                "again after a save, which waits, or write by engine.set_full_state"
+            )
+
+    def _copied_weights(self, unit: Unit, weights: torch.Tensor, copied: memoryview) -> Iterator[Interval]:
+        dtype, rank = weights.dtype, self._state.partition.rank
+        if copied.nbytes and self._follows(unit):
+            unit.follow(torch.frombuffer(copied, dtype=dtype))
+        first = 0 if weights.numel() != unit.layout.numel else unit.layout.shard_range(rank)[0]
+        for fragment in unit.layout.fragments(rank):
+            begin = (first + fragment.shard_offset) * dtype.itemsize
+            data = copied[begin : begin + fragment.length * dtype.itemsize]
+            entry = fragment.entry
+            yield Interval(entry.name, "param", entry.shape, dtype_name(dtype), fragment.param_offset, data)
+
+    def _weights(self, unit: Unit) -> Iterator[Interval]:
+        parts = self._state.partition
+        if not self._on_device:
+            yield from weight_intervals(parts.residency, unit, parts.rank, self._sealed[1])
+            return
+        for fragment, piece in shard_fragments(unit, self._shard(unit), parts.rank):
+            yield from self._fragment(fragment, "param", piece, stays=unit.releasable)
+
+    def _masters_and_tier(self, unit: Unit) -> Iterator[Interval]:
+        parts = self._state.partition
+        if has_own_master(unit):
+            ranks = parts.owned_ranks() if self._replicas else range(parts.rank, parts.rank + 1)
+            for fragment, piece in master_fragments(unit, ranks):
+                yield from self._fragment(fragment, "master", piece, stays=True)
+        if unit.states is not None:
+            yield from tier_intervals(unit.states, unit, parts.rank, self._sealed[0], replicas=self._replicas)
+
+    def _states(self) -> Iterator[Interval]:
+        for kept in self._kept:
+            part, held, name = kept.part, kept.owned.fragment, kept.part.entry.name
+            for key, value in kept.values.items():
+                tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+                if tensor.dim() and tensor.numel() == held.length:
+                    start = part.param_offset - held.param_offset
+                    yield from self._fragment(part, key, tensor.reshape(-1)[start : start + part.length], stays=True)
+                elif part.param_offset > 0 and not self._replicas:
+                    continue
+                elif tensor.dim():
+                    yield from self._stager.intervals(name, key, tensor.contiguous(), stays=True)
+                else:
+                    yield from self._stager.intervals(name, f"{key}.scalar", tensor.reshape(()), stays=True)
+
+    def _replicated_now(self) -> Iterator[Interval]:
+        state = self._state
+        if state.optimizer is not None:
+            yield from rank_intervals(state, self._stager)
+        if self._replicated:
+            for name, buffer in state.module.named_buffers():
+                yield from self._stager.intervals(name, "buffer", buffer.detach().contiguous())
+            for name, parameter in replicated_parameters(state).items():
+                yield from self._stager.intervals(name, "param", parameter.contiguous())
+
+    def _fragment(self, fragment: Fragment, kind: str, piece: torch.Tensor, *, stays: bool) -> Iterator[Interval]:
+        entry = fragment.entry
+        return self._stager.intervals(
+            entry.name, kind, piece, shape=entry.shape, offset=fragment.param_offset, stays=stays
+        )
+
+
+@dataclass(frozen=True)
+class _KeptStates:
+    """The states of a fragment by kind, of which this rank writes ``part``; the first part of a parameter has what is
+    of all its elements."""
+
+    owned: OwnedFragment
+    part: Fragment
+    values: Mapping[str, Any]
+
+
+class TierFiles:
+    """The files in which this rank keeps states and shards, for a checkpoint below ``root`` to link to.
+
+    ``durable``: they survive a crash once they are sealed, else once `make_durable` returns. Call order: `seal`, while
+    the checkpoint's intervals are asked for, so that every rank hears of what one meets; `make_durable` on any thread.
+    """
+
+    def __init__(
+        self, state: TrainingState, tiers: Offloading, root: Path, *, replicas: bool, durable: bool = True
+    ) -> None:
+        self._state, self._tiers, self._root = state, tiers, root
+        self._replicas, self._durable = replicas, durable
+        self._sealed: list[Sealed] = []
+
+    def seal(self) -> tuple[Sealed | None, Sealed | None]:
+        """Seal and return the files of optimizer states, and those of parameter shards; see `Offloading.seal`."""
+        parts = self._state.partition
+        if _leaves_to_others(self._state, replicas=self._replicas):
+            return None, None
+        trained = sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in parts.units if u.states is not None)
+        found = self._tiers.seal(self._root, trained, durable=self._durable)
+        self._sealed = [sealed for sealed in found if sealed is not None]
+        return found
+
+    def make_durable(self) -> None:
+        """Have what was sealed survive a crash; raises what syncing met."""
+        for sealed in self._sealed:
+            sealed.make_durable()
+
+
+def _leaves_to_others(state: TrainingState, *, replicas: bool) -> bool:
+    """Return whether the ranks of the first copy of the model write what this rank has."""
+    return not replicas and state.partition.data_rank >= state.partition.world_size
