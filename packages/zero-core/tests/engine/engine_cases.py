@@ -13,7 +13,10 @@ from torch import nn
 
 import zero_core
 
-WIDTH = 512  # a block is 262,656 elements: large enough to be a unit of its own
+WIDTH, WIDE = 96, 512
+"""Units of the second are longer than the pieces in which sums, norms and copies go through memory."""
+BLOCK = WIDTH * WIDTH + WIDTH
+"""Elements of a block of `WIDTH`; a wider one is a unit of its own, too."""
 BATCH, INPUTS, OUTPUTS = 4, 6, 3
 LR = 1e-3
 STAGES = (0, 1, 2, 3)
@@ -23,12 +26,12 @@ RANKS = 2
 class Net(nn.Module):
     """Residual blocks; the loss is a mean over samples, so that ranks of equal batches average to the whole batch's."""
 
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self, blocks: int = 2, width: int = WIDTH) -> None:
         super().__init__()
-        self.enter = nn.Linear(INPUTS, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, OUTPUTS)
-        self.register_buffer("shift", torch.linspace(-1, 1, WIDTH))
+        self.enter = nn.Linear(INPUTS, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+        self.head = nn.Linear(width, OUTPUTS)
+        self.register_buffer("shift", torch.linspace(-1, 1, width))
         self.motto = "several units"
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +76,8 @@ def config(stage: int, **changes: Any) -> dict[str, Any]:
         "zero_optimization": {
             "stage": stage,
             "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": 300_000,
+            "stage3_prefetch_bucket_size": BLOCK + WIDTH,
+            "unit_min_numel": BLOCK,
         },
         **changes,
     }

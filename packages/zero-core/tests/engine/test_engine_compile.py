@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from engine_cases import RANKS, STAGES, Net, adamw, batch, build, distance, outcome, plain, start, train, weights
+from engine_cases import RANKS, STAGES, WIDTH, Net, adamw, batch, build, distance, outcome, plain, start, train, weights
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
@@ -39,7 +39,7 @@ class Nested(Net):
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up, self.down = nn.Linear(512, 300), nn.Linear(300, 512)
+            self.up, self.down = nn.Linear(WIDTH, 60), nn.Linear(60, WIDTH)
 
         def forward(self, h: torch.Tensor) -> torch.Tensor:
             h = torch.tanh(self.up(h))

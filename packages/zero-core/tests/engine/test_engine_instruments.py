@@ -152,16 +152,16 @@ def test_operations_are_those_of_the_formula_recomputation_included(
     train(engine, 2, 4)
     text = path.read_text()
     parts = {words[0]: (float(words[1]), words[2]) for words in map(str.split, text.splitlines()[2:6])}
-    assert parts["forward"] == (float(f"{FORWARD / 1e6:.4g}"), "MFLOP")
+    assert parts["forward"] == (float(f"{FORWARD / 1e3:.4g}"), "kFLOP")
     assert parts["backward"][0] in [
-        float(f"{n / 1e6:.4g}") for n in (BACKWARD + again, BACKWARD + FORWARD * bool(again))
+        float(f"{n / 1e3:.4g}") for n in (BACKWARD + again, BACKWARD + FORWARD * bool(again))
     ]
     assert "step 2" in text and "samples per second" in text
     if not again:
-        half = f"{2 * BATCH * WIDTH * WIDTH / 1e6:.4g} MFLOP"
+        half = f"{2 * BATCH * WIDTH * WIDTH / 1e3:.4g} kFLOP"
         assert f"depth 2: blocks.0 {half}, blocks.1 {half}" in text
         blocks = next(line for line in text.splitlines() if line.split()[:2] == ["blocks", "ModuleList"])
-        assert f"{2 * (WIDTH * WIDTH + WIDTH):,}" in blocks and f"{4 * BATCH * WIDTH * WIDTH / 1e6:.4g} MFLOP" in blocks
+        assert f"{2 * (WIDTH * WIDTH + WIDTH):,}" in blocks and f"{4 * BATCH * WIDTH * WIDTH / 1e3:.4g} kFLOP" in blocks
 
 
 def everything_on(stage: int, folder: str) -> tuple[bool, str]:

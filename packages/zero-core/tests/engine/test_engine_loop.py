@@ -14,6 +14,7 @@ from engine_cases import (
     BATCH,
     RANKS,
     STAGES,
+    WIDE,
     adamw,
     batch,
     build,
@@ -31,7 +32,7 @@ from zero_comm import run_ranks
 
 
 def users_script(folder: str) -> dict[str, Any]:
-    model = build()
+    model = build(width=WIDE)
     data = [batch(number) for number in range(6)]
     engine, optimizer, loader, scheduler = zero_core.initialize(
         model=model, config=f"{folder}/ds.json", model_parameters=model.parameters()
@@ -59,7 +60,7 @@ def users_script(folder: str) -> dict[str, Any]:
 def test_the_example_as_a_user_types_it(stage: int, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({**config(stage), "train_micro_batch_size_per_gpu": BATCH // RANKS}))
     first, second = run_ranks(users_script, RANKS, str(tmp_path))
-    reference = build()
+    reference = build(width=WIDE)
     plain(reference, adamw(reference), 0, 6)
     assert distance(first["weights"], weights(reference)) <= 1e-12
     assert first["returned"] == ("CPUAdamW", None, None) and first["same"] and second["same"]

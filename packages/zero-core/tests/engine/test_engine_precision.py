@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import BATCH, LR, RANKS, batch, build, config, distance, outcome, weights, without
+from engine_cases import BATCH, LR, RANKS, WIDE, WIDTH, batch, build, config, distance, outcome, weights, without
 from torch import nn
 
 import zero_core
@@ -18,7 +18,7 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 def half(mode: str, stage: int, section: dict[str, Any], **changes: Any) -> zero_core.Engine:
     settings = {**without(config(stage), "data_types"), mode: {"enabled": True, **section}, **changes}
-    return zero_core.initialize(model=build(torch.float32), config=settings)[0]
+    return zero_core.initialize(model=build(torch.float32, width=WIDE), config=settings)[0]
 
 
 def one_step(engine: zero_core.Engine, number: int, dtype: torch.dtype, factor: float = 1.0) -> None:
@@ -72,7 +72,7 @@ def static_scale(stage: int) -> tuple[list[float], float, str]:
 
 @pytest.mark.parametrize("stage", (0, 3))
 def test_the_static_loss_scale_stays_and_the_norm_is_unscaled(stage: int) -> None:
-    reference = build(torch.float32)
+    reference = build(torch.float32, width=WIDE)
     reference(*batch(0, torch.float32, whole=True)).backward()
     expected = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), math.inf))
     for scales, norm, refusal in run_ranks(static_scale, RANKS, stage):
@@ -134,13 +134,13 @@ class WithBuffers(nn.Module):
 
     def __init__(self, statistics: bool) -> None:
         super().__init__()
-        self.enter = nn.Linear(6, 512)
-        self.norm = nn.BatchNorm1d(512) if statistics else nn.LayerNorm(512)
-        self.block = nn.Linear(512, 512)
-        self.head = nn.Linear(512, 3)
-        self.register_buffer("scale", torch.full((512,), 0.5))
+        self.enter = nn.Linear(6, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if statistics else nn.LayerNorm(WIDTH)
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("mask", torch.ones(512, dtype=torch.bool))
+        self.register_buffer("mask", torch.ones(WIDTH, dtype=torch.bool))
         self.register_buffer("cache", torch.zeros(3), persistent=False)
         self.register_buffer("nothing", None)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import RANKS, STAGES, batch, build, recorded, start, train
+from engine_cases import BLOCK, RANKS, STAGES, WIDE, batch, build, recorded, start, train
 from torch import nn
 
 import zero_core
@@ -27,6 +27,7 @@ from zero_report.analysis.analyse import analyse
 from zero_report.page.data import page_data
 
 STEPS = 6
+ZERO = {"stage": 3, "unit_min_numel": BLOCK, "stage3_param_persistence_threshold": BLOCK // 2}
 
 
 def _train_and_count(path: str, stage: int, changes: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def test_sums_are_the_ledgers_the_memory_tables_and_the_clocks(tmp_path: Path, s
         )
         assert found["html"] > 50_000
     checkpoint = next(note for note in run.last.ranks[0].notes if note["note"] == "checkpoint")
-    assert checkpoint["bytes"] > 1_000_000 and checkpoint["path"].endswith(f"ckpt/{stage}")
+    assert checkpoint["bytes"] > 24 * 2 * BLOCK and checkpoint["path"].endswith(f"ckpt/{stage}")
     assert not [note for note in run.last.ranks[0].notes if note["note"] == "failure"]
 
 
@@ -115,7 +116,7 @@ def _train_units(path: str, stage: int, changes: dict[str, Any]) -> list[str]:
         (1, {"gradient_accumulation_steps": 3}),
         (2, {}),
         (3, {}),
-        (3, {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}),
+        (3, {"zero_optimization": {**ZERO, "offload_optimizer": {"device": "cpu"}}}),
     ],
 )
 def test_each_unit_computes_in_every_pass_inside_its_phase(tmp_path: Path, stage: int, changes: dict[str, Any]) -> None:
@@ -145,16 +146,16 @@ def test_each_unit_computes_in_every_pass_inside_its_phase(tmp_path: Path, stage
 
 
 def test_memory_of_a_step_grows_by_activations_and_falls(alone: None, tmp_path: Path) -> None:
-    engine = start(2, build(blocks=3), **recorded(tmp_path))
-    wide = torch.randn(4_000, 6, dtype=torch.float64), torch.randn(4_000, 3, dtype=torch.float64)
+    engine = start(2, build(blocks=3, width=WIDE), **recorded(tmp_path))
+    rows = torch.randn(4_000, 6, dtype=torch.float64), torch.randn(4_000, 3, dtype=torch.float64)
     for _ in range(3):
-        engine.backward(engine(*wide))
+        engine.backward(engine(*rows))
         engine.step()
     engine.destroy()
     block = read_run(tmp_path).last.first.block(3)
     assert block is not None
     held = [owners["activations"] for _, owners in block.memory]
-    layer = 4_000 * 512 * 8
+    layer = 4_000 * WIDE * 8
     assert held[0] == 0  # before the forward pass
     assert 6 * layer < max(held) < 16 * layer
     assert held[-1] < layer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import RANKS, batch, build, recorded, start, train
+from engine_cases import RANKS, WIDE, batch, build, recorded, start, train
 from torch import nn
 
 from zero_comm import run_ranks
@@ -74,7 +74,7 @@ def _train_from_a_slow_disk(path: str, slow: int) -> None:
     group = BLKIO / f"zero-{os.getpid()}"
     offload = {"device": "nvme", "nvme_path": path}
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": offload, "offload_optimizer": offload}
-    engine = start(3, build(blocks=6), **recorded(Path(path) / "record", zero_optimization=zero))
+    engine = start(3, build(blocks=6, width=WIDE), **recorded(Path(path) / "record", zero_optimization=zero))
     train(engine, 0, 2)
     if torch.distributed.get_rank() == slow:
         group.mkdir()

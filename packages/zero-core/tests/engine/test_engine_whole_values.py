@@ -8,7 +8,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_cases import LR, RANKS, STAGES, adamw, batch, build, distance, outcome, plain, start, train, weights
+from engine_cases import (
+    LR,
+    RANKS,
+    STAGES,
+    WIDE,
+    WIDTH,
+    adamw,
+    batch,
+    build,
+    distance,
+    outcome,
+    plain,
+    start,
+    train,
+    weights,
+)
 from torch import nn
 
 import zero_core
@@ -43,7 +58,7 @@ def test_whole_parameters_and_states_are_copies_of_what_torch_would_hold(stage: 
 
 
 def gathered_blocks(stage: int) -> dict[str, Any]:
-    engine = start(stage)
+    engine = start(stage, build(width=WIDE))
     rank = torch.distributed.get_rank()
     head, enter, block = engine.module.head, engine.module.enter, engine.module.blocks[0]
     seen: dict[str, Any] = {"identity": [id(p) for p in engine.module.parameters()]}
@@ -64,7 +79,7 @@ def gathered_blocks(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gathered_shows_whole_parameters_and_takes_changes_of_the_modifier_rank(stage: int) -> None:
-    reference = build()
+    reference = build(width=WIDE)
     seen = run_ranks(gathered_blocks, RANKS, stage)
     for own in seen:
         assert distance(own["whole"], weights(reference)) == 0.0 and own["identity"]
@@ -104,7 +119,7 @@ def released(stage: int) -> dict[str, Any]:
 def test_a_released_parameter_keeps_its_shape_reads_as_nan_and_refuses_writes() -> None:
     model = build()
     for seen in run_ranks(released, RANKS, 3):
-        assert seen["shape"] == (512, 512) and seen["numel"] == sum(p.numel() for p in model.parameters())
+        assert seen["shape"] == (WIDTH, WIDTH) and seen["numel"] == sum(p.numel() for p in model.parameters())
         assert seen["nan"] and seen["write"].startswith("ReleasedParameterError")
         assert seen.get("bytes", 0) <= 64
 
