@@ -21,7 +21,6 @@ from zero_offload import (
     MissingExtraError,
     NvmeStore,
     OffloadedUpdate,
-    Sealed,
     ShardPlan,
     TierOptions,
     Trace,
@@ -54,6 +53,7 @@ class Offloading:
         trace: what moved when; None unless `offload.report`, `offload.trace` or a ``sink`` asks for it.
         update: the optimizer's side on its tier; None where that is the device.
         store: where parameter shards are; None where that is the device.
+        processes: how many share this host's memory and drives.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Offloading:
         self._numel = sum(p.numel() for p in model.parameters())
         self._rank = rank
         self._device = device
-        self._processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._budget = budget(self._processes)
+        self.processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._budget = budget(self.processes)
         self._activations = self._activation_tier(model)
         self._steps = 0
         self._saved = section.trace is None
@@ -92,7 +92,7 @@ class Offloading:
         section = self._config.zero_optimization.offload_param
         nbytes = -(-self._numel // shard_ranks(self._config)) * dtype.itemsize
         if section.device == "nvme" and self._config.zero_optimization.stage == 3:
-            _need(self._budget, "parameter shards", nbytes, section.nvme_path or ())
+            need_disk(self._budget, "parameter shards", nbytes, section.nvme_path or ())
         elif section.device == "cpu" and self._device.type != "cpu":
             self._budget.need("parameter shards", nbytes)
         self._budget.check()
@@ -239,31 +239,6 @@ class Offloading:
                 )
         return "\n".join(lines)
 
-    def seal(self, folder: Path, rewritten_bytes: int, *, durable: bool = True) -> tuple[Sealed | None, Sealed | None]:
-        """The optimizer's files and those of parameter shards, made to last for a checkpoint in ``folder`` to link to;
-        None for each that there is not, or that is on another file system.
-
-        A step writes all of the first and ``rewritten_bytes`` of the second anew. Raises `BudgetError` when the disk
-        has no room for that. Without ``durable`` what waits for the device is left to `Sealed.make_durable`.
-        """
-        zero, budget = self._config.zero_optimization, HostBudget(processes=self._processes)
-        update = self.update if self.update is not None and self.update.plan["nvme"] else None
-        store = self.store if isinstance(self.store, NvmeStore) else None
-        states, weights = zero.offload_optimizer.nvme_path or (), zero.offload_param.nvme_path or ()
-        if update is not None and _share_drive(folder, states):
-            _need(budget, "masters and states after this checkpoint", update.memory()["nvme"], states)
-        else:
-            update = None
-        if store is not None and _share_drive(folder, weights):
-            _need(budget, "parameter shards after this checkpoint", rewritten_bytes + store.carried_bytes(), weights)
-        else:
-            store = None
-        budget.check()
-        return (
-            None if update is None else update.seal(durable=durable),
-            None if store is None else store.seal(durable=durable),
-        )
-
     def memory(self) -> dict[str, int]:
         """Bytes of activations that wait for backward now, by tier."""
         return {} if self._activations is None else self._activations.memory()
@@ -293,13 +268,8 @@ def state_block(config: Config) -> int:
     return _BLOCK if config.offload.state_dtype == "int8" else 1
 
 
-def _share_drive(folder: Path, paths: Sequence[str]) -> bool:
-    """Return whether ``folder``, which is made if need be, is on one file system with all of ``paths``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return all(os.stat(folder).st_dev == os.stat(path).st_dev for path in paths)
-
-
-def _need(budget: HostBudget, purpose: str, nbytes: int, paths: Sequence[str]) -> None:
+def need_disk(budget: HostBudget, purpose: str, nbytes: int, paths: Sequence[str]) -> None:
+    """Add ``nbytes`` in files, striped over ``paths``, to what ``budget`` will check."""
     for path in paths:
         budget.need(purpose, -(-nbytes // len(paths)), "disk", path=path)
 

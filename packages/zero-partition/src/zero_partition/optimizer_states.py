@@ -39,7 +39,7 @@ class OptimizerStates:
     hold this rank's fragments.
 
     ``listed``: by group, the parameters as the user listed them. ``name_of``: the name of a parameter of the model,
-    "" for anything else; ``before_write`` returns when states may be written. `load_state_dict` takes what this
+    "" for anything else; ``await_readers`` returns when states may be used. `load_state_dict` takes what this
     optimizer's `state_dict` gave on this rank, and what plain torch's gave for the full parameters in the same order,
     as `state_dict` does at stage 0: of that every rank keeps its part. Anything else is refused by name. Weights and
     masters are not touched. Nothing communicates.
@@ -51,11 +51,11 @@ class OptimizerStates:
         listed: list[list[ListedParameter]],
         tier: StateTier | None,
         name_of: Callable[[nn.Parameter], str],
-        before_write: Callable[[], None],
+        await_readers: Callable[[], None],
     ) -> None:
         self._optimizer = optimizer
         self._listed = listed
-        self._tier, self._name_of, self._before_write = tier, name_of, before_write
+        self._tier, self._name_of, self._await_readers = tier, name_of, await_readers
         self._on_tier: TierStates | None = None
         self.take()
         optimizer.register_state_dict_post_hook(self._complete)
@@ -84,7 +84,7 @@ class OptimizerStates:
             return
         if self._on_tier is not None:
             self._on_tier.detach()
-        states = TierStates(self._tier, self._fragments(), self._name_of, self._before_write)
+        states = TierStates(self._tier, self._fragments(), self._name_of, self._await_readers)
         self._move_to_tier(entries, self._tier)
         states.update((key, value) for key, value in entries.items() if not isinstance(key, torch.Tensor))
         self._optimizer.state = self._on_tier = states  # type: ignore[assignment]
@@ -111,7 +111,7 @@ class OptimizerStates:
             if known or tier.held(name)[0]:
                 anew.append(name)
         if anew:
-            self._before_write()
+            self._await_readers()
             tier.restart(anew)
         if fresh:
             tier.write(fresh)

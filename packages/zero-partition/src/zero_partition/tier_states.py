@@ -33,7 +33,8 @@ class TierStates(MutableMapping[Any, Any]):
 
     Iteration has the fragments that have moments; asking for another gives an empty state, as a ``defaultdict`` does.
     Other keys are kept as in a dict. ``name_of``: the name of a parameter of the model, which is refused, "" for
-    anything else; ``before_write`` returns when the tier may be written. Nothing communicates.
+    anything else; ``await_readers`` returns when nobody else uses
+    the tier. Nothing communicates.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class TierStates(MutableMapping[Any, Any]):
         tier: StateTier,
         fragments: Sequence[OwnedFragment],
         name_of: Callable[[nn.Parameter], str],
-        before_write: Callable[[], None],
+        await_readers: Callable[[], None],
     ) -> None:
         self._name_of = name_of
         self._assigned: dict[str, TierState] = {}
-        self._states = {owned.tensor: TierState(tier, owned, before_write, self._assigned) for owned in fragments}
+        self._states = {owned.tensor: TierState(tier, owned, await_readers, self._assigned) for owned in fragments}
         self._by_name = {state.name: state for state in self._states.values()}
         self._others: defaultdict[Any, Any] = defaultdict(dict)
 
@@ -133,9 +134,9 @@ class TierState(MutableMapping[str, Any]):
     """
 
     def __init__(
-        self, tier: StateTier, owned: OwnedFragment, before_write: Callable[[], None], assigned: dict[str, TierState]
+        self, tier: StateTier, owned: OwnedFragment, await_readers: Callable[[], None], assigned: dict[str, TierState]
     ) -> None:
-        self._tier, self._owned, self._before_write = tier, owned, before_write
+        self._tier, self._owned, self._await_readers = tier, owned, await_readers
         self._all_assigned = assigned
         self._assigned: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._windows: weakref.WeakValueDictionary[str, _TierWindow] = weakref.WeakValueDictionary()
@@ -185,7 +186,7 @@ class TierState(MutableMapping[str, Any]):
     def clear(self) -> None:
         """Begin anew with the next step."""
         self.detach()
-        self._before_write()
+        self._await_readers()
         self._tier.restart([self.name])
 
     def replace(self, state: Any) -> None:
@@ -243,7 +244,7 @@ class TierState(MutableMapping[str, Any]):
     def write(self, state: dict[str, Any]) -> None:
         """Put ``state`` on the tier; kinds that are not given stay."""
         packed = self._packed(state)
-        self._before_write()
+        self._await_readers()
         self._tier.write({self.name: packed})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.Tensor]:
@@ -269,6 +270,7 @@ class TierState(MutableMapping[str, Any]):
                 "(offload.state_dtype): optimizer.state has no values of them. Save and load them by "
                 "engine.save_checkpoint and engine.load_checkpoint, or clear them: optimizer.state.clear()."
             )
+        self._await_readers()
         return dict(self._tier.states([self.name]))[self.name]
 
     def _shown(self, kind: str, value: Callable[[str], torch.Tensor]) -> TierValue:

@@ -14,8 +14,9 @@ from zero_ckpt.torch import Found, NodeMemory
 from ..offloading import Offloading
 from ..state import TrainingState
 from .fragments import master_fragments
-from .intervals import StateIntervals, TierFiles
+from .intervals import StateIntervals
 from .saving import check_room, describe, own_group
+from .tier_files import TierFiles
 
 logger = logging.getLogger("zero_core")
 
@@ -38,7 +39,7 @@ class InMemory:
         memory, parts = self._open(), state.partition
         parts.runtime.agree("copy into node memory", str(self._path), None)
         parts.settle()
-        files = TierFiles(state, self._offloading, memory.directory, replicas=True)
+        files = TierFiles(state, self._offloading, memory.directory)
         intervals = StateIntervals(state, files, False, replicated=memory.leads, replicas=True)
         memory.save(intervals.present(), memory=intervals.memory(), behind=intervals.later, **describe(state, {}))
         return True

@@ -1,10 +1,9 @@
-"""What one rank writes of an engine's state: named intervals, and the files that they are linked from."""
+"""The named intervals that one rank writes of an engine's state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from zero_ckpt.torch import Stager, dtype_name, tensor_buffer
 from zero_offload import Sealed
 from zero_partition import DeviceResidency, Fragment, OwnedFragment, Unit
 
-from ..offloading import Offloading
 from ..state import TrainingState
 from .fragments import has_own_master, master_fragments, shard_fragments
 from .names import replicated_parameters
 from .rank_state import rank_intervals
+from .tier_files import TierFiles
 from .tiers import tier_intervals, weight_intervals
 
 
@@ -58,7 +57,8 @@ class StateIntervals:
         self._leaves = _leaves_to_others(state, replicas=replicas)
         self._units = [] if self._leaves else [u for u in parts.units if u.plan.trainable or not exclude_frozen]
         self._stager = Stager()
-        self._sealed: tuple[Sealed | None, Sealed | None] = None, None
+        self._sealed_weights: Sealed | None = None
+        self._sealed_states: Sealed | None = None
         self._copied: list[tuple[Unit, torch.Tensor]] = []
         self._kept: list[_KeptStates] = []
         self._versions: dict[int, int] = {}
@@ -67,7 +67,7 @@ class StateIntervals:
         """Yield all intervals; what is on a tier is read when its turn comes to be written."""
         if self._leaves:
             return
-        self._sealed = self._files.seal()
+        self._sealed_weights, self._sealed_states = self._files.seal_weights(), self._files.seal_states()
         self._kept = self._states_now()
         for unit in self._units:
             yield from self._weights(unit)
@@ -100,7 +100,7 @@ class StateIntervals:
         """Yield what user code or a forward pass may change at any time, and weights that a store keeps."""
         if self._leaves:
             return
-        self._sealed = self._files.seal()
+        self._sealed_weights = self._files.seal_weights()
         copied = {unit.index for unit, _ in self._copied}
         for unit in self._units:
             if unit.index not in copied and not (unit.releasable and self._on_device):
@@ -110,6 +110,8 @@ class StateIntervals:
     def later(self, copies: Sequence[memoryview]) -> Iterator[Interval]:
         """Yield the rest: ``copies`` of `memory`, shards, masters and states. Raises `CheckpointError` for what was
         written since."""
+        if not self._leaves:
+            self._sealed_states = self._files.seal_states()
         for (unit, weights), copied in zip(self._copied, copies, strict=True):
             yield from self._copied_weights(unit, weights, copied)
         for unit in self._units:
@@ -174,7 +176,7 @@ class StateIntervals:
     def _weights(self, unit: Unit) -> Iterator[Interval]:
         parts = self._state.partition
         if not self._on_device:
-            yield from weight_intervals(parts.residency, unit, parts.rank, self._sealed[1])
+            yield from weight_intervals(parts.residency, unit, parts.rank, self._sealed_weights)
             return
         for fragment, piece in shard_fragments(unit, self._shard(unit), parts.rank):
             yield from self._fragment(fragment, "param", piece, stays=unit.releasable)
@@ -186,7 +188,7 @@ class StateIntervals:
             for fragment, piece in master_fragments(unit, ranks):
                 yield from self._fragment(fragment, "master", piece, stays=True)
         if unit.states is not None:
-            yield from tier_intervals(unit.states, unit, parts.rank, self._sealed[0], replicas=self._replicas)
+            yield from tier_intervals(unit.states, unit, parts.rank, self._sealed_states, replicas=self._replicas)
 
     def _states(self) -> Iterator[Interval]:
         for kept in self._kept:
@@ -228,36 +230,6 @@ class _KeptStates:
     owned: OwnedFragment
     part: Fragment
     values: Mapping[str, Any]
-
-
-class TierFiles:
-    """The files in which this rank keeps states and shards, for a checkpoint below ``root`` to link to.
-
-    ``durable``: they survive a crash once they are sealed, else once `make_durable` returns. Call order: `seal`, while
-    the checkpoint's intervals are asked for, so that every rank hears of what one meets; `make_durable` on any thread.
-    """
-
-    def __init__(
-        self, state: TrainingState, tiers: Offloading, root: Path, *, replicas: bool, durable: bool = True
-    ) -> None:
-        self._state, self._tiers, self._root = state, tiers, root
-        self._replicas, self._durable = replicas, durable
-        self._sealed: list[Sealed] = []
-
-    def seal(self) -> tuple[Sealed | None, Sealed | None]:
-        """Seal and return the files of optimizer states, and those of parameter shards; see `Offloading.seal`."""
-        parts = self._state.partition
-        if _leaves_to_others(self._state, replicas=self._replicas):
-            return None, None
-        trained = sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in parts.units if u.states is not None)
-        found = self._tiers.seal(self._root, trained, durable=self._durable)
-        self._sealed = [sealed for sealed in found if sealed is not None]
-        return found
-
-    def make_durable(self) -> None:
-        """Have what was sealed survive a crash; raises what syncing met."""
-        for sealed in self._sealed:
-            sealed.make_durable()
 
 
 def _leaves_to_others(state: TrainingState, *, replicas: bool) -> bool:

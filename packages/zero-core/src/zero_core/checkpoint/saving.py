@@ -20,9 +20,10 @@ from ..errors import UsageError
 from ..offloading import Offloading
 from ..state import TrainingState
 from .held_states import HeldStates
-from .intervals import StateIntervals, TierFiles
+from .intervals import StateIntervals
 from .names import aliases, restructured
 from .progress import progress_of
+from .tier_files import TierFiles
 
 
 class Dialect(Protocol):
@@ -90,7 +91,7 @@ class Saver:
         leads = parts.data_rank == 0 if node is None else _leads(group, node)
         options = describe(state, client) | {"save_latest": save_latest, "node": node, "keep_last": self._keep_last}
         options["beside"] = self._dialect.files_beside(state, client)
-        files = TierFiles(state, self._offloading, root, replicas=node is not None, durable=not self._decoupled)
+        files = TierFiles(state, self._offloading, root, durable=not self._decoupled)
         intervals = StateIntervals(
             *(state, files, exclude_frozen),
             replicated=leads,

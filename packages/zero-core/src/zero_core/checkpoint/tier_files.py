@@ -1,0 +1,84 @@
+"""The files in which a rank keeps states and shards, sealed for a checkpoint to link to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from zero_offload import DelayedUpdate, HostBudget, NvmeStore, OffloadedUpdate, Sealed
+
+from ..offloading import Offloading, need_disk
+from ..state import TrainingState
+
+
+class TierFiles:
+    """The files in which this rank keeps states and shards, for a checkpoint below ``root`` to link to.
+
+    ``durable``: they survive a crash once they are sealed, else once `make_durable` returns. Call order: `seal_weights`
+    while the checkpoint's intervals are asked for, so that every rank hears of what one meets; `seal_states` then or
+    later, on any thread, before states are written; `make_durable` on any thread.
+
+    Both give None where there are no such files, or they are on another file system, and raise `BudgetError` when the
+    disk has no room for what the next steps write anew: what is sealed is never written again.
+    """
+
+    def __init__(self, state: TrainingState, tiers: Offloading, root: Path, *, durable: bool = True) -> None:
+        self._tiers, self._root, self._durable = tiers, root, durable
+        self._zero = state.config.zero_optimization
+        units = state.partition.units
+        self._trained = sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in units if u.states is not None)
+        self._sealed: list[Sealed] = []
+
+    def seal_weights(self) -> Sealed | None:
+        """Seal the files of parameter shards."""
+        store = self._store()
+        if store is None:
+            return None
+        self._check_room()
+        return self._noted(store.seal(durable=self._durable))
+
+    def seal_states(self) -> Sealed | None:
+        """Seal the files of optimizer states."""
+        update = self._update()
+        if update is None:
+            return None
+        self._check_room()
+        return self._noted(update.seal(durable=self._durable))
+
+    def make_durable(self) -> None:
+        """Have what was sealed survive a crash; raises what syncing met."""
+        for sealed in self._sealed:
+            sealed.make_durable()
+
+    def _noted(self, sealed: Sealed | None) -> Sealed | None:
+        self._sealed += [sealed] if sealed is not None else []
+        return sealed
+
+    def _update(self) -> OffloadedUpdate | DelayedUpdate | None:
+        update, paths = self._tiers.update, self._zero.offload_optimizer.nvme_path or ()
+        if update is None or not update.plan["nvme"]:
+            return None
+        return update if _share_drive(self._root, paths) else None
+
+    def _store(self) -> NvmeStore | None:
+        store, paths = self._tiers.store, self._zero.offload_param.nvme_path or ()
+        return store if isinstance(store, NvmeStore) and _share_drive(self._root, paths) else None
+
+    def _check_room(self) -> None:
+        """Raise `BudgetError` where the disk has no room for all states and the trained weights once more."""
+        budget = HostBudget(processes=self._tiers.processes)
+        update, store = self._update(), self._store()
+        if update is not None:
+            paths = self._zero.offload_optimizer.nvme_path or ()
+            need_disk(budget, "masters and states after this checkpoint", update.memory()["nvme"], paths)
+        if store is not None:
+            nbytes, paths = self._trained + store.carried_bytes(), self._zero.offload_param.nvme_path or ()
+            need_disk(budget, "parameter shards after this checkpoint", nbytes, paths)
+        budget.check()
+
+
+def _share_drive(folder: Path, paths: Sequence[str]) -> bool:
+    """Return whether ``folder``, which is made if need be, is on one file system with all of ``paths``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return all(os.stat(folder).st_dev == os.stat(path).st_dev for path in paths)
