@@ -351,3 +351,34 @@ def test_results_do_not_depend_on_a_thread_that_flushes_subnormal_numbers() -> N
         torch.set_flush_denormal(False)
         outcomes.append(params[0].detach())
     assert torch.equal(*outcomes) and float(outcomes[0][0]) > 0
+
+
+@pytest.mark.parametrize("kind", [CPUAdagrad, CPUAdam, CPUAdamW, CPULion, CPUSGD])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"), [(torch.bfloat16, "fp32"), (torch.float32, "bf16"), (torch.bfloat16, "int8")]
+)
+def test_elements_with_positions_are_rounded_alike_however_parameters_are_sharded(
+    kind: type[Any], dtype: torch.dtype, state_dtype: str
+) -> None:
+    torch.manual_seed(0)
+    sizes, places = [700, 300, 1000], [2048, 2048 + 768, 1 << 41]  # two neighbours and one apart
+    values = [torch.randn(size, dtype=dtype) for size in sizes]
+    gradients = [[torch.randn(size, dtype=dtype) for size in sizes] for _ in range(3)]
+
+    def trained(shards: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Train shards (parameter, first element, first one behind), in the order given."""
+        held = [torch.nn.Parameter(values[number][start:end].clone()) for number, start, end in shards]
+        optimizer = kind(held, lr=1e-2, state_dtype=state_dtype)
+        optimizer.positions = {p: places[number] + start for p, (number, start, _) in zip(held, shards, strict=True)}
+        for step in gradients:
+            for p, (number, start, end) in zip(held, shards, strict=True):
+                p.grad = step[number][start:end].clone()
+            optimizer.step()
+        found = [torch.empty_like(value) for value in values]
+        for p, (number, start, end) in zip(held, shards, strict=True):
+            found[number][start:end] = p.detach()
+        return found
+
+    whole = trained([(0, 0, 700), (1, 0, 300), (2, 0, 1000)])
+    sharded = trained([(2, 512, 1000), (1, 256, 300), (0, 0, 256), (2, 0, 512), (0, 256, 700), (1, 0, 256)])
+    assert all(torch.equal(one, other) for one, other in zip(whole, sharded, strict=True))

@@ -26,6 +26,7 @@ from zero_offload import (
     Trace,
     offload_activations,
 )
+from zero_partition import element_positions
 
 from .errors import UsageError
 from .swap_folders import check_swap_folders, remove_abandoned
@@ -319,17 +320,16 @@ def _groups_of(optimizer: Optimizer) -> dict[int, int]:
 
 
 def _plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: bool) -> list[ShardPlan]:
-    """One plan per trained unit; global positions run through all units in order, the same at any world size."""
-    plans, base = [], 0
+    """One plan per trained unit."""
+    plans, positions = [], element_positions((shard.layout for shard in shards), _BLOCK)
     for shard in shards:
-        start, _ = shard.layout.shard_range(shard.rank)
         fragments = tuple(
             FragmentPlan(
                 name=f.entry.name,
                 start=f.shard_offset,
                 numel=f.length,
                 group=groups[id(_parameter(shard, f.entry.name))],
-                element_offset=base + start + f.shard_offset,
+                element_offset=positions[f.entry.name] + f.param_offset,
             )
             for f in shard.layout.fragments(shard.rank)
         )
@@ -345,7 +345,6 @@ def _plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: bool) 
                 padding=shard.layout.shard_numel - max((f.start + f.numel for f in fragments), default=0),
             )
         )
-        base += -(-shard.layout.entries[-1].end // _BLOCK) * _BLOCK
     return plans
 
 

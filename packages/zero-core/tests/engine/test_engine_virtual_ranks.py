@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import build, start, train
-from virtual_rank_cases import MICRO, SAMPLES, TIERS, VIRTUAL, merged, product, refusals, resumed
+from virtual_rank_cases import BF16_MASTERS, MICRO, SAMPLES, TIERS, VIRTUAL, merged, product, refusals, resumed
 
 from zero_ckpt import open_checkpoint
 from zero_ckpt.comparing import diff
@@ -23,6 +23,8 @@ CASES = [
     (3, "bf16", "device"),
     (3, "fp32", "host"),
     (2, "bf16", "nvme"),
+    (1, "bf16 states", "device"),
+    (3, "bf16 masters", "device"),
 ]
 
 
@@ -100,6 +102,7 @@ def test_a_virtual_rank_gets_the_same_samples_at_any_number_of_ranks(size: int, 
 def test_every_stage_dtype_and_tier_is_bitwise_equal_at_one_to_eight_ranks(tmp_path: Path, tier: str) -> None:
     stages = {"device": (0, 1, 2, 3), "host": (1, 2, 3), "nvme": (1, 2, 3), "all nvme": (3,)}[tier]
     cases = [(stage, dtype, tier) for stage in stages for dtype in ("fp32", "bf16", "fp16", "fp64")]
+    cases += [(stage, dtype, tier) for stage in stages if stage for dtype in BF16_MASTERS]
     found = {n: run_ranks(product, n, cases, 7, str(tmp_path), 8, timeout=600.0) for n in (1, 2, 4, 8)}
     for case in map(str, cases):
         alone = merged([answer[case] for answer in found[1]])

@@ -16,6 +16,7 @@ import zero_core
 
 VIRTUAL = 4
 WIDTH, SAMPLES, MICRO = 40, 26, 3  # an epoch is three steps
+BF16_MASTERS = ("bf16 masters", "bf16 states")
 TIERS = ("device", "host", "nvme", "all nvme")
 
 
@@ -61,6 +62,9 @@ def settings(stage: int, dtype: str, tier: str, folder: str, **changes: Any) -> 
     precision: dict[str, Any] = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     if dtype == "fp64":
         precision = {"data_types": {"param_dtype": "fp64"}}
+    elif dtype in BF16_MASTERS:
+        masters = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": dtype == "bf16 states"}
+        precision = {"bf16": {"enabled": True, **masters}}
     return {
         "train_micro_batch_size_per_gpu": MICRO,
         "deterministic": {"across_world_sizes": VIRTUAL, "seed": 7},

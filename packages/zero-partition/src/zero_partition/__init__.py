@@ -21,7 +21,7 @@ from .external import leaf_marker, register_external_parameter, set_leaf_modules
 from .gradients import UnitGradients
 from .host_facts import storage_address
 from .initialisation import Init
-from .layout import Fragment, Layout, LayoutEntry, UnitLayout
+from .layout import Fragment, Layout, LayoutEntry, UnitLayout, element_positions
 from .leaves import LeafTree
 from .model_parts import ModelParts, TensorParallelModel, UnsplitModel
 from .needs import AveragingOptimizer, NormOptimizer
@@ -75,6 +75,7 @@ __all__ = [
     "UnitState",
     "UnsplitModel",
     "change_class",
+    "element_positions",
     "full_gradient",
     "full_parameter",
     "full_state",

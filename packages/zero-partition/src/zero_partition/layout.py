@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -113,6 +113,17 @@ class UnitLayout:
         start, end = self.shard_range(rank)
         low, high = max(start, entry.offset), min(end, entry.end)
         return Fragment(entry, rank, low - entry.offset, low - start, high - low) if low < high else None
+
+
+def element_positions(units: Iterable[UnitLayout], alignment: int) -> dict[str, int]:
+    """By parameter, the place of its first element among those of all units, which begin at multiples of ``alignment``:
+    the same at any world size."""
+    positions: dict[str, int] = {}
+    base = 0
+    for unit in units:
+        positions |= {entry.name: base + entry.offset for entry in unit.entries}
+        base += -(-unit.entries[-1].end // alignment) * alignment
+    return positions
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -47,6 +48,14 @@ class NormOptimizer(Protocol):
     order."""
 
     reduce_norms: ReduceNorms
+
+
+@runtime_checkable
+class PositionedOptimizer(Protocol):
+    """An optimizer that rounds at random by an element's place (low-precision masters or states): ``positions`` has, by
+    tensor, the place of its first element among those of all parameters, a multiple of `GRID`."""
+
+    positions: Mapping[torch.Tensor, int]
 
 
 class ReduceNorms(Protocol):
@@ -182,6 +191,9 @@ def _two_steps(optimizer: Optimizer, group: dict[str, Any], values: list[torch.T
     hyperparameters = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
     pieces = [nn.Parameter(value.clone()) for value in values]
     probe.param_groups = [{**hyperparameters, "params": pieces}]
+    if isinstance(probe, PositionedOptimizer):
+        ends = accumulate((-(-piece.numel() // GRID) * GRID for piece in pieces), initial=0)
+        probe.positions = dict(zip(pieces, ends, strict=False))
     for turn in range(2):
         for piece, value in zip(pieces, values, strict=True):
             piece.grad = (value * (3.0 + turn)).sin()

@@ -26,7 +26,7 @@ from .optimizer_states import ListedParameter, OptimizerStates, sharded_state
 from .optimizer_tensors import OptimizerTensors, left_by_an_engine
 from .partition import Partition
 from .planning import update_dtype
-from .updates import FragmentUpdate, OwnedFragment, Touched, connect_norms, update_for
+from .updates import FragmentUpdate, OwnedFragment, Touched, connect_norms, connect_positions, update_for
 
 _ANEW = (
     "Build a new optimizer over the model's parameters. To keep its states, save a checkpoint before engine.destroy() "
@@ -87,6 +87,7 @@ class ShardedOptimizer:
         self._update = update_for(optimizer, partition, full=_needs_full_parameters(optimizer, partition, self._parts))
         self._adopt(optimizer)
         connect_norms(optimizer, partition, self.fragments)
+        connect_positions(optimizer, partition, self.fragments)
         if isinstance(optimizer, AveragingOptimizer):
             optimizer.connect(partition.groups.gather)
             for gradients in partition.runtime.gradients.values():

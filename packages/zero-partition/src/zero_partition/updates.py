@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from zero_comm import Tag
 
-from .layout import Fragment
-from .needs import NormOptimizer, PartialNorms
+from .layout import Fragment, element_positions
+from .needs import NormOptimizer, PartialNorms, PositionedOptimizer
+from .norm import GRID
 from .partition import Partition
 from .stretches import Stretches
 from .tier import StateTier
@@ -260,6 +261,13 @@ def update_for(optimizer: Optimizer, partition: Partition, *, full: bool) -> Upd
     if full and partition.options.stage >= 1:
         return ParameterUpdate(partition)
     return FragmentUpdate(partition)
+
+
+def connect_positions(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
+    """Under virtual ranks, have an optimizer that rounds by elements' places do it alike at any number of ranks."""
+    if partition.options.virtual_ranks and isinstance(optimizer, PositionedOptimizer):
+        positions = element_positions((unit.layout for unit in partition.units if unit.plan.trainable), GRID)
+        optimizer.positions = {o.tensor: positions[o.fragment.entry.name] + o.fragment.param_offset for o in fragments}
 
 
 def connect_norms(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -23,7 +23,7 @@ from ._formats import (
     zero_moment,
     zero_scales,
 )
-from ._plan import Cohort, CohortPlan, gradients
+from ._plan import Cohort, CohortPlan, gradients, neighbours
 
 __all__ = ["Bf16Weights", "KernelOptimizer", "Settings", "check_range"]
 
@@ -64,6 +64,10 @@ class KernelOptimizer(Optimizer):
 
     Subclasses set `moments` and implement `_run`. Parameters must be contiguous and on the CPU; ``TypeError`` or
     ``ValueError`` says which one is not, before anything is written. ``threads=0`` uses ``torch.get_num_threads()``.
+
+    ``positions``: by parameter, the place of its first element among those of all processes, a multiple of 256. Where
+    all parameters have one, an element is rounded as on one process, however parameters are sharded; without them
+    parameters lie one after the other.
     """
 
     moments: tuple[Moment, ...] = ()
@@ -83,6 +87,7 @@ class KernelOptimizer(Optimizer):
         if threads < 0:
             raise ValueError(f"threads: expected 0 (torch's number) or a positive number, got {threads}")
         self._settings = Settings(parse_state_dtype(state_dtype), bf16_weights, seed, threads)
+        self.positions: Mapping[torch.Tensor, int] = {}
         self._plans: dict[int, CohortPlan] = {}
         self._seen: list[dict[str, Any]] = []
         super().__init__(params, defaults)
@@ -212,29 +217,43 @@ class KernelOptimizer(Optimizer):
             members.setdefault(key, []).append(i)
         where = [-1] * len(params)
         cohorts: list[Cohort] = []
-        for (step, dtype, grad_dtype, sharded, first), positions in members.items():
+        for (step, dtype, grad_dtype, sharded, first), together in members.items():
             names = [moment.name for moment in moments]
             if dtype != torch.float64 and self._settings.state_dtype == "int8":
                 names += [moment.scale_name for moment in moments]
             if dtype == torch.bfloat16 and self._settings.bf16_weights == "exact":
                 names.append(_LOW)
-            shared = torch.tensor(float(step))
-            for position in positions:
-                states[position]["step"] = shared
-                where[position] = len(cohorts)
-            cohorts.append(
-                Cohort(
-                    params=[params[i] for i in positions],
-                    param_dtype=NAMES[dtype],
-                    grad_dtype=grad_dtype,
-                    sharded=sharded,
-                    states=[states[i] for i in positions],
-                    names=tuple(names),
-                    step=shared,
-                    first=first,
+            for numbers, place in self._runs(index, params, together, dtype):
+                shared = torch.tensor(float(step))
+                for number in numbers:
+                    states[number]["step"] = shared
+                    where[number] = len(cohorts)
+                cohorts.append(
+                    Cohort(
+                        params=[params[i] for i in numbers],
+                        param_dtype=NAMES[dtype],
+                        grad_dtype=grad_dtype,
+                        sharded=sharded,
+                        states=[states[i] for i in numbers],
+                        names=tuple(names),
+                        step=shared,
+                        first=first,
+                        position=place,
+                    )
                 )
-            )
         return CohortPlan(list(params), where, cohorts)
+
+    def _runs(
+        self, group: int, params: list[torch.Tensor], numbers: list[int], dtype: torch.dtype
+    ) -> Iterator[tuple[list[int], int]]:
+        """Yield the numbers of parameters that one call updates, and the position of the first one's first element."""
+        rounds = dtype == torch.bfloat16 or (dtype != torch.float64 and self._settings.state_dtype != "f32")
+        if not self.positions or not rounds:
+            yield numbers, group << 44
+            return
+        positions = [self.positions.get(param, 0) for param in params]
+        for run in neighbours(numbers, positions, [local(param).numel() for param in params]):
+            yield run, positions[run[0]]
 
     # The step
 
@@ -264,12 +283,12 @@ class KernelOptimizer(Optimizer):
             self._seen = list(self.state.values())
         for index, group, plan, pointers in work:
             for cohort, addresses in zip(plan.cohorts, pointers, strict=True):
-                self._advance(index, group, cohort, addresses)
+                self._advance(group, cohort, addresses)
             if any(cohort.first for cohort in plan.cohorts):
                 del self._plans[index]
         return loss
 
-    def _advance(self, index: int, group: dict[str, Any], cohort: Cohort, grads: list[int]) -> None:
+    def _advance(self, group: dict[str, Any], cohort: Cohort, grads: list[int]) -> None:
         number = int(cohort.step.item()) + 1
         wide = cohort.param_dtype == "f64"
         common = {
@@ -279,7 +298,7 @@ class KernelOptimizer(Optimizer):
             "state_dtype": "f64" if wide else self._settings.state_dtype,
             "param_low": cohort.pointers.get(_LOW),
             "seed": self._settings.seed,
-            "element_offset": index << 44,
+            "element_offset": cohort.position,
             "threads": self._settings.threads or torch.get_num_threads(),
         }
         self._run(group, cohort, grads, number, common)
@@ -377,5 +396,6 @@ class KernelOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.positions = {}
         self._plans = {}
         self._seen = []

@@ -7,7 +7,7 @@ with what it was made from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import is_, itemgetter
 from typing import Any
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from .._types import Dtype
-from ._formats import local
+from ._formats import BLOCK, local
 
-__all__ = ["Cohort", "CohortPlan", "addresses", "gradients"]
+__all__ = ["Cohort", "CohortPlan", "addresses", "gradients", "neighbours"]
 
 _data_ptr = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
@@ -26,6 +26,18 @@ _is_contiguous = torch.Tensor.is_contiguous
 def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
     """The addresses of the tensors' first elements."""
     return list(map(_data_ptr, tensors))
+
+
+def neighbours(numbers: Iterable[int], positions: list[int], sizes: list[int]) -> Iterator[list[int]]:
+    """Divide tensors, by number and in this order, into runs that one call lays out at their positions: each tensor
+    begins at the first multiple of a block behind the one before it."""
+    run: list[int] = []
+    for number in numbers:
+        if run and positions[number] != positions[run[-1]] + -(-sizes[run[-1]] // BLOCK) * BLOCK:
+            yield run
+            run = []
+        run.append(number)
+    yield run
 
 
 def gradients(params: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -45,6 +57,7 @@ class Cohort:
     names: tuple[str, ...]  # of the tensors in each state that the kernel reads
     step: torch.Tensor  # one for all; `state_dict` gives each its own
     first: bool  # no parameter has a momentum buffer yet
+    position: int  # of the first element of all, which random numbers go by
     tensors: dict[str, list[torch.Tensor]] = field(init=False)
     pointers: dict[str, list[int]] = field(init=False)
     sizes: list[int] = field(init=False)
