@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("zero_nvme_aio", reason="the nvme extra is not installed")
 
 from zero_ckpt import CheckpointError, DamagedError, Interval, ReadRequest, open_checkpoint, save_sharded, verify
-from zero_ckpt.direct import DirectSink, default_sink, has_direct_reads
+from zero_ckpt.direct import DirectSink, default_copy, default_sink, has_direct_reads
+from zero_ckpt.snapshot import Copy, move_memory
 from zero_ckpt.writer import BufferedSink
 
 
@@ -30,6 +31,20 @@ def test_direct_and_ordinary_files_are_the_same(tmp_path: Path, rng: random.Rand
     for name in ("rank-00000.safetensors", "manifest.msgpack"):
         assert (direct / name).read_bytes() == (plain / name).read_bytes()
     assert verify(direct).ok
+
+
+@pytest.mark.parametrize("copy", [move_memory, default_copy()])
+def test_copies_for_a_background_save_are_exact(copy: Copy, rng: random.Random) -> None:
+    import zero_nvme_aio
+
+    assert default_copy() is zero_nvme_aio.copy_memory
+    for content in intervals(rng):
+        source = memoryview(content.data)  # type: ignore[arg-type]
+        target = bytearray(source.nbytes + 14)
+        copy(memoryview(target)[7 : 7 + source.nbytes], source)
+        assert target == bytes(7) + source + bytes(7)
+        copy(memoryview(target)[: source.nbytes], memoryview(bytearray(source)))
+        assert target[: source.nbytes] == source
 
 
 def test_one_staging_buffer_may_be_reused_while_requests_are_in_flight(tmp_path: Path) -> None:

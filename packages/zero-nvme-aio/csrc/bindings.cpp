@@ -7,6 +7,7 @@
 #include <list>
 
 #include "checksum.h"
+#include "copy.h"
 #include "dlpack_abi.h"
 #include "engine.h"
 #include "fault.h"
@@ -292,6 +293,16 @@ void bind_memory(py::module_& m) {
     m.def("checksum_at", [](uintptr_t address, uint64_t nbytes) {
         const WithoutGil without_gil;
         return Checksum::of(reinterpret_cast<const void*>(address), nbytes);
+    });
+    m.def("copy_memory", [](const py::buffer& target, const py::buffer& source) {
+        Held to(target.ptr(), true), from(source.ptr(), false);
+        const Segment goal = to.segment(), origin = from.segment();
+        if (goal.nbytes != origin.nbytes) {
+            throw py::value_error("expected as many bytes in the target as in the source, got " +
+                                  std::to_string(goal.nbytes) + " and " + std::to_string(origin.nbytes));
+        }
+        const WithoutGil without_gil;
+        copy_past_caches(static_cast<char*>(goal.address), static_cast<const char*>(origin.address), goal.nbytes);
     });
 }
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .direct import make_sink
+from .direct import default_copy, make_sink
 from .plain import to_plain
 from .saving import save_sharded
 from .snapshot import Arena, Behind, nothing
@@ -60,7 +60,7 @@ class AsyncSaver:
         self._then = then
         self._arenas: queue.Queue[Arena] = queue.Queue()
         for _ in range(max_pending):
-            self._arenas.put(Arena(threads, allow))
+            self._arenas.put(Arena(threads, allow, default_copy()))
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="zero-ckpt-copy-behind")
         self._copying: Future[None] | None = None
         self._pending = max_pending

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .errors import CheckpointError
+from .snapshot import Copy, move_memory
 from .writer import BufferedSink, FileSink, OpenSink
 
 _DIRECT_BYTES = 4 << 20
@@ -45,6 +46,17 @@ class IoEngine(Protocol):
 def default_sink() -> OpenSink:
     """`DirectSink` when the `nvme` extra is installed, otherwise `BufferedSink`."""
     return DirectSink if find_spec("zero_nvme_aio") is not None else BufferedSink
+
+
+def default_copy() -> Copy:
+    """Copies memory past the processor's caches, which training uses meanwhile and which it does not fit, with the
+    `nvme` extra in a version that can; otherwise `memmove`."""
+    if find_spec("zero_nvme_aio") is None:
+        return move_memory
+    import zero_nvme_aio
+
+    past_caches: Copy = getattr(zero_nvme_aio, "copy_memory", move_memory)
+    return past_caches
 
 
 def open_engine(path: Path) -> IoEngine:

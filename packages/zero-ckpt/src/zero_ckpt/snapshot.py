@@ -28,6 +28,10 @@ Behind = Callable[[Sequence[memoryview]], Iterable[Interval]]
 called with, or memory that nobody writes until it is copied."""
 
 
+Copy = Callable[[memoryview, memoryview], object]
+"""Copies all of the second's memory to the first, of the same size and writable, without the GIL."""
+
+
 def nothing(_copies: Sequence[memoryview]) -> Iterable[Interval]:
     """Give no intervals: a `Behind`."""
     return ()
@@ -40,7 +44,8 @@ class Arena:
     `allow` is called with a number of bytes before so many are allocated; what it raises ends the save.
     """
 
-    def __init__(self, threads: int, allow: Callable[[int], object]) -> None:
+    def __init__(self, threads: int, allow: Callable[[int], object], copy: Copy) -> None:
+        self._copy = copy
         self._helpers = min(threads, os.cpu_count() or 1) - 1
         self._pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="zero-ckpt-copy")
         self._now, self._later = _Memory(allow), _Memory(allow)
@@ -57,7 +62,7 @@ class Arena:
             if copy is None or copy.interval.version is not None:
                 continue
             if callable(copy.interval.data):  # its buffer is only good until the next one is asked for
-                copy.run()
+                copy.run(self._copy)
             else:
                 chunks += copy.chunks()
         self._copy_now(chunks)
@@ -65,6 +70,7 @@ class Arena:
             [source if copy is None else copy.copied() for source, copy in zip(intervals, copies, strict=True)],
             [copy for copy in copies if copy is not None and copy.interval.version is not None],
             lambda: self._asked_for(behind(kept)),
+            self._copy,
         )
 
     def close(self) -> None:
@@ -77,7 +83,7 @@ class Arena:
 
         def copy_some() -> None:
             for chunk in waiting:
-                _copy(*chunk)
+                self._copy(*chunk)
 
         works = [self._pool.submit(copy_some) for _ in range(self._helpers if much else 0)]
         copy_some()
@@ -139,12 +145,13 @@ class Snapshot:
     intervals: list[Interval]
     later: list[_Copy]
     behind: Callable[[], tuple[list[Interval], list[_Copy]]]
+    copy: Copy
 
     def finish(self) -> None:
         """Copy what is left, on any thread, once. Raises CheckpointError for memory that was written meanwhile."""
         intervals, copies = self.behind()
         for copy in [*self.later, *copies]:
-            copy.run()
+            copy.run(self.copy)
             if _version(copy.interval) != copy.version:
                 raise CheckpointError(
                     f"{copy.interval.name!r} ({copy.interval.kind}) was written while it was being copied: wait "
@@ -165,10 +172,10 @@ class _Copy:
         """The interval with its data in the arena."""
         return replace(self.interval, data=self.target, length=None, version=None)
 
-    def run(self) -> None:
+    def run(self, copy: Copy) -> None:
         """Copy it."""
         for target, source in self.chunks():
-            _copy(target, source)
+            copy(target, source)
 
     def chunks(self) -> list[tuple[memoryview, memoryview]]:
         """Return pairs of target and source memory; calls the interval's data where that is a function."""
@@ -201,7 +208,8 @@ def _version(interval: Interval) -> object:
     return None if interval.version is None else interval.version()
 
 
-def _copy(target: memoryview, source: memoryview) -> None:
+def move_memory(target: memoryview, source: memoryview) -> None:
+    """Copy as `memmove` does: a `Copy`. Raises ValueError for other sizes."""
     if target.nbytes != source.nbytes:
         raise ValueError(f"expected {target.nbytes} bytes, got {source.nbytes}")
     if source.readonly or not source.nbytes:  # ctypes gives no address of read-only memory

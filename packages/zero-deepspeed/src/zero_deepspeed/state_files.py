@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zero_core.checkpoint.names import aliases
+from zero_core.checkpoint.names import aliases, named_parameters
 from zero_core.checkpoint.scheduler_state import plain_state
 from zero_core.errors import UsageError
 from zero_core.state import TrainingState
@@ -37,7 +37,7 @@ def state_files(state: TrainingState, config: dict[str, Any], client_state: dict
         "buffer_names": [name for name, _ in state.module.named_buffers()],
         "param_shapes": [shapes[True]],
         "frozen_param_shapes": shapes[False] or None,
-        "shared_params": aliases(state.module),
+        "shared_params": aliases(named_parameters(state.module)),
         "lr_scheduler": None if scheduler is None else plain_state(scheduler),
         "skipped_steps": counters.skipped_steps,
         "global_steps": counters.global_steps,

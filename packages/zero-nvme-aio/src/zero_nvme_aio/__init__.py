@@ -12,6 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from ._native import copy_memory
     from ._probe import Probe, probe
     from ._tensors import load, save
     from .extents import Extent, ExtentStore, Generation
@@ -27,6 +28,7 @@ __all__ = [
     "Generation",
     "Probe",
     "Request",
+    "copy_memory",
     "load",
     "probe",
     "save",
@@ -39,6 +41,7 @@ _LAZY = {
     "ExtentStore": "extents",
     "Generation": "extents",
     "Probe": "_probe",
+    "copy_memory": "_native",
     "load": "_tensors",
     "probe": "_probe",
     "save": "_tensors",

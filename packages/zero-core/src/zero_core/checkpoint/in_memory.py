@@ -15,6 +15,7 @@ from ..offloading import Offloading
 from ..state import TrainingState
 from .fragments import master_fragments
 from .intervals import StateIntervals
+from .names import named_parameters
 from .saving import check_room, describe, own_group
 from .tier_files import TierFiles
 
@@ -41,7 +42,12 @@ class InMemory:
         parts.settle()
         files = TierFiles(state, self._offloading, memory.directory)
         intervals = StateIntervals(state, files, False, replicated=memory.leads, replicas=True)
-        memory.save(intervals.present(), memory=intervals.memory(), behind=intervals.later, **describe(state, {}))
+        memory.save(
+            intervals.present(),
+            memory=intervals.memory(),
+            behind=intervals.later,
+            **describe(state, {}, named_parameters(state.module), state.config.to_plain()),
+        )
         return True
 
     def find(self) -> Found | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
@@ -16,16 +18,27 @@ WEIGHT_KINDS = frozenset(["param", "master", "buffer"])
 _SHOWN = 10
 
 
-def aliases(module: nn.Module) -> dict[str, str]:
-    """Names of tied parameters -> the name under which they are stored."""
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters under all their names, those of tied ones too."""
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def aliases(named: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Names of tied parameters -> the name under which they are stored; ``named``: under all their names, in order."""
     first: dict[int, str] = {}
     found = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in named.items():
         if id(parameter) in first:
             found[name] = first[id(parameter)]
         else:
             first[id(parameter)] = name
     return found
+
+
+def frozen(named: Mapping[str, nn.Parameter]) -> list[str]:
+    """Names of the parameters that are not trained, tied ones once; ``named``: under all their names, in order."""
+    first = {id(parameter): name for name, parameter in reversed(list(named.items()))}
+    return [first[id(p)] for name, p in named.items() if not p.requires_grad and first[id(p)] == name]
 
 
 def shapes(state: TrainingState) -> dict[tuple[str, str], tuple[int, ...]]:
@@ -48,10 +61,9 @@ def replicated_parameters(state: TrainingState) -> dict[str, torch.Tensor]:
     }
 
 
-def restructured(state: TrainingState) -> str:
+def restructured(state: TrainingState, now: Mapping[str, nn.Parameter]) -> str:
     """The first parameter of the engine's that the model has under another name, or of which it has another object or
-    none of its own; empty where there is none. Parameters that were removed are none."""
-    now = dict(state.module.named_parameters(remove_duplicate=False))
+    none of its own; empty where there is none. Parameters that were removed are none. ``now``: `named_parameters`."""
     called = {id(parameter): name for name, parameter in now.items()}
     for unit in state.partition.units:
         for name, parameter in zip(unit.names, unit.parameters, strict=True):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import nn
 
 from zero_ckpt import AsyncSaver, CheckpointError, Coordinator, SoloCoordinator, save_sharded
 from zero_ckpt.torch import DistCoordinator, RngState
@@ -21,7 +22,7 @@ from ..offloading import Offloading
 from ..state import TrainingState
 from .held_states import HeldStates
 from .intervals import StateIntervals
-from .names import aliases, restructured
+from .names import aliases, frozen, named_parameters, restructured
 from .progress import progress_of
 from .tier_files import TierFiles
 
@@ -61,6 +62,7 @@ class Saver:
         self._state, self._offloading, self._dialect = state, offloading, dialect
         self._decoupled, self._per_node = section.writer.decoupled, section.use_node_local_storage
         self._keep_last = section.keep_last
+        self._config = state.config.to_plain()
         self._waited = 0.0
         self._states = HeldStates(self._await_copies)
         self._behind: AsyncSaver | None = None
@@ -82,14 +84,20 @@ class Saver:
         """Write ``root/tag``; collective."""
         client = self._dialect.client_state(client_state)
         state, parts = self._state, self._state.partition
-        answers = parts.runtime.agree("save", f"{root}/{tag}", [state.counters.accumulated, restructured(state)])
+        named = named_parameters(state.module)
+        said = [state.counters.accumulated, restructured(state, named)]
+        answers = parts.runtime.agree("save", f"{root}/{tag}", said)
         _refuse_inside_accumulation([accumulated for accumulated, _ in answers], state)
         _refuse_restructured([name for _, name in answers])
         parts.settle()
         group = coordinator_of(state)
         node = socket.gethostname() if self._per_node else None
         leads = parts.data_rank == 0 if node is None else _leads(group, node)
-        options = describe(state, client) | {"save_latest": save_latest, "node": node, "keep_last": self._keep_last}
+        options = describe(state, client, named, self._config) | {
+            "save_latest": save_latest,
+            "node": node,
+            "keep_last": self._keep_last,
+        }
         options["beside"] = self._dialect.files_beside(state, client)
         files = TierFiles(state, self._offloading, root, durable=not self._decoupled)
         intervals = StateIntervals(
@@ -169,15 +177,17 @@ def check_room(nbytes: int) -> None:
         ) from problem
 
 
-def describe(state: TrainingState, client: dict[str, Any]) -> dict[str, Any]:
+def describe(
+    state: TrainingState, client: dict[str, Any], named: Mapping[str, nn.Parameter], config: dict[str, Any]
+) -> dict[str, Any]:
     """Everything about a checkpoint of ``state`` besides its tensors, as options of `save_sharded`; ``client`` is the
-    user's part."""
+    user's part, ``named`` are the model's `named_parameters`, ``config`` is the configuration as plain data."""
     return {
         "step": state.counters.global_steps,
-        "aliases": aliases(state.module),
-        "frozen": [name for name, parameter in state.module.named_parameters() if not parameter.requires_grad],
+        "aliases": aliases(named),
+        "frozen": frozen(named),
         "client_state": progress_of(state, client),
-        "config": state.config.to_plain(),
+        "config": config,
         "rank_state": {"random": RngState().state_dict()},
     }
 
