@@ -1,14 +1,17 @@
 """How long training stands still for a save behind it, beside a save at once of the same state.
 
     python tests-integration/bench_saving.py [--rounds 9] [--only "3 nvme bf16" ...] [--folder PATH]
+    zero-launch --nproc 2 tests-integration/bench_saving.py --only "3 device bf16" ...
 
-AdamW, one rank with all cores. A row is a stage, where the state lies (``device``; ``cpu``: the optimizer in host
-memory, at stage 3 the parameters too; ``nvme``: the same in files) and a dtype. Two engines of the same model take
-steps and save in turn: one as with ``checkpoint.writer.decoupled``, one without. ``behind`` is for how long the thread
-that trains is blocked: in the call of `save_checkpoint`, and where it waits for the copy afterwards; ``at once`` is the
-call alone; the ratio is taken within the round, its aim is at most 2 %. ``slowdown`` is all that the save behind costs
-training, the work of copying and writing beside it on the same cores included: the call and the steps until it is
-written, less the time of as many steps without a save. ``written`` is when it is on disk, as seen after a step.
+AdamW, one rank with all cores, or the ranks of a launcher, of which the slowest counts. At stage 3 one rank keeps its
+weights gathered: user code can write them, as at stages 0 to 2; several release them. A row is a stage, where the
+state lies (``device``; ``cpu``: the optimizer in host memory, at stage 3 the parameters too; ``nvme``: the same in
+files) and a dtype. Two engines of the same model take steps and save in turn: one as with
+``checkpoint.writer.decoupled``, one without. ``behind`` is for how long the thread that trains is blocked: in the call
+of `save_checkpoint`, and where it waits for the copy afterwards; ``at once`` is the call alone; the ratio is taken
+within the round, its aim is at most 2 %. ``slowdown`` is all that the save behind costs training, the work of copying
+and writing beside it on the same cores included: the call and the steps until it is written, less the time of as many
+steps without a save. ``written`` is when it is on disk, as seen after a step.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ class Contestant:
         torch.manual_seed(0)
         model = GPT(Shape(args.layers, args.width, args.context))
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         settings = config(int(stage), tier, dtype, folder, decoupled)
         self.engine = zero_core.initialize(model=model, config=settings)[0]
         self._checkpoints = self.engine._parts.checkpoints
@@ -100,12 +103,23 @@ class Contestant:
         self.engine.save_checkpoint(str(self._folder), tag=f"t{turn}")
         called = time.perf_counter() - begin
         steps = 0
-        while steps == 0 or saver.is_writing:
+        while steps == 0 or worst(float(saver.is_writing)):
             self.step(turn)
             steps += 1
         written = time.perf_counter() - begin
         self._checkpoints.wait()
-        return Save(called + saver.take_waited(), written - steps * statistics.median(usual), written)
+        slowdown = written - steps * statistics.median(usual)
+        return Save(worst(called + saver.take_waited()), worst(slowdown), worst(written))
+
+
+def worst(value: float) -> float:
+    """The greatest of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    values = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return float(values)
 
 
 def measure(args: argparse.Namespace, row: str, folder: Path) -> None:
@@ -127,9 +141,15 @@ def measure(args: argparse.Namespace, row: str, folder: Path) -> None:
         low, middle, high = (f"{value * factor:.{digits}f}" for value in quartiles(values))
         columns.append(f"{middle} ({low} - {high})")
     reached = "reached" if statistics.median(times["ratio"]) <= AIM else "missed"
-    print(f"{row:<16}" + "".join(f"{column:>24}" for column in columns) + f"{reached:>9}", flush=True)
+    say(f"{row:<16}" + "".join(f"{column:>24}" for column in columns) + f"{reached:>9}")
     for contestant in (behind, at_once):
         contestant.engine.destroy()
+
+
+def say(line: str) -> None:
+    """Print a line once."""
+    if os.environ["RANK"] == "0":
+        print(line, flush=True)
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -151,14 +171,20 @@ def main() -> None:
     args = options()
     import torch.distributed as dist
 
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29519")
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519"}
+    if "RANK" not in os.environ:
+        os.environ.update(alone)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
     titles = "".join(f"{name + (', %' if name == 'ratio' else ', ms'):>24}" for name in COLUMNS)
-    print(f"{'':<16}{titles}{'2 %':>9}\n{'':<16}" + f"{'median (quartiles)':>24}" * len(COLUMNS))
+    say(f"{dist.get_world_size()} ranks".ljust(16) + f"{titles}{'2 %':>9}")
+    say(" " * 16 + f"{'median (quartiles)':>24}" * len(COLUMNS))
     for row in args.only or ROWS:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            measure(args, row, Path(folder))
+            shared = [folder]
+            dist.broadcast_object_list(shared)
+            measure(args, row, Path(shared[0]))
+            dist.barrier()
     dist.destroy_process_group()
 
 

@@ -235,15 +235,22 @@ class NvmeStore:
         with naming("shards", "seal"):
             return self._store.carried_bytes()
 
-    def seal(self, *, durable: bool = True) -> Sealed:
+    @property
+    def filed(self) -> frozenset[str]:
+        """The shards that are in files."""
+        return frozenset(self._packs)
+
+    def seal(self, *, durable: bool = True, flush: bool = True) -> Sealed:
         """Make the files read-only and durable, for a checkpoint to link to; later writes go to new ones. Without
-        ``durable`` what waits for the device is left to `Sealed.make_durable`.
+        ``durable`` what waits for the device is left to `Sealed.make_durable`. Without ``flush``, after `flush` and
+        before anything is written, on any thread, while shards are read.
 
         Shards that were not written since the last one are taken along by sharing blocks where the file system can;
         elsewhere they stay in the files they are in, until less than half of those is current. Shards within
         ``host_bytes`` are ``resident``. ShardError when a write failed.
         """
-        self.flush()
+        if flush:
+            self.flush()
         with naming("shards", "seal"):
             self._generations.append(self._store.seal(durable=durable))
         sealed = Sealed.of(self._store.extents(), self._generations, steps={}, resident=frozenset(self._in_host))

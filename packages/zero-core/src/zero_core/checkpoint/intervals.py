@@ -57,6 +57,7 @@ class StateIntervals:
         self._leaves = _leaves_to_others(state, replicas=replicas)
         self._units = [] if self._leaves else [u for u in parts.units if u.plan.trainable or not exclude_frozen]
         self._stager = Stager()
+        self._linked: frozenset[str] = frozenset()
         self._sealed_weights: Sealed | None = None
         self._sealed_states: Sealed | None = None
         self._copied: list[tuple[Unit, torch.Tensor]] = []
@@ -67,6 +68,7 @@ class StateIntervals:
         """Yield all intervals; what is on a tier is read when its turn comes to be written."""
         if self._leaves:
             return
+        self._linked = self._files.flush_weights()
         self._sealed_weights, self._sealed_states = self._files.seal_weights(), self._files.seal_states()
         self._kept = self._states_now()
         for unit in self._units:
@@ -88,7 +90,7 @@ class StateIntervals:
             return []
         self._copied = [(unit, weights) for unit in self._units if (weights := self._weights_to_copy(unit)) is not None]
         self._kept = self._states_now()
-        read = [self._shard(unit) for unit in self._units if unit.releasable and self._on_device]
+        read = [self._shard(unit) for unit in self._units if self._on_device and unit.releasable]
         read += [unit.master for unit in self._units if unit.master is not None and has_own_master(unit)]
         read += [value for kept in self._kept for value in kept.values.values() if isinstance(value, torch.Tensor)]
         self._versions = {id(tensor): tensor._version for tensor in read if not tensor.is_inference()}
@@ -100,10 +102,10 @@ class StateIntervals:
         """Yield what user code or a forward pass may change at any time, and weights that a store keeps."""
         if self._leaves:
             return
-        self._sealed_weights = self._files.seal_weights()
+        self._linked = self._files.flush_weights()
         copied = {unit.index for unit, _ in self._copied}
         for unit in self._units:
-            if unit.index not in copied and not (unit.releasable and self._on_device):
+            if unit.index not in copied and not self._stays(unit):
                 yield from self._weights(unit)
         yield from self._replicated_now()
 
@@ -111,12 +113,13 @@ class StateIntervals:
         """Yield the rest: ``copies`` of `memory`, shards, masters and states. Raises `CheckpointError` for what was
         written since."""
         if not self._leaves:
-            self._sealed_states = self._files.seal_states()
+            self._sealed_weights, self._sealed_states = self._files.seal_weights(), self._files.seal_states()
         for (unit, weights), copied in zip(self._copied, copies, strict=True):
             yield from self._copied_weights(unit, weights, copied)
         for unit in self._units:
-            if unit.releasable and self._on_device:
-                self._check_unwritten(unit.name, "param", self._shard(unit))
+            if self._stays(unit):
+                if self._on_device:
+                    self._check_unwritten(unit.name, "param", self._shard(unit))
                 yield from self._weights(unit)
             if unit.master is not None and has_own_master(unit):
                 self._check_unwritten(unit.name, "master", unit.master)
@@ -131,6 +134,10 @@ class StateIntervals:
     def _on_device(self) -> bool:
         """Return whether shards are where forward reads them, in no store."""
         return isinstance(self._state.partition.residency, DeviceResidency)
+
+    def _stays(self, unit: Unit) -> bool:
+        """Return whether only the engine writes a unit's weights, and another thread can read them."""
+        return unit.releasable if self._on_device else unit.name in self._linked
 
     def _follows(self, unit: Unit) -> bool:
         """Return whether a unit's master follows its copied weights."""

@@ -15,12 +15,14 @@ from ..state import TrainingState
 class TierFiles:
     """The files in which this rank keeps states and shards, for a checkpoint below ``root`` to link to.
 
-    ``durable``: they survive a crash once they are sealed, else once `make_durable` returns. Call order: `seal_weights`
-    while the checkpoint's intervals are asked for, so that every rank hears of what one meets; `seal_states` then or
-    later, on any thread, before states are written; `make_durable` on any thread.
+    ``durable``: they survive a crash once they are sealed, else once `make_durable` returns. Call order:
+    `flush_weights` while the checkpoint's intervals are asked for, so that every rank hears of what one meets;
+    `seal_weights` and `seal_states` then or later, on any thread, before weights and states are written;
+    `make_durable` on any thread.
 
-    Both give None where there are no such files, or they are on another file system, and raise `BudgetError` when the
-    disk has no room for what the next steps write anew: what is sealed is never written again.
+    `seal_weights` and `seal_states` give None where there are no such files, or they are on another file system, and
+    raise `BudgetError` when the disk has no room for what the next steps write anew: what is sealed is never written
+    again.
     """
 
     def __init__(self, state: TrainingState, tiers: Offloading, root: Path, *, durable: bool = True) -> None:
@@ -30,13 +32,21 @@ class TierFiles:
         self._trained = sum(u.layout.shard_numel * u.plan.dtype.itemsize for u in units if u.states is not None)
         self._sealed: list[Sealed] = []
 
+    def flush_weights(self) -> frozenset[str]:
+        """Wait for writes of parameter shards; return the units whose shards can be linked."""
+        store = self._store()
+        if store is None:
+            return frozenset()
+        store.flush()
+        return store.filed
+
     def seal_weights(self) -> Sealed | None:
         """Seal the files of parameter shards."""
         store = self._store()
         if store is None:
             return None
         self._check_room()
-        return self._noted(store.seal(durable=self._durable))
+        return self._noted(store.seal(durable=self._durable, flush=False))
 
     def seal_states(self) -> Sealed | None:
         """Seal the files of optimizer states."""
