@@ -294,3 +294,13 @@ def test_copies_of_one_save_stay_until_it_is_written_and_a_smaller_one_uses_thei
     for step, size in enumerate((9 << 20, 5 << 20), start=1):
         assert open_checkpoint(tmp_path, f"t{step}").read("w", "param") == bytes([step]) * size
     assert asked == [9 << 20]
+
+
+def test_intervals_without_elements_are_saved_also_where_there_are_no_others(tmp_path: Path) -> None:
+    def empty(name: str) -> Interval:
+        return Interval(name, "buffer", (0,), "U8", 0, bytearray())
+
+    with AsyncSaver() as saver:
+        saver.save(tmp_path, "t", [empty("now")], memory=[bytearray()], behind=lambda _: [empty("later")], step=1)
+    checkpoint = open_checkpoint(tmp_path, "t")
+    assert checkpoint.read("now", "buffer") == checkpoint.read("later", "buffer") == b""

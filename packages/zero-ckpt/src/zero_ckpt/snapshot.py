@@ -194,6 +194,8 @@ def _copies(intervals: Sequence[Interval], places: Sequence[memoryview]) -> list
 
 
 def _chunks(target: memoryview, source: memoryview) -> list[tuple[memoryview, memoryview]]:
+    if target.nbytes == source.nbytes == 0:
+        return []
     if source.nbytes <= _COPY_BYTES:
         return [(target, source)]
     begins = range(0, source.nbytes, _COPY_BYTES)
@@ -212,7 +214,7 @@ def move_memory(target: memoryview, source: memoryview) -> None:
     """Copy as `memmove` does: a `Copy`. Raises ValueError for other sizes."""
     if target.nbytes != source.nbytes:
         raise ValueError(f"expected {target.nbytes} bytes, got {source.nbytes}")
-    if source.readonly or not source.nbytes:  # ctypes gives no address of read-only memory
+    if source.readonly:  # ctypes gives no address of read-only memory
         target[:] = source
         return
     kind = ctypes.c_char * target.nbytes
