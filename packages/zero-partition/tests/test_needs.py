@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_optim_kernels.torch import CPUAdamW
 from zero_partition import PartitionError
-from zero_partition.needs import Need, need_of
+from zero_partition.needs import Need, need_of, refuse_unusable
 
 MUON = [] if torch.__version__ < (2, 9) else [torch.optim.Muon]  # came with torch 2.9
 
@@ -68,6 +69,8 @@ class ModelNormDescent(SignDescent):
 class SometimesRows(SignDescent):
     """Elementwise in groups without the flag ``rows``."""
 
+    elementwise = True
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         for group in self.param_groups:
@@ -77,6 +80,8 @@ class SometimesRows(SignDescent):
 
 class SameSizes(SignDescent):
     """Takes parameters of one size only, for a reason of its own."""
+
+    elementwise = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -96,15 +101,46 @@ def test_torchs_elementwise_optimizers_run_on_fragments(kind: str) -> None:
     assert need_of(getattr(torch.optim, kind)(parameters(), lr=1e-3)) is Need.ELEMENTS
 
 
-def test_the_probe_accepts_an_unknown_elementwise_optimizer_and_leaves_no_trace() -> None:
+class DeclaredDescent(SignDescent):
+    """Says that it is elementwise; its arithmetic is the parent's."""
+
+    elementwise = True
+
+
+class DerivedDescent(DeclaredDescent):
+    """Has arithmetic of its own, of which its parent says nothing."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        super().step(closure)
+
+
+class FalselyDeclared(NormedDescent):
+    """Says that it is elementwise and is not."""
+
+    elementwise = True
+
+
+class InheritedDescent(DeclaredDescent):
+    """Has nothing of its own."""
+
+
+def test_a_declaration_holds_for_classes_without_arithmetic_of_their_own() -> None:
+    assert need_of(InheritedDescent(parameters())) is Need.ELEMENTS
+    assert need_of(CPUAdamW(parameters())) is Need.ELEMENTS
+
+
+def test_the_probe_accepts_a_declared_elementwise_optimizer_and_leaves_no_trace() -> None:
     given = parameters()
     before = given[0].detach().clone()
-    optimizer = SignDescent(given)
+    optimizer = DeclaredDescent(given)
     assert need_of(optimizer) is Need.ELEMENTS
     assert torch.equal(given[0], before) and not optimizer.state and optimizer.param_groups[0]["params"] == given
 
 
-@pytest.mark.parametrize("make", [NormedDescent, RowDescent, torch.optim.Adafactor, *MUON])
+@pytest.mark.parametrize(
+    "make", [NormedDescent, RowDescent, SignDescent, DerivedDescent, FalselyDeclared, torch.optim.Adafactor, *MUON]
+)
 def test_what_looks_at_whole_matrices_needs_whole_parameters(make: Callable[[Any], Optimizer]) -> None:
     assert need_of(make(parameters())) is Need.PARAMETERS
 
@@ -124,7 +160,7 @@ def test_every_group_is_probed() -> None:
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam])
 def test_what_no_engine_can_run_is_refused_by_name(make: Callable[[Any], Optimizer]) -> None:
     with pytest.raises(PartitionError, match=f"{make.__name__} cannot run in an engine"):  # type: ignore[attr-defined]
-        need_of(make(parameters()))
+        refuse_unusable(make(parameters()))
 
 
 def test_a_failing_probe_says_so() -> None:

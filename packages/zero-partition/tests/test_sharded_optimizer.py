@@ -317,3 +317,54 @@ def test_an_overflow_under_a_loss_scale_skips_the_step_and_lowers_the_scale() ->
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     (model(tokens()) * scale.scale).backward()
     assert optimizer.step().taken
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer of a user's; ``rule`` writes one parameter from its gradient in its n-th step."""
+
+    def __init__(self, params: Any, rule: Callable[[torch.Tensor, torch.Tensor, int], None]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.rule = rule
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    self.rule(p, p.grad, state["step"])
+
+
+def normed_late(p: torch.Tensor, grad: torch.Tensor, step: int) -> None:
+    """What small matrices do not show in two steps: a norm after a warm-up."""
+    p.sub_(grad / grad.norm() if step > 2 else grad, alpha=0.1)
+
+
+def by_size(p: torch.Tensor, grad: torch.Tensor, step: int) -> None:
+    """What matrices of 6 x 4 do not show: another rule for what is larger."""
+    p.sub_(grad.sign() if p.numel() > 24 else grad, alpha=0.1)
+
+
+def assigned(p: torch.Tensor, grad: torch.Tensor, step: int) -> None:
+    """New memory for every parameter in each step."""
+    p.data = p.data - 0.1 * grad
+
+
+def with_rule(stage: int, rule: Any) -> float:
+    reference, model = make(), make()
+    expected = Own(reference.parameters(), rule)
+    parts = cut(model, stage)
+    optimizer = ShardedOptimizer(Own(model.parameters(), rule), parts)
+    for step in range(5):
+        train_one(model, optimizer, step)
+        train_one(reference, expected, step)
+    pairs = zip((full_parameter(parts, p) for p in model.parameters()), reference.parameters(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("rule", [normed_late, by_size, assigned])
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_a_users_optimizer_does_with_full_parameters_is_done(world: int, rule: Any) -> None:
+    for stage in STAGES:
+        assert max(run_ranks(with_rule, world, stage, rule)) < 1e-12, stage

@@ -65,6 +65,7 @@ class Control:
     Attributes:
         topology: which ranks are on one node; all of them until `place`.
         watched: where this rank is, for a `Watch`.
+        is_torn: an exchange was left before its end, so that this rank's next one would meet another of its peers'.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, ledger: Ledger | None = None) -> None:
@@ -85,6 +86,7 @@ class Control:
         """Go on over ``process_group``, of the same ranks, after `close`; `place` and `watch` follow."""
         self._process_group = process_group
         self._sequence = 0
+        self.is_torn = False
         self._verdict: str | None = None
         self._noted = False
         self.watched.failed = self.watched.waiting = None
@@ -139,6 +141,7 @@ class Control:
         if self.world_size == 1:
             return [_decode(body)]
         tag = Tag("control", message.kind, message.step)
+        self.is_torn = True
         frames = self._all_gather(_frame(body), tag, message, patience)
         lengths = [int.from_bytes(frame[:4], "little") for frame in frames]
         inline = _FRAME_BYTES - 4
@@ -147,6 +150,7 @@ class Control:
             rest = max(lengths) - inline
             tails = self._all_gather(body[inline:].ljust(rest, b" "), tag, message, patience)
             bodies = [(head + tail)[:length] for head, tail, length in zip(bodies, tails, lengths, strict=True)]
+        self.is_torn = False
         self.watched.last = message
         return [_decode(b) for b in bodies]
 

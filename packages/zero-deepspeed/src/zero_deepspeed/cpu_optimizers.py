@@ -89,6 +89,8 @@ class DeepSpeedCPULion(CPULion):
 class FusedAdam(torch.optim.AdamW):
     """Adam, or AdamW with ``adam_w_mode``: torch's fused one."""
 
+    elementwise = True
+
     def __init__(
         self,
         params: Parameters,

@@ -12,6 +12,8 @@ from .base import ClosureOptimizer
 class Lion(ClosureOptimizer):
     """Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolation of gradient and moment, decoupled decay."""
 
+    elementwise = True
+
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
     ) -> None:

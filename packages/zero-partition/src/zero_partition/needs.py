@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from zero_comm import Group
 
@@ -83,28 +84,45 @@ class AveragingOptimizer(Protocol):
         """Bring the weights together where ranks took steps alone; whether they changed. Collective."""
 
 
+def refuse_unusable(optimizer: Optimizer) -> None:
+    """Raise `PartitionError` for an optimizer that no engine can run, at any stage."""
+    kind = type(optimizer).__name__
+    if kind in _IMPOSSIBLE:
+        raise PartitionError(f"{kind} cannot run in an engine: {_IMPOSSIBLE[kind]}. Use AdamW, for example.")
+    if not isinstance(optimizer, (NormOptimizer, AveragingOptimizer)):
+        _refuse_wrapper(optimizer)
+
+
 def need_of(optimizer: Optimizer) -> Need:
     """Find out what ``optimizer`` needs.
 
-    torch's own elementwise optimizers are known, and so is what says so itself (`NormOptimizer`); any other is run on
-    small matrices, whole and split, together and apart, once with the hyperparameters of each group. Raises
-    `PartitionError` for what no engine can run.
+    torch's own elementwise optimizers are known, and so is what says so itself (`NormOptimizer`). Any other is run on
+    small matrices, together and apart, once with the hyperparameters of each group, and gets full parameters at least:
+    what it does with larger ones or in later steps shows nowhere. A class that defines ``elementwise = True`` beside
+    its arithmetic gets fragments, unless it does otherwise on the matrices. Raises `PartitionError` where that fails.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE:
         return Need.ELEMENTS
-    if kind.__name__ in _IMPOSSIBLE:
-        raise PartitionError(
-            f"{kind.__name__} cannot run in an engine: {_IMPOSSIBLE[kind.__name__]}. Use AdamW, for example."
-        )
     if isinstance(optimizer, NormOptimizer):
         return Need.ELEMENTS
     if isinstance(optimizer, AveragingOptimizer):
         return Need.MODEL
-    _refuse_wrapper(optimizer)
     with torch._C._DisableTorchDispatch():  # the probe computes with values, also where the script's tensors are fake
         found = [_probe(optimizer, group) for group in optimizer.param_groups]
     return next((need for need in (Need.MODEL, Need.PARAMETERS) if need in found), Need.ELEMENTS)
+
+
+def _is_declared(kind: type) -> bool:
+    """Return whether ``elementwise = True`` is said of the arithmetic that ``kind`` has, and not of a parent's."""
+    steps = [_without_hooks(parent.__dict__["step"]) if "step" in parent.__dict__ else None for parent in kind.__mro__]
+    for number, parent in enumerate(kind.__mro__):
+        if "elementwise" in parent.__dict__:
+            return parent.__dict__["elementwise"] is True
+        is_inherited = steps[number] in (None, *steps[number + 1 :])  # torch puts a hooked one into every class
+        if "update" in parent.__dict__ or not is_inherited:
+            return False
+    return False
 
 
 def check_repeats(optimizer: Optimizer, need: Need) -> None:
@@ -143,6 +161,8 @@ def _probe(optimizer: Optimizer, group: dict[str, Any]) -> Need:
         raise _failed(optimizer, "matrices of 6 x 4", error) from error
     if not _equal(together, apart):
         return Need.MODEL
+    if not _is_declared(type(optimizer)):
+        return Need.PARAMETERS
     fragments = list(torch.split(first.flatten(), [9, 15]))
     try:
         split = _two_steps(optimizer, group, fragments)
@@ -181,12 +201,19 @@ def _refuse_wrapper(optimizer: Optimizer) -> None:
 
 
 def _failed(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
-    return PartitionError(f"{type(optimizer).__name__} failed on a small probe, {on}: {error}")
+    return PartitionError(
+        f"{type(optimizer).__name__} failed on a small probe, {on}: {error}. At stages 1 to 3 the engine gives an "
+        "optimizer other tensors than it was made with: have step() make what it keeps of a parameter p at first use, "
+        "in self.state[p], or use stage 0."
+    )
 
 
 def _two_steps(optimizer: Optimizer, group: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
     """The flat values after two steps with a group's hyperparameters; a value's gradients depend on it only."""
     probe = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():  # torch copies none of an optimizer's own attributes
+        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+            probe.__dict__.setdefault(name, copy.copy(value))
     probe.state = defaultdict(dict)
     hyperparameters = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
     pieces = [nn.Parameter(value.clone()) for value in values]

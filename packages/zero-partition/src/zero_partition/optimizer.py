@@ -20,7 +20,7 @@ from .agreed_gradients import AgreedGradients, GradientAgreement
 from .errors import NonFiniteGradientError, PartitionError
 from .groups import AddParamGroup, check_groups
 from .model_parts import ModelParts, UnsplitModel
-from .needs import AveragingOptimizer, Need, NormOptimizer, check_repeats, need_of
+from .needs import AveragingOptimizer, Need, NormOptimizer, check_repeats, need_of, refuse_unusable
 from .norm import GridSquares, NormSquared, grid_squares, norm_squared
 from .optimizer_states import ListedParameter, OptimizerStates, sharded_state
 from .optimizer_tensors import OptimizerTensors, left_by_an_engine
@@ -312,6 +312,15 @@ class ShardedOptimizer:
 
 def _needs_full_parameters(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
     """Return whether ``optimizer`` needs full parameters; refuses one that would be wrong on a part of the model."""
+    refuse_unusable(optimizer)
+    split = [
+        n
+        for unit in partition.units
+        for n, p in zip(unit.names, unit.parameters, strict=True)
+        if parts.holds_part_of(p)
+    ]
+    if partition.options.stage == 0 and not partition.options.virtual_ranks and not split:
+        return True
     need, kind = need_of(optimizer), type(optimizer).__name__
     if partition.options.virtual_ranks:
         check_repeats(optimizer, need)
@@ -325,15 +334,10 @@ def _needs_full_parameters(optimizer: Optimizer, partition: Partition, parts: Mo
             f"{kind} gives other results when each rank updates a part of the model, because it "
             "looks at all parameters together. Use stage 0, or an optimizer that treats parameters one by one."
         )
-    split = [
-        n
-        for unit in partition.units
-        for n, p in zip(unit.names, unit.parameters, strict=True)
-        if parts.holds_part_of(p)
-    ]
     if split and (need is not Need.ELEMENTS or isinstance(optimizer, NormOptimizer)):
         raise PartitionError(
             f"{kind} needs full parameters, but of '{split[0]}' this rank has a part (it is marked model_parallel) and "
-            "other model-parallel ranks the rest. Use an optimizer that treats elements one by one, AdamW for example."
+            "other model-parallel ranks the rest. Use an optimizer that treats elements one by one: AdamW for example, "
+            "or one whose class says elementwise = True."
         )
     return need is not Need.ELEMENTS

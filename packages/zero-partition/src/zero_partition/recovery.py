@@ -49,7 +49,7 @@ class Recovery:
 
         ``awaited``: others wait for this rank though no pass is open.
         """
-        if isinstance(failure, CommError):
+        if isinstance(failure, CommError) or self._groups.control.is_torn:
             return False
         in_pass = self._gathers.active or self._reductions.active
         waited_for = self._groups.control.world_size > 1 and (awaited or in_pass)

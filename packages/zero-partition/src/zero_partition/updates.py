@@ -70,22 +70,25 @@ class FragmentUpdate:
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
         self.fragments: list[OwnedFragment] = []
+        self._views: list[torch.Tensor] = []
         self._of_unit: dict[int, tuple[list[OwnedFragment], Stretches]] = {}
 
     def own(self, unit: Unit, number: int) -> OwnedFragment | None:
         """Return what this rank updates of the unit's parameter ``number``."""
-        entry, is_full = unit.layout.entries[number], self._partition.options.stage == 0
+        entry = unit.layout.entries[number]
         fragment = (
             Fragment(entry, 0, 0, entry.offset, entry.numel)
-            if is_full
+            if self._partition.options.stage == 0
             else unit.layout.fragment_of(entry, self._partition.rank)
         )
         if unit.master is None or fragment is None:
             return None
         start = start_in_reduced(unit, fragment)
         view = unit.master[start : start + fragment.length]
-        owned = OwnedFragment(unit, number, fragment, nn.Parameter(view.view(entry.shape) if is_full else view))
+        view = view.view(entry.shape) if fragment.length == entry.numel else view
+        owned = OwnedFragment(unit, number, fragment, nn.Parameter(view))
         self.fragments.append(owned)
+        self._views.append(view)
         return owned
 
     @torch.no_grad()
@@ -104,6 +107,14 @@ class FragmentUpdate:
                     tensor = owned.tensor
                     tensor.grad = gradient if tensor.dtype is dtype else gradient.to(tensor.dtype)
         step_with(self.fragments, factor, step)
+        self._take_assigned()
+
+    def _take_assigned(self) -> None:
+        """Bring what a step assigned (``p.data = values``) to the masters, and have the tensors show these again."""
+        for owned, view in zip(self.fragments, self._views, strict=True):
+            if owned.tensor.data_ptr() != view.data_ptr():
+                view.copy_(owned.tensor)
+                owned.tensor.data = view
 
     def _by_unit(self) -> Iterator[tuple[int, tuple[list[OwnedFragment], Stretches]]]:
         """Yield each unit's index, its fragments, and their places in its reduced gradient."""

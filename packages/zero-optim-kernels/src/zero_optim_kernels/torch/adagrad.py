@@ -20,6 +20,7 @@ class CPUAdagrad(KernelOptimizer):
     `CPUAdam`.
     """
 
+    elementwise = True
     moments = (Moment("sum", second=True),)
 
     def __init__(

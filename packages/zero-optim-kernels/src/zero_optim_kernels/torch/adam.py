@@ -23,6 +23,7 @@ class CPUAdam(KernelOptimizer):
     ``seed`` fixes the rounding.
     """
 
+    elementwise = True
     moments = (Moment("exp_avg", second=False), Moment("exp_avg_sq", second=True))
 
     def __init__(

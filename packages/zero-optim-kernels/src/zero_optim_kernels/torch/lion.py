@@ -18,6 +18,7 @@ __all__ = ["CPULion"]
 class CPULion(KernelOptimizer):
     """Lion (arXiv 2302.06675, algorithm 2); the storage options are those of `CPUAdam`."""
 
+    elementwise = True
     moments = (Moment("exp_avg", second=False),)
 
     def __init__(

@@ -20,6 +20,8 @@ _MOMENTUM = (Moment("momentum_buffer", second=False),)
 class CPUSGD(KernelOptimizer):
     """Stochastic gradient descent with `torch.optim.SGD`'s options; the storage options are those of `CPUAdam`."""
 
+    elementwise = True
+
     def __init__(
         self,
         params: ParamsT,
