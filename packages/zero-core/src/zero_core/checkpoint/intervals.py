@@ -202,7 +202,8 @@ class StateIntervals:
             part, held, name = kept.part, kept.owned.fragment, kept.part.entry.name
             for key, value in kept.values.items():
                 tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-                if tensor.dim() and tensor.numel() == held.length:
+                has_elements = tensor.dim() > 0 or (not held.entry.shape and key != "step")
+                if has_elements and tensor.numel() == held.length:
                     start = part.param_offset - held.param_offset
                     yield from self._fragment(part, key, tensor.reshape(-1)[start : start + part.length], stays=True)
                 elif part.param_offset > 0 and not self._replicas:
