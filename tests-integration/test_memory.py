@@ -98,7 +98,7 @@ def measure(stage: int, dtype: str) -> dict[str, Any]:
         "psi": layout.numel,
         "used": layout.used_numel,
         "owned": sum(owned),
-        "fragments": len(owned),
+        "updated": len(owned) if stage else sum(len(unit.entries) for unit in layout.units),
         "parameters": sum(len(unit.entries) for unit in layout.units),
     }
     engine.destroy()
@@ -122,7 +122,7 @@ def formula(stage: int, world_size: int, dtype: str, facts: dict[str, int], *, w
     if stage <= 1:
         accumulated = size["p"] * psi + (accumulated if size["a"] != size["p"] else 0)
     master = size["m"] * psi // (n if stage >= 1 else 1)
-    moments = 2 * size["s"] * facts["owned"] + 4 * facts["fragments"]
+    moments = 2 * size["s"] * facts["owned"] + 4 * facts["updated"]
     placeholders = size["p"] * facts["parameters"] if stage == 3 and n > 1 else 0
     return parameters + accumulated + master + moments + placeholders
 
@@ -146,7 +146,7 @@ def test_live_storages_are_those_of_the_formula_and_of_the_report(dtype: str, wo
         buffers = 8 * BUFFER_ELEMENTS
         assert [n - buffers for n in found["after"]] == [after] * 2
         assert found["reported after"] == [after] * 2
-        no_moments_yet = 2 * SIZES[dtype]["s"] * facts["owned"] + 4 * facts["fragments"]
+        no_moments_yet = 2 * SIZES[dtype]["s"] * facts["owned"] + 4 * facts["updated"]
         assert [n - buffers for n in found["before"]] == [before - no_moments_yet, before]
         assert found["reported before"] == [before - no_moments_yet, before]
 

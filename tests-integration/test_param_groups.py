@@ -47,6 +47,8 @@ def in_hooks(optimizer: Any, model: torch.nn.Module) -> None:
 
     def shrink(opt: Any, *_: Any) -> None:
         tensors(opt)[shrunk].data.mul_(0.9)
+        for tensor in tensors(opt):  # a state of the hook's own
+            opt.state[tensor].setdefault("first", tensor.detach().clone())
 
     optimizer.register_step_pre_hook(double)
     optimizer.register_step_post_hook(shrink)
@@ -125,7 +127,9 @@ def hooked(stages: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
         settings = training.config(Run(), stage, torch.distributed.get_world_size())
         engine = zero_core.initialize(model=model, optimizer=optimizer, config=settings)[0]
         in_hooks(engine.optimizer, engine.module)
-        training.train(engine, Run(), 0, 3)
+        training.train(engine, Run(), 0, 2)
+        engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+        training.train(engine, Run(), 2, 3)
         found.append(training.weights(engine))
         engine.destroy(unshard=False)
     return found

@@ -120,6 +120,7 @@ class MemoryControl:
         self._mailbox = mailbox
         self.rank = rank
         self.world_size = mailbox.world_size
+        self.is_torn = False
         self.sent: list[Message] = []
 
     def exchange(self, message: Message) -> list[Message]:

@@ -80,6 +80,9 @@ class Parts:
     def world_size(self) -> int:
         return self.rank.control.world_size
 
+    is_torn = False
+    """True: an exchange was left before its end."""
+
     meets_others = True
     """False: the other ranks have not failed, so that nobody answers `confer`."""
 

@@ -38,6 +38,16 @@ def together(rank: MemoryRank) -> tuple[bool, bool, list[str], list[str], list[f
     return goes_on, parts.released(), *issued, parts.averages()
 
 
+def torn(rank: MemoryRank) -> bool:
+    parts = Parts(rank)
+    parts.is_torn = True
+    return parts.recovery.leave_pass("backward", KeyboardInterrupt(), awaited=False)
+
+
+def test_a_rank_that_left_an_exchange_half_way_does_not_go_on() -> None:
+    assert run_threads(torn, 2) == [False, False]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_failed_in_one_call_issue_what_another_has_and_the_next_pass_is_right(world_size: int) -> None:
     mean = (world_size + 1) / 2

@@ -33,6 +33,13 @@ class Lookahead(Optimizer):
                     p.copy_(kept.lerp_(p, self.share))
 
 
+class Adopting(Lookahead):
+    """Lookahead without a base of its own: it takes over the other's groups and states."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+
 class Both(Optimizer):
     """Two optimizers in one."""
 
@@ -80,6 +87,7 @@ def two(model: nn.Module) -> Optimizer:
 
 WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
     "Lookahead wraps AdamW as 'inner'": lambda model: Lookahead(adamw(model)),
+    "Adopting wraps AdamW as 'inner'": lambda model: Adopting(adamw(model)),
     "Both wraps AdamW and SGD as 'inner'": two,
     "got Delegate": lambda model: Delegate(adamw(model)),
 }

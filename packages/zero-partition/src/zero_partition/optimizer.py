@@ -73,6 +73,7 @@ class ShardedOptimizer:
         squares: GridSquares = grid_squares,
         parts: ModelParts | None = None,
     ) -> None:
+        refuse_unusable(optimizer)
         self.inner = optimizer
         self.clip = clip
         self.loss_scale: LossScale = loss_scale if loss_scale is not None else NoLossScale()
@@ -312,7 +313,6 @@ class ShardedOptimizer:
 
 def _needs_full_parameters(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
     """Return whether ``optimizer`` needs full parameters; refuses one that would be wrong on a part of the model."""
-    refuse_unusable(optimizer)
     split = [
         n
         for unit in partition.units

@@ -210,8 +210,6 @@ def _described(elements: list[int] | None) -> str:
 def _fits(parameter: ListedParameter, state: Mapping[str, Any]) -> bool:
     """Return whether a state is of what this rank updates of a parameter; one of a full parameter may have shapes of
     the optimizer's own."""
-    if parameter.owned is None:
-        return not state
     shape = parameter.tensor.shape
     return not any(
         isinstance(value, torch.Tensor)
