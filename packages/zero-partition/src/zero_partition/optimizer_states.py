@@ -120,8 +120,12 @@ class OptimizerStates:
         return [listed.owned for group in self._listed for listed in group if listed.owned is not None]
 
     def _complete(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-        """`state_dict` says which fragments its states are of, and has the tier's moments; 8-bit ones, which torch's
-        format has no room for, are left out."""
+        """`state_dict` says which fragments its states are of, has none of what other ranks update, which torch's
+        optimizers would miss a count of steps in, and has the tier's moments; 8-bit ones, which torch's format has no
+        room for, are left out."""
+        elsewhere = {number for number, one in enumerate(chain.from_iterable(self._listed)) if one.owned is None}
+        kept = {number: state for number, state in state_dict["state"].items() if number not in elsewhere}
+        state_dict = {**state_dict, "state": kept}
         if any(parameter.tensor.shape != parameter.shape for parameter in chain.from_iterable(self._listed)):
             state_dict = {**state_dict, _FRAGMENTS: self._ranges()}
         if self._tier is None:
