@@ -222,7 +222,7 @@ def differences_after_unseen_writes(root: str, stage: int) -> list[str]:
 
 
 def refusal_of_traced_write(root: str, what: str) -> str:
-    """What a save behind training says when a state or a master that was taken before it is written right after it."""
+    """The words of a save behind training when a state or a master taken before it is written right after it."""
     engine = start(Path(root), 2, "device", "bf16", {})
     step(engine)
     engine.save_checkpoint(root, tag="good")

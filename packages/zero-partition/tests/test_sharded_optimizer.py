@@ -337,12 +337,12 @@ class Own(torch.optim.Optimizer):
 
 
 def normed_late(p: torch.Tensor, grad: torch.Tensor, step: int) -> None:
-    """What small matrices do not show in two steps: a norm after a warm-up."""
+    """A norm after a warm-up, which two steps on small matrices do not show."""
     p.sub_(grad / grad.norm() if step > 2 else grad, alpha=0.1)
 
 
 def by_size(p: torch.Tensor, grad: torch.Tensor, step: int) -> None:
-    """What matrices of 6 x 4 do not show: another rule for what is larger."""
+    """Another rule for larger parameters, which matrices of 6 x 4 do not show."""
     p.sub_(grad.sign() if p.numel() > 24 else grad, alpha=0.1)
 
 
