@@ -13,6 +13,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
+from torch._C import _storage_Use_Count
 
 _DTYPE = operator.attrgetter("dtype")
 _GRAD = operator.attrgetter("grad")
@@ -87,6 +88,18 @@ def storage_address(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
     return storage._cdata if not address and is_fake(tensor) else address
+
+
+def sharers(tensor: torch.Tensor) -> int:
+    """Return how many tensors are in the memory of ``tensor``, itself included; a NumPy array over it counts as one."""
+    return _storage_references(tensor) - _REFERENCES_OF_ONE + 1
+
+
+def _storage_references(tensor: torch.Tensor) -> int:
+    return int(_storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_REFERENCES_OF_ONE = _storage_references(torch.empty(1))  # torch's Python object for a storage may hold one of its own
 
 
 def install(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_comm import Control, Group, Message, Tag
 
-from .sharded_parameter import NewShard, ShardedParameter, in_memory, sharded_record
+from .sharded_parameter import NewShard, ShardedParameter, in_memory, sharded_record, shared_with_others
 from .units import reason_replicated
 
 logger = logging.getLogger("zero_partition")
@@ -66,7 +66,7 @@ class Init:
         self._handles: list[RemovableHandle] = []
         self._built: dict[int, weakref.ref[nn.Module]] = {}
         self._touched: dict[int, ShardedParameter] = {}
-        self._names: dict[int, str] = {}
+        self._kept: dict[int, ShardedParameter] = {}
         self._differed: dict[int, str] = {}
         self._blanks: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._mode = _TouchMode(self._touch, self._data_assigned, self._blank, self._adopt)
@@ -97,11 +97,13 @@ class Init:
                 if module is not None:
                     own = {f"{n} of {type(module).__name__}": p for n, p in module._parameters.items() if p is not None}
                     self._shard_all(own)
-            self._shard_records(list(self._touched.values()))
+            self._shard_records(list((self._touched | self._kept).values()))
             self._control.agree(Message("Init", "end", 0))
             self._say_what_differed()
+            self._say_what_is_kept()
         self._built.clear()
         self._touched.clear()
+        self._kept.clear()
 
     def shard(self, module: nn.Module) -> None:
         """Shard the parameters of a module that was built outside, from their present values; the same on all ranks."""
@@ -119,7 +121,10 @@ class Init:
             self._shard_all({f"{name}.{inner} of {owner}": p for inner, p in child.named_parameters()})
 
     def _registered(self, module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
-        self._built[id(module)] = weakref.ref(module)
+        seen = self._built.get(id(module))
+        if seen is None or seen() is not module:  # ids come again, in another order on each rank
+            self._built.pop(id(module), None)
+            self._built[id(module)] = weakref.ref(module)
 
     def _shard_all(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Shard ``parameters``, by the names that messages say."""
@@ -131,23 +136,32 @@ class Init:
                 if record is None and shardable and reason_replicated(parameter) is None:
                     record = ShardedParameter(parameter, self._group, self._new_shard, self)
                 if record is not None:
-                    self._names[record.number] = max(self._names.get(record.number, ""), name, key=len)
+                    record.named(name)
                     records.append(record)
         self._shard_records(records)
 
     def _shard_records(self, records: list[ShardedParameter]) -> None:
-        """Reshard what is full of ``records``, with rank 0's values where ranks have others."""
+        """Reshard what is full of ``records``, with rank 0's values where ranks have others.
+
+        What other code holds a view of on any rank stays full: it may be written there.
+        """
         full = [record for record in records if record.is_full and not record.pinned]
+        held = shared_with_others(full)
         if full and self._group.world_size > 1:
-            digests = self._agree("shard", full, [record.digest() for record in full])
-            for record, *seen in zip(full, *digests, strict=True):
+            facts = self._agree("shard", full, [[r.digest(), kept] for r, kept in zip(full, held, strict=True)])
+            held = [any(kept for _, kept in seen) for seen in zip(*facts, strict=True)]
+            for record, *seen in zip(full, *facts, strict=True):
                 self._differed.pop(record.number, None)
-                if len(set(seen)) > 1:
-                    self._differed[record.number] = self._names.get(record.number, "?")
+                if len({digest for digest, _ in seen}) > 1:
+                    self._differed[record.number] = record.name
                     record.take_from(0)
-        for record in full:
-            record.reshard()
+        for record, kept in zip(full, held, strict=True):
             self._touched.pop(id(record), None)
+            self._kept.pop(id(record), None)
+            if kept:
+                self._kept[id(record)] = record
+            else:
+                record.reshard()
 
     def _touch(self, records: list[ShardedParameter]) -> None:
         absent = [record for record in records if not record.is_full]
@@ -168,8 +182,7 @@ class Init:
     def _agree(self, what: str, records: list[ShardedParameter], payload: Any) -> list[Any]:
         """Exchange ``payload`` where all ranks do the same to the same parameters; raises `DesyncError` where they do
         not."""
-        first = records[0].number
-        name = f"{what} {self._names.get(first, '?')} and {len(records) - 1} more"
+        name = f"{what} {records[0].name} and {len(records) - 1} more"
         return self._control.agree(Message("Init", name, 0, payload))
 
     def _say_what_differed(self) -> None:
@@ -181,6 +194,15 @@ class Init:
                 len(self._differed) - 1,
             )
         self._differed.clear()
+
+    def _say_what_is_kept(self) -> None:
+        if self._kept and self._group.rank == 0:
+            logger.warning(
+                "Init: parameter '%s' and %d more stay full on every rank until initialize: other code holds a tensor "
+                "or an array in their memory (what `.data`, `.detach()`, `.numpy()` or an index gave)",
+                next(iter(self._kept.values())).name,
+                len(self._kept) - 1,
+            )
 
     def _blank(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return what `to_empty` gets for a parameter on the meta device: its shape over one NaN."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 _OWNER = "_zero_partition"  # the one attribute that a parameter of an engine carries
+_RECORD = "_zero_sharded"  # the one attribute that a parameter carries, from Init until a unit owns it
 _OWNER_OF = operator.attrgetter(_OWNER)
 
 
@@ -36,6 +37,17 @@ class Owner(Protocol):
 
     def unsharded(self, parameter: nn.Parameter) -> AbstractContextManager[None]:
         """A context in which ``parameter`` is gathered. Collective."""
+
+
+class InitRecord(Protocol):
+    """The answers for a parameter that an `Init` has sharded, and that no engine owns yet."""
+
+    @property
+    def name(self) -> str:
+        """The parameter's name, for messages."""
+
+    def twin(self, kind: type[nn.Parameter]) -> nn.Parameter:
+        """A parameter of the class ``kind``, released, with a shard that is a copy of this one's."""
 
 
 class _Reference:
@@ -69,6 +81,21 @@ def all_owned(parameters: Sequence[nn.Parameter]) -> bool:
 def without_owner(parameter: nn.Parameter) -> dict[str, Any]:
     """Return the user's attributes of ``parameter``."""
     return {name: value for name, value in parameter.__dict__.items() if name != _OWNER}
+
+
+def init_record(parameter: object) -> Any:
+    """The `InitRecord` of a parameter that an `Init` has sharded and no engine owns yet, else None."""
+    return getattr(parameter, _RECORD, None) if isinstance(parameter, nn.Parameter) else None
+
+
+def note_record(parameter: nn.Parameter, record: InitRecord) -> None:
+    """Note that ``record`` answers for ``parameter``."""
+    setattr(parameter, _RECORD, record)
+
+
+def forget_record(parameter: nn.Parameter) -> None:
+    """A unit owns the parameter from now on."""
+    delattr(parameter, _RECORD)
 
 
 def own(parameter: nn.Parameter, owner: Owner) -> None:

@@ -20,12 +20,12 @@ from .host_facts import is_plain, storage_address
 from .layout import Layout, UnitLayout
 from .leaves import LeafTree
 from .live import LiveElements
-from .ownership import disown, find_owner, own
+from .ownership import disown, find_owner, forget_record, own
 from .planning import PartitionOptions, agree_on_model, kept_fp32, plan_sharding, unit_layout, update_dtype
 from .residency import DeviceResidency, Readers, Residency
 from .route import Route, Secondary
 from .runtime import Runtime
-from .sharded_parameter import forget_record, sharded_record
+from .sharded_parameter import sharded_record
 from .shared_storage import refuse_shared_storage
 from .tier import MakeStates, ShardNeeds
 from .unit import Unit
@@ -269,9 +269,9 @@ class Partition:
             values = parameter.data if record is None else record.read()
             source[entry.offset : entry.end].view(entry.shape).copy_(values)
             parameter.data = torch.empty(0, dtype=plan.dtype, device=self.device)
+            equal = equal and record is not None and not record.is_full
             if record is not None:
                 forget_record(parameter)
-            equal = equal and record is not None
         if not equal:
             self.groups.broadcast(source, 0, Tag("broadcast", plan.name))
         unit.materialise(source, dtype, full_master=self.options.stage == 0)

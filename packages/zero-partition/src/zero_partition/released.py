@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from .dispatch_modes import outside_modes
 from .errors import ReleasedParameterError
 from .host_facts import exchange_classes, is_fake
-from .ownership import find_owner
+from .ownership import find_owner, init_record
 from .torch_calls import FACTS, VIEWS, attribute_of, name_of, writes
 
 _PRESENT = "_zero_present_class"
@@ -50,6 +50,8 @@ class ReleasedValues(torch.Tensor):
         return _call(cls, func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if find_owner(self.parameter) is None and init_record(self.parameter) is not None:
+            _ask(self, "a pickle", writes=False)
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -195,10 +197,13 @@ def _by_gradient_edge(arguments: Any) -> list[Any]:
 
 
 def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """A deep copy of a released parameter, with its values. Collective outside passes."""
+    """A deep copy of a released parameter, with its values; of one that no engine owns yet, sharded like it. Collective
+    outside passes of an engine."""
     if id(parameter) not in memo:
-        owner = find_owner(parameter)
-        if owner is None or not owner.gathers_for_copies(parameter):
+        owner, record = find_owner(parameter), init_record(parameter)
+        if owner is None and record is not None:
+            memo[id(parameter)] = record.twin(unwatched(type(parameter)))
+        elif owner is None or not owner.gathers_for_copies(parameter):
             values = _ask(parameter, "deepcopy", writes=False)
             memo[id(parameter)] = unwatched(type(parameter))(values.detach().clone(), parameter.requires_grad)
         else:
@@ -206,6 +211,20 @@ def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Param
                 memo[id(parameter)] = copy.deepcopy(parameter, memo)
     copied: nn.Parameter = memo[id(parameter)]
     return copied
+
+
+def _without_engine(parameter: nn.Parameter, call: str) -> ReleasedParameterError:
+    record = init_record(parameter)
+    if record is None:
+        return ReleasedParameterError(
+            f"{call}() was called with a released parameter of shape {tuple(parameter.shape)} whose engine was "
+            "destroyed with unshard=False. Give its model to zero_core.initialize again."
+        )
+    return ReleasedParameterError(
+        f"{call}() was called with parameter '{record.name}', which was built inside Init: its values are spread over "
+        "the ranks. Give the model to zero_core.initialize first, or open "
+        "`with zero_core.gathered(model.parameters())` around this on every rank; to change it, with modifier_rank=0."
+    )
 
 
 @outside_modes  # whether a use meets a released parameter may differ between forward and its recomputation
@@ -217,11 +236,7 @@ def _ask(value: Any, call: str, *, writes: bool) -> torch.Tensor:
     if owner is not None:
         owner.values_used(parameter, call, writes=writes)
     elif hasattr(type(parameter), _PRESENT):
-        raise ReleasedParameterError(
-            f"{call}() was called with a released parameter of shape {tuple(parameter.shape)} that no engine owns: its "
-            "model was built inside Init and not given to initialize yet, or its engine was destroyed with "
-            "unshard=False. Work on it inside `with gathered([...])`, on every rank."
-        )
+        raise _without_engine(parameter, call)
     given: torch.Tensor = parameter
     with torch._C.DisableTorchFunctionSubclass():
         if parameter is not value:

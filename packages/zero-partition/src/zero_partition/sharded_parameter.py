@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -14,10 +14,11 @@ from torch import nn
 from zero_comm import Group, Tag
 
 from .host_facts import is_fake
+from .ownership import init_record, note_record
 from .placeholder import Placeholders
 from .released import mark_present
+from .shared_storage import held_elsewhere
 
-_RECORD = "_zero_sharded"  # the one attribute that a parameter carries, from Init until a unit owns it
 _NUMBERS = itertools.count()
 
 
@@ -41,60 +42,98 @@ class ShardedParameter:
     It is full at first. `reshard` takes the present values and releases it, `gather` makes it full again so that code
     can work on it. ``context``: the `Init` that has sharded it.
 
+    Copies and pickles of the parameter carry none.
+
     Attributes:
+        name: the parameter's, as far as it is known, for messages.
         number: position in the order of creation, which is the same on all ranks.
         pinned: the user has gathered it.
     """
 
-    def __init__(self, parameter: nn.Parameter, group: Group, new_shard: NewShard, context: _Context) -> None:
-        self._context = weakref.ref(context)
+    def __init__(self, parameter: nn.Parameter, group: Group, new_shard: NewShard, context: _Context | None) -> None:
+        self._context: Callable[[], _Context | None] = _no_context if context is None else weakref.ref(context)
         self._parameter = weakref.ref(parameter)
         self._group = group
         self._new_shard = new_shard
         self._shape = parameter.shape
+        self._shard: torch.Tensor | None = None
+        self.name = f"of shape {tuple(parameter.shape)}"
+        self._is_named = False
         self.number = next(_NUMBERS)
         self.is_full = True
         self.pinned = False
-        setattr(parameter, _RECORD, self)
+        note_record(parameter, self)
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def named(self, name: str) -> None:
+        """The parameter is called ``name`` from where code looks now; the one from furthest up stays."""
+        if not self._is_named or name.count(".") >= self.name.count("."):
+            self.name, self._is_named = name, True
 
     @property
     def numel(self) -> int:
         """Elements of the full parameter."""
         return self._shape.numel()
 
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's slice (1-D, padded with zeros), of the present values where the parameter is full."""
+        parameter = self._parameter()
+        if parameter is None or not self.is_full:
+            assert self._shard is not None
+            return self._shard
+        with torch._C.DisableTorchFunction():  # Init does not take this for a use of the parameter
+            size = -(-self.numel // self._group.world_size)
+            part = parameter.data.reshape(-1)[self._group.rank * size : (self._group.rank + 1) * size]
+            shard = self._new_shard(size, parameter.dtype, parameter.device)
+            shard[: part.numel()].copy_(part)
+            shard[part.numel() :].zero_()
+        return shard
+
     def reshard(self) -> None:
         """Keep this rank's slice and make the parameter a placeholder; nothing when it is one already."""
         parameter = self._parameter()
         if parameter is None or not self.is_full:
             return
-        with torch._C.DisableTorchFunction():  # Init does not take this for a use of the parameter
+        with torch._C.DisableTorchFunction():
             self._shape = parameter.shape
-            size = -(-self.numel // self._group.world_size)
-            part = parameter.data.reshape(-1)[self._group.rank * size : (self._group.rank + 1) * size]
-            self.shard = self._new_shard(size, parameter.dtype, parameter.device)
-            self.shard[: part.numel()].copy_(part)
-            self.shard[part.numel() :].zero_()
-            self._release(parameter)
+            self._release(parameter, self.shard)
 
     def forget_changes(self) -> None:
         """Make the parameter a placeholder again with the values that it had when it was sharded last."""
         parameter = self._parameter()
-        if parameter is not None and self.is_full:
+        if parameter is not None and self.is_full and self._shard is not None:
             with torch._C.DisableTorchFunction():
-                self._release(parameter)
+                self._release(parameter, self._shard)
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Reshard the parameter and have it in ``dtype`` from now on."""
-        self.reshard()
+        """Have a released parameter in ``dtype`` from now on; a full one, in whose memory other tensors are, keeps its
+        own until a unit takes its values."""
         parameter = self._parameter()
-        if parameter is not None and self.shard.dtype != dtype:
-            before, self.shard = self.shard, self._new_shard(self.shard.numel(), dtype, self.shard.device)
-            self.shard.copy_(before)
-            self._release(parameter)
+        if parameter is not None and not self.is_full and self.shard.dtype != dtype:
+            shard = self._new_shard(self.shard.numel(), dtype, self.shard.device)
+            self._release(parameter, shard.copy_(self.shard))
 
-    def _release(self, parameter: nn.Parameter) -> None:
-        named = [("built inside Init", parameter)]
-        self._placeholder = Placeholders(named, self.shard.dtype, self.shard.device)
+    def twin(self, kind: type[nn.Parameter]) -> nn.Parameter:
+        """A parameter of the class ``kind``, released, with a shard that is a copy of this released one's."""
+        original = self._parameter()
+        assert original is not None
+        with torch._C.DisableTorchFunction():
+            made = kind(torch.empty_like(original.data), original.requires_grad)  # a placeholder's strides: one element
+            record = ShardedParameter(made, self._group, self._new_shard, self._context())
+            shard = self._new_shard(self.shard.numel(), self.shard.dtype, self.shard.device)
+            record.named(f"a copy of {self.name}")
+            record._release(made, shard.copy_(self.shard))
+        return made
+
+    def _release(self, parameter: nn.Parameter, shard: torch.Tensor) -> None:
+        self._shard = shard
+        self._placeholder = Placeholders([(self.name, parameter)], shard.dtype, shard.device)
         self._placeholder.install()
         self.is_full = False
 
@@ -120,9 +159,13 @@ class ShardedParameter:
         parameter = self._parameter()
         if parameter is not None and self.is_full:
             with torch._C.DisableTorchFunction():
-                values = parameter.data.contiguous()
-                self._group.broadcast(values, rank, Tag("broadcast", "a parameter built inside Init")).wait()
-                parameter.data = values
+                present = parameter.data
+                values = present.contiguous()
+                self._group.broadcast(values, rank, Tag("broadcast", self.name)).wait()
+                if values is not present and all(present.stride()):
+                    present.copy_(values)  # other tensors may be in this memory
+                elif values is not present:
+                    parameter.data = values
 
     def digest(self) -> str:
         """A hash of dtype, shape and values of the full parameter; without values where it has no memory."""
@@ -150,18 +193,27 @@ class ShardedParameter:
             return parameter.data
         self._placeholder.verify()
         full = self.shard.new_empty(self.shard.numel() * self._group.world_size)
-        self._group.all_gather(full, self.shard, Tag("gather", "a parameter built inside Init")).wait()
+        self._group.all_gather(full, self.shard, Tag("gather", self.name)).wait()
         return full[: self.numel].view(self._shape)
 
 
 def sharded_record(parameter: object) -> ShardedParameter | None:
     """Return the record of a parameter that an `Init` context has sharded and no unit owns yet."""
-    return getattr(parameter, _RECORD, None) if isinstance(parameter, nn.Parameter) else None
+    record: ShardedParameter | None = init_record(parameter)
+    return record
 
 
-def forget_record(parameter: nn.Parameter) -> None:
-    """A unit owns the parameter from now on."""
-    delattr(parameter, _RECORD)
+def _no_context() -> None:
+    return None
+
+
+def shared_with_others(records: Sequence[ShardedParameter]) -> list[bool]:
+    """Return for each record whether code holds a tensor or an array in its parameter's memory (`held_elsewhere`)."""
+    parameters = [record._parameter() for record in records]
+    alive = [parameter for parameter in parameters if parameter is not None]
+    with torch._C.DisableTorchFunction():
+        held = iter(held_elsewhere(alive))
+    return [parameter is not None and next(held) for parameter in parameters]
 
 
 def in_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

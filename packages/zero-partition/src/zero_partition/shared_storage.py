@@ -1,15 +1,15 @@
-"""Refuse models whose parameters share memory without being one object."""
+"""Find parameters that share memory with other tensors, and refuse models in which two of them do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from .errors import PartitionError
-from .host_facts import is_plain, storage_address
+from .host_facts import is_fake, is_plain, sharers, storage_address
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,23 @@ def refuse_shared_storage(model: nn.Module) -> None:
                 "compute one from the other in forward (`F.linear(x, self.a.weight.t())`), or give one a memory of "
                 "its own (`.clone()`)."
             )
+
+
+def held_elsewhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
+    """Return for each parameter whether a tensor or array that is none of ``parameters`` is in its memory, or one of
+    them shares an element with it: what is written there is written to the parameter."""
+    by_storage: dict[int, list[_Named]] = {}
+    for number, parameter in enumerate(parameters):
+        for named in _place("parameter", str(number), parameter.data):
+            by_storage.setdefault(named.storage, []).append(named)
+    held = [False] * len(parameters)
+    for group in by_storage.values():
+        # each one's `parameter.data` above is one more tensor in that memory
+        others = not is_fake(group[0].tensor) and sharers(group[0].tensor) > 2 * len(group)
+        if others or _overlapping(sorted(group, key=lambda named: named.first)) is not None:
+            for named in group:
+                held[int(named.name)] = True
+    return held
 
 
 def _tensors(model: nn.Module) -> Iterator[_Named]:
