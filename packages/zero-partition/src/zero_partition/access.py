@@ -84,19 +84,21 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     found = {r.number: r for p in given if (r := sharded_record(p)) is not None}
     built = [found[number] for number in sorted(found)]  # every rank gathers in the same order
-    released = [record for record in built if not record.is_full]
     owners = {id(owner): owner for p in given if (owner := owner_of(p)) is not None}
     with ExitStack() as stack:
         for owner in owners.values():
             stack.enter_context(gathered(owner, given, modifier_rank))
-        if released:
-            released[0].meet(released[1:])
+        if built:
+            built[0].meet(built[1:])
+        released = [record for record in built if not record.is_full]
         for record in released:
             record.gather()
             record.pinned = True
         try:
             yield
             if modifier_rank is not None:
+                if built:
+                    built[0].meet(built[1:])
                 for record in built:
                     record.take_from(modifier_rank)
                 for record in released:

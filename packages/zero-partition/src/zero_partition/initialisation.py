@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -21,12 +21,23 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_comm import Control, Group, Message, Tag
 
-from .sharded_parameter import NewShard, ShardedParameter, in_memory, sharded_record, shared_with_others
+from .errors import PartitionError
+from .init_meetings import END, EVICT, GATHER, SHARD, USE, InitMeetings
+from .sharded_parameter import (
+    NewShard,
+    ShardedParameter,
+    in_memory,
+    next_number,
+    number_from,
+    sharded_record,
+    shared_with_others,
+)
 from .units import reason_replicated
 
 logger = logging.getLogger("zero_partition")
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_Facts = tuple[str, str, bool]
 _METADATA = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim")]
     + [getattr(torch.Tensor, name).__get__ for name in ("grad", "grad_fn", "layout", "is_meta")]
@@ -40,9 +51,10 @@ class Init:
     A submodule is sharded when it is attached to its parent; what is still full at the end is sharded then. Code that
     touches the data of a sharded parameter (init functions, ``module.apply``) gets it full; at most ``max_full_numel``
     elements of touched parameters stay full at a time, the oldest are resharded from their present values. Every
-    rank runs the same code and draws the same values as one process with the same seed would. Generator states are
+    rank makes the same modules and draws the same values as one process with the same seed would. Generator states are
     compared on entry, and the values of a parameter by digest whenever it is sharded; where ranks differ (they drew
-    with another generator, or one of them did not draw) rank 0's are used, and a warning names the first parameter.
+    with another generator, or one of them alone) rank 0's are used, and a warning names the first parameter. What other
+    code holds a tensor or an array of stays full as long as that is so.
 
     A model on the meta device may be given memory inside (``model.to_empty(device=…)``): its parameters stay without
     any until code writes their values, and are sharded from those. ``new_shard``: where shards live until the model is
@@ -65,11 +77,13 @@ class Init:
         self._open = False
         self._handles: list[RemovableHandle] = []
         self._built: dict[int, weakref.ref[nn.Module]] = {}
-        self._touched: dict[int, ShardedParameter] = {}
+        self._touched: dict[int, ShardedParameter] = {}  # by number, as the next ones
         self._kept: dict[int, ShardedParameter] = {}
+        self._alone: dict[int, ShardedParameter] = {}
+        self._meetings = InitMeetings(control, self._take_part)
         self._differed: dict[int, str] = {}
         self._blanks: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._mode = _TouchMode(self._touch, self._data_assigned, self._blank, self._adopt)
+        self._mode = _TouchMode(self._touch, self._blank, self._adopt)
 
     def __enter__(self) -> Init:
         if self._shards:
@@ -98,12 +112,11 @@ class Init:
                     own = {f"{n} of {type(module).__name__}": p for n, p in module._parameters.items() if p is not None}
                     self._shard_all(own)
             self._shard_records(list((self._touched | self._kept).values()))
-            self._control.agree(Message("Init", "end", 0))
+            self._all_at(END, [])
             self._say_what_differed()
             self._say_what_is_kept()
-        self._built.clear()
-        self._touched.clear()
-        self._kept.clear()
+        for known in (self._built, self._touched, self._kept, self._alone):
+            known.clear()
 
     def shard(self, module: nn.Module) -> None:
         """Shard the parameters of a module that was built outside, from their present values; the same on all ranks."""
@@ -111,9 +124,10 @@ class Init:
             self._shard_all(dict(module.named_parameters()))
 
     def meet(self, records: list[ShardedParameter]) -> None:
-        """While the context is open, have all ranks agree that they gather ``records`` now."""
-        if self._open and self._group.world_size > 1:
-            self._agree("gather", records, None)
+        """While the context is open, have all ranks agree that they gather ``records`` now, or that they are through
+        with them."""
+        if self._open:
+            self._all_at(GATHER, records)
 
     def _attached(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
@@ -140,50 +154,94 @@ class Init:
                     records.append(record)
         self._shard_records(records)
 
-    def _shard_records(self, records: list[ShardedParameter]) -> None:
-        """Reshard what is full of ``records``, with rank 0's values where ranks have others.
+    def _shard_records(self, records: Sequence[ShardedParameter]) -> None:
+        """Reshard what is full of ``records``, but for what one rank uses alone, which goes at the next point at which
+        all ranks are."""
+        while full := [record for record in self._full(records) if record.number not in self._alone]:
+            facts = [_facts(full)] if self._alone_here else self._meetings.meet(SHARD, full, _facts(full))
+            if facts is not None:
+                self._settle(full, facts)
+                self._all_are_here()
+                return
+
+    def _settle(self, full: list[ShardedParameter], facts: list[list[_Facts]]) -> None:
+        """Reshard full parameters, with rank 0's values where ``facts`` of the ranks say that they differ.
 
         What other code holds a view of on any rank stays full: it may be written there.
         """
-        full = [record for record in records if record.is_full and not record.pinned]
-        held = shared_with_others(full)
-        if full and self._group.world_size > 1:
-            facts = self._agree("shard", full, [[r.digest(), kept] for r, kept in zip(full, held, strict=True)])
-            held = [any(kept for _, kept in seen) for seen in zip(*facts, strict=True)]
-            for record, *seen in zip(full, *facts, strict=True):
-                self._differed.pop(record.number, None)
-                if len({digest for digest, _ in seen}) > 1:
-                    self._differed[record.number] = record.name
-                    record.take_from(0)
-        for record, kept in zip(full, held, strict=True):
-            self._touched.pop(id(record), None)
-            self._kept.pop(id(record), None)
-            if kept:
-                self._kept[id(record)] = record
+        for record, *seen in zip(full, *facts, strict=True):
+            kinds, digests, held = map(list, zip(*seen, strict=True))
+            if len(set(kinds)) > 1:
+                raise PartitionError(f"parameter '{record.name}' has other shapes on other ranks: {', '.join(kinds)}")
+            for known in (self._touched, self._kept, self._alone, self._differed):
+                known.pop(record.number, None)
+            if len(set(digests)) > 1:
+                self._differed[record.number] = record.name
+                record.take_from(0)
+            if any(held):
+                self._kept[record.number] = record
             else:
                 record.reshard()
 
+    def _full(self, records: Sequence[ShardedParameter]) -> list[ShardedParameter]:
+        """The full ones of ``records``, in an order that is the same on all ranks."""
+        full = {record.number: record for record in records if record.is_full and not record.pinned}
+        return [full[number] for number in sorted(full)]
+
     def _touch(self, records: list[ShardedParameter]) -> None:
-        absent = [record for record in records if not record.is_full]
-        if absent and self._group.world_size > 1:
-            self._agree("use", absent, None)
-        for record in records:
-            record.gather()
-            self._touched[id(record)] = record
+        """Have ``records`` full, and no more than the bound of what was touched before."""
+        while True:
+            if absent := [record for record in records if not record.is_full]:
+                if self._alone_here or self._meetings.meet(USE, absent) is not None:
+                    self._gather(absent)
+            elif oldest := self._full(self._oldest_but(records)):
+                facts = [_facts(oldest)] if self._alone_here else self._meetings.meet(EVICT, oldest, _facts(oldest))
+                if facts is not None:
+                    self._settle(oldest, facts)
+            else:
+                self._touched.update((record.number, record) for record in records)
+                return
+
+    def _oldest_but(self, records: list[ShardedParameter]) -> list[ShardedParameter]:
+        """What was touched before ``records`` and has to go for the bound to hold."""
         held = sum(record.numel for record in self._touched.values())
-        oldest = []
+        oldest: list[ShardedParameter] = []
         for record in self._touched.values():
             if held <= self._max_full_numel or record in records:
                 break
             oldest.append(record)
             held -= record.numel
-        self._shard_records(oldest)
+        return oldest
 
-    def _agree(self, what: str, records: list[ShardedParameter], payload: Any) -> list[Any]:
-        """Exchange ``payload`` where all ranks do the same to the same parameters; raises `DesyncError` where they do
-        not."""
-        name = f"{what} {records[0].name} and {len(records) - 1} more"
-        return self._control.agree(Message("Init", name, 0, payload))
+    def _gather(self, records: list[ShardedParameter]) -> None:
+        for record in records:
+            record.gather()
+            self._touched[record.number] = record
+
+    def _take_part(self, call: str, records: list[ShardedParameter]) -> None:
+        """Do with all ranks what some asked for; see [Note: what one rank does alone]."""
+        if call == USE:
+            self._gather(records)
+            self._alone.update((record.number, record) for record in records)
+        else:
+            self._settle(records, self._meetings.exchange(EVICT, _facts(records)))
+
+    def _all_at(self, call: str, records: list[ShardedParameter]) -> None:
+        """Return when all ranks are at ``call``."""
+        if not self._alone_here:
+            while self._meetings.meet(call, records) is None:
+                pass
+            self._all_are_here()
+
+    def _all_are_here(self) -> None:
+        """All ranks are at one point: what one of them used alone is sharded with rank 0's values."""
+        alone = self._full(list(self._alone.values()))
+        if alone:
+            self._settle(alone, self._meetings.exchange(SHARD, _facts(alone)))
+
+    @property
+    def _alone_here(self) -> bool:
+        return self._group.world_size == 1
 
     def _say_what_differed(self) -> None:
         if self._differed and self._group.rank == 0:
@@ -219,19 +277,22 @@ class Init:
             if parameter.numel() > 1:
                 ShardedParameter(parameter, self._group, self._new_shard, self)
 
-    def _data_assigned(self, record: ShardedParameter) -> None:
-        record.replaced()
-        self._touched[id(record)] = record
-
     def _agree_on_generators(self) -> None:
         state = torch.get_rng_state()
         digest = hashlib.sha256(bytes(state.numpy())).hexdigest()
-        digests = self._control.agree(Message("init", "generator state", 0, digest))
-        if len(set(digests)) > 1:
+        told = self._control.agree(Message("init", "generator state", 0, [digest, next_number()]))
+        number_from(max(number for _, number in told))
+        if len({digest for digest, _ in told}) > 1:
             if self._group.rank == 0:
                 logger.warning("Init: the ranks' random generators differ; all continue with rank 0's state")
             self._group.broadcast(state, 0, Tag("broadcast", "generator state")).wait()
             torch.set_rng_state(state)
+
+
+def _facts(records: list[ShardedParameter]) -> list[_Facts]:
+    """What ranks compare of full parameters: kind, digest, and whether other code is in their memory."""
+    held = shared_with_others(records)
+    return [(record.kind, record.digest(), other) for record, other in zip(records, held, strict=True)]
 
 
 class _TouchMode(TorchFunctionMode):
@@ -241,13 +302,11 @@ class _TouchMode(TorchFunctionMode):
     def __init__(
         self,
         touch: Callable[[list[ShardedParameter]], None],
-        data_assigned: Callable[[ShardedParameter], None],
         blank: Callable[[nn.Parameter, torch.dtype, torch.device], torch.Tensor],
         adopt: Callable[[nn.Parameter], None],
     ) -> None:
         super().__init__()
         self._touch = touch
-        self._data_assigned = data_assigned
         self._blank = blank
         self._adopt = adopt
 
@@ -257,16 +316,10 @@ class _TouchMode(TorchFunctionMode):
         keywords = kwargs or {}
         if func in _METADATA:
             return func(*args, **keywords)
-        if func == _SET_DATA:
-            result = func(*args, **keywords)
-            record = sharded_record(args[0])
-            if record is not None:
-                self._data_assigned(record)
-            return result
         if func is torch.empty_like and _leaves_meta(args, keywords):
             return self._blank(args[0], keywords.get("dtype") or args[0].dtype, torch.device(keywords["device"]))
         parameters = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, nn.Parameter)]
-        for parameter in parameters:
+        for parameter in parameters if func != _SET_DATA else ():
             if sharded_record(parameter) is None and not parameter.is_meta:
                 self._adopt(parameter)
         records = [r for parameter in parameters if (r := sharded_record(parameter)) is not None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -19,8 +18,6 @@ from .placeholder import Placeholders
 from .released import mark_present
 from .shared_storage import held_elsewhere
 
-_NUMBERS = itertools.count()
-
 
 class NewShard(Protocol):
     """Makes the memory of a shard: 1-D, ``numel`` elements of any value."""
@@ -35,6 +32,22 @@ class _Context(Protocol):
         """Raise `DesyncError` on every rank where not all are about to gather ``records``. Collective."""
 
 
+class _Numbers:
+    """Numbers records in the order of creation."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.records: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
+
+    def take(self, record: ShardedParameter) -> int:
+        number, self.next = self.next, self.next + 1
+        self.records[number] = record
+        return number
+
+
+_NUMBERS = _Numbers()
+
+
 class ShardedParameter:
     """A parameter of which this rank holds 1/N: ``shard`` (1-D, padded), in the dtype that the user's code asked for
     until `convert`.
@@ -46,7 +59,7 @@ class ShardedParameter:
 
     Attributes:
         name: the parameter's, as far as it is known, for messages.
-        number: position in the order of creation, which is the same on all ranks.
+        number: position in the order of creation, which is the same on all ranks inside an `Init`.
         pinned: the user has gathered it.
     """
 
@@ -59,7 +72,7 @@ class ShardedParameter:
         self._shard: torch.Tensor | None = None
         self.name = f"of shape {tuple(parameter.shape)}"
         self._is_named = False
-        self.number = next(_NUMBERS)
+        self.number = _NUMBERS.take(self)
         self.is_full = True
         self.pinned = False
         note_record(parameter, self)
@@ -167,24 +180,20 @@ class ShardedParameter:
                 elif values is not present:
                     parameter.data = values
 
-    def digest(self) -> str:
-        """A hash of dtype, shape and values of the full parameter; without values where it has no memory."""
+    @property
+    def kind(self) -> str:
+        """The parameter's present dtype and shape."""
         parameter = self._parameter()
-        if parameter is None:
-            return ""
-        kind = f"{parameter.dtype} {tuple(parameter.shape)}".encode()
-        if is_fake(parameter.data):
-            return hashlib.sha256(kind).hexdigest()[:16]
-        with torch._C.DisableTorchFunction():
-            values = parameter.data.contiguous().cpu().view(-1).view(torch.uint8).numpy()
-        return hashlib.sha256(kind + hashlib.sha256(values.data).digest()).hexdigest()[:16]
+        return "" if parameter is None else f"{parameter.dtype} {tuple(parameter.shape)}"
 
-    def replaced(self) -> None:
-        """The parameter's data was assigned: it is full with these values."""
+    def digest(self) -> str:
+        """A hash of the full parameter's values; "" where it has no memory."""
         parameter = self._parameter()
-        if parameter is not None:
-            mark_present([parameter])
-        self.is_full = True
+        with torch._C.DisableTorchFunction():
+            if parameter is None or is_fake(parameter.data):
+                return ""
+            values = parameter.data.contiguous().cpu().view(-1).view(torch.uint8).numpy()
+        return hashlib.sha256(values.data).hexdigest()[:16]
 
     def read(self) -> torch.Tensor:
         """Return the full values in the parameter's shape; the parameter itself stays as it is. Collective."""
@@ -205,6 +214,21 @@ def sharded_record(parameter: object) -> ShardedParameter | None:
 
 def _no_context() -> None:
     return None
+
+
+def records_by_number(numbers: Sequence[int]) -> list[ShardedParameter]:
+    """The records that have ``numbers`` on this rank, without those that it has not or no more."""
+    return [record for number in numbers if (record := _NUMBERS.records.get(number)) is not None]
+
+
+def next_number() -> int:
+    """The number that the next record gets."""
+    return _NUMBERS.next
+
+
+def number_from(number: int) -> None:
+    """Have the next record get ``number``, which no record has."""
+    _NUMBERS.next = number
 
 
 def shared_with_others(records: Sequence[ShardedParameter]) -> list[bool]:
