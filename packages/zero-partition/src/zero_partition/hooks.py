@@ -310,12 +310,17 @@ class SavedViews:
 
 
 class _SavedView:
-    __slots__ = ("tensor", "unit", "version")
+    __slots__ = ("memory", "tensor", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit = unit
         self.tensor = tensor
         self.version = tensor._version
+        self.memory = unit.memory
+        self.memory.saved += 1
+
+    def __del__(self) -> None:
+        self.memory.saved -= 1
 
 
 class _SavedOuter:

@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_comm import Tag, Work
 
+from .flat_memory import FlatMemory
 from .host_facts import install, storage_address
 from .layout import UnitLayout
 from .live import LiveElements
@@ -45,6 +46,7 @@ class Unit:
     Attributes:
         index: position in the model's list of units; the same on every rank.
         flat: 1-D, ``layout.numel`` elements; its storage is empty while released.
+        memory: who holds the flat buffer.
         lent: an output that the user may keep shares the flat buffer's storage.
         route: how the ranks' shards come together.
         master: the weights that the optimizer updates: all of the flat buffer's elements at stage 0, else this rank's
@@ -177,18 +179,14 @@ class Unit:
             return
         self.edits.gone()
         self._placeholders.install()
-        if self.lent:
-            with torch.inference_mode(False):
-                self._make_views(torch.empty_like(self.flat))
         self._gone()
-        self.lent = False
 
     def release(self) -> None:
-        """Make the parameters absent; finishes a gather in flight first. Does nothing when they are absent already."""
+        """Make the parameters absent; finishes a gather in flight first. Does nothing when they are absent already.
+
+        The memory is left to those who hold a view of it, if any; see [Note: views that code keeps].
+        """
         if not self.releasable or self.state is UnitState.RELEASED:
-            return
-        if self.lent:
-            self.hand_over()
             return
         self.wait_gather()
         self.edits.leaving(self.views, exact=self._is_exact)
@@ -199,18 +197,15 @@ class Unit:
     def hand_over(self) -> None:
         """Like `release`, but leaves the memory to whoever holds a view of it: the user, after a gather of their own or
         when a module's output shares it, and autograd, whose saved views keep their values."""
-        if self.releasable and self.state is not UnitState.RELEASED:
-            self.wait_gather()
-            self.edits.leaving(self.views, exact=self._is_exact)
-            self.edits.gone()
-            self._placeholders.install()
-            with torch.inference_mode(False):
-                self._make_views(torch.empty_like(self.flat))
-            self._gone()
-            self.lent = False
+        self.lent = self.state is not UnitState.RELEASED
+        self.release()
 
     def _gone(self) -> None:
-        """Give the flat buffer's memory back."""
+        """Give the flat buffer's memory back, or leave it to those who hold it."""
+        if self.lent or self.memory.is_held:
+            with torch.inference_mode(False):
+                self._make_views(torch.empty_like(self.flat))
+        self.lent = False
         self.flat.untyped_storage().resize_(0)
         if self.state is not UnitState.RELEASED:
             self._live.released(self.layout.numel)
@@ -399,6 +394,7 @@ class Unit:
     def _make_views(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self.views = [flat[e.offset : e.end].view(e.shape) for e in self.layout.entries]
+        self.memory = FlatMemory(flat, self.views)
 
     def _install_views(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
