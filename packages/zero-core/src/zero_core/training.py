@@ -104,7 +104,7 @@ class Training:
         scaled = state.micro_batches.to_backpropagate(precise, steps, divide=divide)
         with self._failures.may_be_caught("backward"):
             self.observer.loss(loss)
-            with self._instruments.during("backward"), self._audit.backward():
+            with self._instruments.during("backward"), self._audit.backward(loss):
                 state.partition.runtime.begin_backward()
                 with self._instruments.during("backward_inner"):
                     torch.autograd.backward(scaled * scale if scale != 1.0 else scaled, retain_graph=retain_graph)

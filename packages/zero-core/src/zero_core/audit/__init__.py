@@ -1,6 +1,7 @@
 """Every K steps: what ranks hold alike, masters against weights, states at rest, one unit's gradient computed again.
 
-Read `auditor.py` first; `holdings.py` says what is compared, `recomputation.py` how a gradient is computed again.
+Read `auditor.py` first; `holdings.py` says what is compared, `module_calls.py`, `loss_graph.py` and
+`recomputation.py` which call of a module is repeated, and how its gradient is computed again.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+import torch
+
 from ..state import TrainingState
 
 
@@ -15,8 +17,8 @@ class Auditor(Protocol):
     def forward(self) -> AbstractContextManager[None]:
         """A context around a forward pass."""
 
-    def backward(self) -> AbstractContextManager[None]:
-        """A context around a backward pass."""
+    def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
+        """A context around the backward pass of ``loss``."""
 
     def before_step(self) -> None:
         """Gradients are there, weights are still the old ones. Raises `AuditError` on every rank. Collective."""
@@ -35,7 +37,7 @@ class Unaudited:
         """Nothing."""
         return nullcontext()
 
-    def backward(self) -> AbstractContextManager[None]:
+    def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
         """Nothing."""
         return nullcontext()
 

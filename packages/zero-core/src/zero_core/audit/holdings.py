@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zero_partition import Unit
 
@@ -36,15 +38,19 @@ class Held:
 
 
 class Buffers:
-    """The model's buffers that nothing has written since the engine was made: ranks may differ in any other."""
+    """The model's buffers that nothing has written since the engine was made: ranks may differ in any other, and in
+    running statistics, which torch writes past version counters."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._versions = {name: (id(b), b._version) for name, b in module.named_buffers()}
 
     def unwritten(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield their names and values."""
+        running = {id(b) for m in self._module.modules() if isinstance(m, _NormBase) for b in m.buffers()}
         for name, buffer in self._module.named_buffers():
+            if id(buffer) in running:
+                continue
             if self._versions.get(name) == (id(buffer), buffer._version) and type(buffer) is torch.Tensor:
                 yield name, buffer
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from zero_ckpt.torch import RngState
-from zero_partition import Unit, UnitGradients, gathered
+from zero_partition import Partition, UnitGradients, gathered
 
 from ..state import TrainingState
 from .digests import same_bits
+from .loss_graph import LossGraph
+from .module_calls import AuditedUnit, ModuleCall, NotedCalls
 
 
 class RepeatedReductions:
@@ -25,10 +26,11 @@ class RepeatedReductions:
     repeated from a copy that was taken before the first went out.
     """
 
-    def __init__(self, gradients: UnitGradients, rank: int) -> None:
+    def __init__(self, gradients: UnitGradients, partition: Partition) -> None:
         self.differences: list[str] = []
         self._gradients = gradients
-        self._rank = rank
+        self._runtime = partition.runtime
+        self._rank = partition.rank
         self._tree = None if gradients.leaves is None else gradients.leaves.empty()
 
     @contextmanager
@@ -46,6 +48,7 @@ class RepeatedReductions:
             yield
         finally:
             gradients.watches.remove(keep)
+        self._runtime.agree("audit", "reductions", None)  # other ranks may still ask for gathers in their backward pass
         for flat in sent:
             if self._tree is None:
                 average = gradients.reduce_again(flat, average, step)
@@ -73,15 +76,7 @@ class RepeatedReductions:
                     self.differences.append(name)
 
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-
-
-class AuditedUnit:
-    """A unit whose parameters are those of one module's subtree, and used nowhere else."""
-
-    def __init__(self, unit: Unit, module: nn.Module) -> None:
-        self.unit = unit
-        self.module = module
+_REPEATS = 3
 
 
 def candidates(state: TrainingState) -> list[AuditedUnit]:
@@ -90,13 +85,14 @@ def candidates(state: TrainingState) -> list[AuditedUnit]:
     for name, module in state.module.named_modules():
         for parameter in module._parameters.values():
             users.setdefault(id(parameter), set()).add(name)
+    trained = {id(p) for unit in state.partition.units if unit.plan.trainable for p in unit.parameters}
     found = []
     for unit in state.partition.units:
         owners = set().union(*(users.get(id(p), set()) for p in unit.parameters)) if unit.plan.trainable else set()
         name = _common(sorted(owners)) if owners else ""
         if name:
             module = state.module.get_submodule(name)
-            if {id(p) for p in module.parameters()} == {id(p) for p in unit.parameters}:
+            if {id(p) for p in module.parameters()} & trained == {id(p) for p in unit.parameters}:
                 found.append(AuditedUnit(unit, module))
     return found
 
@@ -108,114 +104,137 @@ def _common(names: Sequence[str]) -> str:
     return ".".join(first[:same])
 
 
-class Recomputation:
-    """Watches one micro-batch of one unit: what its module got, what came back, and what was about to travel.
+def repeatable(noted: NotedCalls, loss: torch.Tensor, state: TrainingState) -> dict[int, Recomputation]:
+    """The recomputations that are possible behind the backward pass of ``loss``, by index of the unit; modules whose
+    gradient does not come from the call that was noted are refused."""
+    graph, found = LossGraph(loss), {}
+    for unit, module in noted.modules.items():
+        if module.call is not None:
+            leaves = graph.leaves(module.call.outputs, module.call.inputs, module.candidate.unit.parameters)
+            if isinstance(leaves, str):
+                module.refuse(leaves)
+            else:
+                found[unit] = Recomputation(module.candidate, module.call, leaves, state)
+    return found
 
-    Between `watch` and `differences` there is one forward and one backward pass. Not every call can be repeated: where
-    the module is called several times, gets or returns objects, or writes buffers, nothing is compared.
+
+class Recomputation:
+    """Follows one unit's gradient through one backward pass, and computes it again behind it.
+
+    [Note: repeated gradients] A unit's gradient is compared only where one call of its module is all that it comes
+    from (`LossGraph.leaves`). Taken are what came back to the call's outputs, behind the user's hooks on them, and the
+    unit's buffer of gradients, which must have been empty. What the module gets when it is called again, and what it
+    runs in, is what it was in the call. Where a repetition differs, others follow: a module that does not compute the
+    same twice is refused, and so is one that raises.
+
+    Attributes:
+        obstacle: why nothing was compared; None when it was.
     """
 
-    def __init__(self, candidate: AuditedUnit, state: TrainingState) -> None:
+    def __init__(self, candidate: AuditedUnit, call: ModuleCall, leaves: Sequence[Node], state: TrainingState) -> None:
         self.unit = candidate.unit
+        self.obstacle: str | None = None
         self._module = candidate.module
+        self._call = call
+        self._leaves = leaves
         self._state = state
-        self._calls = 0
-        self._arguments: tuple[Any, ...] | None = None
-        self._random: dict[str, Any] = {}
-        self._buffers: list[tuple[torch.Tensor, int]] = []
-        self._output: Any = None
-        self._came_back: dict[int, torch.Tensor] = {}
+        self._gradients = state.partition.runtime.gradients[self.unit.index]
+        self._came_back: dict[int, tuple[torch.Tensor, int]] = {}
         self._taken: torch.Tensor | None = None
         self._present: Sequence[bool] = ()
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Watch the module's calls inside."""
-        before = self._module.register_forward_pre_hook(self._before, with_kwargs=True)
-        after = self._module.register_forward_hook(self._after)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-
-    @contextmanager
     def backward(self) -> Iterator[None]:
-        """Keep what the unit's gradients are before they travel."""
-        gradients = self._state.partition.runtime.gradients[self.unit.index]
-        gradients.watches.append(self._take)
+        """Keep what comes back to the call inside, and what the unit's gradients are before they travel."""
+        hooks = [*self._on_outputs(), *self._on_leaves()]
+        self._gradients.watches.append(self._take)
         try:
             yield
         finally:
-            gradients.watches.remove(self._take)
+            for hook in hooks:
+                hook.remove()
+            self._gradients.watches.remove(self._take)
             if self._taken is None:
-                gradients.show(self._take)
+                self._gradients.show(self._take)
 
     def differences(self) -> list[str]:
         """The parameters whose gradient is another when it is computed again. Collective."""
-        repeatable = self._calls == 1 and self._arguments is not None and self._taken is not None
-        repeatable = repeatable and len(self._came_back) == len(self._outputs())
-        repeatable = repeatable and not self._state.compiled
-        repeatable = repeatable and all(p.requires_grad for p in self.unit.parameters)
-        repeatable = repeatable and all(b._version == version for b, version in self._buffers)
-        answers = self._state.partition.runtime.agree("audit", self.unit.name, repeatable)
+        if self.obstacle is None and self._taken is None:
+            self.obstacle = "no gradient arrived"
+        if any(gradient._version != version for gradient, version in self._came_back.values()):
+            self.obstacle = "what came back to its module was written in place"
+        self.obstacle = self.obstacle or self._call.changed(self._module)
+        parts = self._state.partition
+        answers = parts.runtime.agree("audit", self.unit.name, self.obstacle is None)
         if not all(answers):
+            self.obstacle = self.obstacle or "another rank cannot repeat it"
             return []
-        parameters = self.unit.parameters
-        with gathered(self._state.partition, parameters):
-            again = self._compute(parameters)
-        found = []
-        taken = self._taken
+        with gathered(parts, list(self._module.parameters()), read_only=True):
+            again = self._compute()
+            found = [] if again is None else self._differing(again)
+            for _ in range(_REPEATS if found and again is not None else 0):
+                if not _are_same(again, self._compute()):
+                    self.obstacle = "its module computes something else each time"
+                    return []
+        return found
+
+    def _differing(self, again: Sequence[torch.Tensor | None]) -> list[str]:
+        found, taken = [], self._taken
         for entry, gradient, present in zip(self.unit.layout.entries, again, self._present, strict=True):
             if taken is not None and gradient is not None and present:
                 if not same_bits(taken[entry.offset : entry.end], gradient.to(taken.dtype).flatten()):
                     found.append(entry.name)
         return found
 
-    def _compute(self, parameters: Sequence[nn.Parameter]) -> Sequence[torch.Tensor | None]:
-        arguments, keywords = self._arguments or ((), {})
+    def _compute(self) -> list[torch.Tensor | None] | None:
         runtime, now = self._state.partition.runtime, RngState().state_dict()
         runtime.pause()
         try:
-            RngState().load_state_dict(self._random)
-            with torch.enable_grad(), self._state.autocast():
-                outputs = [t for t in tree_leaves(self._module(*arguments, **keywords)) if _requires_grad(t)]
-            came_back = [self._came_back[number] for number in range(len(outputs))]
-            return torch.autograd.grad(outputs, list(parameters), came_back, allow_unused=True)
+            outputs = self._call.again(self._module, self._state.device)
+            if isinstance(outputs, str):
+                self.obstacle = outputs
+                return None
+            ends = [outputs[place] for place in self._came_back]
+            came_back = [gradient for gradient, _ in self._came_back.values()]
+            computed = torch.autograd.grad(ends, self.unit.parameters, came_back, allow_unused=True)
+            return [g if g is None or g.layout == torch.strided else g.to_dense() for g in computed]
+        except Exception as failure:
+            self.obstacle = f"its module cannot be called again: {type(failure).__name__}: {failure}"
+            return None
         finally:
             RngState().load_state_dict(now)
             runtime.resume()
 
-    def _outputs(self) -> list[torch.Tensor]:
-        return [t for t in tree_leaves(self._output) if _requires_grad(t)]
+    def _on_outputs(self) -> Iterator[RemovableHandle]:
+        places: dict[Node, list[tuple[int, int]]] = {}
+        for (node, number), place in self._call.outputs.items():
+            places.setdefault(node, []).append((number, place))
+        for node, its in places.items():
+            yield node.register_prehook(partial(self._keep, its))
 
-    def _before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._calls += 1
-        leaves = tree_leaves((arguments, keywords))
-        if self._calls == 1 and all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
-            self._arguments = tree_map(_copied, (arguments, keywords))
-            self._random = RngState().state_dict()
-            self._buffers = [(buffer, buffer._version) for buffer in module.buffers()]
+    def _on_leaves(self) -> Iterator[RemovableHandle]:
+        held = {id(p): number for number, p in enumerate(self.unit.parameters)}
+        for leaf in self._leaves:
+            yield leaf.register_prehook(partial(self._arrives, held[id(leaf.variable)]))  # type: ignore[attr-defined]
 
-    def _after(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if self._calls != 1:
-            return
-        self._output = output
-        for number, tensor in enumerate(self._outputs()):
-            tensor.register_hook(partial(self._keep, number))  # type: ignore[no-untyped-call]
+    def _keep(self, places: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]) -> None:
+        for number, place in places:
+            gradient = gradients[number]
+            if place in self._came_back:
+                self.obstacle = "gradients came back to its module's outputs several times"
+            elif gradient is not None:
+                self._came_back[place] = gradient, gradient._version
 
-    def _keep(self, number: int, gradient: torch.Tensor) -> None:
-        self._came_back[number] = gradient.detach().clone()
+    def _arrives(self, number: int, _gradients: Sequence[torch.Tensor | None]) -> None:
+        if self._taken is not None or self._gradients.present[number]:
+            self.obstacle = "its weights got gradients before, or from a backward pass inside this one"
 
     def _take(self, flat: torch.Tensor, present: Sequence[bool]) -> None:
-        self._taken, self._present = flat.clone(), present
+        if self._taken is None:
+            self._taken, self._present = flat.clone(), present
 
 
-def _requires_grad(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
-def _copied(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+def _are_same(ours: Sequence[torch.Tensor | None] | None, theirs: Sequence[torch.Tensor | None] | None) -> bool:
+    if ours is None or theirs is None:
+        return False
+    return all(a is b if a is None or b is None else same_bits(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,353 @@
+"""Calls of modules, noted so that one of them can be repeated, and what forbids to repeat it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zero_ckpt.torch import RngState
+from zero_partition import Unit
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_OURS = ("zero_core.", "zero_partition.")
+_LONG = 64
+
+
+@dataclass(frozen=True)
+class AuditedUnit:
+    """A unit whose parameters are the trained ones of one module's subtree."""
+
+    unit: Unit
+    module: nn.Module
+
+    def obstacle(self) -> str | None:
+        """Return why no call of the module is repeated now; None when one may be."""
+        if not all(p.requires_grad for p in self.unit.parameters):
+            return "some of its weights are frozen now"
+        if any(_has_hooks(p) for p in self.unit.parameters):
+            return "its weights have gradient hooks"
+        if any(_global_hooks()):
+            return "there are hooks for all modules"
+        for module in self.module.modules():
+            if not all(map(_is_ours, _hooks_of(module))):
+                return "its module, or one inside, has hooks"
+            if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+                return "its module, or one inside, keeps running statistics"
+            if module._compiled_call_impl is not None or "_orig_mod" in dict(module.named_children()):
+                return "its module, or one inside, is compiled"
+        return None
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        later = parameter._post_accumulate_grad_hooks or {}
+        return bool(parameter._backward_hooks) or any(not _is_ours(hook) for hook in later.values())
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        yield from hooks.values()
+    for hooks in (module._backward_pre_hooks, module._backward_hooks):
+        yield from hooks.values()
+
+
+def _global_hooks() -> Iterator[Any]:
+    kinds = nn.modules.module
+    yield from (kinds._global_forward_pre_hooks, kinds._global_forward_hooks)
+    yield from (kinds._global_backward_pre_hooks, kinds._global_backward_hooks)
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_OURS)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The settings of the process that change a module's arithmetic."""
+
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cached_casts: bool
+    others: tuple[Any, ...]
+
+    @classmethod
+    def now(cls, device: torch.device) -> Surroundings:
+        """Those of this moment, for a model on ``device``."""
+        kinds = dict.fromkeys((device.type, "cpu"))
+        attention = torch.backends.cuda
+        return cls(
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+            torch.is_autocast_cache_enabled(),
+            (
+                torch.get_default_dtype(),
+                torch.get_num_threads(),
+                torch.are_deterministic_algorithms_enabled(),
+                torch.get_float32_matmul_precision(),
+                torch.backends.cudnn.enabled,
+                torch.backends.cudnn.benchmark,
+                torch.backends.cudnn.deterministic,
+                attention.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
+                attention.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
+                attention.math_sdp_enabled(),  # type: ignore[no-untyped-call]
+                attention.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
+                torch._C._len_torch_function_stack(),
+                torch._C._len_torch_dispatch_stack(),
+            ),
+        )
+
+    @contextmanager
+    def casts(self) -> Iterator[None]:
+        """These casts, inside."""
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.autocast:
+                cached = self.cached_casts
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            yield
+
+
+class Attributes:
+    """What a module and those inside hold in attributes and buffers; equal to another one of the same modules when
+    nothing was exchanged or written in between."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kept = {
+            (number, name): (value, _state_of(value))
+            for number, inner in enumerate(module.modules())
+            for name, value in _attributes(inner)
+        }
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Attributes) or self._kept.keys() != other._kept.keys():
+            return False
+        pairs = zip(self._kept.values(), other._kept.values(), strict=True)
+        return all(_is_same(ours, theirs) for ours, theirs in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def draw(self) -> bool:
+        """Return True when one of them is a generator of random numbers."""
+        return any(_is_generator(value) for value, _ in self._kept.values())
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        if name not in _OF_MODULES:
+            yield name, value
+    for name, buffer in module._buffers.items():
+        yield f"_buffers.{name}", buffer
+
+
+def _state_of(value: Any) -> Any:
+    """Something that a change in place changes."""
+    if isinstance(value, torch.Tensor):
+        return None if value.is_inference() else value._version
+    if isinstance(value, (list, tuple, deque, set, dict)):
+        items = [*value, *(value.values() if isinstance(value, dict) else ())] if len(value) <= _LONG else []
+        return len(value), items
+    return None
+
+
+def _is_same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> bool:
+    (value, state), (other, later) = ours, theirs
+    if isinstance(value, _PLAIN):
+        return type(value) is type(other) and bool(value == other)
+    if isinstance(state, tuple):
+        kept = isinstance(value, tuple) or value is other
+        pairs = zip(state[1], later[1], strict=True) if isinstance(later, tuple) and state[0] == later[0] else None
+        return kept and type(value) is type(other) and pairs is not None and all(_is_same_item(*pair) for pair in pairs)
+    return value is other and state == later
+
+
+def _is_same_item(ours: Any, theirs: Any) -> bool:
+    return ours is theirs or (isinstance(ours, _PLAIN) and type(ours) is type(theirs) and bool(ours == theirs))
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy.random")
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module: what it got, what it ran in, and the nodes of its graph's ends.
+
+    Attributes:
+        inputs: nodes that have computed what it got.
+        outputs: by node and number, the place of each returned tensor among the leaves of the output.
+    """
+
+    arguments: Any
+    versions: list[tuple[torch.Tensor, int]]
+    random: dict[str, Any]
+    surroundings: Surroundings
+    attributes: Attributes
+    inputs: set[Node]
+    outputs: dict[tuple[Node, int], int] = field(default_factory=dict)
+
+    def changed(self, module: nn.Module) -> str | None:
+        """Return what is no longer as it was, so that another call would compute something else."""
+        if any(tensor._version != version for tensor, version in self.versions):
+            return "what its module got was written in place"
+        if self.attributes != Attributes(module):
+            return "its module writes buffers or attributes"
+        return None
+
+    def again(self, module: nn.Module, device: torch.device) -> dict[int, torch.Tensor] | str:
+        """Call the module again; return its output's tensors by their place, or why it cannot be."""
+        with torch.enable_grad(), self.surroundings.casts():
+            if Surroundings.now(device) != self.surroundings:
+                return "its module ran under other settings of torch than backward"
+            RngState().load_state_dict(self.random)
+            arguments, keywords = tree_map(_detached, self.arguments)
+            return dict(enumerate(tree_leaves(module(*arguments, **keywords))))
+
+
+def _detached(leaf: Any) -> Any:
+    """``leaf`` in the same memory, for strides and alignment count; where the module writes it, autograd refuses."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().requires_grad_(leaf.requires_grad)
+
+
+class NotedModule:
+    """The hooks that note one module's calls, in a micro-batch of which one alone can be repeated.
+
+    ``wanted``: asked before a call is kept.
+
+    Attributes:
+        call: the only call; None when there is none that can be repeated.
+        obstacle: why there is none.
+    """
+
+    def __init__(self, candidate: AuditedUnit, device: torch.device, wanted: Callable[[NotedModule], bool]) -> None:
+        self.candidate = candidate
+        self.call: ModuleCall | None = None
+        self.obstacle = candidate.obstacle()
+        self._device = device
+        self._wanted = wanted
+        self._calls = 0
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Note the calls inside."""
+        if self.obstacle is not None:
+            yield
+            return
+        module = self.candidate.module
+        before = module.register_forward_pre_hook(self._before, with_kwargs=True)
+        after = module.register_forward_hook(self._after)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    @property
+    def is_untried(self) -> bool:
+        """Return True when nothing forbids to repeat the call."""
+        return self.obstacle is None and self._calls == 1
+
+    def why_not(self) -> str:
+        """Why there is no call."""
+        if self.obstacle is None and not self._calls:
+            return "its module recorded no graph in forward (torch's reentrant checkpoints do not)"
+        return self.obstacle or "not tried this time"
+
+    def refuse(self, obstacle: str) -> None:
+        """Nothing is repeated."""
+        self.call, self.obstacle = None, obstacle
+
+    def _before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self._calls += 1
+        if self._calls > 1:
+            self.refuse("its module was called several times")
+            return
+        leaves = tree_leaves((arguments, keywords))
+        if not all(isinstance(leaf, _PLAIN) or _is_ordinary(leaf) for leaf in leaves):
+            self.refuse("its module got objects, or tensors of other kinds")
+        elif torch._C._len_torch_dispatch_stack():
+            self.refuse("a dispatch mode is active")
+        elif any(leaf is p for leaf in leaves for p in self.candidate.unit.parameters):
+            self.refuse("its module got its own weights")
+        elif (attributes := Attributes(module)).draw:
+            self.refuse("its module has a generator of random numbers of its own")
+        elif self._wanted(self):
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self.call = ModuleCall(
+                (arguments, keywords),
+                [(tensor, tensor._version) for tensor in tensors],
+                RngState().state_dict(),
+                Surroundings.now(self._device),
+                attributes,
+                {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None},
+            )
+
+    def _after(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or self.call is None or self._calls != 1 or not torch.is_grad_enabled():
+            return
+        for place, leaf in enumerate(tree_leaves(output)):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                if not _is_ordinary(leaf):
+                    self.refuse("its module returned tensors of other kinds")
+                    return
+                self.call.outputs.setdefault((leaf.grad_fn, leaf.output_nr), place)
+        if (changed := self.call.changed(module)) is not None:
+            self.refuse(changed)
+
+
+class NotedCalls:
+    """The calls of audited modules in one micro-batch.
+
+    ``candidates``: by index of the unit, as in ``order``. At most ``most`` calls are kept, those that come first in
+    that order: their inputs stay in memory until backward is over.
+
+    Attributes:
+        modules: by index of the unit, in that order.
+    """
+
+    def __init__(
+        self, candidates: Mapping[int, AuditedUnit], order: Sequence[int], device: torch.device, most: int = 4
+    ) -> None:
+        self.modules = {unit: NotedModule(candidates[unit], device, self._wants) for unit in order}
+        self._turns = {id(noted): turn for turn, noted in enumerate(self.modules.values())}
+        self._most = most
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Note the calls of a forward pass."""
+        with ExitStack() as stack:
+            for noted in self.modules.values():
+                stack.enter_context(noted.forward())
+            yield
+
+    def _wants(self, asking: NotedModule) -> bool:
+        kept = [noted for noted in self.modules.values() if noted.call is not None]
+        if len(kept) < self._most:
+            return True
+        if self._turns[id(asking)] > self._turns[id(kept[-1])]:
+            return False
+        kept[-1].call = None
+        return True
+
+
+def _is_ordinary(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a tensor with memory, which no transform of torch.func wraps."""
+    if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout != torch.strided or leaf.is_inference():
+        return False
+    try:
+        leaf.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,68 @@
+"""What becomes of scripts that are run without and with `audit_every`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import audit_more_scripts
+import audit_scripts
+import torch
+from audit_trainer import SCRIPTS, Trainer
+
+FIRST = [name for name, one in SCRIPTS.items() if one.__module__ == audit_scripts.__name__]
+MORE = [name for name, one in SCRIPTS.items() if one.__module__ == audit_more_scripts.__name__]
+
+
+class NoWarnings(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    handler, logger = NoWarnings(), logging.getLogger("zero_core")
+    logger.addHandler(handler)
+    try:
+        yield handler.said
+    finally:
+        logger.removeHandler(handler)
+
+
+def run(name: str, audited: bool, stage: int, dtype: str, tier: str) -> Trainer | str:
+    """Run one script; return what it has left, or what it raised."""
+    trainer = Trainer(audited, stage, dtype, tier)
+    default = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64 if dtype == "fp64" else torch.float32)
+    try:
+        SCRIPTS[name](trainer)
+        trainer.close()
+        return trainer
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}"
+    finally:
+        torch.set_default_dtype(default)
+
+
+def outcomes(cases: list[tuple[str, int, str, str]]) -> list[tuple[str | None, list[str | None], list[str]]]:
+    """For each case: what was wrong, which units were repeated, and what was logged."""
+    found = []
+    for name, stage, dtype, tier in cases:
+        plain = run(name, False, stage, dtype, tier)
+        with listening() as said:
+            audited = run(name, True, stage, dtype, tier)
+        wrong = next((one for one in (plain, audited) if isinstance(one, str)), None)
+        if isinstance(plain, Trainer) and isinstance(audited, Trainer):
+            same = all(torch.equal(a, b) for a, b in zip(plain.ends, audited.ends, strict=True))
+            found.append((None if same else "other weights", audited.repeated, said))
+        else:
+            found.append((wrong, [], said))
+    return found
