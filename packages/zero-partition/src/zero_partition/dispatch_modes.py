@@ -16,12 +16,14 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 any_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_REPLAYING = "torch.utils.checkpoint"
+REPLAYING = "torch.utils.checkpoint"
 
 
 def outside(call: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -39,6 +41,24 @@ def outside_modes(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         return outside(call, *args, **kwargs) if any_modes() else call(*args, **kwargs)
+
+    return wrapped
+
+
+def in_transform() -> bool:
+    """Return whether a transform of torch.func (grad, jvp, vmap, …) runs around the caller."""
+    return peek_interpreter_stack() is not None
+
+
+def outside_transforms(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """``call``, whose tensors no transform of torch.func that runs around it wraps: they are the engine's own."""
+
+    @functools.wraps(call)
+    def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not in_transform():
+            return call(*args, **kwargs)
+        with temporarily_clear_interpreter_stack():
+            return call(*args, **kwargs)
 
     return wrapped
 
@@ -65,4 +85,4 @@ def _enter(taken: list[Any]) -> None:
 
 def _stays(mode: Any) -> bool:
     module = type(mode).__module__
-    return module.partition(".")[0] == "torch" and module != _REPLAYING
+    return module.partition(".")[0] == "torch" and module != REPLAYING

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, cast
 
+from .dispatch_modes import outside_transforms
 from .host_facts import storage_address
 from .live import LiveElements
 from .messages import StepNumber
@@ -242,11 +243,7 @@ class Gatherer:
         self._gathers.use(unit)
         if self._gathers.is_present(unit):
             return
-        if not self._gathers.is_coming(unit):
-            self._issue(unit)
-        self._wait(unit)
-        self._prefetch()
-        self._evict(unit)
+        self._bring(unit)
 
     def release(self, unit: Unit) -> None:
         """The unit's modules have run in this pass: release it unless it is known to be used again."""
@@ -283,6 +280,14 @@ class Gatherer:
         self._gathers.reset()
         self._kept.clear()
 
+    @outside_transforms
+    def _bring(self, unit: Unit) -> None:
+        if not self._gathers.is_coming(unit):
+            self._issue(unit)
+        self._wait(unit)
+        self._prefetch()
+        self._evict(unit)
+
     def _issue(self, unit: Unit) -> None:
         """Issue the gather of ``unit`` and those before it, or request it where the pass cannot give it."""
         if self._gathers.issue_through(unit):
@@ -298,6 +303,7 @@ class Gatherer:
             self._waits.before_gather(unit)
             unit.wait_gather()
 
+    @outside_transforms
     def _release(self, unit: Unit) -> None:
         if not unit.pinned:
             self._wait(unit)

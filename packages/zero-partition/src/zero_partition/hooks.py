@@ -11,15 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .calls import ModuleCalls, RunningCall
-from .dispatch_modes import any_modes, outside
-from .errors import PartitionError, ReleasedParameterError
+from .dispatch_modes import any_modes, in_transform, outside
+from .errors import ReleasedParameterError
 from .gradient_hook import GradientHook
-from .host_facts import storage_address
+from .saved_views import address_of
 from .scripted import reports_calls, takes_hooks
 from .unit import Unit, UnitState
 
@@ -198,11 +197,13 @@ class ModuleWatch:
                 continue
             if leaf.requires_grad and leaf.grad_fn is not None and (self.units or self._outermost):
                 leaf.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
-            owner = self._hooks.memory.unit_of_storage(_address(leaf))
+            owner = self._hooks.memory.unit_of_storage(address_of(leaf))
             if owner is not None:
                 yield owner
 
     def _on_output_gradient(self, _gradient: torch.Tensor) -> None:
+        if in_transform():  # which differentiates by itself inside forward
+            return
         if any_modes():
             outside(self._listener.before_backward, self.units)
         else:
@@ -246,92 +247,6 @@ class Hook:
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
-
-
-class SavedViews:
-    """Saved-tensor hooks that make backward ask for a unit before it reads a saved view of it.
-
-    Other tensors go through the hooks that were active outside, if any (save_on_cpu and the like), else are saved as
-    they are.
-
-    ``unit_of_storage``: finds the gathered unit by the address of its memory. ``before_backward``: gathers units that
-    backward is about to read.
-    """
-
-    def __init__(
-        self, unit_of_storage: Callable[[int], Unit | None], before_backward: Callable[[Sequence[Unit]], None]
-    ) -> None:
-        self._unit_of_storage = unit_of_storage
-        self._before_backward = before_backward
-        self._outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
-        self._context: saved_tensors_hooks | None = None
-
-    def open(self) -> None:
-        """Start catching what autograd saves in this thread."""
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._context = saved_tensors_hooks(self._make_pack(self._outer), self._unpack)
-        self._context.__enter__()
-
-    def close(self) -> None:
-        """Stop; tensors saved so far keep their hooks."""
-        if self._context is not None:
-            self._context.__exit__(None, None, None)
-            self._context = None
-
-    def _make_pack(self, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Callable[[torch.Tensor], Any]:
-        """Return the hook that saves a view of a unit as a note of it, and leaves the rest to the hooks outside."""
-        find = self._unit_of_storage
-
-        def pack(tensor: torch.Tensor) -> Any:
-            unit = find(_address(tensor))
-            if unit is not None:
-                return _SavedView(unit, tensor)
-            return tensor if outer is None else _SavedOuter(outer[1], outer[0](tensor))
-
-        return pack
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        if isinstance(packed, _SavedOuter):
-            return packed.restore()
-        view: torch.Tensor = packed.tensor
-        if view._version != packed.version:
-            raise PartitionError(
-                f"parameter '{packed.unit.layout.name_at(view.storage_offset())}' was changed, by a step or in place, "
-                "after forward had used it, so gradients would be wrong; plain torch raises too. Run backward "
-                "first, or run forward again."
-            )
-        if any_modes():
-            outside(self._before_backward, [packed.unit])
-        else:
-            self._before_backward([packed.unit])
-        return view
-
-
-class _SavedView:
-    __slots__ = ("memory", "tensor", "unit", "version")
-
-    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
-        self.unit = unit
-        self.tensor = tensor
-        self.version = tensor._version
-        self.memory = unit.memory
-        self.memory.saved += 1
-
-    def __del__(self) -> None:
-        self.memory.saved -= 1
-
-
-class _SavedOuter:
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
-        self._unpack = unpack
-        self._packed = packed
-
-    def restore(self) -> torch.Tensor:
-        return self._unpack(self._packed)
 
 
 def _released_as_meta(units: list[Unit]) -> Callable[[nn.Module, dict[str, Any], str, Any], None]:
@@ -396,10 +311,3 @@ def wraps_tensors() -> bool:
     except (NotImplementedError, RuntimeError):
         return True
     return False
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr() or storage_address(tensor)
-    except (NotImplementedError, RuntimeError):  # sparse and functional tensors have no storage of their own
-        return 0

@@ -45,11 +45,12 @@ from .gatherer import Gatherer, OrderedGathers
 from .gradient_hook import GradientHook
 from .gradient_watch import GradientWatch
 from .held_gradients import HeldGradients
-from .hooks import SavedViews, wraps_tensors
+from .hooks import wraps_tensors
 from .interleaving import Interleaving
 from .recovery import Recovery, advise
 from .reducer import Reducer
 from .released_use import ReleasedUse
+from .saved_views import SavedViews, name_refused_transform
 from .training_loop import TrainingLoop
 from .unannounced import UnannouncedUse
 from .unit import Unit
@@ -195,7 +196,7 @@ class Passes:
         self._agreement.agree(FORWARD, name)
         self._gatherer.begin(key)
         self._last_forward = key
-        if self._unannounced.trains:
+        if self._unannounced.trains and self._absent() is not None:
             self._saved.open()
 
     def _release_when_done(self, unit: Unit) -> None:
@@ -209,6 +210,9 @@ class Passes:
             return
         self._saved.close()
         if failure is not None:
+            absent = self._absent()
+            if absent is not None:
+                name_refused_transform(failure, absent.names[0])
             self.failed_in(FORWARD, failure)
             return
         self._gatherer.end()
@@ -350,8 +354,12 @@ class Passes:
 
     # -- refusals ----------------------------------------------------------------------------------------------------
 
+    def _absent(self) -> Unit | None:
+        """A unit that comes and goes in passes, if any."""
+        return next((unit for unit in self._units if unit.releasable and not unit.pinned), None)
+
     def _check_present(self) -> None:
-        absent = next((unit for unit in self._units if unit.releasable and not unit.pinned), None)
+        absent = self._absent()
         if absent is not None:
             raise PartitionError(
                 "the model was called inside a transform of torch.func (grad, vjp, jacrev, hessian, jvp, …), where "

@@ -1,0 +1,123 @@
+"""Bring a unit back before backward reads a view of it that autograd saved in forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from .dispatch_modes import REPLAYING, any_modes, outside
+from .errors import PartitionError
+from .host_facts import storage_address
+from .unit import Unit
+
+
+class SavedViews:
+    """Saved-tensor hooks that make backward ask for a unit before it reads a saved view of it.
+
+    Other tensors go through the hooks that were active outside, if any (save_on_cpu and the like), else are saved as
+    they are.
+
+    ``unit_of_storage``: finds the gathered unit by the address of its memory. ``before_backward``: gathers units that
+    backward is about to read.
+    """
+
+    def __init__(
+        self, unit_of_storage: Callable[[int], Unit | None], before_backward: Callable[[Sequence[Unit]], None]
+    ) -> None:
+        self._unit_of_storage = unit_of_storage
+        self._before_backward = before_backward
+        self._outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
+        self._context: saved_tensors_hooks | None = None
+
+    def open(self) -> None:
+        """Start catching what autograd saves in this thread."""
+        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._context = saved_tensors_hooks(self._make_pack(self._outer), self._unpack)
+        self._context.__enter__()
+
+    def close(self) -> None:
+        """Stop; tensors saved so far keep their hooks."""
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
+            self._context = None
+
+    def _make_pack(self, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Callable[[torch.Tensor], Any]:
+        """Return the hook that saves a view of a unit as a note of it, and leaves the rest to the hooks outside."""
+        find = self._unit_of_storage
+        # checkpointing around the engine counts what is saved, and sees these views when it runs forward again
+        is_counted = outer is not None and getattr(outer[0], "__module__", "") == REPLAYING
+
+        def pack(tensor: torch.Tensor) -> Any:
+            unit = find(address_of(tensor))
+            if unit is not None:
+                if outer is not None and is_counted:
+                    outer[0](tensor)
+                return _SavedView(unit, tensor)
+            return tensor if outer is None else _SavedOuter(outer[1], outer[0](tensor))
+
+        return pack
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if isinstance(packed, _SavedOuter):
+            return packed.restore()
+        view: torch.Tensor = packed.tensor
+        if view._version != packed.version:
+            raise PartitionError(
+                f"parameter '{packed.unit.layout.name_at(view.storage_offset())}' was changed, by a step or in place, "
+                "after forward had used it, so gradients would be wrong; plain torch raises too. Run backward "
+                "first, or run forward again."
+            )
+        if any_modes():
+            outside(self._before_backward, [packed.unit])
+        else:
+            self._before_backward([packed.unit])
+        return view
+
+
+class _SavedView:
+    __slots__ = ("memory", "tensor", "unit", "version")
+
+    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
+        self.unit = unit
+        self.tensor = tensor
+        self.version = tensor._version
+        self.memory = unit.memory
+        self.memory.saved += 1
+
+    def __del__(self) -> None:
+        self.memory.saved -= 1
+
+
+class _SavedOuter:
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
+        self._unpack = unpack
+        self._packed = packed
+
+    def restore(self) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory; 0 for one that has no storage of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr() or storage_address(tensor)
+    except (NotImplementedError, RuntimeError):  # sparse and functional tensors have no storage of their own
+        return 0
+
+
+def name_refused_transform(failure: BaseException, name: str) -> None:
+    """Where torch refused a transform of torch.func because of `SavedViews`, say the name of a parameter that is
+    gathered by them, and what to write."""
+    if isinstance(failure, RuntimeError) and "saved tensor hooks" in str(failure):
+        failure.args = (
+            "torch.func.grad, vjp, jacrev and hessian cannot run inside a forward that gathers sharded parameters such "
+            f"as '{name}'. Open `with engine.gathered(model.parameters())` around the forward, or use "
+            "torch.autograd.grad(…, create_graph=True), torch.func.jvp or torch.func.jacfwd.",
+        )
