@@ -14,7 +14,7 @@ from partition_models import cut, groups
 from torch import nn
 
 from zero_comm import run_ranks
-from zero_partition import Init, PartitionError, full_parameter, gathered_anywhere
+from zero_partition import Init, PartitionError, ShardedOptimizer, full_parameter, gathered_anywhere
 
 
 class Rows(nn.Module):
@@ -233,6 +233,33 @@ def test_deep_copies_of_sharded_modules_have_the_values_and_are_sharded(world_si
             assert torch.equal(found["copies"][name], before[name]), name
         expected = reference(torch.ones(2, 3, 4, dtype=torch.float64))
         assert torch.allclose(found["output"], expected, rtol=0, atol=1e-12)
+
+
+def made_inside_gathered() -> list[bool]:
+    channels = groups()
+    torch.manual_seed(3)
+    with Init(channels.gather, channels.control):
+        model = Rows()
+    with gathered_anywhere(model.parameters()):
+        with torch.no_grad():
+            model.last.bias.fill_(2.0)
+        parts = cut(model, 3)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), parts)
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    torch.manual_seed(3)
+    reference = Rows().double()
+    with torch.no_grad():
+        reference.last.bias.fill_(2.0)
+    reference(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return [torch.allclose(full_parameter(parts, p), q, rtol=0, atol=1e-12) for p, q in pairs]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_engine_made_inside_gathered_takes_the_values_that_are_there(world_size: int) -> None:
+    assert run_ranks(made_inside_gathered, world_size) == [[True] * 4] * world_size
 
 
 USES: dict[str, Callable[[Rows], Any]] = {

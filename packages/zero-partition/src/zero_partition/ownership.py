@@ -46,6 +46,9 @@ class InitRecord(Protocol):
     def name(self) -> str:
         """The parameter's name, for messages."""
 
+    def forget(self) -> None:
+        """An engine owns the parameter from now on."""
+
     def twin(self, kind: type[nn.Parameter]) -> nn.Parameter:
         """A parameter of the class ``kind``, released, with a shard that is a copy of this one's."""
 
@@ -95,6 +98,7 @@ def note_record(parameter: nn.Parameter, record: InitRecord) -> None:
 
 def forget_record(parameter: nn.Parameter) -> None:
     """A unit owns the parameter from now on."""
+    init_record(parameter).forget()
     delattr(parameter, _RECORD)
 
 

@@ -64,8 +64,8 @@ class ShardedParameter:
     """
 
     def __init__(self, parameter: nn.Parameter, group: Group, new_shard: NewShard, context: _Context | None) -> None:
-        self._context: Callable[[], _Context | None] = _no_context if context is None else weakref.ref(context)
-        self._parameter = weakref.ref(parameter)
+        self._context: Callable[[], _Context | None] = _nothing if context is None else weakref.ref(context)
+        self._parameter: Callable[[], nn.Parameter | None] = weakref.ref(parameter)
         self._group = group
         self._new_shard = new_shard
         self._shape = parameter.shape
@@ -131,6 +131,10 @@ class ShardedParameter:
         if parameter is not None and not self.is_full and self.shard.dtype != dtype:
             shard = self._new_shard(self.shard.numel(), dtype, self.shard.device)
             self._release(parameter, shard.copy_(self.shard))
+
+    def forget(self) -> None:
+        """An engine owns the parameter from now on, also where the user has it gathered."""
+        self._parameter = _nothing
 
     def twin(self, kind: type[nn.Parameter]) -> nn.Parameter:
         """A parameter of the class ``kind``, released, with a shard that is a copy of this released one's."""
@@ -212,7 +216,7 @@ def sharded_record(parameter: object) -> ShardedParameter | None:
     return record
 
 
-def _no_context() -> None:
+def _nothing() -> None:
     return None
 
 
