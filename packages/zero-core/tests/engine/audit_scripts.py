@@ -283,3 +283,20 @@ class Bag(nn.Module):
 @script
 def sparse_gradients(t: Trainer) -> None:
     t.loop(Bag())
+
+
+@script
+def compiled_parent(t: Trainer) -> None:
+    model = nn.Sequential(mlp(5, 7, 6), mlp(6, 5, 3))
+    engine = t.start(model)
+    model[0].compile(backend="eager")
+    for number in range(STEPS):
+        t.finish(engine, engine(t.x(number, 5)).pow(2).mean())
+
+
+@script
+def compiled_engine(t: Trainer) -> None:
+    engine = t.start(mlp(5, 7, 3))
+    engine.compile(backend="eager")
+    for number in range(STEPS):
+        t.finish(engine, engine(t.x(number, 5)).pow(2).mean())

@@ -12,6 +12,7 @@ NEVER = {
     "gradient_penalty_of_two_engines",
     "weights_in_the_loss",
     "closure_output",
+    "compiled_engine",
     "hooks_that_change_values",
     "second_derivatives_of_inputs",
     "returned_view_of_a_weight",

@@ -54,7 +54,8 @@ class PeriodicAuditor:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Note the calls of modules before the first backward pass of an audited step."""
-        if not self._is_due() or self._seen or not self._candidates or not torch.is_grad_enabled():
+        noted = self._is_due() and not self._seen and self._candidates and not self._state.compiled
+        if not noted or not torch.is_grad_enabled():
             yield
             return
         if self._noted is None:
@@ -165,6 +166,8 @@ class PeriodicAuditor:
         self._told = True
         if not self._candidates:
             reasons = ["No unit is one module below the model itself"]
+        elif self._state.compiled:
+            reasons = ["The model is compiled"]
         elif not modules or not self._seen:
             reasons = ["The step had no engine.backward after a forward pass of the engine"]
         else:

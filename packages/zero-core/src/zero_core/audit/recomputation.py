@@ -48,7 +48,8 @@ class RepeatedReductions:
             yield
         finally:
             gradients.watches.remove(keep)
-        self._runtime.agree("audit", "reductions", None)  # other ranks may still ask for gathers in their backward pass
+        if sent:  # as on every rank; others may still ask for gathers in their backward pass
+            self._runtime.agree("audit", "reductions", None)
         for flat in sent:
             if self._tree is None:
                 average = gradients.reduce_again(flat, average, step)
