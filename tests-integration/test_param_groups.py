@@ -86,10 +86,17 @@ def positions(stages: tuple[int, ...], zero: dict[str, Any], dtype: str) -> list
                 if kept is None or full is None
                 else bool(torch.isin(kept.flatten(), full.flatten().to(kept)).all())
             )
-            rows.append((name, shapes[name], tuple(tensor.shape), 0 if kept is None else kept.numel(), part))
+            assert tensor.shape == shapes[name]
+            rows.append((name, shapes[name], held_shape(tensor), 0 if kept is None else kept.numel(), part))
         found.append(rows)
         engine.destroy(unshard=False)
     return found
+
+
+def held_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the part that this rank has of a parameter, whose shape its tensor gives."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(tensor.shape)
 
 
 def kept_by(name: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import script_fragments
 import script_gradients
 import script_modules
 import script_optimizers
@@ -20,6 +21,7 @@ SCRIPTS = {
     **script_gradients.script,
     **script_modules.script,
     **script_optimizers.script,
+    **script_fragments.script,
 }
 
 

@@ -186,7 +186,7 @@ def live_groups(stage: int) -> dict[str, Any]:
             float((moments[n] - expected.state[p]["momentum_buffer"]).abs().max())
             for n, p in reference.named_parameters()
         ),
-        "elements": sum(o.tensor.numel() for o in optimizer.fragments),
+        "elements": sum(o.fragment.length for o in optimizer.fragments),
         "all": sum(p.numel() for p in reference.parameters()),
     }
 

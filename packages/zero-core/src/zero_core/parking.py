@@ -13,6 +13,7 @@ from zero_partition import DeviceResidency, Partition, ShardedOptimizer, Unit
 from .errors import UsageError
 from .offloading import Offloading
 from .state import TrainingState
+from .state_kinds import by_kind
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """DeepSpeed's names: optimizer states, masters, the weights that forward reads, gradients (both)."""
@@ -86,10 +87,9 @@ class ParkedStates:
             unit.show()
         self._shown.clear()
         if self._optimizer is not None:
-            state = self._optimizer.state
             for owned in self._optimizer.fragments:
                 if kept := self._optimizer.state_of(owned):
-                    state[owned.tensor] = {**kept}  # a new dict: optimizers that remember addresses look again
+                    self._optimizer.replace_state(owned, {**kept})  # a new dict: who remembers addresses looks again
 
     def _weights(self, partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
         for unit in partition.units:
@@ -122,7 +122,7 @@ def kinds_of(include: Iterable[Any] | None) -> set[str]:
 def _optimizer_states(optimizer: ShardedOptimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
     if optimizer is not None:
         for owned in optimizer.fragments:
-            for key, value in optimizer.state_of(owned).items():
+            for key, value in by_kind(optimizer.state_of(owned)).items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     yield f"{owned.fragment.entry.name}/{key}", value
 

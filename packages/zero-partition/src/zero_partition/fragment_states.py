@@ -1,6 +1,7 @@
 """The optimizer's ``state``, by fragment: refuses what user code looks up by the model's parameters.
 
-An entry of a parameter that is not a fragment would be read as absent, or be kept and never used. Where a tier keeps
+An entry of a parameter that is not a fragment would be read as absent, or be kept and never used. Outside the
+optimizer's step it notes that states are looked at, which are guarded then (optimizer_tensors.py). Where a tier keeps
 the states, ``state`` is a mapping that reads and writes there (tier_states.py).
 """
 
@@ -10,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from .errors import PartitionError
@@ -27,7 +29,17 @@ class FragmentStates(_Entries):
     def __init__(self, entries: dict[Any, Any], name_of: Callable[[nn.Parameter], str]) -> None:
         super().__init__(dict)
         self._name_of = name_of
+        self._read: Callable[[], None] | None = None
         self.update(entries)
+
+    def watch(self, read: Callable[[], None]) -> None:
+        """Call ``read`` before the first look at the states; the optimizer's step has them without that."""
+        self._read = read
+        self.__class__ = WatchedFragmentStates
+
+    def unwatch(self) -> None:
+        """Let the states be looked at."""
+        self.__class__ = FragmentStates
 
     def __missing__(self, key: Any) -> Any:
         self._check(key)
@@ -84,6 +96,70 @@ class FragmentStates(_Entries):
     def _check(self, key: object) -> None:
         if isinstance(key, nn.Parameter):
             refuse_parameter(self._name_of(key))
+
+
+class WatchedFragmentStates(FragmentStates):
+    """A `FragmentStates` between `watch` and `unwatch`."""
+
+    def __getitem__(self, key: Any) -> Any:
+        self._note_read()
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dict; a parameter of the model is refused by name."""
+        self._note_read()
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As of a dict; a parameter of the model is refused by name."""
+        self._note_read()
+        return super().pop(key, *default)
+
+    def popitem(self) -> Any:
+        """As of a dict."""
+        self._note_read()
+        return super().popitem()
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of a dict; a parameter of the model is refused by name."""
+        self._note_read()
+        return super().setdefault(key, default)
+
+    def values(self) -> Any:
+        """As of a dict."""
+        self._note_read()
+        return super().values()
+
+    def items(self) -> Any:
+        """As of a dict."""
+        self._note_read()
+        return super().items()
+
+    def copy(self) -> _Entries:  # type: ignore[override]
+        """A plain ``defaultdict`` of the same entries."""
+        self._note_read()
+        return super().copy()
+
+    def _note_read(self) -> None:
+        if self._read is not None:
+            read, self._read = self._read, None
+            read()
+
+
+class StateElsewhere(dict[str, Any]):
+    """The state of a parameter of which another rank updates everything: each kind is a tensor without elements, and
+    ``step`` one that nobody counts, so that a loop over the listed parameters does there what it does on the other
+    ranks. Copies are plain dicts."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def __missing__(self, kind: str) -> torch.Tensor:
+        return torch.zeros(()) if kind == "step" else torch.empty_like(self._tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (), None, None, iter(self.items())
 
 
 def refuse_parameter(name: str) -> None:

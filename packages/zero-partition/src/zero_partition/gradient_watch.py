@@ -176,6 +176,12 @@ def _copy_as_plain(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Paramete
         parameter.__class__ = watching
 
 
+def is_for_the_user() -> bool:
+    """Return whether user code, or a function of torch that acts on gradients for it, does this to a ``grad``."""
+    module = str(_reader().f_globals.get("__name__"))
+    return not module.startswith(_QUIET) or module == _CLIPPING or module.startswith(_ACTING)
+
+
 def _zeroes_alone(frame: FrameType) -> bool:
     """Return True when ``frame`` is the `zero_grad` of a module around the engine's, which discards nothing there."""
     if (frame.f_globals.get("__name__"), frame.f_code.co_name) != _ZERO_GRAD:

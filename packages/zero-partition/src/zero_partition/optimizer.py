@@ -120,6 +120,10 @@ class ShardedOptimizer:
         """The state of a fragment that the wrapped optimizer itself holds: nothing where a tier keeps the states."""
         return self._states.held_by_optimizer(owned)
 
+    def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
+        """Have the wrapped optimizer itself hold ``state`` of a fragment, None for nothing."""
+        self._states.replace(owned, state)
+
     def step(self) -> StepResult:
         """One transaction: agree on overflow and on who had gradients, clip once, update, publish. Collective.
 
@@ -244,7 +248,9 @@ class ShardedOptimizer:
 
         tensors = OptimizerTensors(
             self.inner,
-            [(parameter.tensor, parameter.name) for parameter in listed],
+            [(parameter.tensor, parameter.name, parameter.shape) for parameter in listed],
+            self._states,
+            runtime.step_hook_watch,
             own_hook=own_hook,
             values_here=partition.states is None,
             stay=isinstance(self._update, FragmentUpdate),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import PartitionError
-from .fragment_states import FragmentStates
+from .fragment_states import FragmentStates, StateElsewhere
+from .guarded_tensors import GuardedTensor, plain
 from .tier import StateTier
 from .tier_states import TierStates
 from .updates import OwnedFragment
@@ -32,6 +34,11 @@ class ListedParameter:
     shape: torch.Size
     owned: OwnedFragment | None
     tensor: nn.Parameter
+
+    @property
+    def held_shape(self) -> torch.Size:
+        """The shape of what this rank updates."""
+        return torch.Size([0]) if self.owned is None else self.owned.shape
 
 
 class OptimizerStates:
@@ -57,7 +64,10 @@ class OptimizerStates:
         self._listed = listed
         self._tier, self._name_of, self._await_readers = tier, name_of, await_readers
         self._on_tier: TierStates | None = None
+        self._held: FragmentStates | None = None
+        self._read: Callable[[], None] | None = None
         self.take()
+        optimizer.register_state_dict_pre_hook(self._begin_state_dict)
         optimizer.register_state_dict_post_hook(self._complete)
         optimizer.register_load_state_dict_pre_hook(self._shard)
         optimizer.register_load_state_dict_post_hook(self.take)
@@ -80,11 +90,15 @@ class OptimizerStates:
         if type(entries) not in (dict, defaultdict):  # a save that still reads the states has a mapping of its own
             return
         if self._tier is None:
-            self._optimizer.state = FragmentStates(entries, self._name_of)
+            self._optimizer.state = self._held = FragmentStates(entries, self._name_of)
+            if self._read is not None:
+                self._held.watch(self._read)
             return
         if self._on_tier is not None:
             self._on_tier.detach()
-        states = TierStates(self._tier, self._fragments(), self._name_of, self._await_readers)
+        listed = chain.from_iterable(self._listed)
+        trained = {one.tensor: one.owned for one in listed if one.owned is not None or one.tensor.requires_grad}
+        states = TierStates(self._tier, trained, self._name_of, self._await_readers)
         self._move_to_tier(entries, self._tier)
         states.update((key, value) for key, value in entries.items() if not isinstance(key, torch.Tensor))
         self._optimizer.state = self._on_tier = states  # type: ignore[assignment]
@@ -92,20 +106,71 @@ class OptimizerStates:
     def give_back(self) -> None:
         """Give the optimizer a plain dict of the states that it keeps itself."""
         if isinstance(self._optimizer.state, FragmentStates):
-            self._optimizer.state = self._optimizer.state.copy()
+            self._optimizer.state = FragmentStates.copy(self._optimizer.state)
         elif isinstance(self._optimizer.state, TierStates):
             self._optimizer.state = defaultdict(dict)
 
     def held_by_optimizer(self, owned: OwnedFragment) -> Mapping[str, Any]:
         """The state of a fragment that the optimizer itself holds: nothing where a tier keeps the states."""
-        return {} if self._tier is not None else self._optimizer.state.get(owned.tensor, {})
+        if self._tier is not None:
+            return {}
+        states = self._optimizer.state
+        kept = dict.get(states, owned.tensor) if isinstance(states, FragmentStates) else states.get(owned.tensor)
+        return _plainly(kept) if kept else {}
+
+    def replace(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
+        """Have the optimizer itself hold ``state`` of a fragment, None for nothing."""
+        states: Any = self._optimizer.state
+        if state is not None:
+            states[owned.tensor] = state
+        elif owned.tensor in states:
+            del states[owned.tensor]
+
+    def watch(self, read: Callable[[], None]) -> None:
+        """Call ``read`` before states that the optimizer holds are looked at, until `unwatch`."""
+        self._read = read
+        if self._held is not None:
+            self._held.watch(read)
+
+    def unwatch(self) -> None:
+        """Let states be looked at."""
+        self._read = None
+        if self._held is not None:
+            self._held.unwatch()
+
+    def show_all(self) -> Iterable[tuple[Any, Any]]:
+        """Have an entry for each listed parameter, where any has one, in the order of the param groups, and return
+        them."""
+        held = self._held
+        if held:
+            known = dict(dict.items(held))
+            held.clear()
+            for parameter in chain.from_iterable(self._listed):
+                if parameter.tensor in known:
+                    dict.__setitem__(held, parameter.tensor, known.pop(parameter.tensor))
+                elif parameter.owned is None and parameter.tensor.requires_grad:
+                    dict.__setitem__(held, parameter.tensor, StateElsewhere(parameter.tensor))
+            dict.update(held, known)
+        return self.entries()
+
+    def entries(self) -> Iterable[tuple[Any, Any]]:
+        """Each fragment that the optimizer holds states of, with these."""
+        return () if self._held is None else dict.items(self._held)
+
+    def _begin_state_dict(self, _optimizer: Optimizer) -> None:
+        if self._held is not None:
+            self._held.unwatch()
 
     def _move_to_tier(self, entries: Mapping[Any, Any], tier: StateTier) -> None:
         fresh: dict[str, dict[str, Any]] = {}
         anew: list[str] = []
         for owned in self._fragments():
             name = owned.fragment.entry.name
-            known = {k: v for k, v in entries.get(owned.tensor, {}).items() if v is not None}
+            given = {kind: plain(value) for kind, value in entries.get(owned.tensor, {}).items() if value is not None}
+            known = {
+                kind: value.flatten() if isinstance(value, torch.Tensor) and value.shape == owned.shape else value
+                for kind, value in given.items()
+            }
             if known:
                 fresh[name] = {"step": 1, **known}  # torch's SGD has moments and counts no steps
             if known or tier.held(name)[0]:
@@ -123,10 +188,12 @@ class OptimizerStates:
         """`state_dict` says which fragments its states are of, has none of what other ranks update, which torch's
         optimizers would miss a count of steps in, and has the tier's moments; 8-bit ones, which torch's format has no
         room for, are left out."""
+        if self._held is not None and self._read is not None:
+            self._held.watch(self._read)
         elsewhere = {number for number, one in enumerate(chain.from_iterable(self._listed)) if one.owned is None}
-        kept = {number: state for number, state in state_dict["state"].items() if number not in elsewhere}
+        kept = {number: _plainly(state) for number, state in state_dict["state"].items() if number not in elsewhere}
         state_dict = {**state_dict, "state": kept}
-        if any(parameter.tensor.shape != parameter.shape for parameter in chain.from_iterable(self._listed)):
+        if any(parameter.held_shape != parameter.shape for parameter in chain.from_iterable(self._listed)):
             state_dict = {**state_dict, _FRAGMENTS: self._ranges()}
         if self._tier is None:
             return state_dict
@@ -140,7 +207,8 @@ class OptimizerStates:
         return {**state_dict, "state": state}
 
     def _shard(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict | None:
-        saved, states = [list(group["params"]) for group in state_dict["param_groups"]], state_dict["state"]
+        saved = [list(group["params"]) for group in state_dict["param_groups"]]
+        states = {number: _plainly(state) for number, state in state_dict["state"].items()}
         if _counts(saved) != _counts(self._listed):
             raise PartitionError(
                 f"optimizer.load_state_dict: expected param groups of {_counts(self._listed)} parameters, as the "
@@ -193,18 +261,26 @@ def sharded_state(state: Mapping[str, Any], name: str, shape: torch.Size, owned:
     """The part of a full parameter's optimizer state that belongs to a fragment. Raises `PartitionError`."""
     start, end = owned.fragment.param_offset, owned.fragment.param_offset + owned.fragment.length
     whole = owned.fragment.length == shape.numel()
-    part: dict[str, Any] = {}
-    for key, value in state.items():
+
+    def part_of(key: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(part_of(f"{key}[{number}]", one) for number, one in enumerate(value))
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape:
-            part[key] = value.flatten()[start:end].clone().view(owned.tensor.shape)
-        elif isinstance(value, torch.Tensor) and value.numel() > 1 and not whole:
+            return value.flatten()[start:end].clone().view(owned.shape)
+        if isinstance(value, torch.Tensor) and value.numel() > 1 and not whole:
             raise PartitionError(
                 f"the optimizer's state '{key}' of parameter '{name}': expected shape {tuple(shape)}, got "
                 f"{tuple(value.shape)}"
             )
-        else:
-            part[key] = copy.deepcopy(value)
+        return copy.deepcopy(value)
+
+    part = {key: part_of(str(key), value) for key, value in state.items()}
     return defaultdict(dict, part) if isinstance(state, defaultdict) else part
+
+
+def _plainly(state: Any) -> Any:
+    """A state with plain tensors of the same memory, or itself where it has no guarded ones."""
+    return tree_map(plain, state) if any(isinstance(leaf, GuardedTensor) for leaf in tree_leaves(state)) else state
 
 
 def _described(elements: list[int] | None) -> str:
@@ -214,13 +290,13 @@ def _described(elements: list[int] | None) -> str:
 def _fits(parameter: ListedParameter, state: Mapping[str, Any]) -> bool:
     """Return whether a state is of what this rank updates of a parameter; one of a full parameter may have shapes of
     the optimizer's own."""
-    shape = parameter.tensor.shape
+    shape = parameter.held_shape
     return not any(
         isinstance(value, torch.Tensor)
         and value.dim()
         and value.shape != shape
         and (shape != parameter.shape or value.numel() == shape.numel())
-        for value in state.values()
+        for value in tree_leaves(dict(state))
     )
 
 

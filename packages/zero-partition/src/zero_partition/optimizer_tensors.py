@@ -4,19 +4,24 @@
 tensors that it finds there would act on a part of a parameter, on some ranks only, or on nothing: their ``.grad`` is
 None while the engine holds the gradients, weights that forward reads lie elsewhere at stages 1 and 2 or with masters
 of their own, and where a tier or another rank holds the values these are placeholders. So outside the optimizer's step
-fragments have a class whose ``__torch_function__`` refuses by name what would not count. Reading values is what it is
-in torch, as long as they are here. In the step fragments are plain parameters; before it, in the user's step hooks,
-they have their gradients, and only what needs whole gradients is refused.
+fragments have a class whose ``__torch_function__`` refuses by name what would not count. In the step fragments are
+plain parameters; in the user's step hooks they have their gradients, and writes count.
+
+[Note: a part in the place of the whole] Where other ranks may hold the rest of a parameter, a mean, an index or a
+branch on ``(p > 1).any()`` would be another number on each rank. What works element by element is the same for a part
+and for the whole; so that alone is taken, its results are guarded alike, and anything else is refused. The shape of a
+part is the parameter's to whoever asks. Optimizer states are guarded so when somebody looks at them (`guard_states`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -26,13 +31,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .errors import PartitionError
+from .guarded_tensors import (
+    REFERENCE,
+    FragmentReference,
+    FragmentTensor,
+    FragmentValues,
+    guard_of,
+    why_not_elementwise,
+    written_by,
+)
 from .host_facts import exchange_classes
-from .torch_calls import FACTS, VIEWS, attribute_of, name_of, writes
+from .step_hook_watch import StepHookWatch
+from .torch_calls import FACTS, SHAPES, VIEWS, attribute_of, name_of
 
-REFERENCE = "_zero_fragment"  # the one attribute that a fragment carries: its guard, and its parameter's name
-RELEASED = "_zero_released_fragment"  # instead of it, when the engine is gone: the name
+RELEASED = "_zero_released_fragment"  # instead of its reference, when the engine is gone: the parameter's name
 _OF_THE_GRAPH = frozenset(["register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"])
-_CLIPPING = "torch.nn.utils.clip_grad"
 _OPTIMIZER = "torch.optim.optimizer"
 
 
@@ -44,10 +57,28 @@ class Phase(enum.Enum):
     STEP = enum.auto()  # the optimizer's own arithmetic
 
 
-class OptimizerTensors:
-    """Guards the tensors of ``optimizer``'s param groups; ``named``: each with its parameter's name.
+class WatchedStates(Protocol):
+    """The optimizer's states, by tensor of its param groups."""
 
-    ``own_hook``: the handle of a step hook of the engine's own; other hooks of the same kind are the user's.
+    def watch(self, read: Callable[[], None]) -> None:
+        """Call ``read`` before states are looked at, until `unwatch`."""
+
+    def unwatch(self) -> None:
+        """Let states be looked at."""
+
+    def show_all(self) -> Iterable[tuple[Any, Any]]:
+        """List parameters whose states other ranks have as well, and return each tensor with its states, in memory that
+        the optimizer has itself."""
+
+    def entries(self) -> Iterable[tuple[Any, Any]]:
+        """Each tensor with its states, in memory that the optimizer has itself."""
+
+
+class OptimizerTensors:
+    """Guards the tensors of ``optimizer``'s param groups and states, and in step hooks the ``model``'s parameters;
+    ``named``: each tensor with its parameter's name and full shape.
+
+    ``own_hook``: the handle of a step pre-hook of the engine's own; other hooks of the same kind are the user's.
     ``values_here``: the tensors hold the values that the optimizer updates, at least in its step; ``stay``: between
     steps too. ``split``: other ranks may hold other parts. ``has_gradient``: whether the engine holds a gradient of a
     parameter.
@@ -56,7 +87,9 @@ class OptimizerTensors:
     def __init__(
         self,
         optimizer: Optimizer,
-        named: Sequence[tuple[nn.Parameter, str]],
+        named: Sequence[tuple[nn.Parameter, str, torch.Size]],
+        states: WatchedStates,
+        model: StepHookWatch,
         *,
         own_hook: RemovableHandle,
         values_here: bool,
@@ -65,18 +98,30 @@ class OptimizerTensors:
         has_gradient: Callable[[str], bool],
     ) -> None:
         self._optimizer = optimizer
-        self._tensors = [tensor for tensor, _ in named]
+        self._tensors = [tensor for tensor, _, _ in named]
+        self._states = states
+        self._model = model
+        self._states_seen = False
         self._own_hook = own_hook
-        self._values_here, self._stay, self._split = values_here, stay, split
+        self._values_here, self._stay, self.split = values_here, stay, split
         self._has_gradient = has_gradient
         self._phase = Phase.IDLE
+        self._depth = 0  # of calls of step: one that is inherited and hooked is another inside
         self._updated = False
-        self._own_post_hook = optimizer.register_step_post_hook(self._note_updated)
-        if (hooks := self._own_post_hook.hooks_dict_ref()) is not None:
-            hooks.move_to_end(self._own_post_hook.id, last=False)  # the first one of all
-        for tensor, name in named:
-            tensor.__dict__[REFERENCE] = (self, name)
+        self._own_hooks = [
+            optimizer.register_step_pre_hook(self._note_entered),
+            optimizer.register_step_post_hook(self._note_updated),
+        ]
+        if (hooks := self._own_hooks[1].hooks_dict_ref()) is not None:
+            hooks.move_to_end(self._own_hooks[1].id, last=False)  # the first one of all
+        for tensor, name, shape in named:
+            tensor.__dict__[REFERENCE] = FragmentReference(self, name, shape, is_updated=True)
         self._close(Phase.IDLE)
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether tensors are guarded now."""
+        return self._phase is not Phase.STEP
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -92,7 +137,7 @@ class OptimizerTensors:
         """Return whether the user has hooks that run before the optimizer's arithmetic, its own or of all
         optimizers."""
         hooks = self._own_hook.hooks_dict_ref()
-        return bool(optimizers._global_optimizer_pre_hooks) or (hooks is not None and len(hooks) > 1)
+        return bool(optimizers._global_optimizer_pre_hooks) or (hooks is not None and len(hooks) > 2)
 
     def step(self, begin: Callable[[], None], updated_elsewhere: Sequence[nn.Parameter] = ()) -> Exception | None:
         """Have the optimizer step, inside `opened`: the user's step pre-hooks, ``begin``, its arithmetic, the user's
@@ -100,7 +145,7 @@ class OptimizerTensors:
 
         ``updated_elsewhere``: empty tensors whose parameters other ranks update; pre-hooks find empty gradients.
         """
-        self._updated = False
+        self._updated, self._depth = False, 0
         if not self.is_hooked:
             begin()
             return self._step_inner()
@@ -130,39 +175,59 @@ class OptimizerTensors:
             return error
         return None
 
+    def _note_entered(self, *_: Any) -> None:
+        self._depth += 1
+
     def _note_updated(self, *_: Any) -> None:
         self._updated = True
+        self._depth -= 1
+        hooks = self._own_hooks[1].hooks_dict_ref()
+        others = hooks is not None and len(hooks) > 1
+        if self._depth == 0 and self._phase is Phase.STEP and (others or optimizers._global_optimizer_post_hooks):
+            self._close(Phase.HOOKS)
 
     def release(self) -> None:
         """The engine is gone: the tensors are plain parameters for good."""
-        self._own_post_hook.remove()
+        self._open()
+        for hook in self._own_hooks:
+            hook.remove()
         exchange_classes(self._tensors, _plain)
         for tensor in self._tensors:
-            _, tensor.__dict__[RELEASED] = tensor.__dict__.pop(REFERENCE)
+            tensor.__dict__[RELEASED] = tensor.__dict__.pop(REFERENCE).name
 
-    def used(self, name: str, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Torch function ``func`` gets the tensor of parameter ``name``, or one that shares its memory.
+    def used(self, reference: FragmentReference, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Torch function ``func`` gets a guarded tensor.
 
         Raises `PartitionError` where it would do something else than with the full parameter.
         """
-        attribute, call = attribute_of(func), name_of(func)
+        name, attribute, call = reference.name, attribute_of(func), name_of(func)
         if attribute == "grad" and call == "__get__":
             self._gradient_read(name)
         elif attribute == "grad" and call == "__set__":
             if not self._in_hooks and (args[1] is not None or self._has_gradient(name)):
                 self._refuse_gradient(name, "written")
         elif (call == "__set__" and attribute == "requires_grad") or call in _OF_THE_GRAPH:
-            raise PartitionError(
-                f"{attribute or call} of a tensor of optimizer.param_groups that belongs to parameter '{name}': it "
-                "does nothing there, as the engine steps with fragments. Use the model's parameter instead."
-            )
+            if isinstance(args[0], FragmentTensor):
+                raise PartitionError(
+                    f"{attribute or call} of a tensor of optimizer.param_groups that belongs to parameter '{name}': it "
+                    "does nothing there, as the engine steps with fragments. Use the model's parameter instead."
+                )
         elif self._writes(call, attribute, args, keywords):
             if not self._in_hooks:
                 self._refuse_write(name, attribute or call)
-        elif not self._readable and _needs_values(call, attribute):
+        elif reference.is_updated and not self._readable and _needs_values(call, attribute):
             raise PartitionError(
                 f"{call}() of a tensor of optimizer.param_groups that belongs to parameter '{name}': its values are "
                 "not there, but on the tier or with the rank that updates them. Read engine.full_param(p)."
+            )
+        if self.split and (why := why_not_elementwise(reference, func, args, keywords)):
+            raise PartitionError(
+                f"{why}, of which optimizer.param_groups and optimizer.state have this rank's part of parameter "
+                f"'{name}' alone: it would be another result on each rank. Use engine.full_param(p), "
+                "engine.full_grad(p) and engine.full_state(p, name), which have all of it, and write by "
+                "engine.gathered([p], modifier_rank=0), engine.set_full_grad and engine.set_full_state, outside "
+                "engine.step(); clip with engine.clip_grad_norm_; or have an optimizer class of your own do it in its "
+                f"step, which gets full parameters.{'' if self._updated else ' The weights were not changed.'}"
             )
 
     @property
@@ -174,14 +239,7 @@ class OptimizerTensors:
         return self._values_here and (self._stay or self._phase is not Phase.IDLE)
 
     def _gradient_read(self, name: str) -> None:
-        frame = _reader()
-        module = frame.f_globals.get("__name__")
-        if self._phase is Phase.STEP or module == _OPTIMIZER:  # zero_grad of torch, after the engine's
-            return
-        if self._in_hooks:
-            if self._split and module == _CLIPPING and not _clips_elements(frame):
-                self._refuse_gradient(name, "read")
-        elif self._has_gradient(name):
+        if not self._in_hooks and self._has_gradient(name) and _reader() != _OPTIMIZER:  # zero_grad, after the engine's
             self._refuse_gradient(name, "read")
 
     def _refuse_gradient(self, name: str, how: str) -> NoReturn:
@@ -204,19 +262,52 @@ class OptimizerTensors:
     @staticmethod
     def _writes(call: str, attribute: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
         if call == "__set__":
-            return attribute == "data"
-        written = [keywords.get("out"), args[0] if args and writes(call) else None]
-        return any(isinstance(leaf, (_Fragment, FragmentValues)) for leaf in tree_leaves(written))
+            return attribute == "data" and isinstance(args[0], FragmentTensor)
+        references = map(guard_of, written_by(call, args, keywords))
+        return any(reference is not None and reference.is_updated for reference in references)
 
     def _open(self, *_: Any) -> None:
         """The optimizer's arithmetic begins."""
         self._phase = Phase.STEP
+        self._model.end()
         if self._values_here:
             exchange_classes(self._tensors, _plain)
+        self._states.unwatch()
+        if self._states_seen:
+            values = [one for one in self._state_values() if isinstance(one, FragmentValues)]
+            for one in values:
+                del one.__dict__[REFERENCE]
+            exchange_classes(values, _unguarded)
 
     def _close(self, phase: Phase) -> None:
         self._phase = phase
+        if phase is Phase.HOOKS:
+            self._model.begin(updated=self._updated)
+        else:
+            self._model.end()
         exchange_classes(self._tensors, _guarded)
+        self._states.watch(self._guard_states)
+        if self._states_seen:
+            self._guard_states()
+
+    def _guard_states(self) -> None:
+        """Guard the states that are like the tensors that they are of: somebody looks at them, or has."""
+        if not self.split:
+            return
+        self._states_seen = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor, kept in self._states.show_all():
+                reference = tensor.__dict__.get(REFERENCE) if isinstance(tensor, nn.Parameter) else None
+                if reference is None:
+                    continue
+                for value in tree_leaves(dict(kept) if isinstance(kept, dict) else kept):
+                    if type(value) is torch.Tensor and value.dim() and value.is_same_size(tensor):
+                        value.__class__ = FragmentValues
+                        value.__dict__[REFERENCE] = dataclasses.replace(reference, is_updated=False)
+
+    def _state_values(self) -> Iterator[Any]:
+        for _, kept in self._states.entries():
+            yield from tree_leaves(dict(kept) if isinstance(kept, dict) else kept)
 
 
 def left_by_an_engine(tensor: torch.Tensor) -> str | None:
@@ -224,86 +315,27 @@ def left_by_an_engine(tensor: torch.Tensor) -> str | None:
     return tensor.__dict__.get(RELEASED)
 
 
-def _call(
-    _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
-    keywords = kwargs or {}
-    first: tuple[OptimizerTensors, str] | None = None
-    for leaf in tree_leaves((args, keywords)):
-        if isinstance(leaf, (_Fragment, FragmentValues)):
-            reference = leaf.__dict__.get(REFERENCE)
-            if reference is not None:
-                first = first or reference
-                reference[0].used(reference[1], func, args, keywords)
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **keywords)
-    is_alias = name_of(func) == "detach" or (name_of(func) == "__get__" and attribute_of(func) == "data")
-    if is_alias and first is not None:
-        result = result.as_subclass(FragmentValues)
-        result.__dict__[REFERENCE] = first
-    return result
-
-
-def _copy(tensor: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    with torch._C.DisableTorchFunctionSubclass():
-        memo[id(tensor)] = copied = nn.Parameter(tensor.data.clone(), tensor.requires_grad)
-    return copied
-
-
-def _reduce(tensor: nn.Parameter, protocol: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = nn.Parameter(tensor.data, tensor.requires_grad)
-    return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-class _Fragment(nn.Parameter):
-    """A fragment outside the optimizer's step."""
-
-    __torch_function__: ClassVar[Any] = classmethod(_call)
-    __deepcopy__ = _copy
-    __reduce_ex__ = _reduce
-
-
-class FragmentValues(torch.Tensor):
-    """The result of ``data`` and ``detach()`` of a fragment outside the optimizer's step: for reading only."""
-
-    __torch_function__: ClassVar[Any] = classmethod(_call)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).clone()
-
-
 def _plain(kind: type) -> type:
-    return nn.Parameter if kind is _Fragment else kind
+    return nn.Parameter if kind is FragmentTensor else kind
+
+
+def _unguarded(_kind: type) -> type:
+    return torch.Tensor
 
 
 def _guarded(kind: type) -> type:
-    return _Fragment if kind is nn.Parameter else kind  # torch's fake tensors have a class of their own
+    return FragmentTensor if kind is nn.Parameter else kind  # torch's fake tensors have a class of their own
 
 
-def _reader() -> FrameType:
-    """The code that reads a gradient."""
-    frame = sys._getframe(1)
+def _reader() -> str:
+    """The module that reads a gradient."""
+    frame: FrameType = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("zero_partition"):
         frame = frame.f_back
-    return frame
-
-
-def _clips_elements(frame: FrameType | None) -> bool:
-    """Return whether the clipping in ``frame`` is `clip_grad_value_`, which looks at elements one by one."""
-    while frame is not None and frame.f_globals.get("__name__") == _CLIPPING:
-        if frame.f_code.co_name == "clip_grad_value_":
-            return True
-        frame = frame.f_back
-    return False
+    return str(frame.f_globals.get("__name__"))
 
 
 def _needs_values(call: str, attribute: str) -> bool:
     if call == "__get__":
         return attribute in VIEWS
-    return call != "detach" and call not in FACTS
+    return call != "detach" and call not in FACTS and call not in SHAPES

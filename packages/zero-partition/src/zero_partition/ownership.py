@@ -7,13 +7,15 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
 _OWNER = "_zero_partition"  # the one attribute that a parameter of an engine carries
 _RECORD = "_zero_sharded"  # the one attribute that a parameter carries, from Init until a unit owns it
+GradientAccess = Literal["read", "cancelled", "written"]
+"""What is done to a parameter's ``grad``; cancelled: it is set to None."""
 _OWNER_OF = operator.attrgetter(_OWNER)
 
 
@@ -23,8 +25,8 @@ class Owner(Protocol):
     def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Gather ``parameter`` whenever ``module`` runs."""
 
-    def gradient_accessed(self, parameter: nn.Parameter, *, cancels: bool) -> None:
-        """Take note that ``parameter.grad`` is read, or with ``cancels`` set to None."""
+    def gradient_accessed(self, parameter: nn.Parameter, access: GradientAccess, /) -> None:
+        """Take note of what is done to ``parameter.grad``."""
 
     def lend_data(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
         """Return what user code gets for ``parameter.data``: an alias of ``data``, of which writes are found."""

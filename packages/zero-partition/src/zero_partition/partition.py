@@ -20,7 +20,7 @@ from .host_facts import is_plain, storage_address
 from .layout import Layout, UnitLayout
 from .leaves import LeafTree
 from .live import LiveElements
-from .ownership import disown, find_owner, forget_record, own
+from .ownership import GradientAccess, disown, find_owner, forget_record, own
 from .planning import PartitionOptions, agree_on_model, kept_fp32, plan_sharding, unit_layout, update_dtype
 from .residency import DeviceResidency, Readers, Residency
 from .route import Route, Secondary
@@ -147,9 +147,12 @@ class Partition:
         if found is not None and name is not None:
             self.runtime.add_use(name, module, found[0])
 
-    def gradient_accessed(self, parameter: nn.Parameter, *, cancels: bool) -> None:
-        """Take note that ``parameter.grad`` is read, or with ``cancels`` set to None."""
-        self.runtime.gradient_watch.accessed(parameter, cancels=cancels)
+    def gradient_accessed(self, parameter: nn.Parameter, access: GradientAccess, /) -> None:
+        """Take note of what is done to ``parameter.grad``."""
+        if self.runtime.step_hook_watch.is_on:
+            self.runtime.step_hook_watch.gradient_used(parameter)
+        elif access != "written":
+            self.runtime.gradient_watch.accessed(parameter, cancels=access == "cancelled")
 
     def lend_data(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
         """Return what user code gets for ``parameter.data``: an alias of ``data``, of which writes are found."""
@@ -158,6 +161,8 @@ class Partition:
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
         """Gather a released parameter that ``call`` reads or writes, or raise by name."""
+        if self.runtime.step_hook_watch.is_on:
+            self.runtime.step_hook_watch.values_used(parameter, call, writes=writes)
         self.runtime.released_use.used(parameter, call, writes=writes)
 
     def gathers_for_copies(self, parameter: nn.Parameter) -> bool:

@@ -138,12 +138,15 @@ def _call(
 
 
 def report_gradient_access(func: Any, args: Sequence[Any]) -> None:
-    """Tell the engine of a parameter that its ``grad`` is read or set to None; anything else is not reported."""
+    """Tell the engine of a parameter what is done to its ``grad``; anything else is not reported."""
     if getattr(func, "__self__", None) is not torch.Tensor.grad or not isinstance(args[0], nn.Parameter):
         return
-    owner, access = find_owner(args[0]), name_of(func)
-    if owner is not None and (access == "__get__" or (access == "__set__" and args[1] is None)):
-        owner.gradient_accessed(args[0], cancels=access == "__set__")
+    if (owner := find_owner(args[0])) is None:
+        return
+    if name_of(func) == "__get__":
+        owner.gradient_accessed(args[0], "read")
+    else:
+        owner.gradient_accessed(args[0], "cancelled" if len(args) < 2 or args[1] is None else "written")
 
 
 def _parameter_of(value: object) -> nn.Parameter | None:

@@ -32,6 +32,7 @@ from .reducer import OrderedReductions, Reducer
 from .released_use import ReleasedUse
 from .reopening import Reopening
 from .residency import Residency
+from .step_hook_watch import StepHookWatch
 from .training_loop import FollowedLoop
 from .unannounced import UnannouncedUse
 from .unit import Unit
@@ -53,7 +54,8 @@ class Runtime:
         passes: the forward and backward passes.
         gathers: which units this rank gathers, in which order.
         gatherer, reducer: what gathers units and reduces gradients.
-        edits, user_gradients, gradient_watch, released_use: what user code does to parameters and gradients.
+        edits, user_gradients, gradient_watch, step_hook_watch, released_use: what user code does to parameters and
+            gradients.
         held_gradients: averaged gradients between backward and step.
     """
 
@@ -118,6 +120,7 @@ class Runtime:
             gradients, self.user_gradients, self.reducer, self._agreement, self._calls, step
         )
         self.gradient_watch = GradientWatch(gradients, self.held_gradients.discard, self._gradients_alone())
+        self.step_hook_watch = StepHookWatch(self.units, self.gradients)
         self.released_use = ReleasedUse(unannounced, self.gathers, alone=groups.control.world_size == 1)
         parts = PassParts(
             units=self.units,

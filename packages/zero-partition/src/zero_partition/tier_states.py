@@ -10,19 +10,21 @@ as a tensor that left a plain dict does. Memory taken by address (``data_ptr``, 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
-from typing import Any, ClassVar
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map
 
 from .errors import PartitionError
-from .fragment_states import refuse_parameter
+from .fragment_states import StateElsewhere, refuse_parameter
+from .guarded_tensors import REFERENCE, FragmentReference, plain
 from .tier import StateTier
-from .torch_calls import attribute_of, name_of, writes
+from .tier_values import TierValue, TierWindow, plain_value
 from .updates import OwnedFragment
 
 _STEP, _MASTER, _SCALE = "step", "master", "_scale"
@@ -31,6 +33,7 @@ _STEP, _MASTER, _SCALE = "step", "master", "_scale"
 class TierStates(MutableMapping[Any, Any]):
     """The states of this rank's fragments, by fragment, on ``tier``; pickles and deep copies are plain dicts.
 
+    ``fragments``: in the order of the param groups, what this rank updates of each trained parameter, None for nothing.
     Iteration has the fragments that have moments; asking for another gives an empty state, as a ``defaultdict`` does.
     Other keys are kept as in a dict. ``name_of``: the name of a parameter of the model, which is refused, "" for
     anything else; ``await_readers`` returns when nobody else uses
@@ -40,14 +43,18 @@ class TierStates(MutableMapping[Any, Any]):
     def __init__(
         self,
         tier: StateTier,
-        fragments: Sequence[OwnedFragment],
+        fragments: Mapping[nn.Parameter, OwnedFragment | None],
         name_of: Callable[[nn.Parameter], str],
         await_readers: Callable[[], None],
     ) -> None:
         self._name_of = name_of
         self._assigned: dict[str, TierState] = {}
-        self._states = {owned.tensor: TierState(tier, owned, await_readers, self._assigned) for owned in fragments}
-        self._by_name = {state.name: state for state in self._states.values()}
+        self._states: dict[nn.Parameter, TierState | StateElsewhere] = {
+            tensor: StateElsewhere(tensor) if owned is None else TierState(tier, owned, await_readers, self._assigned)
+            for tensor, owned in fragments.items()
+        }
+        self._by_name = {state.name: state for state in self._states.values() if isinstance(state, TierState)}
+        self._deleted: set[Any] = set()  # since the last step; what other ranks have is not known here
         self._others: defaultdict[Any, Any] = defaultdict(dict)
 
     def __getitem__(self, key: Any) -> Any:
@@ -55,27 +62,35 @@ class TierStates(MutableMapping[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._on_tier(key):
-            self._states[key].replace(value)
+            state = self._states[key]
+            if isinstance(state, TierState):
+                state.replace(value)
         else:
             self._others[key] = value
 
     def __delitem__(self, key: Any) -> None:
         if not self._on_tier(key):
             del self._others[key]
-        elif not self._states[key]:
+        elif key not in self:
             raise KeyError(key)
         else:
             self._states[key].clear()
+            self._deleted.add(key)
 
     def __contains__(self, key: object) -> bool:
-        return bool(self._states[key]) if self._on_tier(key) else key in self._others  # type: ignore[index]
+        if not self._on_tier(key):
+            return key in self._others
+        state = self._states[key]  # type: ignore[index]
+        if isinstance(state, TierState):
+            return bool(state)
+        return key not in self._deleted and (bool(self._deleted) or any(self._by_name.values()))
 
     def __iter__(self) -> Iterator[Any]:
-        yield from [tensor for tensor, state in self._states.items() if state]
+        yield from [tensor for tensor in self._states if tensor in self]
         yield from self._others
 
     def __len__(self) -> int:
-        return sum(map(bool, self._states.values())) + len(self._others)
+        return sum(1 for _ in self)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of a dict: ``default`` for a fragment without moments."""
@@ -98,6 +113,7 @@ class TierStates(MutableMapping[Any, Any]):
 
     def take_assigned(self) -> None:
         """Have the tier take what was written into tensors after they were assigned."""
+        self._deleted.clear()
         for state in self._assigned.values():
             state.take_assigned()
 
@@ -107,7 +123,7 @@ class TierStates(MutableMapping[Any, Any]):
 
     def detach(self) -> None:
         """The optimizer has other states from now on: tensors of these keep their last values."""
-        for state in self._states.values():
+        for state in self._by_name.values():
             state.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -126,7 +142,8 @@ class TierStates(MutableMapping[Any, Any]):
 
 
 class TierState(MutableMapping[str, Any]):
-    """One fragment's state on a tier, by kind: ``step`` and its moments (1-D); empty before its first step.
+    """One fragment's state on a tier, by kind: ``step`` and its moments, in the fragment's shape; empty before its
+    first step.
 
     Values that are assigned are copied to the tier, and once more where their tensor was written since, as its version
     counter tells. ``assigned``: this state is in it while it watches such tensors. Raises `PartitionError` for what the
@@ -139,12 +156,18 @@ class TierState(MutableMapping[str, Any]):
         self._tier, self._owned, self._await_readers = tier, owned, await_readers
         self._all_assigned = assigned
         self._assigned: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._windows: weakref.WeakValueDictionary[str, _TierWindow] = weakref.WeakValueDictionary()
+        self._windows: weakref.WeakValueDictionary[str, TierWindow] = weakref.WeakValueDictionary()
 
     @property
     def name(self) -> str:
         """The parameter's name."""
         return self._owned.fragment.entry.name
+
+    @property
+    def reference(self) -> FragmentReference | None:
+        """What these states stand for, None where nothing guards them."""
+        found = self._owned.tensor.__dict__.get(REFERENCE)
+        return None if found is None else dataclasses.replace(found, is_updated=False)
 
     def __getitem__(self, kind: str) -> torch.Tensor:
         if kind not in self:
@@ -200,13 +223,13 @@ class TierState(MutableMapping[str, Any]):
 
     def copy(self) -> dict[str, torch.Tensor]:
         """A plain dict of plain copies."""
-        return {kind: _plain(value).clone() for kind, value in self.items()}
+        return {kind: plain_value(value).clone() for kind, value in self.items()}
 
     __copy__ = copy
 
     def shown(self, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``kept``, which the tier has just given, as windows on it."""
-        return {kind: self._shown(kind, kept.__getitem__) for kind in kept}
+        """``kept``, which the tier has just given, as windows on it that nothing guards."""
+        return {kind: self._shown(kind, kept.__getitem__, is_guarded=False) for kind in kept}
 
     def detach(self) -> None:
         """Tensors that were taken from here keep their last values, and those that were assigned are no longer it."""
@@ -229,7 +252,7 @@ class TierState(MutableMapping[str, Any]):
         if plain:
             self._all_assigned[self.name] = self
 
-    def has(self, window: _TierWindow) -> bool:
+    def has(self, window: TierWindow) -> bool:
         """Return whether ``window`` shows what is here."""
         return self._windows.get(window.kind) is window and window.kind in self
 
@@ -273,11 +296,14 @@ class TierState(MutableMapping[str, Any]):
         self._await_readers()
         return dict(self._tier.states([self.name]))[self.name]
 
-    def _shown(self, kind: str, value: Callable[[str], torch.Tensor]) -> TierValue:
+    def _shown(self, kind: str, value: Callable[[str], torch.Tensor], *, is_guarded: bool = True) -> TierValue:
         window = self._windows.get(kind)
         if window is None:
-            self._windows[kind] = window = _TierWindow(self, kind, value(kind))
-        return window.show(window.values)
+            self._windows[kind] = window = TierWindow(self, kind, self._in_shape(kind, value(kind)))
+        return window.show(window.values, is_guarded=is_guarded and kind != _STEP)
+
+    def _in_shape(self, kind: str, value: torch.Tensor) -> torch.Tensor:
+        return value if kind == _STEP else value.view(self._owned.shape)
 
     def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` as the tier takes it; refuses what it does not."""
@@ -286,7 +312,7 @@ class TierState(MutableMapping[str, Any]):
             *(kind for kind in self._tier.kinds(self.name) if kind != _MASTER and not kind.endswith(_SCALE)),
         }
         packed: dict[str, Any] = {}
-        for kind, value in state.items():
+        for kind, value in tree_map(plain, state).items():
             numel = 1 if kind == _STEP else self._owned.fragment.length
             fits = value.numel() == numel if isinstance(value, torch.Tensor) else kind == _STEP
             if kind not in kinds or not fits:
@@ -295,92 +321,8 @@ class TierState(MutableMapping[str, Any]):
                     f"(offload_optimizer), as tensors of {self._owned.fragment.length} elements, got '{kind}': "
                     f"{_described(value)}. Nothing was changed."
                 )
-            packed[kind] = int(value) if kind == _STEP else _plain(value).detach().flatten().cpu()
+            packed[kind] = int(value) if kind == _STEP else value.detach().flatten().cpu()
         return packed
-
-
-class _TierWindow:
-    """Memory that shows one value of a `TierState`."""
-
-    def __init__(self, state: TierState, kind: str, values: torch.Tensor) -> None:
-        self.state, self.kind, self.values = state, kind, values
-        self._version = state.version()
-
-    def show(self, alias: torch.Tensor) -> TierValue:
-        """``alias`` of this window's memory, as user code gets it."""
-        shown = alias.as_subclass(TierValue)
-        shown.window = self
-        return shown
-
-    def is_shown_by(self, value: Any) -> bool:
-        """Return whether ``value`` is all of this window."""
-        return isinstance(value, TierValue) and value.window is self and _plain(value).is_set_to(self.values)
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is in this window's memory."""
-        return tensor.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
-
-    def refresh(self) -> None:
-        """Have the values of the tier, where they are others by now."""
-        self.state.take_assigned()
-        if self._version != self.state.version() and self.state.has(self):
-            self.values.copy_(self.state.read(self.kind))
-            self._version = self.state.version()
-
-    def write_back(self) -> None:
-        """Have the tier take these values."""
-        if self.state.has(self):
-            self.state.write({self.kind: self.values})
-            self._version = self.state.version()
-
-
-def _call(
-    _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
-    keywords, call = kwargs or {}, name_of(func)
-    windows = list({v.window: None for v in tree_leaves((args, keywords)) if isinstance(v, TierValue)})
-    if call in ("set_", "resize_") or (call == "__set__" and attribute_of(func) == "data"):
-        raise PartitionError(
-            f"the optimizer's state '{windows[0].kind}' of parameter '{windows[0].state.name}' is on a tier "
-            "(offload_optimizer): its memory cannot be exchanged. Copy values, or assign optimizer.state[p][kind]."
-        )
-    for window in windows:
-        window.refresh()
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **keywords)
-        if call == "numpy":
-            result.flags.writeable = False
-    if writes(call) or keywords.get("out") is not None:
-        for window in windows:
-            window.write_back()
-
-    def shown(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, TierValue):
-            return tensor
-        with torch._C.DisableTorchFunctionSubclass():
-            return next((window.show(tensor) for window in windows if window.has(tensor)), tensor)
-
-    return tree_map_only(torch.Tensor, shown, result)
-
-
-class TierValue(torch.Tensor):
-    """A value of a `TierState`, or a view of one; see [Note: states on a tier]."""
-
-    window: _TierWindow
-    __torch_function__: ClassVar[Any] = classmethod(_call)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        self.window.refresh()
-        return _plain(self).clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.window.refresh()
-        return _plain(self).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return value.as_subclass(torch.Tensor) if isinstance(value, TierValue) else value
 
 
 def _described(value: object) -> str:

@@ -13,6 +13,25 @@ FACTS = frozenset(
     randn_like register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad size storage
     storage_offset storage_type stride untyped_storage zeros_like""".split()
 )
+SHAPES = frozenset(
+    ["__len__", "dim", "ndim", "ndimension", "nelement", "numel", "shape", "size"]
+)  # of the whole tensor
+_ELEMENTWISE = frozenset(
+    """abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh
+    atan atan2 atanh bfloat16 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bool
+    byte ceil celu char clamp clamp_max clamp_min clip clone conj contiguous copy copysign cos cosh cpu cuda deg2rad
+    detach digamma div divide double elu empty_like eq erf erfc erfinv exp exp2 expit expm1 fill fix float float_power
+    floor floor_divide fmax fmin fmod frac full_like ge gelu greater greater_equal gt half hardsigmoid hardswish
+    hardtanh heaviside hypot int isclose isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu lerp less
+    less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit
+    logsigmoid long lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative nextafter not_equal
+    ones_like positive pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn short sigmoid sign signbit
+    silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold to
+    true_divide trunc type where xlogy zero zeros_like""".split()
+)
+_OPERATORS = frozenset(
+    "abs add and eq floordiv ge gt invert le lshift lt mod mul ne neg or pos pow rshift sub truediv xor".split()
+)
 _ITEM_WRITES = frozenset("__iadd__ __iand__ __idiv__ __imul__ __ior__ __isub__ __itruediv__ __setitem__".split())
 
 
@@ -23,9 +42,18 @@ def name_of(func: Any) -> str:
 
 def attribute_of(func: Any) -> str:
     """The attribute that ``func`` reads or sets, "" where it is none."""
-    return getattr(getattr(func, "__self__", None), "__name__", "")
+    return getattr(func.__self__, "__name__", "") if name_of(func) in ("__get__", "__set__", "__delete__") else ""
 
 
 def writes(name: str) -> bool:
     """Return whether the function called ``name`` writes its first argument."""
     return name in _ITEM_WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+def is_elementwise(name: str) -> bool:
+    """Return whether each element of what the function called ``name`` gives or writes comes from the elements at the
+    same place; a part of a tensor and the whole are alike to it then."""
+    if name.startswith("__"):
+        operator = name.strip("_")
+        return operator in _OPERATORS or (operator[:1] in ("r", "i") and operator[1:] in _OPERATORS)
+    return name.removeprefix("_foreach_").removesuffix("_") in _ELEMENTWISE

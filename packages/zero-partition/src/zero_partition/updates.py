@@ -35,6 +35,12 @@ class OwnedFragment:
     tensor: nn.Parameter
 
     @property
+    def shape(self) -> torch.Size:
+        """The shape of ``tensor``, which gives user code its parameter's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.tensor.shape
+
+    @property
     def reduced_start(self) -> int:
         """First element in the unit's master and reduced gradient."""
         return start_in_reduced(self.unit, self.fragment)
@@ -218,7 +224,8 @@ class TierUpdate:
         if unit.states is None or fragment is None:
             return None
         wide = torch.promote_types(unit.plan.dtype, torch.float32)
-        placeholder = torch.zeros((), dtype=wide, device=self._partition.device).expand(fragment.length)
+        shape = fragment.entry.shape if fragment.length == fragment.entry.numel else (fragment.length,)
+        placeholder = torch.zeros((), dtype=wide, device=self._partition.device).expand(shape)
         owned = OwnedFragment(unit, number, fragment, nn.Parameter(placeholder))
         self.fragments.append(owned)
         return owned

@@ -14,6 +14,7 @@ from zero_partition import Unit
 
 from ..checkpoint.fragments import has_own_master, master_fragments
 from ..state import TrainingState
+from ..state_kinds import by_kind
 from .digests import digest, digest_of
 
 
@@ -101,6 +102,6 @@ def kept_on_device(state: TrainingState) -> Iterator[tuple[str, str, torch.Tenso
         return
     for owned in state.optimizer.fragments:
         if owned.unit.states is None:
-            for kind, value in state.optimizer.state_of(owned).items():
+            for kind, value in by_kind(state.optimizer.state_of(owned)).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{owned.fragment.entry.name}[{owned.fragment.param_offset}:]", kind, value

@@ -14,6 +14,7 @@ from zero_offload import Sealed
 from zero_partition import DeviceResidency, Fragment, OwnedFragment, Unit
 
 from ..state import TrainingState
+from ..state_kinds import by_kind
 from .fragments import has_own_master, master_fragments, shard_fragments
 from .names import replicated_parameters
 from .rank_state import rank_intervals
@@ -159,7 +160,7 @@ class StateIntervals:
             if parts.options.stage == 0 and not self._replicas:  # every rank has all states, and writes its own part
                 part = owned.unit.layout.fragment_of(owned.fragment.entry, parts.rank)
             if part is not None and optimizer is not None:
-                found.append(_KeptStates(owned, part, dict(optimizer.state_of(owned))))
+                found.append(_KeptStates(owned, part, by_kind(optimizer.state_of(owned))))
         return found
 
     def _check_unwritten(self, name: str, kind: str, tensor: torch.Tensor) -> None:

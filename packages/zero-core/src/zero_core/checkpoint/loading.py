@@ -17,6 +17,7 @@ from zero_comm import Tag
 from zero_partition import DeviceResidency, OwnedFragment, Unit, gathered
 
 from ..state import TrainingState
+from ..state_kinds import with_lists
 from .fragments import has_own_master, master_fragments, shard_fragments
 from .names import WEIGHT_KINDS, check_names, replicated_parameters, report_of, summary
 from .progress import (
@@ -143,9 +144,7 @@ def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
     for owned in state.optimizer.fragments:
         if owned.unit.states is None and (owned.fragment.entry.name, "param") in reading.checkpoint.tensors:
             kept = _state(reading, owned)
-            state.optimizer.state.pop(owned.tensor, None)
-            if kept:
-                state.optimizer.state[owned.tensor] = kept
+            state.optimizer.replace_state(owned, kept or None)
 
 
 def _state(reading: BatchedRead, owned: OwnedFragment) -> dict[str, Any]:
@@ -155,7 +154,7 @@ def _state(reading: BatchedRead, owned: OwnedFragment) -> dict[str, Any]:
     quantized = quantized_moments(checkpoint, name)
     for moment in quantized:
         numbers = read_dequantized(checkpoint, name, moment, fragment.param_offset, fragment.length)
-        state[moment] = numbers.to(owned.tensor.device).view(owned.tensor.shape)
+        state[moment] = numbers.to(owned.tensor.device).view(owned.shape)
     for tensor_name, kind in checkpoint.tensors:
         if tensor_name != name or kind in WEIGHT_KINDS or kind.removesuffix(".scale").rpartition(".")[0] in quantized:
             continue
@@ -166,11 +165,11 @@ def _state(reading: BatchedRead, owned: OwnedFragment) -> dict[str, Any]:
             state[kind.removesuffix(".scalar")] = value.reshape(())
         else:
             same = tuple(entry.shape) == tuple(fragment.entry.shape)
-            shape = owned.tensor.shape if same else entry.shape
+            shape = owned.shape if same else entry.shape
             values = torch.empty(tuple(shape), dtype=torch_dtype(entry.dtype), device=owned.tensor.device)
             reading.add(name, kind, fragment.param_offset if same else 0, values.view(-1))
             state[kind] = values
-    return state
+    return with_lists(state)
 
 
 def _fill_replicated(state: TrainingState, reading: BatchedRead) -> None:

@@ -20,6 +20,7 @@ from zero_offload import BudgetError, HostBudget
 from ..errors import UsageError
 from ..offloading import Offloading
 from ..state import TrainingState
+from ..state_kinds import unsavable
 from .held_states import HeldStates
 from .intervals import StateIntervals
 from .names import aliases, frozen, named_parameters, restructured
@@ -85,10 +86,11 @@ class Saver:
         client = self._dialect.client_state(client_state)
         state, parts = self._state, self._state.partition
         named = named_parameters(state.module)
-        said = [state.counters.accumulated, restructured(state, named)]
+        said = [state.counters.accumulated, restructured(state, named), unsavable(state.optimizer)]
         answers = parts.runtime.agree("save", f"{root}/{tag}", said)
-        _refuse_inside_accumulation([accumulated for accumulated, _ in answers], state)
-        _refuse_restructured([name for _, name in answers])
+        _refuse_inside_accumulation([accumulated for accumulated, _, _ in answers], state)
+        _refuse_restructured([name for _, name, _ in answers])
+        _refuse_unsavable([value for _, _, value in answers])
         parts.settle()
         group = coordinator_of(state)
         node = socket.gethostname() if self._per_node else None
@@ -222,6 +224,16 @@ def _refuse_restructured(names: list[str]) -> None:
             f"save_checkpoint: {other}, so the checkpoint would not hold what forward computes with. Copy values into "
             "the parameter instead of assigning a new one, reparametrize the model before it is given to the engine, "
             "or make the engine anew. engine.consolidated_state_dict() has the weights of the model as it is."
+        )
+
+
+def _refuse_unsavable(values: list[str]) -> None:
+    """Raise `UsageError` on every rank where one's optimizer has states that a checkpoint cannot hold."""
+    value = next(filter(None, values), "")
+    if value:
+        raise UsageError(
+            f"save_checkpoint: the optimizer's state {value}, expected tensors, numbers, or lists of these. Keep "
+            "anything else outside optimizer.state, and give it to save_checkpoint(client_state=…)"
         )
 
 

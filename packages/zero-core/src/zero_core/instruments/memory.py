@@ -11,6 +11,7 @@ import torch
 from zero_partition import DeviceResidency, storage_address
 
 from ..compat import max_memory_allocated, memory_allocated
+from ..state_kinds import by_kind
 from ..text import mebibytes, table
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _state_rows(sharded: ShardedOptimizer | None, count: _Count) -> Iterator[Mem
         return
     tensors: dict[str, list[torch.Tensor]] = {}
     for owned in sharded.fragments:
-        values = sharded.state_of(owned).values()
+        values = by_kind(sharded.state_of(owned)).values()
         tensors.setdefault(owned.unit.name, []).extend(v for v in values if isinstance(v, torch.Tensor))
     for unit, states in tensors.items():
         yield from count.rows(unit, "optimizer states", states)

@@ -1,0 +1,48 @@
+"""Kinds of the values in an optimizer's state, those in lists too: ``history.list.0`` is the first one of ``history``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from zero_partition import ShardedOptimizer
+
+_IN_A_LIST = re.compile(r"(.+)\.list\.(\d+)")
+
+
+def by_kind(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of one parameter's state, by kind; what is None is left out."""
+    return {kind: value for key, kept in state.items() for kind, value in _named(str(key), kept)}
+
+
+def with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that `by_kind` named the values of."""
+    state: dict[str, Any] = {}
+    lists: dict[str, dict[int, Any]] = {}
+    for kind, value in values.items():
+        if (found := _IN_A_LIST.fullmatch(kind)) is None:
+            state[kind] = value
+        else:
+            lists.setdefault(found[1], {})[int(found[2])] = value
+    held = with_lists({key: [kept[number] for number in sorted(kept)] for key, kept in lists.items()}) if lists else {}
+    return state | held
+
+
+def unsavable(optimizer: ShardedOptimizer | None) -> str:
+    """The first value in this rank's states that no checkpoint can hold; empty where there is none."""
+    for owned in () if optimizer is None else optimizer.fragments:
+        for kind, value in by_kind(optimizer.state_of(owned)).items() if optimizer is not None else ():
+            if not isinstance(value, (torch.Tensor, bool, int, float)):
+                return f"'{kind}' of parameter '{owned.fragment.entry.name}' is a {type(value).__name__}"
+    return ""
+
+
+def _named(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple)):
+        for number, one in enumerate(value):
+            yield from _named(f"{kind}.list.{number}", one)
+    elif value is not None:
+        yield kind, value

@@ -1,0 +1,240 @@
+"""The classes of tensors that stand for a parameter, or for a part of one, in an optimizer's param groups and states.
+
+Their ``__torch_function__`` asks a guard first; [Note: what user code does to fragments] in optimizer_tensors.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from .torch_calls import FACTS, SHAPES, attribute_of, is_elementwise, name_of, writes
+
+REFERENCE = "_zero_fragment"  # the one attribute that a guarded tensor carries: a `FragmentReference`
+_RANDOM = frozenset(["rand_like", "randint_like", "randn_like"])
+
+
+class TensorGuard(Protocol):
+    """Knows what user code may do with guarded tensors now. ``is_on``: anything is refused at all; ``split``: other
+    ranks may hold other parts."""
+
+    split: bool
+
+    @property
+    def is_on(self) -> bool: ...
+
+    def used(self, reference: FragmentReference, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Torch function ``func`` gets a guarded tensor. Raises `PartitionError` where it would do something else than
+        with the parameter."""
+
+
+@dataclass(frozen=True)
+class FragmentReference:
+    """The part of parameter ``name``, whose full shape is ``shape``, that a tensor stands for. ``is_updated``: it is
+    memory of what the optimizer updates; others are states, and results of the user's."""
+
+    guard: TensorGuard
+    name: str
+    shape: torch.Size
+    is_updated: bool
+
+
+def guard_of(value: object) -> FragmentReference | None:
+    """The reference of a guarded tensor, None for any other value."""
+    return value.fragment_reference() if isinstance(value, GuardedTensor) else None
+
+
+def check_use(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[FragmentReference]:
+    """Return the references of the guarded tensors that torch function ``func`` gets. Raises `PartitionError` where it
+    may not get them."""
+    leaves = tree_leaves((args, keywords))
+    found = [one for leaf in leaves if (one := guard_of(leaf)) is not None and one.guard.is_on]
+    for reference in found:
+        reference.guard.used(reference, func, args, keywords)
+    return found
+
+
+def plain(value: Any) -> Any:
+    """``value``, or where it is guarded a plain tensor of the same memory, which has the tier's values if need be."""
+    if not isinstance(value, GuardedTensor):
+        return value
+    values: Any = value.detach()  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunctionSubclass():
+        return values.as_subclass(torch.Tensor)
+
+
+def written_by(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
+    """The arguments that the function called ``call`` writes."""
+    return tree_leaves([keywords.get("out"), args[0] if args and writes(call) else None])
+
+
+def why_not_elementwise(
+    reference: FragmentReference, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> str:
+    """Return why ``func`` does something else to a part of a parameter than to the whole, "" where it does not."""
+    attribute, call = attribute_of(func), name_of(func)
+    if (attribute or call) in SHAPES or (call in FACTS and call not in _RANDOM and not is_elementwise(call)):
+        return ""
+    if call == "__get__":
+        return f"{attribute} needs the whole parameter" if attribute in ("H", "T", "mH", "mT") else ""
+    if call in _RANDOM or call.rstrip("_") in ("normal", "uniform", "bernoulli", "exponential"):
+        return f"{call}() draws random numbers for the part"
+    if is_whole_view(call, args, keywords):
+        return ""
+    if call != "__set__" and not is_elementwise(call) and not (call == "__setitem__" and _is_alike_at(*args[1:])):
+        return f"{call}() is not computed element by element"
+    with torch._C.DisableTorchFunctionSubclass():
+        written = {id(leaf) for leaf in written_by(call, args, keywords)}
+        for operands in _operands(call, args, keywords):
+            if (why := _why_not_alike(reference, operands, written)) is not None:
+                return f"{attribute or call} gets {why}"
+    return ""
+
+
+def is_whole_view(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Return whether the function called ``call`` gives all elements in their order."""
+    if call == "__getitem__":
+        return _is_whole(args[1])
+    if call in ("flatten", "ravel"):
+        return len(args) == 1 and not keywords
+    return call in ("view", "reshape") and tree_leaves(args[1:]) == [-1] and not keywords
+
+
+def _is_whole(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(one is Ellipsis or (isinstance(one, slice) and one == slice(None)) for one in parts)
+
+
+def _is_alike_at(index: Any, value: Any) -> bool:
+    """Return whether writing ``value`` at ``index`` is the same for a part: everywhere, or a number where a mask is."""
+    is_number = not isinstance(value, torch.Tensor) or value.numel() == 1
+    return _is_whole(index) or (isinstance(index, torch.Tensor) and index.dtype == torch.bool and is_number)
+
+
+def _operands(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[list[Any]]:
+    """The arguments that meet each other: one list, or of a function over lists one for each position."""
+    if not call.startswith("_foreach_"):
+        return [tree_leaves((args, keywords))]
+    lists = [one for one in (*args, *keywords.values()) if isinstance(one, (list, tuple))]
+    single = [one for one in (*args, *keywords.values()) if isinstance(one, torch.Tensor)]
+    return [[*column, *single] for column in zip(*lists, strict=False)]
+
+
+def _why_not_alike(reference: FragmentReference, operands: Sequence[Any], written: set[int]) -> str | None:
+    tensors = [one for one in operands if isinstance(one, torch.Tensor)]
+    guarded = [(one, found) for one in tensors if (found := guard_of(one)) is not None]
+    own = next((found for one, found in guarded), reference)
+    held = {one.shape for one, _ in guarded}
+    for one in tensors:
+        found = guard_of(one)
+        if found is not None and found.name != own.name:
+            return f"a part of parameter '{found.name}' as well, of which this rank may hold other elements"
+        if found is None and id(one) in written and guarded:
+            return "a tensor to write that is none of the parameter's: make it with torch.empty_like of this one"
+        if found is None and one.numel() != 1 and one.shape not in held:
+            return f"a tensor of shape {tuple(one.shape)} as well, which is no part of the parameter"
+    return None
+
+
+def shape_fact(fact: str, shape: torch.Size, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """The answer to ``fact``, one of `SHAPES`, of a tensor of ``shape``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        whole = torch.empty((), device="cpu").expand(shape)
+    if fact in ("shape", "ndim"):
+        return getattr(whole, fact)
+    return getattr(whole, fact)(*args[1:], **keywords)
+
+
+def _call(
+    _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    if not all(kind in _OWN or not issubclass(kind, GuardedTensor) for kind in _types):
+        return NotImplemented  # values on a tier have to be brought first
+    keywords = kwargs or {}
+    found = check_use(func, args, keywords)
+    attribute, call = attribute_of(func), name_of(func)
+    if found and (attribute or call) in SHAPES:
+        return shape_fact(attribute or call, found[0].shape, args, keywords)
+    if call == "__set__" and attribute == "grad":
+        args = (args[0], plain(args[1]))
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **keywords)
+        if not found:
+            return result
+        split = any(reference.guard.split for reference in found)
+        is_flat = split and is_whole_view(call, args, keywords)
+        if is_flat and call != "__getitem__":
+            found = [dataclasses.replace(one, shape=torch.Size([one.shape.numel()])) for one in found]
+        is_view = call == "detach" or (call == "__get__" and attribute in (("data", "grad") if split else ("data",)))
+        if is_view or is_flat or (split and is_elementwise(call)):
+            return guarded_result(result, args, found, is_view=is_view or is_flat)
+    return result
+
+
+def guarded_result(result: Any, args: tuple[Any, ...], found: Sequence[FragmentReference], *, is_view: bool) -> Any:
+    """``result`` with its tensors guarded as what they were computed from; ``is_view``: it shares their memory."""
+    if isinstance(result, (list, tuple)):
+        of = args[0] if args and isinstance(args[0], (list, tuple)) else []
+        own = [guard_of(one) for one in of] if len(of) == len(result) else [None] * len(result)
+        return [_one_guarded(one, ref or found[0], is_view) for one, ref in zip(result, own, strict=True)]
+    return _one_guarded(result, found[0], is_view)
+
+
+def _one_guarded(result: Any, reference: FragmentReference, is_view: bool) -> Any:
+    if type(result) is not torch.Tensor:
+        return result
+    values = result.as_subclass(FragmentValues)
+    is_updated = is_view and reference.is_updated
+    values.__dict__[REFERENCE] = FragmentReference(reference.guard, reference.name, reference.shape, is_updated)
+    return values
+
+
+class GuardedTensor:
+    """Base of the classes of tensors whose use a guard checks."""
+
+    def fragment_reference(self) -> FragmentReference | None:
+        """Return what this stands for, None where nothing guards it."""
+        reference: FragmentReference | None = self.__dict__.get(REFERENCE)
+        return reference
+
+
+def _copy(tensor: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    with torch._C.DisableTorchFunctionSubclass():
+        memo[id(tensor)] = copied = nn.Parameter(tensor.data.clone(), tensor.requires_grad)
+    return copied
+
+
+def _reduce(tensor: nn.Parameter, protocol: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        unguarded = nn.Parameter(tensor.data, tensor.requires_grad)
+    return unguarded.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class FragmentTensor(GuardedTensor, nn.Parameter):
+    """What this rank updates of a parameter, outside the optimizer's step."""
+
+    __torch_function__: ClassVar[Any] = classmethod(_call)
+    __deepcopy__ = _copy
+    __reduce_ex__ = _reduce
+
+
+class FragmentValues(GuardedTensor, torch.Tensor):
+    """What was taken or computed from a `FragmentTensor`, or a state of the optimizer, outside the optimizer's step."""
+
+    __torch_function__: ClassVar[Any] = classmethod(_call)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).clone()
+
+
+_OWN = (FragmentTensor, FragmentValues)

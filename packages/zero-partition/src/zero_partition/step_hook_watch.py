@@ -1,0 +1,127 @@
+"""Refuse what user code does to the model's parameters in the optimizer's step hooks and would not count.
+
+[Note: the model's parameters in step hooks] There the tensors of the param groups are what the optimizer works on: the
+gradients are theirs, and the new weights reach the model only when the hooks are done. Code that reads ``p.grad`` of
+the model would find None, code that reads its weights after the update would find those from before it, and what it
+writes would be overwritten. So for that time, and only where the user has such hooks, the model's parameters have a
+subclass of their class that refuses these by name. Released parameters have one already (released.py) and ask here too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from .errors import PartitionError
+from .gradient_watch import is_for_the_user
+from .gradients import UnitGradients
+from .guarded_tensors import written_by
+from .host_facts import exchange_classes
+from .ownership import find_owner
+from .released import released_like, report_gradient_access
+from .torch_calls import FACTS, SHAPES, VIEWS, attribute_of, name_of
+from .unit import Unit
+
+_PLAIN = "_zero_class_outside_step_hooks"
+_INSTEAD = (
+    "Use the tensors of optimizer.param_groups there, which stand at the same places, or do it before or after "
+    "engine.step()."
+)
+
+
+class StepHookWatch:
+    """Watches the parameters of ``units`` from `begin` to `end`."""
+
+    def __init__(self, units: Sequence[Unit], gradients: Mapping[int, UnitGradients]) -> None:
+        self._parameters = [parameter for unit in units for parameter in unit.parameters]
+        self._places = {id(p): (unit, number) for unit in units for number, p in enumerate(unit.parameters)}
+        self._gradients = gradients
+        self._updated: bool | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether the user's hooks run."""
+        return self._updated is not None
+
+    def begin(self, *, updated: bool) -> None:
+        """The user's hooks run; ``updated``: the optimizer's arithmetic is done."""
+        self._updated = updated
+        exchange_classes(self._parameters, _hooked_class)
+
+    def end(self) -> None:
+        """The hooks are done."""
+        if self.is_on:
+            self._updated = None
+            exchange_classes(self._parameters, _outside_class)
+
+    def gradient_used(self, parameter: nn.Parameter) -> None:
+        """Refuse a use of ``p.grad`` where the optimizer has the gradient."""
+        unit, number = self._places[id(parameter)]
+        gradients = self._gradients.get(unit.index)
+        if gradients is not None and gradients.touched[number] and is_for_the_user():
+            self._refuse(parameter, "p.grad", "the optimizer has the gradient")
+
+    def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
+        """Refuse a use of values that are not, or would not stay, those of the model."""
+        unit, _ = self._places[id(parameter)]
+        if not unit.plan.trainable or (self._updated and unit.master is unit.flat):
+            return
+        if writes:
+            self._refuse(parameter, f"{call} would write", "the step would not know of it")
+        if self._updated:
+            self._refuse(parameter, f"{call} would read", "the model gets the new weights when the hooks are done")
+
+    def _refuse(self, parameter: nn.Parameter, use: str, why: str) -> NoReturn:
+        unit, number = self._places[id(parameter)]
+        raise PartitionError(
+            f"{use} of the model's parameter '{unit.names[number]}' in a step hook of the optimizer: {why}. {_INSTEAD}"
+        )
+
+
+@functools.cache
+def _outside_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    return released_like(kind, getattr(kind, _PLAIN)) if hasattr(kind, _PLAIN) else kind
+
+
+@functools.cache
+def _hooked_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """A subclass of ``kind`` whose torch functions ask a `StepHookWatch`; ``kind`` itself where it has torch functions
+    of its own."""
+    if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
+        return kind
+    body = {
+        "__torch_function__": classmethod(_call),
+        "data": property(torch.Tensor.data.__get__, torch.Tensor.data.__set__),  # type: ignore[attr-defined]
+        "detach": torch.Tensor.detach,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        _PLAIN: kind,
+    }
+    metaclass: Any = type(kind)
+    made: type[nn.Parameter] = metaclass(kind.__name__, (kind,), body)
+    return made
+
+
+def _call(
+    _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    keywords, attribute, call = kwargs or {}, attribute_of(func), name_of(func)
+    report_gradient_access(func, args)
+    if _uses_values(attribute, call):
+        written = {id(leaf) for leaf in written_by(call, args, keywords)}
+        for leaf in tree_leaves((args, keywords)):
+            if (owner := find_owner(leaf)) is not None:
+                owner.values_used(leaf, attribute or call, writes=attribute == "data" or id(leaf) in written)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **keywords)
+
+
+def _uses_values(attribute: str, call: str) -> bool:
+    if call in ("__get__", "__set__"):
+        return attribute in VIEWS or attribute == "data"
+    return call not in FACTS and call not in SHAPES

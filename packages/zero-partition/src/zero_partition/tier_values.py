@@ -1,0 +1,139 @@
+"""Tensors that show values of an optimizer's states on a tier; [Note: states on a tier] in tier_states.py."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .errors import PartitionError
+from .guarded_tensors import FragmentReference, GuardedTensor, check_use, guarded_result, shape_fact
+from .torch_calls import SHAPES, attribute_of, is_elementwise, name_of, writes
+
+
+class ShownState(Protocol):
+    """One fragment's state on a tier."""
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+
+    @property
+    def reference(self) -> FragmentReference | None:
+        """What the state stands for, None where nothing guards it."""
+
+    def has(self, window: TierWindow) -> bool:
+        """Return whether ``window`` shows what is here."""
+
+    def version(self) -> tuple[int, int]:
+        """Another number when the tier may have other values."""
+
+    def read(self, kind: str) -> torch.Tensor:
+        """A copy of what the tier has now."""
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Put ``state`` on the tier; kinds that are not given stay."""
+
+    def take_assigned(self) -> None:
+        """Have the tier take what was written into tensors after they were assigned."""
+
+
+class TierWindow:
+    """Memory that shows one value of a `TierState`."""
+
+    def __init__(self, state: ShownState, kind: str, values: torch.Tensor) -> None:
+        self.state, self.kind, self.values = state, kind, values
+        self._version = state.version()
+
+    def show(self, alias: torch.Tensor, *, is_guarded: bool = True) -> TierValue:
+        """``alias`` of this window's memory, as user code gets it."""
+        shown = alias.as_subclass(TierValue)
+        shown.window, shown.is_guarded = self, is_guarded
+        return shown
+
+    def is_shown_by(self, value: Any) -> bool:
+        """Return whether ``value`` is all of this window."""
+        return isinstance(value, TierValue) and value.window is self and plain_value(value).is_set_to(self.values)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is in this window's memory."""
+        return tensor.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
+
+    def refresh(self) -> None:
+        """Have the values of the tier, where they are others by now."""
+        self.state.take_assigned()
+        if self._version != self.state.version() and self.state.has(self):
+            self.values.copy_(self.state.read(self.kind).view_as(self.values))
+            self._version = self.state.version()
+
+    def write_back(self) -> None:
+        """Have the tier take these values."""
+        if self.state.has(self):
+            self.state.write({self.kind: self.values})
+            self._version = self.state.version()
+
+
+def _call(
+    _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    keywords, call = kwargs or {}, name_of(func)
+    found = check_use(func, args, keywords)
+    if found and (fact := attribute_of(func) or call) in SHAPES:
+        return shape_fact(fact, found[0].shape, args, keywords)
+    values = [value for value in tree_leaves((args, keywords)) if isinstance(value, TierValue)]
+    windows = list({value.window: None for value in values})
+    if call in ("set_", "resize_") or (call == "__set__" and attribute_of(func) == "data"):
+        raise PartitionError(
+            f"the optimizer's state '{windows[0].kind}' of parameter '{windows[0].state.name}' is on a tier "
+            "(offload_optimizer): its memory cannot be exchanged. Copy values, or assign optimizer.state[p][kind]."
+        )
+    for window in windows:
+        window.refresh()
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **keywords)
+        if call == "numpy":
+            result.flags.writeable = False
+    if writes(call) or keywords.get("out") is not None:
+        for window in windows:
+            window.write_back()
+
+    split = any(reference.guard.split for reference in found) and is_elementwise(call)
+
+    def shown(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, TierValue):
+            return tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            window = next((window for window in windows if window.has(tensor)), None)
+            if window is not None:
+                return window.show(tensor, is_guarded=any(value.is_guarded for value in values))
+            return guarded_result(tensor, (), found, is_view=False) if split else tensor
+
+    return tree_map_only(torch.Tensor, shown, result)
+
+
+class TierValue(GuardedTensor, torch.Tensor):
+    """A value of a `TierState`, or a view of one; see [Note: states on a tier]."""
+
+    window: TierWindow
+    is_guarded: bool
+
+    def fragment_reference(self) -> FragmentReference | None:
+        """Return what this stands for, None where nothing guards it."""
+        return self.window.state.reference if self.is_guarded else None
+
+    __torch_function__: ClassVar[Any] = classmethod(_call)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        self.window.refresh()
+        return plain_value(self).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.window.refresh()
+        return plain_value(self).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def plain_value(value: torch.Tensor) -> torch.Tensor:
+    """``value``, or where it is a `TierValue` a plain tensor of the memory that shows it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(torch.Tensor) if isinstance(value, GuardedTensor) else value
