@@ -1,4 +1,4 @@
-"""Kinds of the values in an optimizer's state, those in lists too: ``history.list.0`` is the first one of ``history``."""
+"""Kinds of the values in an optimizer's state; ``history.list.0`` is the first one in the list ``history``."""
 
 from __future__ import annotations
 

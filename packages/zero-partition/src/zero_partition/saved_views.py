@@ -18,7 +18,7 @@ class SavedViews:
     """Saved-tensor hooks that make backward ask for a unit before it reads a saved view of it.
 
     Other tensors go through the hooks that were active outside, if any (save_on_cpu and the like), else are saved as
-    they are.
+    they are; torch does not check the versions of what goes through hooks, so this does.
 
     ``unit_of_storage``: finds the gathered unit by the address of its memory. ``before_backward``: gathers units that
     backward is about to read.
@@ -56,13 +56,13 @@ class SavedViews:
                 if outer is not None and is_counted:
                     outer[0](tensor)
                 return _SavedView(unit, tensor)
-            return tensor if outer is None else _SavedOuter(outer[1], outer[0](tensor))
+            return (tensor, tensor._version) if outer is None else _SavedOuter(outer[1], outer[0](tensor))
 
         return pack
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if isinstance(packed, tuple):
+            return _unchanged(*packed)
         if isinstance(packed, _SavedOuter):
             return packed.restore()
         view: torch.Tensor = packed.tensor
@@ -91,6 +91,17 @@ class _SavedView:
 
     def __del__(self) -> None:
         self.memory.saved -= 1
+
+
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Return a saved tensor. Raises RuntimeError, as torch does without hooks, where it was written since."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of {tensor.dtype} and shape {list(tensor.shape)} is at version {tensor._version}; expected version "
+            f"{version} instead. Write out of place, or after backward."
+        )
+    return tensor
 
 
 class _SavedOuter:
