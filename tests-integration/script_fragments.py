@@ -181,6 +181,7 @@ REFUSED = {
     "branches after": (shrink_large, False),
     "keeps the largest": (keep_largest, False),
     "places": (zero_the_first, False),
+    "found places": (lambda p: p.mul_(0.9 if len(torch.where(p > 0.2)[0]) else 1.0), False),
     "chosen by masks": (lambda p: p.mul_(p[p > 0].mean()), False),
     "rows": (lambda p: p.view(2, -1).mul_(0.9), False),
     "noise": (lambda p: p.add_(torch.randn_like(p), alpha=0.01), False),

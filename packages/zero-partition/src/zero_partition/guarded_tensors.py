@@ -87,7 +87,9 @@ def why_not_elementwise(
         return f"{call}() draws random numbers for the part"
     if is_whole_view(call, args, keywords):
         return ""
-    if call != "__set__" and not is_elementwise(call) and not (call == "__setitem__" and _is_alike_at(*args[1:])):
+    finds_places = call == "where" and len(args) + len(keywords) == 1
+    is_written_alike = call == "__set__" or (call == "__setitem__" and _is_alike_at(*args[1:]))
+    if finds_places or not (is_written_alike or is_elementwise(call)):
         return f"{call}() is not computed element by element"
     with torch._C.DisableTorchFunctionSubclass():
         written = {id(leaf) for leaf in written_by(call, args, keywords)}
