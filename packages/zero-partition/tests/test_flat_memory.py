@@ -106,3 +106,49 @@ def storages_in_training() -> list[bool]:
 
 def test_what_autograd_saves_leaves_every_unit_in_its_memory() -> None:
     assert run_ranks(storages_in_training, 2) == [[True] * 4] * 2
+
+
+class ReadsKeptFirst(torch.autograd.Function):
+    """A product whose backward reads a kept ``weight.data`` before it asks autograd for the weight that it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.kept = weight.data
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        towards = gradient @ ctx.kept
+        return towards, gradient.t() @ ctx.saved_tensors[0]
+
+
+class KeepsInFunctions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6).double() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = ReadsKeptFirst.apply(self.layers[0](x), self.layers[1].weight)
+        return self.layers[2](hidden.tanh()).square().sum()
+
+
+def kept_in_functions(sharded: bool) -> dict[str, torch.Tensor]:
+    model = KeepsInFunctions()
+    parts = cut(model, 3) if sharded else None
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if parts is not None:
+        optimizer = ShardedOptimizer(optimizer, parts)
+    for step in range(3):
+        model(torch.randn(2, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)).backward()
+        optimizer.step()
+        if parts is None:
+            optimizer.zero_grad()
+    return {n: p.detach() if parts is None else full_parameter(parts, p) for n, p in model.named_parameters()}
+
+
+def test_a_view_kept_beside_a_saved_parameter_has_its_values_in_backward() -> None:
+    expected = kept_in_functions(False)
+    for found in run_ranks(kept_in_functions, 2, True):
+        assert all(torch.allclose(found[name], weight, rtol=0, atol=1e-12) for name, weight in expected.items())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .dispatch_modes import REPLAYING, any_modes, outside
@@ -80,17 +81,18 @@ class SavedViews:
 
 
 class _SavedView:
-    __slots__ = ("memory", "tensor", "unit", "version")
+    __slots__ = ("holds", "memory", "tensor", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit = unit
         self.tensor = tensor
         self.version = tensor._version
         self.memory = unit.memory
-        self.memory.saved += 1
+        self.holds = not isinstance(tensor, nn.Parameter)  # a custom function saves the parameter, which is released
+        self.memory.saved += self.holds
 
     def __del__(self) -> None:
-        self.memory.saved -= 1
+        self.memory.saved -= self.holds
 
 
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
