@@ -254,6 +254,37 @@ def cached_parametrization(t: Trainer) -> None:
 
 
 @script
+def computed_weights(t: Trainer) -> None:
+    def forward(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        doubled = {name: parameter * 2 for name, parameter in inner[2].named_parameters()}
+        made = torch.func.functional_call(inner[2], doubled, (inner[:2](x),))
+        return inner[3:](made)
+
+    t.loop(Calls(mlp(5, 7, 6, 3), forward))
+
+
+@script
+def saved_tensors_in_half(t: Trainer) -> None:
+    model = mlp(5, 7, 6, 3)
+    engine = t.start(model)
+    for number in range(STEPS):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda saved: (saved.dtype, saved.float()), lambda kept: kept[1].to(kept[0])
+        ):
+            loss = engine(t.x(number, 5)).pow(2).mean()
+        t.finish(engine, loss)
+
+
+@script
+def states_that_are_looked_at(t: Trainer) -> None:
+    engine = t.start(mlp(5, 7, 6, 3))
+    for number in range(STEPS):
+        t.finish(engine, engine(t.x(number, 5)).pow(2).mean())
+        for state in engine.optimizer.state.values():
+            state["momentum_buffer"].abs()
+
+
+@script
 def vmap_of_a_module(t: Trainer) -> None:
     t.loop(Calls(mlp(5, 7, 6, 3), lambda inner, x: torch.func.vmap(inner)(x)))
 

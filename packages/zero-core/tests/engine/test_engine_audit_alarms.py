@@ -22,6 +22,7 @@ NEVER = {
     "dispatch_mode_around_the_step",
     "settings_around_the_forward",
     "experts_that_differ_by_rank",
+    "saved_tensors_in_half",
 }
 """Scripts in which no unit's gradient comes from one call that can be repeated on both ranks."""
 ELSEWHERE = [

@@ -8,6 +8,7 @@ from torch import nn
 
 import zero_core
 from zero_comm import run_ranks
+from zero_partition import PartitionError
 
 
 class Overwriting(nn.Module):
@@ -42,6 +43,27 @@ def refusals(stage: int) -> list[str]:
             said.append(str(error))
         engine.destroy(unshard=False)
     return said
+
+
+def refused_without_hooks(stage: int) -> str:
+    model = Overwriting(again=False)
+    zero = {"stage": stage, "unit_min_numel": 1, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zero_core.initialize(model=model, optimizer=optimizer, config=config)[0]
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            engine(torch.ones(2, 6))
+    except PartitionError as error:
+        return str(error)
+    finally:
+        engine.destroy(unshard=False)
+    return ""
+
+
+def test_a_forward_without_saved_tensor_hooks_is_refused_at_stage_3_alone() -> None:
+    assert run_ranks(refused_without_hooks, 2, 2) == ["", ""]
+    assert all("'not here'" in said for said in run_ranks(refused_without_hooks, 2, 3))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,14 @@ class SavedViews:
         self._context: saved_tensors_hooks | None = None
 
     def open(self) -> None:
-        """Start catching what autograd saves in this thread."""
+        """Start catching what autograd saves in this thread. Raises `PartitionError` where torch is told not to."""
+        why = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if why is not None:
+            raise PartitionError(
+                "forward at stage 3 was called where saved-tensor hooks are disabled, by which sharded parameters come "
+                f"back in backward (torch.autograd.graph.disable_saved_tensors_hooks: {why!r}). Call it outside, or "
+                "use stage 0, 1 or 2."
+            )
         self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._context = saved_tensors_hooks(self._make_pack(self._outer), self._unpack)
         self._context.__enter__()
@@ -59,7 +67,7 @@ class SavedViews:
                 return _SavedView(unit, tensor)
             return (tensor, tensor._version) if outer is None else _SavedOuter(outer[1], outer[0](tensor))
 
-        return pack
+        return pack if outer is None else functools.update_wrapper(pack, outer[0], assigned=(), updated=())
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, tuple):

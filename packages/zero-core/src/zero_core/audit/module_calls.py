@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,19 @@ class AuditedUnit:
             if module._compiled_call_impl is not None or "_orig_mod" in dict(module.named_children()):
                 return "its module, or one inside, is compiled"
         return None
+
+
+def _changes_what_is_saved() -> bool:
+    """Return whether hooks of the user's, which may change values, get what autograd saves."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return False
+    return not str(getattr(inspect.unwrap(hooks[0]), "__module__", "")).startswith((*_OURS, "torch."))
+
+
+def _has_other_weights(module: nn.Module, unit: Unit) -> bool:
+    held = {id(value) for inside in module.modules() for value in inside._parameters.values()}
+    return not all(id(parameter) in held for parameter in unit.parameters)
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
@@ -279,6 +293,10 @@ class NotedModule:
             self.refuse("its module got objects, or tensors of other kinds")
         elif torch._C._len_torch_dispatch_stack():
             self.refuse("a dispatch mode is active")
+        elif _changes_what_is_saved():
+            self.refuse("saved-tensor hooks are active")
+        elif _has_other_weights(module, self.candidate.unit):
+            self.refuse("its module computes with other tensors than its weights (torch.func.functional_call)")
         elif any(leaf is p for leaf in leaves for p in self.candidate.unit.parameters):
             self.refuse("its module got its own weights")
         elif (attributes := Attributes(module)).draw:
