@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+innermost_transform: Callable[[], Any] = peek_interpreter_stack
+"""The transform of torch.func (grad, jvp, vmap, …) that runs around the caller, None for none."""
 any_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 REPLAYING = "torch.utils.checkpoint"
 
@@ -45,17 +47,12 @@ def outside_modes(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
     return wrapped
 
 
-def in_transform() -> bool:
-    """Return whether a transform of torch.func (grad, jvp, vmap, …) runs around the caller."""
-    return peek_interpreter_stack() is not None
-
-
 def outside_transforms(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """``call``, whose tensors no transform of torch.func that runs around it wraps: they are the engine's own."""
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if not in_transform():
+        if innermost_transform() is None:
             return call(*args, **kwargs)
         with temporarily_clear_interpreter_stack():
             return call(*args, **kwargs)

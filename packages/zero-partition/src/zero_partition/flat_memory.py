@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .host_facts import is_fake, sharers
+from .host_facts import REFERENCES_OF_ONE, is_fake, storage_references
 
 
 class FlatMemory:
@@ -22,12 +22,13 @@ class FlatMemory:
 
     def __init__(self, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
         self.saved = 0
-        self._flat = flat
-        self._own = 1 + len(views)
+        self._flat = None if is_fake(flat) else flat
+        self._own = REFERENCES_OF_ONE + len(views)
 
     @property
     def is_held(self) -> bool:
         """Return whether others hold the memory, or have held an array over it, so that torch does not resize it."""
-        if is_fake(self._flat):
+        if self._flat is None:
             return False
-        return sharers(self._flat) > self._own + self.saved or not self._flat.untyped_storage().resizable()
+        storage = self._flat.untyped_storage()
+        return storage_references(storage._cdata) > self._own + self.saved or not storage.resizable()

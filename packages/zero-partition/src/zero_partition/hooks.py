@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .calls import ModuleCalls, RunningCall
-from .dispatch_modes import any_modes, in_transform, outside
+from .dispatch_modes import any_modes, innermost_transform, outside
 from .errors import ReleasedParameterError
 from .gradient_hook import GradientHook
 from .saved_views import address_of
@@ -202,7 +202,7 @@ class ModuleWatch:
                 yield owner
 
     def _on_output_gradient(self, _gradient: torch.Tensor) -> None:
-        if in_transform():  # which differentiates by itself inside forward
+        if innermost_transform() is not None:  # which differentiates by itself inside forward
             return
         if any_modes():
             outside(self._listener.before_backward, self.units)

@@ -13,12 +13,13 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch._C import _storage_Use_Count
 
 _DTYPE = operator.attrgetter("dtype")
 _GRAD = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
 _DATA: Any = torch.Tensor.data
+storage_references: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many references a storage has, by its ``_cdata``."""
 
 
 def any_gradient(tensors: Sequence[torch.Tensor]) -> bool:
@@ -92,14 +93,16 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 def sharers(tensor: torch.Tensor) -> int:
     """Return how many tensors are in the memory of ``tensor``, itself included; a NumPy array over it counts as one."""
-    return _storage_references(tensor) - _REFERENCES_OF_ONE + 1
+    return storage_references(tensor.untyped_storage()._cdata) - REFERENCES_OF_ONE + 1
 
 
-def _storage_references(tensor: torch.Tensor) -> int:
-    return int(_storage_Use_Count(tensor.untyped_storage()._cdata))
+def _references_of_one() -> int:
+    tensor = torch.empty(1)
+    return storage_references(tensor.untyped_storage()._cdata)
 
 
-_REFERENCES_OF_ONE = _storage_references(torch.empty(1))  # torch's Python object for a storage may hold one of its own
+REFERENCES_OF_ONE = _references_of_one()
+"""How many references a storage has that one tensor is in: torch's Python object for it may hold one of its own."""
 
 
 def install(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

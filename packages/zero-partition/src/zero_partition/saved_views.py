@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -71,7 +71,10 @@ class SavedViews:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, tuple):
-            return _unchanged(*packed)
+            saved: torch.Tensor = packed[0]
+            if saved._version != packed[1]:
+                _refuse_changed(*packed)
+            return saved
         if isinstance(packed, _SavedOuter):
             return packed.restore()
         view: torch.Tensor = packed.tensor
@@ -96,22 +99,22 @@ class _SavedView:
         self.tensor = tensor
         self.version = tensor._version
         self.memory = unit.memory
-        self.holds = not isinstance(tensor, nn.Parameter)  # a custom function saves the parameter, which is released
+        self.holds = (
+            nn.Parameter not in type(tensor).__mro__
+        )  # a custom function saves the parameter, which is released
         self.memory.saved += self.holds
 
     def __del__(self) -> None:
         self.memory.saved -= self.holds
 
 
-def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Return a saved tensor. Raises RuntimeError, as torch does without hooks, where it was written since."""
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of {tensor.dtype} and shape {list(tensor.shape)} is at version {tensor._version}; expected version "
-            f"{version} instead. Write out of place, or after backward."
-        )
-    return tensor
+def _refuse_changed(tensor: torch.Tensor, version: int) -> NoReturn:
+    """Raise for a saved tensor that was written since, as torch does without hooks."""
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"of {tensor.dtype} and shape {list(tensor.shape)} is at version {tensor._version}; expected version "
+        f"{version} instead. Write out of place, or after backward."
+    )
 
 
 class _SavedOuter:
