@@ -99,9 +99,8 @@ class _SavedView:
         self.tensor = tensor
         self.version = tensor._version
         self.memory = unit.memory
-        self.holds = (
-            nn.Parameter not in type(tensor).__mro__
-        )  # a custom function saves the parameter, which is released
+        # a custom function saves the parameter itself, which is released
+        self.holds = nn.Parameter not in type(tensor).__mro__
         self.memory.saved += self.holds
 
     def __del__(self) -> None:

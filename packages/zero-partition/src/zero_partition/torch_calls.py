@@ -13,9 +13,7 @@ FACTS = frozenset(
     randn_like register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad size storage
     storage_offset storage_type stride untyped_storage zeros_like""".split()
 )
-SHAPES = frozenset(
-    ["__len__", "dim", "ndim", "ndimension", "nelement", "numel", "shape", "size"]
-)  # of the whole tensor
+SHAPES = frozenset(["__len__", "dim", "ndim", "ndimension", "nelement", "numel", "shape", "size"])
 _ELEMENTWISE = frozenset(
     """abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh
     atan atan2 atanh bfloat16 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bool
