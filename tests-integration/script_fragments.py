@@ -174,6 +174,7 @@ ALIKE = {
     "writes by masks": (write_by_masks, False),
 }
 REFUSED = {
+    "data of gradients": (lambda p: None if p.grad is None else setattr(p.grad, "data", p.grad.data * 0.5), True),
     "centres": (lambda p: p.sub_(p.mean()), False),
     "centres by product": (lambda p: p.sub_(p.flatten() @ torch.ones(p.numel(), dtype=p.dtype) / p.numel()), False),
     "centres in numpy": (centre_in_numpy, False),
@@ -237,7 +238,9 @@ EQUAL = [
     *(f"groups: {name}" for name in GROUPS),
     "halves_the_listed_states",
     "forgets_two_listed_states",
+    "damps_by_the_count_of_steps",
     "pops_every_state",
+    "shrinks_where_all_have_gradients",
     "zeroes_the_first_state",
     "averages_the_listed_weights",
 ]
@@ -289,6 +292,34 @@ def averages_the_listed_weights(bench: Workbench) -> None:
 
     t.optimizer.register_step_post_hook(follow)
     steps(bench, t, 4)
+    bench.keep(t)
+
+
+@script
+def damps_by_the_count_of_steps(bench: Workbench) -> None:
+    t = bench.trainer(mlp(dtype=bench.dtype), kind="adamw", lr=0.01)
+    steps(bench, t, 2)
+    for number in (0, -1):
+        tensors = list(listed(t))
+        if t.optimizer.state[tensors[number]]["step"] >= 2:
+            for p in tensors:
+                t.optimizer.state[p]["exp_avg"].mul_(0.5)
+    steps(bench, t, 2, 2)
+    bench.keep(t)
+
+
+@script
+def shrinks_where_all_have_gradients(bench: Workbench) -> None:
+    t = bench.trainer(mlp(dtype=bench.dtype))
+
+    @torch.no_grad()
+    def shrink(optimizer: Any, *_: Any) -> None:
+        tensors = optimizer.param_groups[0]["params"]
+        if all(p.grad is not None for p in tensors):
+            torch._foreach_mul_(tensors, 0.5)
+
+    t.optimizer.register_step_post_hook(shrink)
+    steps(bench, t, 2)
     bench.keep(t)
 
 

@@ -57,6 +57,7 @@ def may_run(where: Where) -> list[str]:
     values in its own memory."""
     equal = script_fragments.EQUAL
     if where.tier != "device":
-        equal = [name for name in equal if not name.startswith("in a hook") and name != "averages_the_listed_weights"]
+        in_hooks = ("averages_the_listed_weights", "shrinks_where_all_have_gradients")
+        equal = [name for name in equal if not name.startswith("in a hook") and name not in in_hooks]
     reads = ["the model in a hook: averages before"] if where.stage < 3 else []
     return [*equal, *reads]

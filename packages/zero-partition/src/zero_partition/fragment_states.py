@@ -148,15 +148,15 @@ class WatchedFragmentStates(FragmentStates):
 
 class StateElsewhere(dict[str, Any]):
     """The state of a parameter of which another rank updates everything: each kind is a tensor without elements, and
-    ``step`` one that nobody counts, so that a loop over the listed parameters does there what it does on the other
+    ``step`` is what ``step`` says, so that a loop over the listed parameters does there what it does on the other
     ranks. Copies are plain dicts."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, step: Callable[[], Any]) -> None:
         super().__init__()
-        self._tensor = tensor
+        self._tensor, self._step = tensor, step
 
-    def __missing__(self, kind: str) -> torch.Tensor:
-        return torch.zeros(()) if kind == "step" else torch.empty_like(self._tensor)
+    def __missing__(self, kind: str) -> Any:
+        return self._step() if kind == "step" else torch.empty_like(self._tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (), None, None, iter(self.items())

@@ -149,9 +149,14 @@ class OptimizerStates:
                 if parameter.tensor in known:
                     dict.__setitem__(held, parameter.tensor, known.pop(parameter.tensor))
                 elif parameter.owned is None and parameter.tensor.requires_grad:
-                    dict.__setitem__(held, parameter.tensor, StateElsewhere(parameter.tensor))
+                    dict.__setitem__(held, parameter.tensor, StateElsewhere(parameter.tensor, self._step_of_any))
             dict.update(held, known)
         return self.entries()
+
+    def _step_of_any(self) -> Any:
+        """A copy of the count of steps that this rank's states have; 0 where none counts."""
+        counted = (kept["step"] for _, kept in self.entries() if isinstance(kept, dict) and "step" in kept)
+        return copy.deepcopy(next(counted, torch.zeros(())))
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
         """Each fragment that the optimizer holds states of, with these."""

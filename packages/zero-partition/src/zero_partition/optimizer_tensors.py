@@ -108,6 +108,7 @@ class OptimizerTensors:
         self._phase = Phase.IDLE
         self._depth = 0  # of calls of step: one that is inherited and hooked is another inside
         self._updated = False
+        self._elsewhere: Sequence[nn.Parameter] = ()
         self._own_hooks = [
             optimizer.register_step_pre_hook(self._note_entered),
             optimizer.register_step_post_hook(self._note_updated),
@@ -145,10 +146,13 @@ class OptimizerTensors:
 
         ``updated_elsewhere``: empty tensors whose parameters other ranks update; pre-hooks find empty gradients.
         """
-        self._updated, self._depth = False, 0
+        self._updated, self._depth, self._elsewhere = False, 0, updated_elsewhere
         if not self.is_hooked:
             begin()
-            return self._step_inner()
+            try:
+                return self._step_inner()
+            finally:
+                self._forget_empty()
         for tensor in updated_elsewhere:
             tensor.grad = torch.empty_like(tensor)
         self._close(Phase.HOOKS)
@@ -165,6 +169,7 @@ class OptimizerTensors:
         finally:
             opening.remove()
             self._open()
+            self._forget_empty()
 
     def _step_inner(self) -> Exception | None:
         try:
@@ -175,6 +180,13 @@ class OptimizerTensors:
             return error
         return None
 
+    def _forget_empty(self) -> None:
+        """Take the gradients away that hooks found of parameters which other ranks update."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in self._elsewhere:
+                tensor.grad = None
+        self._elsewhere = ()
+
     def _note_entered(self, *_: Any) -> None:
         self._depth += 1
 
@@ -184,6 +196,8 @@ class OptimizerTensors:
         hooks = self._own_hooks[1].hooks_dict_ref()
         others = hooks is not None and len(hooks) > 1
         if self._depth == 0 and self._phase is Phase.STEP and (others or optimizers._global_optimizer_post_hooks):
+            for tensor in self._elsewhere:
+                tensor.grad = torch.empty_like(tensor)
             self._close(Phase.HOOKS)
 
     def release(self) -> None:
@@ -206,6 +220,16 @@ class OptimizerTensors:
         elif attribute == "grad" and call == "__set__":
             if not self._in_hooks and (args[1] is not None or self._has_gradient(name)):
                 self._refuse_gradient(name, "written")
+        elif (
+            call == "__set__"
+            and attribute == "data"
+            and reference.is_updated
+            and not isinstance(args[0], FragmentTensor)
+        ):
+            raise PartitionError(
+                f".data of the gradient of parameter '{name}' was set in a step hook, which would not reach the "
+                "optimizer. Write p.grad = value there, or p.grad.copy_(value)."
+            )
         elif (call == "__set__" and attribute == "requires_grad") or call in _OF_THE_GRAPH:
             if isinstance(args[0], FragmentTensor):
                 raise PartitionError(

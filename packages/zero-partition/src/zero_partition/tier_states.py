@@ -50,7 +50,9 @@ class TierStates(MutableMapping[Any, Any]):
         self._name_of = name_of
         self._assigned: dict[str, TierState] = {}
         self._states: dict[nn.Parameter, TierState | StateElsewhere] = {
-            tensor: StateElsewhere(tensor) if owned is None else TierState(tier, owned, await_readers, self._assigned)
+            tensor: StateElsewhere(tensor, self._step_of_any)
+            if owned is None
+            else TierState(tier, owned, await_readers, self._assigned)
             for tensor, owned in fragments.items()
         }
         self._by_name = {state.name: state for state in self._states.values() if isinstance(state, TierState)}
@@ -110,6 +112,11 @@ class TierStates(MutableMapping[Any, Any]):
         return defaultdict(dict, {k: v.copy() if isinstance(v, TierState) else v for k, v in self.items()})
 
     __copy__ = copy
+
+    def _step_of_any(self) -> Any:
+        """A copy of the count of steps that this rank's states have; 0 where none counts."""
+        counted = (state[_STEP] for state in self._by_name.values() if _STEP in state)
+        return copy.deepcopy(next(counted, torch.zeros(())))
 
     def take_assigned(self) -> None:
         """Have the tier take what was written into tensors after they were assigned."""
