@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import multiprocessing
+import os
 import pickle
 import sys
 import traceback
@@ -119,6 +120,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 def _serve(connection: Connection, port: int) -> None:
     torch.set_num_threads(1)
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # no rank leaves a new group while another still connects
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     gc.freeze()  # what torch's import has made stays; looking through it would make every collection slow
     while True:
@@ -137,7 +139,6 @@ def _run(call: bytes, store: Store) -> Any:
     fn, args, rank, world_size, prefix = pickle.loads(call)
     dist.init_process_group("gloo", store=PrefixStore(prefix, store), rank=rank, world_size=world_size)
     try:
-        dist.barrier()  # no rank leaves while another still connects
         return fn(*args)
     finally:
         dist.destroy_process_group()
