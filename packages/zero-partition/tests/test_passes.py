@@ -101,7 +101,7 @@ def test_units_come_in_order_go_and_come_back_in_reverse_while_their_gradients_a
         assert result["forward"] == ["gather 0", "gather 1", "gather 2"]
         assert sorted(result["backward"]) == ["gather 0", "gather 1", "gather 2"]
         assert result["reduced"] == ["reduce 2", "reduce 1", "reduce 0"]
-        assert result["kinds"] == ["forward", "backward", "learning"]
+        assert result["kinds"] == ["forward", "end", "backward", "learning"]
         assert result["released"] == [True, True]
         shards = [torch.cat([p.grad.flatten() for p in layer.parameters()]).chunk(2)[rank] for layer in model]
         assert torch.allclose(result["averages"], torch.cat(shards), rtol=1e-12, atol=1e-12)

@@ -18,6 +18,7 @@ from .user_gradients import UserGradients
 
 _REQUEST = "request"
 DONE = "done in synced()"
+END_OF_PASS = "end"
 
 
 class ControlGroup(Protocol):
@@ -123,13 +124,16 @@ class Liveness:
 class Agreement:
     """Where the ranks of one engine meet.
 
-    Every rank passes the same points in the same order: the start of a forward or backward pass, the step, a
-    gather by the user. What a rank has observed since the last meeting goes along with its message (`Observations`).
+    Every rank passes the same points in the same order: the start of a forward or backward pass, the end of one whose
+    order may lack units, the step, a gather by the user. What a rank has observed since the last meeting goes along
+    with its message (`Observations`).
 
     [Note: requests] Within a pass, gathers follow the agreed order and each unit comes once. A rank that needs a unit
     the order cannot give (released already, or never learned) joins what is left of the order and then sends a
     *request* at its next agreement point. The other ranks meet the request at their next point, whatever that is,
     serve it, and repeat their own message. So nobody hangs and nobody has to guess what another rank will compute.
+    A pass whose order is not learned, or does not hold every unit that it may need, ends with such a point: what comes
+    after it may wait for all ranks in a way that serves nobody, a collective of the user's.
 
     Attributes:
         synced: ranks may be at a forward pass or done (see `meet_done`), until it is false again.
@@ -178,12 +182,14 @@ class Agreement:
     def meet_done(self) -> str | None:
         """Meet the other ranks, having nothing to do; return the name of the forward pass that some rank begins, None
         when all are done."""
-        self._liveness.check()
-        messages = self._exchange(self._message(DONE, "", None))
-        running = [message for message in messages if message.kind != DONE]
-        self._control.check_same(running)
-        self._learn(messages, DONE)
-        return running[0].name if running else None
+        while True:
+            self._liveness.check()
+            messages = self._exchange(self._message(DONE, "", None))
+            running = [message for message in messages if message.kind != DONE]
+            self._control.check_same(running)
+            self._learn(messages, DONE)
+            if not running or running[0].kind != END_OF_PASS:
+                return running[0].name if running else None
 
     def request(self, unit: int) -> None:
         """Have every rank take part in gathering ``unit`` outside the order; return when it was issued."""

@@ -9,7 +9,8 @@
 3. `enter_module` of every module gathers its units; the gathers that come next are issued ahead.
 4. `exit_module` releases the units whose modules have all run.
 5. `exit_module` of the outermost module ends the pass: gathers that this rank did not need are joined, and everything
-   is released. A pass that failed is left instead (recovery.py).
+   is released. Where the order may lack units that another rank needs, the ranks meet. A pass that failed is left
+   instead (recovery.py).
 
 A **backward pass** lasts from `begin_backward` to `end_backward`. When the user calls ``loss.backward()``, the first
 gradient, or the first use of a unit, begins it, and the end of autograd's run ends it.
@@ -22,24 +23,26 @@ gradient, or the first use of a unit, begins it, and the end of autograd's run e
 9. `gradient_ready` puts a finished gradient into its unit's buffer (arrivals.py). With the last one of a unit its
    reduction is started, as soon as those before it in the order are, and the unit is released.
 10. `end_backward`: gradients left to the user's hooks are taken, and reductions that are not started yet are started.
-11. Gathers that this rank did not need are joined, everything is released, and the reductions are waited for.
+11. Gathers that this rank did not need are joined, everything is released, and the reductions are waited for. The
+    ranks meet as in 5.
 12. Where every rank keeps full averages (stage 0), ``.grad`` shows them; elsewhere it is watched (gradient_watch.py).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zero_comm import Control
 
-from .agreement import Agreement, Liveness
+from .agreement import END_OF_PASS, Agreement, Liveness
 from .arrivals import GradientArrivals
 from .calls import ModuleCalls
 from .dispatch_modes import outside_modes
+from .end_of_backward import EndOfBackward
 from .errors import PartitionError
 from .gatherer import Gatherer, OrderedGathers
 from .gradient_hook import GradientHook
@@ -116,6 +119,8 @@ class Passes:
             (n, p) for u in parts.units for n, p in zip(u.names, u.parameters, strict=True) if not p.requires_grad
         ]
         self._saved = SavedViews(self._gathers.unit_of_storage, self.before_backward)
+        self._all_units = frozenset(unit.index for unit in parts.units if unit.releasable)
+        self._units_of: dict[str, frozenset[int]] = {"": self._all_units}
         self._last_forward: str | None = None
         self._thread = 0
 
@@ -175,7 +180,7 @@ class Passes:
         if name == self._calls.outermost:
             self._calls.outermost = None
             if not self._calls.in_backward:
-                self._end_forward(failure)
+                self._end_forward(name, failure)
 
     def keeper_done(self, name: str, units: Sequence[Unit]) -> None:
         """A module whose submodules return parameters of ``units`` is done; it may return them again."""
@@ -203,7 +208,7 @@ class Passes:
         if not self._calls.in_backward and self._calls.is_done(unit):
             self._gatherer.release(unit)
 
-    def _end_forward(self, failure: BaseException | None) -> None:
+    def _end_forward(self, name: str, failure: BaseException | None) -> None:
         self._edits.forward_ends()
         self._gradient_watch.resume(hidden=self._unannounced.trains)
         if not self._sharded:
@@ -218,6 +223,7 @@ class Passes:
         self._gatherer.end()
         if self._unannounced.trains:
             self._released_use.forward_ended()
+        self._meet_at_end(self._units_under(name))
 
     # -- the backward pass -------------------------------------------------------------------------------------------
 
@@ -295,6 +301,8 @@ class Passes:
         if reduces:
             self._reducer.settle_late()
         self._interleaving.end()
+        if self._sharded:
+            self._meet_at_end(self._all_units)
         self._calls.in_backward = False
         shown = self._loop.reduces_now()
         if shown:
@@ -320,6 +328,19 @@ class Passes:
         """Frozen units have no gradient that says when backward is done with them; those with one member go by the
         order."""
         return not unit.plan.trainable and len(unit.plan.members) == 1 and not self._calls.is_running(unit)
+
+    def _meet_at_end(self, units: frozenset[int]) -> None:
+        """A pass that may need ``units`` is over on this rank: meet the others where its order may lack some."""
+        if self._gathers.may_lack(units):
+            self._agreement.agree(END_OF_PASS, self._gathers.key)
+
+    def _units_under(self, name: str) -> frozenset[int]:
+        """The releasable units of the module called ``name`` and those inside it."""
+        if name not in self._units_of:
+            inside = name + "."
+            under = (u for u in self._units if any(m == name or m.startswith(inside) for m in u.plan.members))
+            self._units_of[name] = frozenset(unit.index for unit in under) & self._all_units
+        return self._units_of[name]
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
@@ -374,25 +395,6 @@ class Passes:
                     f"parameter '{name}' was frozen when the engine was made and requires gradients now: it has no "
                     "master, no gradient buffer and no optimizer state. Call destroy() and initialize again."
                 )
-
-
-class EndOfBackward:
-    """The callback that autograd calls when its run is over, for a backward pass that the user started.
-
-    A run that raises drops it uncalled, before the exception reaches the user; then ``failed`` is called instead.
-    """
-
-    def __init__(self, end: Callable[[], None], failed: Callable[[], None]) -> None:
-        self._end = end
-        self._failed: Callable[[], None] | None = failed
-
-    def __call__(self) -> None:
-        self._failed = None
-        self._end()
-
-    def __del__(self) -> None:
-        if self._failed is not None:
-            self._failed()
 
 
 def forward_key(name: str) -> str:

@@ -18,7 +18,7 @@ Found = dict[str, str]
 """By ``unit.number``: a digest of the new values, or the reason of a refusal behind an exclamation mark."""
 
 _PENDING, _REFUSED = operator.attrgetter("edits.pending"), operator.attrgetter("edits.refused")
-_LOOKS_AWAY = frozenset(["backward", "norms", "flush", "learning"])
+_LOOKS_AWAY = frozenset(["end", "backward", "norms", "flush", "learning"])
 
 
 class UserEdits:
