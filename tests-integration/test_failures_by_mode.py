@@ -1,4 +1,5 @@
-"""Caught failures in 16 bits, with quantized gradients or weights and with copies of the model leave no trace."""
+"""Caught failures in 16 bits, under audits, with quantized gradients or weights and with copies of the model leave no
+trace."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ MODES = {
     "bf16": Mode((0, 1, 2, 3), BF16, {}),
     "fp16, a scale that grows": Mode((0, 1, 2, 3), {"fp16": SCALE}, {}),
     "fp16, a scale that overflows": Mode((0, 1, 2, 3), {"fp16": SKIPPING}, {}),
+    "audited": Mode((0, 1, 2, 3), {"audit_every": 1}, {}),
     "qgZ": Mode((3,), {}, {"zero_quantized_gradients": True}),
     "qwZ": Mode((3,), {}, {"zero_quantized_weights": True}),
     "qwZ + qgZ, bf16": Mode((3,), BF16, {"zero_quantized_gradients": True, "zero_quantized_weights": True}),
@@ -182,7 +184,14 @@ PRODUCT = [
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, [Case("fp16, a scale that grows", 1, "step", True), Case("qgZ", 3, "backward", True)]),
+        (
+            2,
+            [
+                Case("fp16, a scale that grows", 1, "step", True),
+                Case("qgZ", 3, "backward", True),
+                Case("audited", 3, "forward", True),
+            ],
+        ),
         *(pytest.param(n, [case], marks=SOAK, id=f"{n} ranks, {case}") for n in (2, 3) for case in PRODUCT),
     ],
 )

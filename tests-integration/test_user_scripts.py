@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -57,8 +58,9 @@ def complaint(ended: list[user_scripts.Outcome], wanted: Values, tolerance: floa
 
 
 def is_named(refusal: str) -> bool:
-    """Return whether a refusal is ours, or torch's own for a write to a released parameter."""
-    kind = refusal.split(":")[0]
+    """Return whether a refusal is ours, here or on the rank that is told of, or torch's own for a write to a released
+    parameter."""
+    kind = re.sub(r"^PeerError: rank \d+ failed: ", "", refusal).split(":")[0]
     ours = kind in ("EditRefusedError", "PartitionError", "ReleasedParameterError", "NonFiniteGradientError")
     ours |= kind == "UsageError"
     return ours or "more than one element of the written-to tensor" in refusal

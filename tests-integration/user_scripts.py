@@ -12,6 +12,7 @@ import script_fragments
 import script_gradients
 import script_modules
 import script_optimizers
+import script_states
 import script_weights
 import torch
 from script_bench import Workbench
@@ -22,6 +23,7 @@ SCRIPTS = {
     **script_modules.script,
     **script_optimizers.script,
     **script_fragments.script,
+    **script_states.script,
 }
 
 

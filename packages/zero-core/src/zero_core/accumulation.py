@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from .errors import UsageError
@@ -12,13 +12,16 @@ from .state import TrainingState
 class Accumulation:
     """Counts the micro-batches of a step, and answers the partition's questions about backward passes.
 
+    ``on_restart``: called when a step begins anew.
+
     Attributes:
         scaled: whether the user has scaled a loss, for backward passes of their own before the next step.
     """
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: TrainingState, on_restart: Callable[[], None]) -> None:
         self.scaled = False
         self._state = state
+        self._on_restart = on_restart
         self._boundary: bool | None = None
         self._synchronises = True
         state.partition.runtime.loop.follow(self)
@@ -54,6 +57,7 @@ class Accumulation:
     def restart(self) -> None:
         """Begin a new accumulation with the next micro-batch; gradients are the caller's affair."""
         self._state.counters.accumulated, self.scaled = 0, False
+        self._on_restart()
 
     def position(self) -> tuple[int, int, int]:
         """Return the optimizer steps, micro-batches and samples that were counted."""

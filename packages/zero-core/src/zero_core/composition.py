@@ -69,9 +69,9 @@ def compose(
     instruments = instruments_for(state, monitor)
     if record is not None:
         instruments = record.instruments(instruments, state, offloading)
-    accumulation = Accumulation(state)
-    failures = Failures(state, accumulation)
     audit = auditor_for(state, config.audit_every)
+    accumulation = Accumulation(state, on_restart=audit.step_begins)
+    failures = Failures(state, accumulation)
     checkpointing = Checkpointing(config.activation_checkpointing, state.model_part.place.group)
     saver = Saver(state, offloading, dialect)
     checkpoints = Checkpoints(

@@ -158,6 +158,14 @@ class StateElsewhere(dict[str, Any]):
     def __missing__(self, kind: str) -> Any:
         return self._step() if kind == "step" else torch.empty_like(self._tensor)
 
+    def __delitem__(self, kind: str) -> None:
+        super().pop(kind, None)
+
+    def pop(self, kind: str, *default: Any) -> Any:
+        """As of a dict that has every kind."""
+        value = default[0] if default else self[kind]
+        return super().pop(kind, value)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (), None, None, iter(self.items())
 

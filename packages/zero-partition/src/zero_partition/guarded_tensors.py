@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from .errors import PartitionError
 from .torch_calls import FACTS, SHAPES, attribute_of, is_elementwise, name_of, writes
 
 REFERENCE = "_zero_fragment"  # the one attribute that a guarded tensor carries: a `FragmentReference`
@@ -58,6 +59,17 @@ def check_use(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> lis
     for reference in found:
         reference.guard.used(reference, func, args, keywords)
     return found
+
+
+def check_same_parameter(name: str, kind: str, value: object) -> None:
+    """Raise `PartitionError` where ``value``, state ``kind`` of parameter ``name``, stands for a part of another."""
+    reference = guard_of(value)
+    if reference is not None and reference.name != name:
+        raise PartitionError(
+            f"optimizer.state of parameter '{name}': '{kind}' is, or was computed from, a part of parameter "
+            f"'{reference.name}', of which this rank may hold other elements. Exchange full values by "
+            "engine.full_state(p, kind) and engine.set_full_state(p, kind, value). The weights were not changed."
+        )
 
 
 def plain(value: Any) -> Any:

@@ -134,6 +134,7 @@ class ShardedOptimizer:
         runtime.held_gradients.refuse_torn("step")
         check_groups(self.inner, [parameter.tensor for parameter in chain.from_iterable(self._listed)])
         self._states.take()
+        self._tensors.check_states()
         runtime.end_backward()
         runtime.gradient_watch.end()
         runtime.released_use.step_begins()

@@ -36,6 +36,7 @@ from .guarded_tensors import (
     FragmentReference,
     FragmentTensor,
     FragmentValues,
+    check_same_parameter,
     guard_of,
     why_not_elementwise,
     written_by,
@@ -124,6 +125,17 @@ class OptimizerTensors:
         """Return whether tensors are guarded now."""
         return self._phase is not Phase.STEP
 
+    def check_states(self) -> None:
+        """Raise `PartitionError` for a state, set by user code, of another parameter or of all of one."""
+        if not self._states_seen:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor, kept in self._states.entries():
+                reference = tensor.__dict__.get(REFERENCE) if isinstance(tensor, nn.Parameter) else None
+                if reference is not None:
+                    for kind, value in kept.items() if isinstance(kept, dict) else ():
+                        _check_state(reference, tensor, kind, value)
+
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """A context in which the tensors are plain parameters, where their values are here."""
@@ -158,6 +170,7 @@ class OptimizerTensors:
         self._close(Phase.HOOKS)
 
         def open_and_begin(*_: Any) -> None:
+            self.check_states()
             self._open()
             for tensor in updated_elsewhere:
                 tensor.grad = None
@@ -332,6 +345,18 @@ class OptimizerTensors:
     def _state_values(self) -> Iterator[Any]:
         for _, kept in self._states.entries():
             yield from tree_leaves(dict(kept) if isinstance(kept, dict) else kept)
+
+
+def _check_state(reference: FragmentReference, tensor: torch.Tensor, kind: str, value: Any) -> None:
+    for one in tree_leaves(value):
+        check_same_parameter(reference.name, kind, one)
+        if type(one) is torch.Tensor and one.dim() and one.shape == reference.shape and tensor.numel() != one.numel():
+            raise PartitionError(
+                f"optimizer.state of parameter '{reference.name}': '{kind}' was set to a tensor of its full shape "
+                f"{tuple(reference.shape)}, and this rank has a part, {tensor.numel()} elements. Write "
+                "engine.set_full_state(p, kind, value), or torch.zeros_like(p) of the tensor in optimizer.param_groups "
+                "for the part. The weights were not changed."
+            )
 
 
 def left_by_an_engine(tensor: torch.Tensor) -> str | None:

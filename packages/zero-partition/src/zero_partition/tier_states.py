@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from .errors import PartitionError
 from .fragment_states import StateElsewhere, refuse_parameter
-from .guarded_tensors import REFERENCE, FragmentReference, plain
+from .guarded_tensors import REFERENCE, FragmentReference, check_same_parameter, plain
 from .tier import StateTier
 from .tier_values import TierValue, TierWindow, plain_value
 from .updates import OwnedFragment
@@ -65,6 +65,13 @@ class TierStates(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._on_tier(key):
             state = self._states[key]
+            if isinstance(value, (TierState, StateElsewhere)) and value is not state:
+                name = key.__dict__[REFERENCE].name
+                raise PartitionError(
+                    f"optimizer.state of parameter '{name}' was set to the state of another one, which is on a tier "
+                    "(offload_optimizer) where each has its own: set a copy, optimizer.state[p].copy(). Nothing was "
+                    "changed."
+                )
             if isinstance(state, TierState):
                 state.replace(value)
         else:
@@ -163,6 +170,7 @@ class TierState(MutableMapping[str, Any]):
         self._tier, self._owned, self._await_readers = tier, owned, await_readers
         self._all_assigned = assigned
         self._assigned: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._step_given = False
         self._windows: weakref.WeakValueDictionary[str, TierWindow] = weakref.WeakValueDictionary()
 
     @property
@@ -194,7 +202,10 @@ class TierState(MutableMapping[str, Any]):
         window = self._windows.get(kind)
         if window is not None and window.is_shown_by(value):  # `state[k] = state[k].to(…)` of what is there already
             return
-        self.write({kind: value})
+        self._step_given |= kind == _STEP
+        is_first = not self._step_given and not self._tier.held(self.name)[0]
+        counted = {_STEP: 1} if is_first else {}  # torch's SGD has moments and counts no steps
+        self.write({**counted, kind: value})
         self._windows.pop(kind, None)
         self._watch({kind: value})
 
@@ -215,6 +226,7 @@ class TierState(MutableMapping[str, Any]):
 
     def clear(self) -> None:
         """Begin anew with the next step."""
+        self._step_given = False
         self.detach()
         self._await_readers()
         self._tier.restart([self.name])
@@ -224,6 +236,7 @@ class TierState(MutableMapping[str, Any]):
         given = dict(state.items()) if isinstance(state, MutableMapping) else dict(state)
         packed = self._packed(given)
         self.clear()
+        self._step_given = _STEP in packed
         if packed:
             self._tier.write({self.name: {_STEP: 1, **packed}})
         self._watch(given)
@@ -319,6 +332,8 @@ class TierState(MutableMapping[str, Any]):
             *(kind for kind in self._tier.kinds(self.name) if kind != _MASTER and not kind.endswith(_SCALE)),
         }
         packed: dict[str, Any] = {}
+        for kind, value in state.items():
+            self._check_own(kind, value)
         for kind, value in tree_map(plain, state).items():
             numel = 1 if kind == _STEP else self._owned.fragment.length
             fits = value.numel() == numel if isinstance(value, torch.Tensor) else kind == _STEP
@@ -330,6 +345,17 @@ class TierState(MutableMapping[str, Any]):
                 )
             packed[kind] = int(value) if kind == _STEP else value.detach().flatten().cpu()
         return packed
+
+    def _check_own(self, kind: str, value: Any) -> None:
+        """Refuse a value that is, or was computed from, a state of another parameter."""
+        window = value.window if isinstance(value, TierValue) else None
+        if window is not None and (window.state is not self or window.kind != kind):
+            raise PartitionError(
+                f"optimizer.state of parameter '{self.name}': '{kind}' was set to the state '{window.kind}' of "
+                f"parameter '{window.state.name}', which is on a tier (offload_optimizer) where each has memory of its "
+                "own: set a copy, value.clone(). Nothing was changed."
+            )
+        check_same_parameter(self.name, kind, value)
 
 
 def _described(value: object) -> str:

@@ -26,6 +26,9 @@ class Auditor(Protocol):
     def after_step(self) -> None:
         """The weights are published."""
 
+    def step_begins(self) -> None:
+        """The step under way begins anew, after a failure."""
+
     def forget(self) -> None:
         """Forget what was at rest: the user or a checkpoint has written it."""
 
@@ -45,6 +48,9 @@ class Unaudited:
         """Nothing to do."""
 
     def after_step(self) -> None:
+        """Nothing to do."""
+
+    def step_begins(self) -> None:
         """Nothing to do."""
 
     def forget(self) -> None:

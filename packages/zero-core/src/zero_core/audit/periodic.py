@@ -112,8 +112,12 @@ class PeriodicAuditor:
 
     def after_step(self) -> None:
         """Remember what must rest until the audited step that follows."""
-        self._seen, self._gradients, self._noted, self._chosen, self._reductions = False, [], None, None, None
+        self.step_begins()
         self._at_rest = AtRest(self._state) if self._is_due() else None
+
+    def step_begins(self) -> None:
+        """Forget what micro-batches of this step have shown: ranks may have seen different ones."""
+        self._seen, self._gradients, self._noted, self._chosen, self._reductions = False, [], None, None, None
 
     def forget(self) -> None:
         """Take note that resting masters and states were written on purpose."""

@@ -145,6 +145,14 @@ def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
         if owned.unit.states is None and (owned.fragment.entry.name, "param") in reading.checkpoint.tensors:
             kept = _state(reading, owned)
             state.optimizer.replace_state(owned, kept or None)
+            if kept.keys() == {"step"}:
+                reading.then(lambda owned=owned, kept=kept: _forget_unstarted(state, owned, kept))  # type: ignore[misc]
+
+
+def _forget_unstarted(state: TrainingState, owned: OwnedFragment, kept: dict[str, Any]) -> None:
+    """A tier that has taken no step counts 0 of them; an optimizer of torch's has no state then."""
+    if state.optimizer is not None and not kept["step"]:
+        state.optimizer.replace_state(owned, None)
 
 
 def _state(reading: BatchedRead, owned: OwnedFragment) -> dict[str, Any]:
