@@ -37,6 +37,10 @@ def tie_transposed(model: Rows) -> None:
     model.last.weight.data = model.first.weight.data.t()
 
 
+def make_another_parameter(model: Rows) -> None:
+    model.last.weight = nn.Parameter(model.first.weight)
+
+
 def register_alias(model: Rows) -> None:
     model.register_buffer("start", model.first.weight.detach())
 
@@ -44,6 +48,7 @@ def register_alias(model: Rows) -> None:
 TIES: dict[str, tuple[Callable[[Rows], None], str]] = {
     "tied": (tie, "'last.weight'"),
     "tied by a transpose": (tie_transposed, "'last.weight'"),
+    "a parameter made of another": (make_another_parameter, "'last.weight'"),
     "a buffer": (register_alias, "'start'"),
 }
 

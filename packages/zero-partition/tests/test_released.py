@@ -69,9 +69,9 @@ def returned(only_rank_0: bool) -> dict[str, Any]:
     calls = []
     for number in range(4):
         x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-        before = parts.groups.gather.ledger.calls()
+        before = parts.groups.gather.ledger.calls("gather")
         loss = model(x)
-        calls.append(parts.groups.gather.ledger.calls() - before)
+        calls.append(parts.groups.gather.ledger.calls("gather") - before)
         loss.backward()
         optimizer.step()
         reference(x).backward()
@@ -131,7 +131,7 @@ def outside() -> dict[str, Any]:
     facts: dict[str, Any] = {}
     weight = model.blocks[0][0].weight
     if dist.get_rank() == 0:
-        calls = parts.groups.gather.ledger.calls()
+        calls = parts.groups.gather.ledger.calls("gather")
         with torch.no_grad():
             facts = {name: error_of(lambda call=call: call(weight)) for name, call in {**READS, **WRITES}.items()}
         facts["grad enabled"] = error_of(lambda: weight.pow(2).sum())
@@ -140,7 +140,7 @@ def outside() -> dict[str, Any]:
         facts["same"] = weight.to(torch.float64) is weight and isinstance(weight, nn.Parameter)
         facts["like"] = torch.zeros_like(weight).sum() == 0 and torch.ones(91).view_as(weight).shape == (13, 7)
         facts["plain pickle"] = type(pickle.loads(pickle.dumps(weight))) is nn.Parameter
-        facts["silent"] = parts.groups.gather.ledger.calls() == calls
+        facts["silent"] = parts.groups.gather.ledger.calls("gather") == calls
     model(tokens()).backward()
     optimizer.step()
     facts["finite"] = bool(full_parameter(parts, weight).isfinite().all())

@@ -278,6 +278,21 @@ def test_clipping_is_by_the_global_norm_as_torch_clips(stage: int) -> None:
         assert found == pytest.approx(expected, rel=1e-12) and expected > 0.01 and deviation < 1e-12
 
 
+def too_large_to_square(stage: int) -> str:
+    model = make()
+    optimizer = ShardedOptimizer(sgd(model.parameters()), cut(model, stage))
+    (model(tokens()) * 1e200).backward()
+    with pytest.raises(NonFiniteGradientError) as refused:
+        optimizer.step()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_finite_gradients_whose_squares_overflow_are_said_to_be_finite(stage: int) -> None:
+    for text in run_ranks(too_large_to_square, 2, stage):
+        assert "norm of step 0 is inf: every gradient is finite" in text and "''" not in text
+
+
 def not_finite(stage: int) -> tuple[str, float]:
     """Only rank 1 sees a batch whose gradient is not finite."""
     model = make()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from partition_models import cut
 from torch import nn
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from zero_comm import run_ranks
@@ -84,3 +84,17 @@ def test_transforms_inside_forward_and_checkpoints_around_it_train_as_in_torch(w
         assert set(refused) == (set(IN_GATHERED) if world_size > 1 else set())
         for how, text in refused.items():
             assert "'part.0.weight'" in text and "engine.gathered(" in text, (how, text)
+
+
+def traced(stage: int) -> str:
+    model = Transformed(lambda part, x: linearize(part, x)[0])
+    cut(model, stage)
+    with pytest.raises(TypeError) as refused:
+        model(torch.ones(2, 5, dtype=torch.float64))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_linearize_inside_forward_is_refused_by_name(stage: int) -> None:
+    for text in run_ranks(traced, 2, stage, timeout=60):
+        assert "torch.func.linearize" in text and "'part.0.weight'" in text

@@ -11,18 +11,16 @@ In a compiled region ``data`` is ``detach()``, which shares the parameter's own 
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 import torch
 from torch import nn
 
 from .ownership import find_owner, without_owner
-from .released import WATCHED, is_released, released_like, unwatched
+from .released import WATCHED, detached, is_released, released_like, unwatched
 
 _DATA: Any = torch.Tensor.data
 _DISABLED = torch._C._disabled_torch_function_impl
-_PARAMETER = "torch.nn.parameter"
 
 
 def watch_data(parameter: nn.Parameter) -> None:
@@ -53,7 +51,7 @@ def change_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
 def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     body = {
         "data": property(_get_data, _set_data),
-        "detach": _detach,
+        "detach": detached,
         "__deepcopy__": _copy_unwatched,
         "__reduce_ex__": _reduce_unwatched,
         "__module__": kind.__module__,
@@ -75,15 +73,6 @@ def _get_data(parameter: nn.Parameter) -> torch.Tensor:
 
 def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
     _DATA.__set__(parameter, data)
-
-
-def _detach(parameter: nn.Parameter) -> torch.Tensor:
-    detached = torch.Tensor.detach(parameter)
-    if torch.compiler.is_compiling():
-        return detached
-    if sys._getframe(1).f_globals.get("__name__") == _PARAMETER:  # nn.Parameter(p) wants a tensor of p's own class
-        detached = detached.as_subclass(type(parameter))
-    return detached
 
 
 def _reduce_unwatched(parameter: nn.Parameter, protocol: Any) -> Any:

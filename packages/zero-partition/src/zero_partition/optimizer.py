@@ -145,10 +145,13 @@ class ShardedOptimizer:
         finite = math.isfinite(agreed.square)
         if not finite and isinstance(self.loss_scale, NoLossScale) and not self._skip_non_finite:
             runtime.held_gradients.forget()
+            found = f"the first gradient that is not finite belongs to parameter '{agreed.culprit}'"
+            if not agreed.culprit:
+                found = "every gradient is finite, but the sum of their squares is not, in float64"
             raise NonFiniteGradientError(
-                f"the gradient norm of step {runtime.step} is {norm}: the first gradient that is not finite belongs to "
-                f"parameter '{agreed.culprit}'. The weights were not changed. Check the loss and the data of this "
-                "step, lower the learning rate, or set bf16.check_grad_overflow to true to skip such steps."
+                f"the gradient norm of step {runtime.step} is {norm}: {found}. The weights were not changed. Check the "
+                "loss and the data of this step, lower the learning rate, or set bf16.check_grad_overflow to true to "
+                "skip such steps."
             )
         raised = self._update_weights(agreed, self._factor(norm)) if finite else None
         self.loss_scale.update(not finite)  # the step's gradients have the scale of before

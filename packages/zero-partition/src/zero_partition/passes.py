@@ -53,7 +53,7 @@ from .interleaving import Interleaving
 from .recovery import Recovery, advise
 from .reducer import Reducer
 from .released_use import ReleasedUse
-from .saved_views import SavedViews, name_refused_transform
+from .saved_views import SavedViews, name_refused_tracing, name_refused_transform
 from .training_loop import TrainingLoop
 from .unannounced import UnannouncedUse
 from .unit import Unit
@@ -211,6 +211,8 @@ class Passes:
     def _end_forward(self, name: str, failure: BaseException | None) -> None:
         self._edits.forward_ends()
         self._gradient_watch.resume(hidden=self._unannounced.trains)
+        if failure is not None:
+            name_refused_tracing(failure, self._units[0].names[0])
         if not self._sharded:
             return
         self._saved.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ _PRESENT = "_zero_present_class"
 WATCHED = "_zero_watched_class"  # of a class of data_watch.py: the user's class that it stands for
 _SHAPED_LIKE = frozenset("expand_as reshape_as type_as view_as".split())
 _FORMAT = "memory_format"
+_PARAMETER = "torch.nn.parameter"
 _CASTS = frozenset("bfloat16 cpu cuda double float half to type".split())
 
 
@@ -98,11 +100,23 @@ def _released_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     if hasattr(kind, _PRESENT):
         return kind
     body = {"__torch_function__": classmethod(_call), "__module__": __name__, _PRESENT: kind}
+    if kind.detach is torch.Tensor.detach:
+        body["detach"] = detached
     copies = unwatched(kind).__deepcopy__
     body["__deepcopy__"] = _copy_with_values if copies is nn.Parameter.__deepcopy__ else copies
     metaclass: Any = type(kind)
     made: type[nn.Parameter] = metaclass(f"Released{kind.__name__}", (kind,), body)
     return made
+
+
+def detached(parameter: nn.Parameter) -> torch.Tensor:
+    """``parameter.detach()`` for classes of parameters that are the engine's."""
+    values = torch.Tensor.detach(parameter)
+    if torch.compiler.is_compiling():
+        return values
+    if sys._getframe(1).f_globals.get("__name__") == _PARAMETER:  # nn.Parameter(p) wants a tensor of p's own class
+        values = values.as_subclass(type(parameter))
+    return values
 
 
 def _call(

@@ -144,3 +144,13 @@ def name_refused_transform(failure: BaseException, name: str) -> None:
             f"as '{name}'. Open `with engine.gathered(model.parameters())` around the forward, or use "
             "torch.autograd.grad(…, create_graph=True), torch.func.jvp or torch.func.jacfwd.",
         )
+
+
+def name_refused_tracing(failure: BaseException, name: str) -> None:
+    """Where torch could not trace a parameter because of its class, say its ``name`` or that of one like it, and what
+    to write."""
+    if isinstance(failure, TypeError) and "ProxyTorchDispatchMode" in str(failure):
+        failure.args = (
+            "torch.func.linearize and make_fx cannot trace a forward inside an engine, whose parameters such as "
+            f"'{name}' have a class of the engine's own. Use torch.func.jvp instead.",
+        )
