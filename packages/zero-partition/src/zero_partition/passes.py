@@ -119,8 +119,6 @@ class Passes:
             (n, p) for u in parts.units for n, p in zip(u.names, u.parameters, strict=True) if not p.requires_grad
         ]
         self._saved = SavedViews(self._gathers.unit_of_storage, self.before_backward)
-        self._all_units = frozenset(unit.index for unit in parts.units if unit.releasable)
-        self._units_of: dict[str, frozenset[int]] = {"": self._all_units}
         self._last_forward: str | None = None
         self._thread = 0
 
@@ -225,7 +223,7 @@ class Passes:
         self._gatherer.end()
         if self._unannounced.trains:
             self._released_use.forward_ended()
-        self._meet_at_end(self._units_under(name))
+        self._meet_at_end(name)
 
     # -- the backward pass -------------------------------------------------------------------------------------------
 
@@ -304,7 +302,7 @@ class Passes:
             self._reducer.settle_late()
         self._interleaving.end()
         if self._sharded:
-            self._meet_at_end(self._all_units)
+            self._meet_at_end("")
         self._calls.in_backward = False
         shown = self._loop.reduces_now()
         if shown:
@@ -331,18 +329,10 @@ class Passes:
         order."""
         return not unit.plan.trainable and len(unit.plan.members) == 1 and not self._calls.is_running(unit)
 
-    def _meet_at_end(self, units: frozenset[int]) -> None:
-        """A pass that may need ``units`` is over on this rank: meet the others where its order may lack some."""
-        if self._gathers.may_lack(units):
+    def _meet_at_end(self, module: str) -> None:
+        """A pass of ``module`` is over on this rank: meet the others where its order may lack units."""
+        if self._gathers.may_lack(module):
             self._agreement.agree(END_OF_PASS, self._gathers.key)
-
-    def _units_under(self, name: str) -> frozenset[int]:
-        """The releasable units of the module called ``name`` and those inside it."""
-        if name not in self._units_of:
-            inside = name + "."
-            under = (u for u in self._units if any(m == name or m.startswith(inside) for m in u.plan.members))
-            self._units_of[name] = frozenset(unit.index for unit in under) & self._all_units
-        return self._units_of[name]
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
