@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_launch.agent import RankFiles
 from zero_launch.orders import END, ORDERS_VARIABLE, REGROUP, Orders
+from zero_launch.rank_files import RankFiles
 
 
 @pytest.mark.parametrize("takes_orders", (False, True))

@@ -1,147 +1,36 @@
 """torchrun's elastic agent with our rules: where output goes, when a job ends, and who failed first.
 
-The rendezvous, the ranks' environment and their start are the agent's. This file uses the places that it offers for
-extension: a `LogsSpecs`, and the start / monitor / shutdown steps of an agent.
+The rendezvous, the ranks' environment and their start are the agent's. This file and rank_files.py use the places that
+it offers for extension: the start / monitor / shutdown steps of an agent, and a `LogsSpecs`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from zero_launch.compat import shutdown_timeout
 from zero_launch.desync import FlightRecord, Watcher, abandoned, explain
-from zero_launch.orders import END, Orders
+from zero_launch.orders import END
 from zero_launch.presence import HostPresence, Presence
-from zero_launch.processes import REQUEUE_VARIABLE, end_job, exit_status, kill_heedless, wait_for_helpers
+from zero_launch.processes import end_job, exit_status, kill_heedless, wait_for_helpers
+from zero_launch.rank_files import RankFiles, RankStatus
 from zero_launch.repeats import Repeats
 from zero_launch.report import LaunchError, RankFailure, describe_exit, read_error_file, signal_name, tail
 from zero_launch.spec import SILENCE_SECONDS
-from zero_launch.standbys import Prepared, StandbyContext, Standbys
+from zero_launch.standbys import Prepared, StandbyContext
 from zero_launch.streams import Sink, Streamer
 
 _STANDBY_SECONDS = 10.0
 """When standbys begin where it cannot be seen that ranks train."""
-
-
-class RankFiles(LogsSpecs):
-    """Where the ranks' output goes: `<run folder>/rank0/stdout.log`, `stderr.log` and `error.json`.
-
-    ``env`` is for every rank, ``own_env`` by local rank. ``recorders`` is the folder for the ranks'
-    flight recorders (see desync.py).
-    ``takes_orders``: the launcher may ask the ranks to leave; ranks of other jobs have nothing to look for.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        direct_rank: int | None,
-        env: Mapping[str, str],
-        *,
-        own_env: Sequence[Mapping[str, str]] = (),
-        recorders: Path,
-        takes_orders: bool = False,
-    ) -> None:
-        super().__init__(log_dir=str(folder))
-        self._folder = folder
-        self._direct_rank = direct_rank
-        self._env = dict(env)
-        self._own_env = own_env
-        self._recorders = recorders
-        self._takes_orders = takes_orders
-        self.standbys: Standbys | None = None
-        """Where ranks come from that have imported torch already; None for jobs without."""
-        self._only_prepares = False
-        self.ranks: dict[int, Path] = {}
-        """Local rank to the folder of its files, for the attempt that runs."""
-        self.recorders: dict[int, Path] = {}
-        """Rank to its flight recorder, for the attempt that runs."""
-        self.orders = Orders(recorders / "orders")
-        """The order that the ranks of the running attempt have."""
-
-    @property
-    def takes_requests(self) -> bool:
-        """Return whether the job has `--requeue`."""
-        return REQUEUE_VARIABLE in self._env
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._folder)
-
-    def own_variables(self, local_rank: int) -> dict[str, str]:
-        """Return what a rank gets from us that is the same in every attempt."""
-        own = self._own_env[local_rank] if self._own_env else {}
-        imports = {} if self.standbys is None else self.standbys.variables(local_rank)
-        return {**self._env, **own, **imports}
-
-    @contextlib.contextmanager
-    def only_preparing(self) -> Iterator[None]:
-        """Inside, `reify` raises `Prepared` with what it gets."""
-        self._only_prepares = True
-        try:
-            yield
-        finally:
-            self._only_prepares = False
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the folders, and put our variables into the environments, which the agent hands over for this."""
-        if self._only_prepares:
-            raise Prepared(envs)
-        stdouts, stderrs, errors = {}, {}, {}
-        self.recorders = {}
-        attempt = max(int(env["TORCHELASTIC_RESTART_COUNT"]) for env in envs.values())
-        self.orders = Orders(self._recorders / f"orders{attempt}")
-        told = self.orders.open() if self._takes_orders else {}
-        for local_rank, env in envs.items():
-            folder = self._folder / (f"rank{env['RANK']}" + (f".restart{attempt}" if attempt else ""))
-            folder.mkdir(parents=True)
-            self.ranks[local_rank] = folder
-            direct = int(env["RANK"]) == self._direct_rank
-            stdouts[local_rank] = "" if direct else str(folder / "stdout.log")
-            stderrs[local_rank] = "" if direct else str(folder / "stderr.log")
-            errors[local_rank] = str(folder / "error.json")
-            env["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
-            recorder = self._recorders / folder.name
-            self.recorders[int(env["RANK"])] = recorder
-            env.update({"ZERO_COMM_RING": str(recorder), **told, **self.own_variables(local_rank)})
-        return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=errors)
-
-
-@dataclass
-class RankStatus:
-    """The last known state of one rank: its exit status while it is a zombie, when it was last seen alive (epoch)."""
-
-    rank: int
-    pid: int
-    folder: Path
-    seen_alive: float
-    status: int | None = None
-    status_before_stop: int | None = None
-    status_of: Callable[[int], int | None] = exit_status
-    left_for: str | None = None
-    """The order that it has left for; kept here, as the folder of orders goes before the job is accounted for."""
-
-    def look(self) -> None:
-        if self.status is None:
-            now = time.time()
-            try:
-                self.status = self.status_of(self.pid)
-            except ChildProcessError:  # it outlived SIGKILL for a while, and the engine was there when it ended
-                self.status = -signal.SIGKILL
-            if self.status is None:
-                self.seen_alive = now
 
 
 class Agent(LocalElasticAgent):

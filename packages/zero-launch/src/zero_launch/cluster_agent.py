@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 
-from zero_launch.agent import Agent, RankFiles
+from zero_launch.agent import Agent
 from zero_launch.channel import Channel, ChannelSink
 from zero_launch.cores import bindings
 from zero_launch.desync import FlightRecord
@@ -20,6 +20,7 @@ from zero_launch.job import core_variables, job_environment, standbys_of, worker
 from zero_launch.meeting import Meeting
 from zero_launch.messages import Message
 from zero_launch.orders import REGROUP
+from zero_launch.rank_files import RankFiles
 from zero_launch.rendezvous import LedRendezvous
 from zero_launch.spec import LaunchSpec
 

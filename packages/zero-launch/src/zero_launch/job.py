@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-    from zero_launch.agent import Agent, RankFiles
+    from zero_launch.agent import Agent
+    from zero_launch.rank_files import RankFiles
     from zero_launch.standbys import Standbys
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -108,9 +109,10 @@ def _run_agent(
     """Run the job to its end: the agent, the signal that interrupted it, and whether it failed."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    from zero_launch.agent import Agent, RankFiles
+    from zero_launch.agent import Agent
     from zero_launch.devices import counter
     from zero_launch.local_rendezvous import LocalRendezvous
+    from zero_launch.rank_files import RankFiles
 
     interrupted: int | None = None
     failed = False
