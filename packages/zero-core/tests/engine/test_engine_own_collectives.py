@@ -13,6 +13,9 @@ from zero_comm import run_ranks
 ROWS, WIDTH, EXPERTS = 6, 8, 5
 
 PLAN: list[list[list[int]]] = [  # by step and rank, the experts of the rank's batch, in order
+    [[0, 1], [0, 1], [0, 1]],
+    [[0, 1], [0, 1], [0, 1]],
+    [[0, 1, 0], [0, 1], [0, 1]],
     [[0, 1], [1], [0]],
     [[2, 0], [1, 0], [4]],
     [[0], [3, 1, 3], []],

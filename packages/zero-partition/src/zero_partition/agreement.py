@@ -124,16 +124,16 @@ class Liveness:
 class Agreement:
     """Where the ranks of one engine meet.
 
-    Every rank passes the same points in the same order: the start of a forward or backward pass, the end of one whose
-    order may lack units, the step, a gather by the user. What a rank has observed since the last meeting goes along
-    with its message (`Observations`).
+    Every rank passes the same points in the same order: the start and the end of a forward or backward pass that
+    gathers, the step, a gather by the user. What a rank has observed since the last meeting goes along with its message
+    (`Observations`).
 
     [Note: requests] Within a pass, gathers follow the agreed order and each unit comes once. A rank that needs a unit
     the order cannot give (released already, or never learned) joins what is left of the order and then sends a
     *request* at its next agreement point. The other ranks meet the request at their next point, whatever that is,
     serve it, and repeat their own message. So nobody hangs and nobody has to guess what another rank will compute.
-    A pass whose order is not learned, or does not hold every unit that it may need, ends with such a point: what comes
-    after it may wait for all ranks in a way that serves nobody, a collective of the user's.
+    A pass ends with such a point, for what comes after it may wait for all ranks in a way that serves nobody: a
+    collective of the user's.
 
     Attributes:
         synced: ranks may be at a forward pass or done (see `meet_done`), until it is false again.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Protocol, cast
 
 from .dispatch_modes import outside_transforms
@@ -29,8 +28,6 @@ class OrderedGathers:
         self._releasable = [u.index for u in units if u.releasable]
         self._schedules: dict[str, GatherSchedule] = {}
         self._learned: set[str] = set()
-        self._vary = False
-        self._under: dict[str, AbstractSet[int]] = {}
         self._key = ""
         self._schedule: GatherSchedule | None = None
         self._used: dict[int, None] = {}
@@ -69,13 +66,6 @@ class OrderedGathers:
     def remaining(self) -> Sequence[int]:
         """Units of the running pass's order that are not issued yet."""
         return () if self._schedule is None else self._schedule.remaining()
-
-    def may_lack(self, module: str) -> bool:
-        """Return whether a rank may need more units of ``module`` than the order of the running pass, else of the last
-        one, gives: it is not learned or lacks some, or ranks have used different ones."""
-        if self._vary or self._key not in self._learned:
-            return True
-        return not self._schedules[self._key].holds(self._units_under(module))
 
     def position(self, unit: Unit) -> int:
         """Place of a unit in the running pass's order; -1 when it is not in it."""
@@ -179,7 +169,6 @@ class OrderedGathers:
         self.abandon()
         self._schedules.clear()
         self._learned.clear()
-        self._vary = False
         self._observed.clear()
         self._outside.clear()
 
@@ -192,19 +181,9 @@ class OrderedGathers:
         """Merge the ranks' observations (rank order) into the orders; same result on every rank."""
         for key in dict.fromkeys(k for observed in observed_by_rank for k in observed):
             base = [self._schedules[key].order] if key in self._learned else []
-            self._vary = self._vary or any(one.get(key) != observed_by_rank[0].get(key) for one in observed_by_rank)
             order = merge_orders([*base, *(observed[key] for observed in observed_by_rank if key in observed)])
             self._schedules[key] = GatherSchedule(order)
             self._learned.add(key)
-
-    def _units_under(self, module: str) -> AbstractSet[int]:
-        """The releasable units of ``module`` and those inside it."""
-        if module not in self._under:
-            inside = module + "."
-            members = ((i, self._units[i].plan.members) for i in self._releasable)
-            under = (i for i, names in members if any(n == module or n.startswith(inside) for n in names))
-            self._under[module] = frozenset(under if module else self._releasable)
-        return self._under[module]
 
     def _issue(self, unit: Unit) -> None:
         unit.issue_gather(self._step.value)

@@ -223,7 +223,7 @@ class Passes:
         self._gatherer.end()
         if self._unannounced.trains:
             self._released_use.forward_ended()
-        self._meet_at_end(name)
+        self._agreement.agree(END_OF_PASS, self._gathers.key)
 
     # -- the backward pass -------------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class Passes:
             self._reducer.settle_late()
         self._interleaving.end()
         if self._sharded:
-            self._meet_at_end("")
+            self._agreement.agree(END_OF_PASS, self._gathers.key)
         self._calls.in_backward = False
         shown = self._loop.reduces_now()
         if shown:
@@ -328,11 +328,6 @@ class Passes:
         """Frozen units have no gradient that says when backward is done with them; those with one member go by the
         order."""
         return not unit.plan.trainable and len(unit.plan.members) == 1 and not self._calls.is_running(unit)
-
-    def _meet_at_end(self, module: str) -> None:
-        """A pass of ``module`` is over on this rank: meet the others where its order may lack units."""
-        if self._gathers.may_lack(module):
-            self._agreement.agree(END_OF_PASS, self._gathers.key)
 
     # -- failures ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
 
 
 def merge_orders(observed: Iterable[Sequence[int]]) -> list[int]:
@@ -39,10 +38,6 @@ class GatherSchedule:
     def position(self, unit: int) -> int:
         """Place of a unit in the order; -1 when it is not in it."""
         return self._index.get(unit, -1)
-
-    def holds(self, units: AbstractSet[int]) -> bool:
-        """Return whether all of ``units`` are in the order."""
-        return units <= self._index.keys()
 
     def pending_until(self, unit: int) -> list[int] | None:
         """Units to issue, in order, so that ``unit`` is among the issued; None when the pass cannot issue it (any
