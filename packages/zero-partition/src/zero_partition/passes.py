@@ -143,6 +143,8 @@ class Passes:
             if not self._calls.in_backward:
                 self._thread = threading.get_ident()
                 self._begin_forward(name)
+            elif self._unannounced.trains and self._absent() is not None:
+                self._saved.open_in_backward()
         elif self._sharded and not self._calls.in_backward and self._thread != threading.get_ident():
             raise PartitionError(
                 f"module '{name}' was called in another thread than the forward pass that it is a part of: threads run "
@@ -177,7 +179,9 @@ class Passes:
                 self._release_when_done(unit)
         if name == self._calls.outermost:
             self._calls.outermost = None
-            if not self._calls.in_backward:
+            if self._calls.in_backward:
+                self._saved.close()
+            else:
                 self._end_forward(name, failure)
 
     def keeper_done(self, name: str, units: Sequence[Unit]) -> None:
@@ -279,6 +283,7 @@ class Passes:
     def gradient_ready(self, unit: int, number: int, hook: GradientHook) -> None:
         """Take the gradient of parameter ``number`` of a unit, which autograd has finished."""
         if not self._calls.in_backward:
+            self._gradient_watch.end()  # else it would take what follows for the user's
             self._arrivals.take_left()
             parameter = self._units[unit].parameters[number]
             gradient, parameter.grad = parameter.grad, None  # else the pass would take it for the user's

@@ -47,6 +47,13 @@ class SavedViews:
         self._context = saved_tensors_hooks(self._make_pack(self._outer), self._unpack)
         self._context.__enter__()
 
+    def open_in_backward(self) -> None:
+        """Start catching what autograd saves of a forward that backward computes again, unless checkpointing catches it
+        itself: what it keeps are views, whose memory stays."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is None or getattr(outer[0], "__module__", "") != REPLAYING:
+            self.open()
+
     def close(self) -> None:
         """Stop; tensors saved so far keep their hooks."""
         if self._context is not None:
