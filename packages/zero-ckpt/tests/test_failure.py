@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import ThreadCoordinator, on_ranks
@@ -20,6 +21,7 @@ from zero_ckpt import (
     save_sharded,
 )
 from zero_ckpt.commit import Staging
+from zero_ckpt.coordination import together
 from zero_ckpt.latest import write_latest
 
 
@@ -215,6 +217,22 @@ def test_damage_met_while_loading_sends_all_ranks_back_to_the_last_good_checkpoi
     assert on_ranks(2, part) == [("s1", b""), ("s1", b"\1" * 8)]
     with pytest.raises(DamagedError, match=r"'w' \(param\) in .*s2/rank-00000.safetensors: elements 0 to 8"):
         restore(tmp_path, lambda checkpoint: checkpoint.read("w", "param"), "s2")
+
+
+def test_a_failure_of_this_rank_and_that_of_the_exchange_are_both_told(tmp_path: Path) -> None:
+    class Gone(ThreadCoordinator):
+        def all_gather_object(self, obj: object) -> list[object]:
+            raise ConnectionError("peer closed the connection")
+
+    def part() -> None:
+        raise FileNotFoundError("the others have removed it")
+
+    def told(group: ThreadCoordinator) -> Any:
+        return together(Gone(group.rank, group.world_size, group._barrier, group._slots), "saving", part)
+
+    (error,) = on_ranks(1, told)
+    assert isinstance(error, CheckpointError)
+    assert "the others have removed it" in str(error) and "peer closed the connection" in str(error)
 
 
 def test_a_rank_that_disappears_is_a_typed_error_for_the_others(tmp_path: Path) -> None:

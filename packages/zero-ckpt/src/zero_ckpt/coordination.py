@@ -26,10 +26,10 @@ def together(coordinator: Coordinator, what: str, part: Callable[[], T]) -> list
     try:
         answers = coordinator.all_gather_object([None if own is None else _describe(own), result])
     except Exception as error:
-        causes = {coordinator.rank: f"the ranks could not agree, one may be gone: {error}"}
-        if own is not None:
-            causes[coordinator.rank] = _describe(own)[1]
-        raise CheckpointError(f"{what} failed", causes) from (own or error)
+        cause = f"the ranks could not agree, one may be gone: {error}"
+        if own is not None:  # its reason may be that the others have given up
+            cause = f"{_describe(own)[1]}; and {cause}"
+        raise CheckpointError(f"{what} failed", {coordinator.rank: cause}) from (own or error)
     if own is not None and not isinstance(own, Exception):
         raise own
     causes = {rank: answer[0] for rank, answer in enumerate(answers) if answer[0] is not None}
