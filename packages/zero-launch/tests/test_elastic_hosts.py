@@ -38,7 +38,7 @@ def cluster() -> ElasticCluster:
     """A launcher that leads a round of two hosts with one rank each."""
     job = LaunchSpec("true", program=True, quiet=True, max_restarts=1, elastic=(1, 2))
     cluster = ElasticCluster(ClusterSpec(job, Hostfile({"a": (0,), "b": (0,)}), Transport("local")))
-    for number, (name, peer) in enumerate(cluster._peers.items()):
+    for number, (name, peer) in enumerate(cluster._roster.peers.items()):
         cluster.hear(name, {"kind": "hello", "hostname": "", "versions": versions(), "address": ""})
         cluster.hear(name, {"kind": "ready", "failures": []})
         cluster.hear(name, {"kind": "started", "pids": {str(number): 11 + number}})
@@ -59,9 +59,9 @@ def test_a_host_that_ends_by_itself_is_lost_and_the_others_go_on(cluster):
 def test_a_host_that_ends_because_it_was_asked_to_or_for_what_its_ranks_did_ends_the_job(cluster):
     cluster.hear("b", {**ENDED, "divergence": "the ranks asked for different collectives"})
     assert cluster._stopping == "host b failed"
-    cluster._peers["a"].send("stop")
+    cluster._roster.peers["a"].send("stop")
     cluster.hear("a", ENDED)
-    assert not cluster._there() and not cluster._calls and not cluster._lost
+    assert not cluster._roster.there and not cluster._calls and not cluster._lost
 
 
 def test_a_host_that_ends_by_itself_when_no_restart_is_left_ends_the_job_with_its_reason(cluster):
@@ -81,8 +81,8 @@ def test_a_host_that_cannot_run_the_job_says_why_in_the_error(cluster):
 def test_why_a_host_does_not_come_back_is_said_once_until_it_changes(cluster, capfd):
     cluster._spec.job.__dict__["quiet"] = False
     for why in ("no route", "no route", "refused", "no route"):
-        peer = cluster._renewed(next(peer for peer in cluster._peers.values() if peer.name == "b"))
-        cluster.hear(peer.key, {"kind": "eof", "why": why})
+        cluster._roster.peers["b"].state = "called"
+        cluster.hear("b", {"kind": "eof", "why": why})
     told = [line.rpartition(": ")[2] for line in capfd.readouterr().err.splitlines()]
     assert told == ["no route", "refused", "no route"]
 
@@ -91,16 +91,16 @@ def test_a_launcher_that_was_held_up_reads_what_hosts_said_before_it_judges_them
     reader, writer = (os.fdopen(number, mode) for number, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
     channel = Channel("a", reader, writer, cluster._inbox, kinds=FROM_LAUNCHER)  # it hears itself, as a host hears it
     channel.heard_at -= 30.0
-    cluster._peers["a"].channel = channel
-    cluster._looked_at = time.monotonic() - 5.0
+    cluster._roster.peers["a"].channel = channel
+    cluster._roster._looked_at = time.monotonic() - 5.0
     cluster._find_the_silent()
-    assert cluster._peers["a"].there
+    assert cluster._roster.peers["a"].there
     for _ in range(3):
         time.sleep(0.2)
         cluster._find_the_silent()
     channel.heard_at -= 30.0
     cluster._find_the_silent()
-    assert not cluster._peers["a"].there
+    assert not cluster._roster.peers["a"].there
     channel.close()
 
 

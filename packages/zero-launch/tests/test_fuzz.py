@@ -331,7 +331,7 @@ def memory(field: str) -> int:
 @pytest.fixture
 def one_look(monkeypatch) -> None:
     """What is installed is looked up once; that takes longer than all else."""
-    monkeypatch.setattr("zero_launch.cluster.versions", lambda: dict(HERE))
+    monkeypatch.setattr("zero_launch.roster.versions", lambda: dict(HERE))
 
 
 def run(kind: str, count: int, rng: random.Random, folder: Path) -> str:

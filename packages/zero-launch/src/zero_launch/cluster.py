@@ -6,30 +6,24 @@ import dataclasses
 import queue
 import secrets
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
-from zero_launch.addresses import Addresses
-from zero_launch.channel import BEAT_SECONDS
 from zero_launch.desync import FlightRecord, difference, explain
-from zero_launch.facts import versions
+from zero_launch.heard_signals import HeardSignals
 from zero_launch.messages import Message
 from zero_launch.outcome import failures_in_order, notes
-from zero_launch.peers import Inbox, Listener, Peer, call
+from zero_launch.peers import Inbox, Peer
 from zero_launch.presence import WAIT_SECONDS, Presence
 from zero_launch.record import record_interruption
 from zero_launch.repeats import Repeats
 from zero_launch.report import LaunchError, RankFailure, signal_name
-from zero_launch.requeue import SIGNALS, LeftEarly, Requests, hold, release
+from zero_launch.requeue import SIGNALS, LeftEarly, Requests
+from zero_launch.roster import Roster, other_version
 from zero_launch.spec import ClusterSpec
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_START_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
 
@@ -40,11 +34,8 @@ class Cluster:
         self._spec = spec
         self._inbox: Inbox = Inbox()
         self._job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        self._peers = {name: Peer(name, slots) for name, slots in spec.hosts.hosts.items()}
-        self._callers = [Peer(str(number), ()) for number in range(1, spec.nodes)]
-        self._peers.update({peer.key: peer for peer in self._callers})
-        self._addresses = Addresses(spec)
-        self._listener: Listener | None = None
+        self._signals = HeardSignals(self._inbox, requeue=spec.job.requeue)
+        self._roster = Roster(spec, self._inbox)
         self._store_host: Peer | None = None
         self._presence = Presence(0, "")
         self._attempt = 0
@@ -58,8 +49,6 @@ class Cluster:
         self._left = False
         self._divergence: str | None = None
         self._repeats = Repeats()
-        self._looked_at = time.monotonic()
-        self._judge_at = 0.0
         self._lost: list[tuple[float, RankFailure]] = []
         self._troubles: list[str] = []
         self._handlers: dict[str, Callable[[Peer, Message], None]] = {
@@ -85,98 +74,58 @@ class Cluster:
     def run(self) -> None:
         """Everything, in order; see `launch_cluster`."""
         self._check()
-        saved = self._take_signals()
+        self._signals.take()
         try:
-            self._call_all()
+            self._roster.call_all()
             self._greet_all()
             if self._stopping is None:
                 self._lead()
             self._end_all()
         finally:
-            for peer in self._peers.values():
-                peer.close()
-            if self._listener is not None:
-                self._listener.close()
-            if self._asked_to_end and saved:
-                hold()
-            for signum, handler in saved.items():
-                signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+            self._roster.close()
+            self._signals.give_back(held=self._asked_to_end)
         self._conclude()
 
     def _check(self) -> None:
         self._spec.transport.check()
         if self._spec.job.direct_rank is not None:
             raise ValueError("direct_rank: on several hosts no rank can have the terminal; leave it away")
-        if self._minimum > len(self._peers):
-            listing = ", ".join(self._peers)
-            raise ValueError(f"{self._minimum} hosts are needed, but the host list has {len(self._peers)}: {listing}")
-
-    def _take_signals(self) -> dict[signal.Signals, Any]:
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        heard = (*_SIGNALS, signal.SIGUSR1) if self._spec.job.requeue else _SIGNALS
-        saved = {s: signal.getsignal(s) for s in heard if signal.getsignal(s) is not signal.SIG_IGN}
-
-        def hear(signum: int, frame: FrameType | None) -> None:
-            self._inbox.put(("", {"kind": "signal", "signal": signum}))
-
-        for signum in saved:
-            signal.signal(signum, hear)
-        if self._spec.job.requeue:
-            release()
-        return saved
-
-    def _call_all(self) -> None:
-        spec = self._spec
-        if self._callers:
-            own = self._addresses.of_launcher()
-            self._listener = Listener(self._inbox, address=own, port=spec.master_port, token=spec.token)
-            self._addresses.listening = self._listener.address
-        elif not spec.transport.carries_input:
-            self._listener = Listener(self._inbox)
-        for peer in self._callers:
-            if self._listener is not None:
-                self._listener.await_peer(peer)
-        for peer in self._peers.values():
-            if peer not in self._callers:
-                listener = None if spec.transport.carries_input else self._listener
-                call(peer, spec.transport, self._inbox, listener, heedless=spec.job.requeue)
+        if self._minimum > len(self._roster.peers):
+            listing = ", ".join(self._roster.peers)
+            raise ValueError(
+                f"{self._minimum} hosts are needed, but the host list has {len(self._roster.peers)}: {listing}"
+            )
 
     def _greet_all(self) -> None:
         """Wait for every host's hello; then the job goes out to all, or the reasons why it cannot."""
-        end = time.monotonic() + (_START_SECONDS if self._callers else self._spec.transport.connect_seconds + 20)
+        end = time.monotonic() + self._roster.seconds_to_greet
         say_at = time.monotonic() + WAIT_SECONDS
-        while self._stopping is None and any(peer.state == "called" for peer in self._peers.values()):
+        while self._stopping is None and any(peer.state == "called" for peer in self._roster.peers.values()):
             if time.monotonic() > say_at:
                 say_at = end
-                self._remark(self._waiting())
+                self._remark(self._roster.waiting())
             if time.monotonic() > end:
-                for peer in self._peers.values():
+                for peer in self._roster.peers.values():
                     if peer.state == "called":
                         self._drop(peer, f"{title(peer)} did not answer in time")
             self._next_message()
         if self._stopping is not None:
             return
         minimum = self._minimum
-        if len(self._there()) < minimum:
-            self._stop(f"{len(self._there())} of {len(self._peers)} hosts can take part, {minimum} are needed")
+        if len(self._roster.there) < minimum:
+            self._stop(
+                f"{len(self._roster.there)} of {len(self._roster.peers)} hosts can take part, {minimum} are needed"
+            )
             return
         for trouble in self._troubles:
             self._say(trouble)
         self._troubles.clear()
-        for peer in self._there():
+        for peer in self._roster.there:
             self._send_job(peer)
-
-    def _waiting(self) -> str:
-        names = [peer.name for peer in self._peers.values() if peer.state == "called"]
-        kind, where = ("hosts", "")
-        if self._callers and self._listener is not None:
-            kind, where = "nodes", f" at {self._listener.address}:{self._listener.port}"
-        return f"waiting for {len(names)} of {len(self._peers)} {kind}{where}: {', '.join(names)}"
 
     @property
     def _minimum(self) -> int:
-        return len(self._peers) if self._spec.min_hosts is None else self._spec.min_hosts
+        return len(self._roster.peers) if self._spec.min_hosts is None else self._spec.min_hosts
 
     def _send_job(self, peer: Peer) -> None:
         job = self._spec.job
@@ -194,7 +143,7 @@ class Cluster:
             colours=colour,
             host=peer.name,
             generation=peer.generation,
-            address=self._addresses.of(peer) or peer.hello["address"],
+            address=self._roster.addresses.of(peer) or peer.hello["address"],
             elastic=self._terms(peer),
         )
         if self._asked_to_end:
@@ -205,7 +154,7 @@ class Cluster:
         return None
 
     def _lead(self) -> None:
-        while self._stopping is None and self._there():
+        while self._stopping is None and self._roster.there:
             self._next_message()
             self._find_the_silent()
             for text in self._presence.remarks():
@@ -213,16 +162,16 @@ class Cluster:
 
     def _end_all(self) -> None:
         """Have every host end what it runs; a host that does not confirm it in time is given up."""
-        for peer in self._there():
+        for peer in self._roster.there:
             peer.send("stop")
         end = time.monotonic() + self._spec.job.grace_seconds + 2 * self._spec.job.silence_seconds
-        while self._there() and time.monotonic() < end:
+        while self._roster.there and time.monotonic() < end:
             self._next_message()
             self._find_the_silent()
 
     def _conclude(self) -> None:
         failures = self._failures()
-        peers = list(self._peers.values())
+        peers = list(self._roster.peers.values())
         if self._interrupted is not None:
             ended_by = f"interrupted by {signal_name(self._interrupted)}"
             self._say(f"{ended_by}; every process of the job has ended on every host")
@@ -274,12 +223,12 @@ class Cluster:
         if not self._asked_to_end:
             self._asked_to_end = True
             self._say(f"{why}: the ranks save a checkpoint after this step, and end")
-            for peer in self._there():
+            for peer in self._roster.there:
                 peer.send("end")
 
     def hear(self, name: str, message: Message) -> None:
         """Take in what the host ``name`` says."""
-        peer = self._peers.get(name)
+        peer = self._roster.peers.get(name)
         if peer is None or not peer.there:
             return
         handler = self._handlers.get(message["kind"])
@@ -290,12 +239,9 @@ class Cluster:
 
     def _on_hello(self, peer: Peer, message: Message) -> None:
         peer.hello = message
-        here = versions()
-        for package in sorted(here.keys() | message["versions"].keys()):
-            mine, theirs = here.get(package, "not installed"), message["versions"].get(package, "not installed")
-            if mine != theirs:
-                self._drop(peer, f"{title(peer)}: {package} is {theirs} there and {mine} here; install the same")
-                return
+        if (other := other_version(message["versions"])) is not None:
+            self._drop(peer, f"{title(peer)}: {other}")
+            return
         peer.state = "greeted"
 
     def _on_asked(self, peer: Peer, message: Message) -> None:
@@ -310,7 +256,7 @@ class Cluster:
     def _on_ready(self, peer: Peer, message: Message) -> None:
         peer.state = "ready"
         peer.failures += message["failures"]
-        if all(other.state == "ready" for other in self._there()):
+        if all(other.state == "ready" for other in self._roster.there):
             self._begin_round()
 
     def _begin_round(self) -> None:
@@ -322,12 +268,12 @@ class Cluster:
             self._say(f"{error}\nzero-launch: restart {self._attempt} of {self._spec.job.max_restarts}")
             self._divergence = None
             self._lost.clear()
-        for peer in self._there():
+        for peer in self._roster.there:
             peer.failures, peer.records, peer.stalled, peer.divergence = [], {}, False, None
         self._began_at = time.time()
-        self._store_host = self._there()[0]
-        address = self._spec.bind_address or self._addresses.of_store(self._store_host)
-        self._store_host.send("serve", address=address, port=0 if self._callers else self._spec.master_port)
+        self._store_host = self._roster.there[0]
+        address = self._spec.bind_address or self._roster.addresses.of_store(self._store_host)
+        self._store_host.send("serve", address=address, port=self._roster.store_port)
 
     def _is_hopeless(self, number: int) -> bool:
         """Stop the job, instead of restart ``number``, when the attempt that ended failed as those before it did."""
@@ -340,8 +286,8 @@ class Cluster:
     def _on_store(self, peer: Peer, message: Message) -> None:
         if peer is not self._store_host:
             return
-        address = self._addresses.of_store(peer)
-        peers = self._there()
+        address = self._roster.addresses.of_store(peer)
+        peers = self._roster.there
         ranks = sum(len(other.slots) for other in peers)
         self._presence = Presence(ranks, f"{address}:{message['port']}")
         first = 0
@@ -375,18 +321,18 @@ class Cluster:
             self._say(message["divergence"])
         if self._divergence is not None or not self._restart():
             # It ends by itself and says what happened; the others are told to.
-            for other in self._there():
+            for other in self._roster.there:
                 if other is not peer:
                     other.send("stop")
 
     def _restart(self) -> bool:
         """Begin another attempt if there is one left and the hosts for it; whether that is so."""
-        enough = len(self._there()) >= self._minimum
+        enough = len(self._roster.there) >= self._minimum
         if self._attempt >= self._spec.job.max_restarts or self._finishing or not enough:
             return False
         self._restarting = True
         self._attempt += 1
-        for peer in self._there():
+        for peer in self._roster.there:
             if peer.state in ("running", "done"):
                 peer.send("restart")
         return True
@@ -394,8 +340,8 @@ class Cluster:
     def _on_stalled(self, peer: Peer, message: Message) -> None:
         peer.stalled = message["stalled"]
         peer.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
-        records = {rank: record for other in self._there() for rank, record in other.records.items()}
-        if all(other.stalled for other in self._there()):
+        records = {rank: record for other in self._roster.there for rank, record in other.records.items()}
+        if all(other.stalled for other in self._roster.there):
             self._divergence = explain(records, stalled=len(records) == self._world_size)
             if self._divergence is not None:
                 self._say(self._divergence)
@@ -414,9 +360,9 @@ class Cluster:
 
     def _on_done(self, peer: Peer, message: Message) -> None:
         peer.state = "done"
-        if not self._restarting and all(other.state == "done" for other in self._there()):
+        if not self._restarting and all(other.state == "done" for other in self._roster.there):
             self._finishing = True
-            for other in self._there():
+            for other in self._roster.there:
                 other.send("finish")
 
     def _on_ended(self, peer: Peer, message: Message) -> None:
@@ -437,7 +383,7 @@ class Cluster:
         self._stop(f"{title(peer)} cannot run the job")
 
     def _on_eof(self, peer: Peer, message: Message) -> None:
-        status = self._exit_status(peer)
+        status = peer.exit_status()
         if peer.state == "called":
             why = message["why"] if status is None else self._spec.transport.explain(status)
             self._drop(peer, "\n".join([f"{title(peer)}: {why}", *(f"  | {line}" for line in peer.errors)]))
@@ -446,28 +392,11 @@ class Cluster:
         how = "" if ended is None else f" ({self._spec.transport.launcher} ended with {ended})"
         self._lose(peer, f"{title(peer)} was lost: {message['why']}{how}")
 
-    def _exit_status(self, peer: Peer) -> int | None:
-        if peer.process is None:
-            return None
-        try:
-            return peer.process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return None
-
     # -- losing hosts
 
     def _find_the_silent(self) -> None:
-        now = time.monotonic()
-        held_up, self._looked_at = now - self._looked_at > BEAT_SECONDS, now
-        if held_up:  # this process was stopped, say: what hosts said meanwhile is not read yet
-            self._judge_at = now + BEAT_SECONDS
-        if now < self._judge_at:
-            return
-        for peer in self._there():
-            # A host that imports torch may not get a word out until that is done.
-            limit = _START_SECONDS if peer.state in ("called", "greeted") else self._spec.job.silence_seconds
-            if peer.channel is not None and peer.channel.silence > limit:
-                self._lose(peer, f"{title(peer)} was lost: no sign of life for {peer.channel.silence:.1f} s")
+        for peer, seconds in self._roster.silent():
+            self._lose(peer, f"{title(peer)} was lost: no sign of life for {seconds:.1f} s")
 
     def _drop(self, peer: Peer, why: str) -> None:
         """A host that never began."""
@@ -486,29 +415,26 @@ class Cluster:
             detail = ""
         if self._stopping is None and (not peer.ranks or ended_well):
             self._troubles.append(why)
-        if self._restarting and len(self._there()) < self._minimum:
+        if self._restarting and len(self._roster.there) < self._minimum:
             self._restarting = False
             self._stop(why)
-        elif self._restarting and all(other.state == "ready" for other in self._there()):
+        elif self._restarting and all(other.state == "ready" for other in self._roster.there):
             self._begin_round()
         elif not self._restarting and self._stopping is None and not self._restart():
             self._stop(why)
 
     # -- small things
 
-    def _there(self) -> list[Peer]:
-        return [peer for peer in self._peers.values() if peer.there]
-
     @property
     def _world_size(self) -> int:
-        return sum(len(peer.slots) for peer in self._peers.values())
+        return self._roster.slots
 
     def _stop(self, why: str) -> None:
         if self._stopping is None:
             self._stopping = why
 
     def _failures(self) -> list[RankFailure]:
-        return failures_in_order(list(self._peers.values()), self._lost, self._began_at)
+        return failures_in_order(list(self._roster.peers.values()), self._lost, self._began_at)
 
     def _say(self, text: str) -> None:
         print(f"zero-launch: {text}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from zero_launch.cluster import Cluster, title
 from zero_launch.meeting_state import StateKeeper, on_another_clock, places_in
 from zero_launch.messages import Message
 from zero_launch.outcome import failures_in_order
-from zero_launch.peers import Peer, call
+from zero_launch.peers import Peer
 from zero_launch.presence import Presence
 from zero_launch.report import LaunchError, RankFailure
 from zero_launch.sockets import LOOPBACK
@@ -64,10 +64,10 @@ class ElasticCluster(Cluster):
         if spec.job.elastic is None:
             raise ValueError("elastic: expected the least and the most ranks, got None")
         self._least_ranks, most = spec.job.elastic
-        slots = [len(peer.slots) or spec.job.nproc for peer in self._peers.values()]
+        slots = [len(peer.slots) or spec.job.nproc for peer in self._roster.peers.values()]
         self._least, self._most = host_bounds(slots, self._least_ranks, most)
         self._keeper = StateKeeper()
-        self._places = {peer.name: f"{number:05d}" for number, peer in enumerate(self._peers.values())}
+        self._places = {peer.name: f"{number:05d}" for number, peer in enumerate(self._roster.peers.values())}
         self._leading = False
         self._over = False
         self._rounds = 0
@@ -93,7 +93,7 @@ class ElasticCluster(Cluster):
         return self._least
 
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
-        address = self._addresses.of(peer) or peer.hello["address"] or LOOPBACK
+        address = self._roster.addresses.of(peer) or peer.hello["address"] or LOOPBACK
         return {
             "place": self._places[peer.name],
             "address": address,
@@ -120,28 +120,17 @@ class ElasticCluster(Cluster):
         """Have a lost host called again; a node that comes by itself may take its place again."""
         if self._stopping is not None:
             return
-        if peer not in self._callers:
+        if self._roster.comes_by_itself(peer):
+            self._roster.renew(peer)
+        else:
             self._calls[peer.name] = time.monotonic() + CALL_AGAIN_SECONDS
-            return
-        new = self._renewed(peer)
-        self._callers[self._callers.index(peer)] = new
-        if self._listener is not None:
-            self._listener.await_peer(new)
-
-    def _renewed(self, peer: Peer) -> Peer:
-        new = Peer(peer.name, peer.slots, generation=peer.generation + 1)
-        self._peers = {key: other for key, other in self._peers.items() if other is not peer} | {new.key: new}
-        peer.let_go()
-        return new
 
     def _call_again(self) -> None:
         now = time.monotonic()
         for name in [name for name, at in self._calls.items() if now >= at]:
             del self._calls[name]
-            lost = next(peer for peer in self._peers.values() if peer.name == name)
-            new = self._renewed(lost)
-            listener = None if self._spec.transport.carries_input else self._listener
-            call(new, self._spec.transport, self._inbox, listener, heedless=self._spec.job.requeue)
+            lost = next(peer for peer in self._roster.peers.values() if peer.name == name)
+            self._roster.renew(lost)
 
     def _on_hello(self, peer: Peer, message: Message) -> None:
         super()._on_hello(peer, message)
@@ -152,7 +141,7 @@ class ElasticCluster(Cluster):
 
     def _lead(self) -> None:
         self._leading = True
-        for peer in [peer for peer in self._peers.values() if peer.state == "lost"]:
+        for peer in [peer for peer in self._roster.peers.values() if peer.state == "lost"]:
             self._call_later(peer)
         while self._stopping is None and not self._over:
             self._next_message()
@@ -161,15 +150,15 @@ class ElasticCluster(Cluster):
             self._answer()
             for text in self._presence.remarks():
                 self._remark(text)
-            if any(peer.state in ("running", "done") for peer in self._there()):
+            if any(peer.state in ("running", "done") for peer in self._roster.there):
                 self._ran_at = time.monotonic()
             elif time.monotonic() - self._ran_at > MEET_SECONDS:
-                there = sum(len(peer.slots) for peer in self._there())
+                there = sum(len(peer.slots) for peer in self._roster.there)
                 self._troubles += self._reasons.values()
                 self._stop(f"no round in {MEET_SECONDS} s: {there} ranks can take part, {self._least_ranks} are needed")
 
     def _end_all(self) -> None:
-        for peer in self._there():
+        for peer in self._roster.there:
             if peer.state == "called":
                 peer.state = "lost"
                 peer.let_go()
@@ -205,8 +194,8 @@ class ElasticCluster(Cluster):
     def _review(self) -> None:
         """Say for whom a round waits: for hosts that are still getting ready the first one does, no later one."""
         counted = ("ready", "running", "done") if self._rounds else ("greeted", "ready", "running", "done")
-        here = [peer for peer in self._there() if peer.state in counted]
-        slots = {self._places[peer.name]: len(peer.slots) for peer in self._peers.values()}
+        here = [peer for peer in self._roster.there if peer.state in counted]
+        slots = {self._places[peer.name]: len(peer.slots) for peer in self._roster.peers.values()}
         self._keeper.review([self._places[peer.name] for peer in here][: self._most], slots, self._least_ranks)
 
     def _on_ready(self, peer: Peer, message: Message) -> None:
@@ -225,15 +214,15 @@ class ElasticCluster(Cluster):
 
     def _ask_to_grow(self) -> None:
         """Have the ranks leave at their next checkpoint when a host waits that the job has room for."""
-        running = [peer for peer in self._there() if peer.state == "running"]
-        waits = any(peer.state == "ready" for peer in self._there())
+        running = [peer for peer in self._roster.there if peer.state == "running"]
+        waits = any(peer.state == "ready" for peer in self._roster.there)
         if waits and running and len(running) < self._most:
             for peer in running:
                 peer.send("grow", attempt=self._attempt)
 
     def _on_served(self, peer: Peer, message: Message) -> None:
         """A round is agreed, and its first host has opened the store."""
-        members = [p for p in self._there() if self._places[p.name] in self._keeper.participants]
+        members = [p for p in self._roster.there if self._places[p.name] in self._keeper.participants]
         if peer not in members:
             return
         if self._restarting and self._is_hopeless(self._restarts):
@@ -250,7 +239,7 @@ class ElasticCluster(Cluster):
         self._remark(
             f"round {self._attempt}: {self._ranks} ranks on {', '.join(m.name for m in self._ordered(members))}"
         )
-        for other in self._peers.values():
+        for other in self._roster.peers.values():
             other.failures, other.records, other.stalled, other.divergence = [], {}, False, None
         first = 0
         for member in self._ordered(members):
@@ -290,7 +279,7 @@ class ElasticCluster(Cluster):
             return False
         self._restarts += 1
         self._restarting = True
-        for peer in self._there():
+        for peer in self._roster.there:
             if peer.state in ("running", "done"):
                 peer.send("again", attempt=self._attempt)
         self._attempt += 1
@@ -321,10 +310,10 @@ class ElasticCluster(Cluster):
 
     def _on_done(self, peer: Peer, message: Message) -> None:
         peer.state = "done"
-        if self._restarting or any(other.state == "running" for other in self._there()):
+        if self._restarting or any(other.state == "running" for other in self._roster.there):
             return
         self._finishing = True
-        for other in self._there():
+        for other in self._roster.there:
             other.send("finish" if other.state == "done" else "stop")
             if other.state != "done":
                 other.state = "ended"  # it waited for a round that does not come
@@ -336,7 +325,7 @@ class ElasticCluster(Cluster):
             self._lose(peer, f"{title(peer)} was lost: {why}")
             return
         super()._on_ended(peer, message)
-        self._over = not any(other.state in ("running", "done", "ready", "greeted") for other in self._there())
+        self._over = not any(other.state in ("running", "done", "ready", "greeted") for other in self._roster.there)
 
     def _ended_by_itself(self, peer: Peer, message: Message) -> bool:
         """Return whether neither this launcher nor what the ranks did is the reason for a host's end."""

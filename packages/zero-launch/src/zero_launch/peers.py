@@ -78,6 +78,15 @@ class Peer:
         """Return what its program wrote to standard error, for a report."""
         return "\n".join(self.errors)
 
+    def exit_status(self) -> int | None:
+        """Return the status with which the program that called it has ended; None while it runs, or without one."""
+        if self.process is None:
+            return None
+        try:
+            return self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return None
+
     def let_go(self) -> None:
         """End the program that carried a lost host's channel, without waiting for it."""
         if self.process is not None and self.process.poll() is None:

@@ -1,0 +1,47 @@
+"""Signals to the launcher of a job on several hosts, taken in as messages among those of the hosts."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from zero_launch.peers import Inbox
+from zero_launch.requeue import hold, release
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class HeardSignals:
+    """From `take` to `give_back` signals become messages in ``inbox``; off the main thread nothing is taken.
+
+    ``requeue``: the job goes back into the scheduler's queue when asked to end (see [Note: requeue signals]).
+    """
+
+    def __init__(self, inbox: Inbox, *, requeue: bool) -> None:
+        self._inbox = inbox
+        self._requeue = requeue
+        self._saved: dict[signal.Signals, Any] = {}
+
+    def take(self) -> None:
+        """Have the signals heard that this process does not ignore."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        heard = (*_SIGNALS, signal.SIGUSR1) if self._requeue else _SIGNALS
+        self._saved = {s: signal.getsignal(s) for s in heard if signal.getsignal(s) is not signal.SIG_IGN}
+        for signum in self._saved:
+            signal.signal(signum, self._hear)
+        if self._requeue:
+            release()
+
+    def _hear(self, signum: int, frame: FrameType | None) -> None:
+        self._inbox.put(("", {"kind": "signal", "signal": signum}))
+
+    def give_back(self, *, held: bool) -> None:
+        """Put the handlers back; ``held``: the signals that ask for an end wait from here on."""
+        if held and self._saved:
+            hold()
+        for signum, handler in self._saved.items():
+            signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+        self._saved = {}

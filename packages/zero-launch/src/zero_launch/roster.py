@@ -1,0 +1,125 @@
+"""The hosts of one job: who they are, how the launcher reaches each, and who still takes part."""
+
+from __future__ import annotations
+
+import time
+
+from zero_launch.addresses import Addresses
+from zero_launch.channel import BEAT_SECONDS
+from zero_launch.facts import versions
+from zero_launch.peers import Inbox, Listener, Peer, call
+from zero_launch.spec import ClusterSpec
+
+START_SECONDS = 120.0
+"""How long a host may take to come by itself, or to say a word while it imports torch."""
+
+
+class Roster:
+    """Every host by its key, those that are lost too. What the hosts say goes into ``inbox``."""
+
+    def __init__(self, spec: ClusterSpec, inbox: Inbox) -> None:
+        self._spec = spec
+        self._inbox = inbox
+        self._come_by_themselves = [Peer(str(number), ()) for number in range(1, spec.nodes)]
+        self._listener: Listener | None = None
+        self._looked_at = time.monotonic()
+        self._judge_at = 0.0
+        self.peers = {name: Peer(name, slots) for name, slots in spec.hosts.hosts.items()}
+        self.peers.update({peer.key: peer for peer in self._come_by_themselves})
+        self.addresses = Addresses(spec)
+
+    @property
+    def there(self) -> list[Peer]:
+        """The hosts that take part still."""
+        return [peer for peer in self.peers.values() if peer.there]
+
+    @property
+    def slots(self) -> int:
+        """The number of ranks for which all hosts together have room."""
+        return sum(len(peer.slots) for peer in self.peers.values())
+
+    @property
+    def seconds_to_greet(self) -> float:
+        """How long the hosts have to say hello."""
+        return START_SECONDS if self._come_by_themselves else self._spec.transport.connect_seconds + 20
+
+    @property
+    def store_port(self) -> int:
+        """The port for the ranks' store; 0 for any, where hosts that come by themselves have the one that was named."""
+        return 0 if self._come_by_themselves else self._spec.master_port
+
+    def comes_by_itself(self, peer: Peer) -> bool:
+        """Return whether nobody calls this host: it is started by hand or by a scheduler, and calls us."""
+        return peer in self._come_by_themselves
+
+    def call_all(self) -> None:
+        """Start what runs on each host, and listen for those that come by themselves."""
+        spec = self._spec
+        if self._come_by_themselves:
+            own = self.addresses.of_launcher()
+            self._listener = Listener(self._inbox, address=own, port=spec.master_port, token=spec.token)
+            self.addresses.listening = self._listener.address
+        elif not spec.transport.carries_input:
+            self._listener = Listener(self._inbox)
+        for peer in self.peers.values():
+            self._reach(peer)
+
+    def renew(self, peer: Peer) -> Peer:
+        """Put a new host in the place of a lost one of the same name, and reach out for it."""
+        new = Peer(peer.name, peer.slots, generation=peer.generation + 1)
+        self.peers = {key: other for key, other in self.peers.items() if other is not peer} | {new.key: new}
+        peer.let_go()
+        if self.comes_by_itself(peer):
+            self._come_by_themselves[self._come_by_themselves.index(peer)] = new
+        self._reach(new)
+        return new
+
+    def _reach(self, peer: Peer) -> None:
+        if not self.comes_by_itself(peer):
+            listener = None if self._spec.transport.carries_input else self._listener
+            call(peer, self._spec.transport, self._inbox, listener, heedless=self._spec.job.requeue)
+        elif self._listener is not None:
+            self._listener.await_peer(peer)
+
+    def waiting(self) -> str:
+        """Say which hosts have not said hello yet, and where they are expected."""
+        names = [peer.name for peer in self.peers.values() if peer.state == "called"]
+        kind, where = ("hosts", "")
+        if self._come_by_themselves and self._listener is not None:
+            kind, where = "nodes", f" at {self._listener.address}:{self._listener.port}"
+        return f"waiting for {len(names)} of {len(self.peers)} {kind}{where}: {', '.join(names)}"
+
+    def silent(self) -> list[tuple[Peer, float]]:
+        """The hosts that have shown no sign of life for too long, and for how many seconds.
+
+        After this process itself was stopped for a while it judges nobody at first: words may wait to be read.
+        """
+        now = time.monotonic()
+        held_up, self._looked_at = now - self._looked_at > BEAT_SECONDS, now
+        if held_up:
+            self._judge_at = now + BEAT_SECONDS
+        if now < self._judge_at:
+            return []
+        found = []
+        for peer in self.there:
+            limit = START_SECONDS if peer.state in ("called", "greeted") else self._spec.job.silence_seconds
+            if peer.channel is not None and (silence := peer.channel.silence) > limit:
+                found.append((peer, silence))
+        return found
+
+    def close(self) -> None:
+        """Let go of every host and listen no more."""
+        for peer in self.peers.values():
+            peer.close()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def other_version(theirs: dict[str, str]) -> str | None:
+    """Say which package a host has in another version than this one; None where all are the same."""
+    here = versions()
+    for package in sorted(here.keys() | theirs.keys()):
+        mine, other = here.get(package, "not installed"), theirs.get(package, "not installed")
+        if mine != other:
+            return f"{package} is {other} there and {mine} here; install the same"
+    return None
