@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,16 @@ from script_optimizers import listed, steps
 from torch import nn
 
 script = Scripts()
+LOOKS: dict[str, Callable[[Any, Any], int]] = {
+    "length": lambda states, t: len(states),
+    "list": lambda states, t: len(list(states)),
+    "keys": lambda states, t: len(states.keys()),
+    "dict": lambda states, t: len(dict(states)),
+    "unpacked": lambda states, t: len({**states}),
+    "copy": lambda states, t: len(copy.copy(states)),
+    "deep copy": lambda states, t: len(copy.deepcopy(states)),
+    "found": lambda states, t: sum(p in states for p in listed(t)),
+}
 
 
 def alike(bench: Workbench, kind: str = "adamw") -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -103,3 +115,11 @@ def pops_the_momentum(bench: Workbench) -> None:
         t.optimizer.state[p].pop("momentum_buffer")
     steps(bench, t, 2, 2)
     bench.keep(t)
+
+
+@script
+def counts_the_states(bench: Workbench) -> None:
+    for name, count in LOOKS.items():
+        t = bench.trainer(mlp(dtype=bench.dtype), kind="adamw", lr=0.01)
+        steps(bench, t, 1)
+        bench.values[name] = torch.tensor(float(count(t.optimizer.state, t)))

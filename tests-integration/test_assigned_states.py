@@ -19,6 +19,7 @@ from zero_comm import run_ranks
 
 SOAK = pytest.mark.soak
 ANYWHERE = (
+    "counts_the_states",
     "sets_adams_states_before_the_first_step",
     "sets_momentum_before_the_first_step",
     "sets_whole_states_before_the_first_step",

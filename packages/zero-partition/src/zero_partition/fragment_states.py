@@ -8,7 +8,7 @@ the states, ``state`` is a mapping that reads and writes there (tier_states.py).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -99,7 +99,23 @@ class FragmentStates(_Entries):
 
 
 class WatchedFragmentStates(FragmentStates):
-    """A `FragmentStates` between `watch` and `unwatch`."""
+    """A `FragmentStates` between `watch` and `unwatch`: telling how many entries there are is a look too."""
+
+    def __contains__(self, key: object) -> bool:
+        self._note_read()
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._note_read()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._note_read()
+        return super().__len__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._note_read()
+        return super().__reduce__()
 
     def __getitem__(self, key: Any) -> Any:
         self._note_read()
@@ -124,6 +140,11 @@ class WatchedFragmentStates(FragmentStates):
         """As of a dict; a parameter of the model is refused by name."""
         self._note_read()
         return super().setdefault(key, default)
+
+    def keys(self) -> Any:
+        """As of a dict."""
+        self._note_read()
+        return super().keys()
 
     def values(self) -> Any:
         """As of a dict."""
