@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -230,6 +231,20 @@ def test_what_comes_first_runs_behind_the_save_and_its_failure_is_the_saves_on_e
     for waited, message in on_ranks(2, body):
         assert not waited and "rank 1" in message and "the drive is gone" in message
     assert not (tmp_path / "t1").exists() and open_checkpoint(tmp_path).tag == "t2"
+
+
+def test_nothing_of_a_save_is_kept_when_it_is_done(tmp_path: Path) -> None:
+    class Files:
+        def make_durable(self) -> None:
+            pass
+
+    files = Files()
+    gone = weakref.ref(files)
+    with AsyncSaver() as saver:
+        saver.save(tmp_path, "t1", [interval(bytearray(8))], step=1, first=files.make_durable)
+        del files
+        saver.wait()
+        assert gone() is None
 
 
 def test_intervals_that_come_behind_the_save_are_described_on_its_thread_from_copies_of_the_call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -59,6 +60,41 @@ def test_a_store_goes_on_while_a_slow_device_syncs(tmp_path: Path) -> None:
         assert get(store, "x", 8 * KIB) == b"2" * 8 * KIB
         assert thread.is_alive()  # it syncs still
         thread.join()
+
+
+def test_a_store_goes_on_while_large_files_are_removed_and_closing_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, unlink = threading.Event(), threading.Event(), os.unlink
+
+    def slowly(path: str) -> None:
+        if path.endswith(".extents"):
+            begun.set()
+            assert may_end.wait(30)
+        unlink(path)
+
+    store = ExtentStore(tmp_path)
+    store.write("x", b"1" * 8 * KIB)
+    first = store.seal()
+    store.write("x", b"2" * 8 * KIB)
+    store.seal()
+    monkeypatch.setattr(os, "unlink", slowly)
+    remover = threading.Thread(target=first.release)
+    remover.start()
+    assert begun.wait(30)
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append(get(store, "x", 8 * KIB)))
+    reader.start()
+    reader.join(10)
+    assert found == [b"2" * 8 * KIB] and remover.is_alive()
+    closer = threading.Thread(target=lambda: store.close(remove=True))
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive()
+    may_end.set()
+    closer.join()
+    remover.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["store.lock"]
 
 
 @pytest.mark.parametrize("remove", [False, True])

@@ -177,7 +177,7 @@ class AsyncSaver:
                 if not job.told:
                     self._failures.put(error)
             finally:
-                job.arguments.clear()
+                job.let_go()
                 self._arenas.put(job.arena)
 
 
@@ -201,6 +201,11 @@ class _SaveJob:
                 self.first()
         except Exception as error:  # the other ranks wait to hear of it
             self.arguments["intervals"] = _Refused(error)
+
+    def let_go(self) -> None:
+        """Drop all that was kept for the save, files that wait for it to be removed among them."""
+        self.arguments.clear()
+        self.copying = self.first = None
 
 
 class _Refused:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -17,17 +17,20 @@ from ._sealing import Lasting
 __all__ = ["History"]
 
 _Live = dict[str, list[Covered]]
+_PATIENCE_SECONDS = 60.0  # a thread that is interrupted while it removes files never says that it is done
 
 
 class History:
     """Keeps the files of the open generation, and of those before it for as long as anything needs them.
 
     `live`: the current state, which its store changes. `lock`: the store's; it is held in every call but for those of
-    a `Generation`, which may come on any thread.
+    a `Generation`, which may come on any thread. Removing large files takes long: calls that come without the lock do
+    it after they have given it back, so that nobody waits for it but `close`.
     """
 
-    def __init__(self, folders: StoreFolders, live: _Live, lock: AbstractContextManager[object]) -> None:
+    def __init__(self, folders: StoreFolders, live: _Live, lock: threading.RLock) -> None:
         self._folders, self._live, self._lock = folders, live, lock
+        self._removing, self._removed = 0, threading.Condition(lock)
         self.files: dict[int, GenerationFiles] = {}
         self.next = 1
         """The number of the open generation."""
@@ -73,7 +76,8 @@ class History:
                 _, self._durable_live = self._lasting
                 self._lasting = None
                 lasting.close()
-                self._remove_superseded()
+            superseded = self._take_superseded()
+        self._remove(superseded)
 
     def make_the_last_one_durable(self) -> None:
         """Makes the generation that was sealed last survive a crash. One that could not is dropped once nothing current
@@ -110,6 +114,7 @@ class History:
         elif self._lasting is not None:
             self._lasting[0].close()
         self._closed = True
+        self._removed.wait_for(lambda: not self._removing, _PATIENCE_SECONDS)
         for files in self.files.values():
             if remove or files.generation >= self.next:
                 files.remove()
@@ -125,18 +130,28 @@ class History:
     def _unpin(self, index: int) -> None:
         with self._lock:
             self._pins.pop(index, None)
-            self._remove_superseded()
+            superseded = self._take_superseded()
+        self._remove(superseded)
 
-    def _remove_superseded(self) -> None:
+    def _take_superseded(self) -> list[GenerationFiles]:
+        """What nobody needs any more, to be removed by the caller."""
         if self._closed:
-            return
+            return []
         needed = {c.piece.generation for state in (self._live, self._durable_live) for cs in state.values() for c in cs}
         # A Generation may be collected, and this be entered again, at any point below: so copies and a default.
         idle = [i for i in list(self.files) if i < self.next and i not in needed and i not in self._pins]
-        for index in idle:
-            files = self.files.pop(index, None)
-            if files is not None:
+        found = [files for files in [self.files.pop(index, None) for index in idle] if files is not None]
+        self._removing += len(found)
+        return found
+
+    def _remove(self, superseded: Sequence[GenerationFiles]) -> None:
+        for files in superseded:
+            try:
                 files.remove()
+            finally:
+                with self._lock:
+                    self._removing -= 1
+                    self._removed.notify_all()
 
 
 class _Pin:
