@@ -29,27 +29,32 @@ def to_plain(value: Any, path: str, *, most: int | None = None) -> Any:
     is not plain data, for example `client_state["sampler"].fn`, and when there are more than `most` items: a list that
     holds another twice is copied twice, so that a small file may say a lot.
     """
-    return _copy(value, path, 0, itertools.count() if most is None else iter(range(most)))
+    items = None if most is None else iter(range(most))
+    _take(items, 1, path)
+    return _copy(value, path, 0, items)
 
 
-def _copy(value: Any, path: str, depth: int, items: Iterator[int]) -> Any:
-    if next(items, None) is None:
-        raise NotPlainDataError(f"{path} is beyond the number of items that are read")
+def _copy(value: Any, path: str, depth: int, items: Iterator[int] | None) -> Any:
     kind = type(value)
     if kind is str:
         return _text(value, path)
-    if value is None or kind in (bool, int, float, bytes):
+    if kind in _FLAT:
         return value
     if depth >= _MAX_DEPTH:
         raise NotPlainDataError(f"{path} is nested more than {_MAX_DEPTH} levels deep (or refers to itself)")
     if kind in (list, tuple):
+        _take(items, len(value), path)
         if _FLAT.issuperset(map(type, value)):  # states of generators have a thousand numbers
-            if len(list(itertools.islice(items, len(value)))) < len(value):
-                raise NotPlainDataError(f"{path} is beyond the number of items that are read")
             return list(value)
         return [_copy(item, f"{path}[{index}]", depth + 1, items) for index, item in enumerate(value)]
     if isinstance(value, dict):
-        return {_key(key, path): _copy(item, f"{path}[{key!r}]", depth + 1, items) for key, item in value.items()}
+        _take(items, len(value), path)
+        return {
+            key if type(key) is str and key.isascii() else _key(key, path): item
+            if type(item) in _FLAT
+            else _copy(item, f"{path}[{key!r}]", depth + 1, items)
+            for key, item in value.items()
+        }
     for plain in (int, float, str, bytes):
         if isinstance(value, plain):  # subclasses such as numpy.float64 or an enum of str
             return _copy(plain(value), path, depth, items)  # type: ignore[arg-type]
@@ -58,6 +63,12 @@ def _copy(value: Any, path: str, depth: int, items: Iterator[int]) -> Any:
         "(None, bool, int, float, str, bytes, list, or dict with string keys); "
         "convert it, or save tensors as tensors"
     )
+
+
+def _take(items: Iterator[int] | None, count: int, path: str) -> None:
+    """Count items, where there may not be any number of them."""
+    if items is not None and sum(1 for _ in itertools.islice(items, count)) < count:
+        raise NotPlainDataError(f"{path} is beyond the number of items that are read")
 
 
 def _text(value: str, path: str) -> str:

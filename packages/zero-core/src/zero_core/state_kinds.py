@@ -11,10 +11,13 @@ import torch
 from zero_partition import ShardedOptimizer
 
 _IN_A_LIST = re.compile(r"(.+)\.list\.(\d+)")
+_SINGLE = frozenset([torch.Tensor, bool, int, float])
 
 
 def by_kind(state: Mapping[str, Any]) -> dict[str, Any]:
     """The values of one parameter's state, by kind; what is None is left out."""
+    if _SINGLE.issuperset(map(type, state.values())):
+        return {str(key): kept for key, kept in state.items()}
     return {kind: value for key, kept in state.items() for kind, value in _named(str(key), kept)}
 
 
@@ -34,7 +37,10 @@ def with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
 def unsavable(optimizer: ShardedOptimizer | None) -> str:
     """The first value in this rank's states that no checkpoint can hold; empty where there is none."""
     for owned in () if optimizer is None else optimizer.fragments:
-        for kind, value in by_kind(optimizer.state_of(owned)).items() if optimizer is not None else ():
+        state = optimizer.state_of(owned) if optimizer is not None else {}
+        if _SINGLE.issuperset(map(type, state.values())):
+            continue
+        for kind, value in by_kind(state).items():
             if not isinstance(value, (torch.Tensor, bool, int, float)):
                 return f"'{kind}' of parameter '{owned.fragment.entry.name}' is a {type(value).__name__}"
     return ""

@@ -22,6 +22,7 @@ from .tier_states import TierStates
 from .updates import OwnedFragment
 
 StateDict = dict[str, Any]
+_UNGUARDED = frozenset([torch.Tensor, bool, int, float, type(None)])
 _FRAGMENTS = "zero_fragments"  # in a state dict of fragments: by parameter, its elements
 
 
@@ -285,6 +286,8 @@ def sharded_state(state: Mapping[str, Any], name: str, shape: torch.Size, owned:
 
 def _plainly(state: Any) -> Any:
     """A state with plain tensors of the same memory, or itself where it has no guarded ones."""
+    if isinstance(state, dict) and _UNGUARDED.issuperset(map(type, state.values())):
+        return state
     return tree_map(plain, state) if any(isinstance(leaf, GuardedTensor) for leaf in tree_leaves(state)) else state
 
 

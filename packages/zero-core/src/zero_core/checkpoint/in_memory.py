@@ -41,12 +41,13 @@ class InMemory:
         parts.runtime.agree("copy into node memory", str(self._path), None)
         parts.settle()
         files = TierFiles(state, self._offloading, memory.directory)
-        intervals = StateIntervals(state, files, False, replicated=memory.leads, replicas=True)
+        named = named_parameters(state.module)
+        intervals = StateIntervals(state, files, False, named, replicated=memory.leads, replicas=True)
         memory.save(
             intervals.present(),
             memory=intervals.memory(),
             behind=intervals.later,
-            **describe(state, {}, named_parameters(state.module), state.config.to_plain()),
+            **describe(state, {}, named, state.config.to_plain()),
         )
         return True
 

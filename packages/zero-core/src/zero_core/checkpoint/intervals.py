@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from zero_ckpt import CheckpointError, Interval
 from zero_ckpt.torch import Stager, dtype_name, tensor_buffer
@@ -23,7 +24,7 @@ from .tiers import tier_intervals, weight_intervals
 
 
 class StateIntervals:
-    """The intervals that one rank writes of an engine's state.
+    """The intervals that one rank writes of an engine's state; ``named``: the model's `named_parameters`.
 
     ``replicated``: with those that every rank has too. ``replicas``: with those that other ranks hold as well, for
     nodes that cannot read one another's files; else the first replica writes. ``follow``: masters follow the weights
@@ -47,14 +48,16 @@ class StateIntervals:
         state: TrainingState,
         files: TierFiles,
         exclude_frozen: bool,
+        named: Mapping[str, nn.Parameter],
         *,
         replicated: bool,
         replicas: bool,
         follow: bool = False,
     ) -> None:
         parts = state.partition
-        self._state, self._files = state, files
-        self._replicated, self._replicas, self._follow = replicated, replicas, follow
+        self._state, self._files, self._named = state, files, named
+        self._replicated, self._replicas = replicated, replicas
+        self._mastered = {unit.index: unit.mastered for unit in parts.units} if follow else {}
         self._leaves = _leaves_to_others(state, replicas=replicas)
         self._units = [] if self._leaves else [u for u in parts.units if u.plan.trainable or not exclude_frozen]
         self._stager = Stager()
@@ -142,7 +145,7 @@ class StateIntervals:
 
     def _follows(self, unit: Unit) -> bool:
         """Return whether a unit's master follows its copied weights."""
-        return self._follow and unit.mastered is not None
+        return self._mastered.get(unit.index) is not None
 
     def _shard(self, unit: Unit) -> torch.Tensor:
         return self._state.partition.residency.acquire(unit.name)
@@ -150,7 +153,7 @@ class StateIntervals:
     def _weights_to_copy(self, unit: Unit) -> torch.Tensor | None:
         if not self._on_device or unit.releasable:
             return None
-        weights = unit.mastered if self._follows(unit) else self._shard(unit)
+        weights = self._mastered[unit.index] if self._follows(unit) else self._shard(unit)
         return weights if weights is not None and weights.device.type == "cpu" and weights.is_contiguous() else None
 
     def _states_now(self) -> list[_KeptStates]:
@@ -221,7 +224,7 @@ class StateIntervals:
         if self._replicated:
             for name, buffer in state.module.named_buffers():
                 yield from self._stager.intervals(name, "buffer", buffer.detach().contiguous())
-            for name, parameter in replicated_parameters(state).items():
+            for name, parameter in replicated_parameters(state, self._named).items():
                 yield from self._stager.intervals(name, "param", parameter.contiguous())
 
     def _fragment(self, fragment: Fragment, kind: str, piece: torch.Tensor, *, stays: bool) -> Iterator[Interval]:

@@ -19,7 +19,7 @@ from zero_partition import DeviceResidency, OwnedFragment, Unit, gathered
 from ..state import TrainingState
 from ..state_kinds import with_lists
 from .fragments import has_own_master, master_fragments, shard_fragments
-from .names import WEIGHT_KINDS, check_names, replicated_parameters, report_of, summary
+from .names import WEIGHT_KINDS, check_names, named_parameters, replicated_parameters, report_of, summary
 from .progress import (
     check_virtual_ranks,
     engine_state,
@@ -183,7 +183,8 @@ def _state(reading: BatchedRead, owned: OwnedFragment) -> dict[str, Any]:
 def _fill_replicated(state: TrainingState, reading: BatchedRead) -> None:
     """Buffers and the parameters that no unit holds."""
     replicated = [(name, "buffer", b) for name, b in state.module.named_buffers() if type(b) is torch.Tensor]
-    replicated += [(name, "param", tensor) for name, tensor in replicated_parameters(state).items()]
+    named = named_parameters(state.module)
+    replicated += [(name, "param", tensor) for name, tensor in replicated_parameters(state, named).items()]
     for name, kind, tensor in replicated:
         if (name, kind) in reading.checkpoint.tensors:
             flat = torch.empty(tensor.numel(), dtype=tensor.dtype)

@@ -37,8 +37,11 @@ def aliases(named: Mapping[str, nn.Parameter]) -> dict[str, str]:
 
 def frozen(named: Mapping[str, nn.Parameter]) -> list[str]:
     """Names of the parameters that are not trained, tied ones once; ``named``: under all their names, in order."""
-    first = {id(parameter): name for name, parameter in reversed(list(named.items()))}
-    return [first[id(p)] for name, p in named.items() if not p.requires_grad and first[id(p)] == name]
+    first: dict[int, str] = {}
+    for name, parameter in named.items():
+        if not parameter.requires_grad:
+            first.setdefault(id(parameter), name)
+    return list(first.values())
 
 
 def shapes(state: TrainingState) -> dict[tuple[str, str], tuple[int, ...]]:
@@ -47,18 +50,22 @@ def shapes(state: TrainingState) -> dict[tuple[str, str], tuple[int, ...]]:
         (e.name, "param"): tuple(e.shape) for unit in state.partition.layout.units for e in unit.entries
     }
     ours |= {(name, "buffer"): tuple(b.shape) for name, b in state.module.named_buffers()}
-    ours |= {(name, "param"): tuple(p.shape) for name, p in replicated_parameters(state).items()}
+    replicated = replicated_parameters(state, named_parameters(state.module))
+    ours |= {(name, "param"): tuple(p.shape) for name, p in replicated.items()}
     return ours
 
 
-def replicated_parameters(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Parameters that no unit holds, those that were added to the model since among them: they are replicated."""
-    held = {id(parameter) for unit in state.partition.units for parameter in unit.parameters}
-    return {
-        name: parameter.data
-        for name, parameter in state.module.named_parameters()
-        if id(parameter) not in held and type(parameter.data) is torch.Tensor
-    }
+def replicated_parameters(state: TrainingState, named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Parameters that no unit holds, those that were added to the model since among them: they are replicated.
+    ``named``: `named_parameters`."""
+    known = {id(parameter) for unit in state.partition.units for parameter in unit.parameters}
+    found = {}
+    for name, parameter in named.items():
+        if id(parameter) not in known:
+            known.add(id(parameter))
+            if type(parameter.data) is torch.Tensor:
+                found[name] = parameter.data
+    return found
 
 
 def restructured(state: TrainingState, now: Mapping[str, nn.Parameter]) -> str:

@@ -103,7 +103,7 @@ class Saver:
         options["beside"] = self._dialect.files_beside(state, client)
         files = TierFiles(state, self._offloading, root, durable=not self._decoupled)
         intervals = StateIntervals(
-            *(state, files, exclude_frozen),
+            *(state, files, exclude_frozen, named),
             replicated=leads,
             replicas=node is not None,
             follow=self._decoupled,
