@@ -5,6 +5,7 @@ Call them inside `unit_edits.plainly`: released parameters answer by Python code
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import sys
 from collections import deque
@@ -70,6 +71,12 @@ def exchange_classes(tensors: Sequence[torch.Tensor], other: Callable[[type], ty
         if exchanged is not kind:
             chosen = tensors if len(kinds) == 1 else [tensor for tensor in tensors if type(tensor) is kind]
             deque(map(setattr, chosen, repeat("__class__"), repeat(exchanged)), maxlen=0)
+
+
+def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+    """The memory of a contiguous tensor on the host; good as long as the tensor is."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()) if nbytes else (ctypes.c_ubyte * 0)()
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
