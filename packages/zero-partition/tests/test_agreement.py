@@ -44,13 +44,13 @@ def meets(rank: MemoryRank) -> tuple[list[Any], list[LockStep]]:
     agreement = Made(rank).agreement
     payloads = agreement.agree("save", "folder", [rank.rank])
     assert rank.control.sent[-1].step == 7
-    return payloads, agreement.agree_in_lock_step(LockStep(rank.rank, 0, False))
+    return payloads, agreement.agree_in_lock_step(LockStep(rank.rank, 1, 0, False))
 
 
 def test_every_rank_gets_all_payloads_in_rank_order() -> None:
     for payloads, lock_step in run_threads(meets, 3):
         assert payloads == [[0], [1], [2]]
-        assert lock_step == [LockStep(rank, 0, False) for rank in range(3)]
+        assert lock_step == [LockStep(rank, 1, 0, False) for rank in range(3)]
 
 
 def parts(rank: MemoryRank) -> str:

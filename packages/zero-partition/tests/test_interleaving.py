@@ -127,10 +127,14 @@ def test_every_gradient_is_averaged_and_collectives_match(name: str, complete: b
 ORDERS = st.lists(st.integers(0, UNITS - 1), unique=True, max_size=UNITS)
 
 
-@settings(max_examples=25, deadline=None)
-@given(plan=st.lists(st.lists(ORDERS, min_size=3, max_size=3), min_size=1, max_size=4))
-def test_any_units_in_any_order_on_any_rank(plan: list[list[list[int]]]) -> None:
-    for result in run_threads(train, 3, plan, 0, False):
+@settings(max_examples=40, deadline=None)
+@given(
+    plan=st.lists(st.lists(ORDERS, min_size=3, max_size=3), min_size=1, max_size=4),
+    prefetch=st.sampled_from([0, 15, 1000]),
+    complete=st.booleans(),
+)
+def test_any_units_in_any_order_on_any_rank(plan: list[list[list[int]]], prefetch: int, complete: bool) -> None:
+    for result in run_threads(train, 3, plan, prefetch, complete):
         for averages, by_rank in zip(result["averages"], plan, strict=True):
             assert averages == pytest.approx(expected(by_rank), rel=1e-12)
 
@@ -143,6 +147,12 @@ def test_ranks_meet_in_lock_step_only_until_the_order_is_learned() -> None:
 def test_passes_that_have_to_be_complete_stay_in_lock_step() -> None:
     for result in run_threads(train, 2, PLANS["alike"], 0, True):
         assert result["meetings"][0] < result["meetings"][1] < result["meetings"][2]
+
+
+def test_ranks_meet_only_before_waits_for_what_not_all_are_known_to_have_issued() -> None:
+    for prefetch, most in ((0, UNITS + 2), (1000, 4)):
+        for result in run_threads(train, 2, PLANS["alike"], prefetch, True):
+            assert result["meetings"][0] <= most
 
 
 def travelling(rank: MemoryRank) -> list[int]:

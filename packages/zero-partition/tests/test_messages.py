@@ -20,7 +20,7 @@ from zero_partition.messages import (
 )
 
 MESSAGES = [
-    LockStep(3, 2, False),
+    LockStep(3, 5, 2, False),
     PassProgress(gathers=4, reductions=1),
     Observations(),
     Observations(

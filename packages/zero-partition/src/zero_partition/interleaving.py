@@ -24,8 +24,8 @@ class Interleaving:
     rank has started one for the others' sake, it takes it to its last hop too: all ranks can be relied on to do so.
 
     How many gathers come first is learned in the first pass. There the ranks go in lock step: before each wait they
-    meet and say what they need next. So they do in every pass where reductions must not start before all gradients are
-    there.
+    meet and say what they need next, unless they know from the last time that all ranks have issued what this one waits
+    for. So they do in every pass where reductions must not start before all gradients are there.
 
     ``meet``: exchanges one message per rank in lock step, and returns all of them in rank order.
     """
@@ -41,10 +41,12 @@ class Interleaving:
         self._meet = meet
         self._active = False
         self._lock_step = False
+        self._issued_by_all = self._started_by_all = 0  # in lock step: gathers and reductions
 
     def begin(self) -> None:
         """Begin a backward pass that gathers and reduces."""
         self._active = True
+        self._issued_by_all = self._started_by_all = 0
         self._lock_step = self._reductions.complete or not self._reductions.settled
 
     def leave_lock_step(self) -> None:
@@ -61,7 +63,8 @@ class Interleaving:
     def before_gather(self, unit: Unit) -> None:
         """This rank is about to wait for the gather of ``unit``."""
         if self._lock_step:
-            self._exchange(self._gathers.position(unit))
+            if self._gathers.position(unit) >= self._issued_by_all:
+                self._exchange(self._gathers.position(unit))
         elif self._active:
             self._start_within(self._gathers.position(unit))
 
@@ -112,8 +115,8 @@ class Interleaving:
         if not self._reductions.active:
             return
         if self._lock_step:
-            while min(message.started for message in self._exchange(-1)) <= number:
-                continue
+            while self._started_by_all <= number:
+                self._exchange(-1)
         elif self._active:
             self._gathers.issue_until(gathers_first)
 
@@ -125,7 +128,10 @@ class Interleaving:
         self._reductions.advance_within(position)
 
     def _exchange(self, gather: int, *, done: bool = False) -> Sequence[LockStep]:
-        messages = self._meet(LockStep(gather, self._reductions.started, done))
-        self._gathers.issue_until(1 + max(message.gather for message in messages))
-        self._reductions.advance_first(min(message.started for message in messages))
+        messages = self._meet(LockStep(gather, self._gathers.issued, self._reductions.started, done))
+        needed = 1 + max(message.gather for message in messages)
+        self._gathers.issue_until(needed)
+        self._issued_by_all = max(needed, min(message.issued for message in messages))
+        self._started_by_all = min(message.started for message in messages)
+        self._reductions.advance_first(self._started_by_all)
         return messages

@@ -84,17 +84,18 @@ class Observations:
 class LockStep:
     """The gather that one rank waits for next, in a backward pass whose order is not known yet.
 
-    ``gather``: position of the gather in the pass's order; -1 for none. ``started``: reductions started. ``done``: all
-    of the rank's gradients are there.
+    ``gather``: position of the gather in the pass's order; -1 for none. ``issued``: gathers issued. ``started``:
+    reductions started. ``done``: all of the rank's gradients are there.
     """
 
     gather: int
+    issued: int
     started: int
     done: bool
 
     def encode(self) -> list[Any]:
         """Plain data."""
-        return [self.gather, self.started, self.done]
+        return [self.gather, self.issued, self.started, self.done]
 
     @classmethod
     def decode(cls, data: Sequence[Any]) -> LockStep:
