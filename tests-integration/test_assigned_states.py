@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import user_scripts
 from script_bench import mlp
-from test_user_scripts import complaint
+from test_user_scripts import complaint, outcomes
 from user_scripts import Where
 
 import zero_core
@@ -64,11 +64,18 @@ def all_outcomes(where: Where) -> dict[str, user_scripts.Outcome]:
 def test_states_that_a_script_sets_count_or_are_refused_by_name(world: int, where: Where, tmp_path: Path) -> None:
     ended = run_ranks(all_outcomes, world, replace(where, folder=str(tmp_path)), timeout=240)
     for name in script_states.script:
-        outcomes = [rank[name] for rank in ended]
-        assert not complaint(outcomes, user_scripts.run_plain(name)), (name, outcomes[0].refused)
-        refusals = {outcome.refused for outcome in outcomes}
+        here = [rank[name] for rank in ended]
+        assert not complaint(here, user_scripts.run_plain(name)), (name, here[0].refused)
+        refusals = {outcome.refused for outcome in here}
         assert (refusals == {""}) == may_run(name, world, where), (name, refusals)
         assert refusals == {""} or all("parameter '" in one for one in refusals), refusals
+
+
+@pytest.mark.parametrize("name", ["copies_a_moment", "shares_a_moment"])
+def test_the_ranks_that_hold_no_states_learn_why_one_refused_to_set_them(name: str) -> None:
+    ended = outcomes(name, 2, Where(1, "cpu", unit_min=100_000))
+    assert all("parameter '" in outcome.refused for outcome in ended), ended
+    assert not complaint(ended, user_scripts.run_plain(name))
 
 
 def start(stage: int, tier: str) -> zero_core.Engine:

@@ -94,7 +94,12 @@ class ShardedOptimizer:
             for gradients in partition.runtime.gradients.values():
                 gradients.averaged_by(optimizer)
         self._states = OptimizerStates(
-            optimizer, self._listed, partition.states, self._name_in_model, partition.readers.wait
+            optimizer,
+            self._listed,
+            partition.states,
+            self._name_in_model,
+            partition.readers.wait,
+            partition.groups.control.note,
         )
         self._tensors = self._guard_tensors(own_hook)
         self._gradients = GradientAgreement(

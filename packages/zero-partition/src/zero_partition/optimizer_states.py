@@ -47,10 +47,10 @@ class OptimizerStates:
     hold this rank's fragments.
 
     ``listed``: by group, the parameters as the user listed them. ``name_of``: the name of a parameter of the model,
-    "" for anything else; ``await_readers`` returns when states may be used. `load_state_dict` takes what this
-    optimizer's `state_dict` gave on this rank, and what plain torch's gave for the full parameters in the same order,
-    as `state_dict` does at stage 0: of that every rank keeps its part. Anything else is refused by name. Weights and
-    masters are not touched. Nothing communicates.
+    "" for anything else; ``await_readers`` returns when states may be used; ``tell`` leaves word for the ranks that
+    will miss this one. `load_state_dict` takes what this optimizer's `state_dict` gave on this rank, and what plain
+    torch's gave for the full parameters in the same order, as `state_dict` does at stage 0: of that every rank keeps
+    its part. Anything else is refused by name. Weights and masters are not touched. Nothing communicates.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class OptimizerStates:
         tier: StateTier | None,
         name_of: Callable[[nn.Parameter], str],
         await_readers: Callable[[], None],
+        tell: Callable[[str], None],
     ) -> None:
         self._optimizer = optimizer
         self._listed = listed
-        self._tier, self._name_of, self._await_readers = tier, name_of, await_readers
+        self._tier, self._name_of, self._await_readers, self._tell = tier, name_of, await_readers, tell
         self._on_tier: TierStates | None = None
         self._held: FragmentStates | None = None
         self._read: Callable[[], None] | None = None
@@ -99,7 +100,7 @@ class OptimizerStates:
             self._on_tier.detach()
         listed = chain.from_iterable(self._listed)
         trained = {one.tensor: one.owned for one in listed if one.owned is not None or one.tensor.requires_grad}
-        states = TierStates(self._tier, trained, self._name_of, self._await_readers)
+        states = TierStates(self._tier, trained, self._name_of, self._await_readers, self._tell)
         self._move_to_tier(entries, self._tier)
         states.update((key, value) for key, value in entries.items() if not isinstance(key, torch.Tensor))
         self._optimizer.state = self._on_tier = states  # type: ignore[assignment]

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +29,21 @@ from .tier_values import TierValue, TierWindow, plain_value
 from .updates import OwnedFragment
 
 _STEP, _MASTER, _SCALE = "step", "master", "_scale"
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _told(method: _Method) -> _Method:
+    """``method`` of a `TierState`, whose refusals reach the other ranks too: they may hold nothing of the parameter."""
+
+    @functools.wraps(method)
+    def wrapped(self: TierState, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except PartitionError as refusal:
+            self.tell(f"failed: {type(refusal).__name__}: {refusal}")
+            raise
+
+    return wrapped  # type: ignore[return-value]
 
 
 class TierStates(MutableMapping[Any, Any]):
@@ -36,8 +52,8 @@ class TierStates(MutableMapping[Any, Any]):
     ``fragments``: in the order of the param groups, what this rank updates of each trained parameter, None for nothing.
     Iteration has the fragments that have moments; asking for another gives an empty state, as a ``defaultdict`` does.
     Other keys are kept as in a dict. ``name_of``: the name of a parameter of the model, which is refused, "" for
-    anything else; ``await_readers`` returns when nobody else uses
-    the tier. Nothing communicates.
+    anything else; ``await_readers`` returns when nobody else uses the tier; ``tell`` leaves word for the ranks that
+    will miss this one. Nothing communicates.
     """
 
     def __init__(
@@ -46,13 +62,14 @@ class TierStates(MutableMapping[Any, Any]):
         fragments: Mapping[nn.Parameter, OwnedFragment | None],
         name_of: Callable[[nn.Parameter], str],
         await_readers: Callable[[], None],
+        tell: Callable[[str], None],
     ) -> None:
         self._name_of = name_of
         self._assigned: dict[str, TierState] = {}
         self._states: dict[nn.Parameter, TierState | StateElsewhere] = {
             tensor: StateElsewhere(tensor, self._step_of_any)
             if owned is None
-            else TierState(tier, owned, await_readers, self._assigned)
+            else TierState(tier, owned, await_readers, tell, self._assigned)
             for tensor, owned in fragments.items()
         }
         self._by_name = {state.name: state for state in self._states.values() if isinstance(state, TierState)}
@@ -165,9 +182,14 @@ class TierState(MutableMapping[str, Any]):
     """
 
     def __init__(
-        self, tier: StateTier, owned: OwnedFragment, await_readers: Callable[[], None], assigned: dict[str, TierState]
+        self,
+        tier: StateTier,
+        owned: OwnedFragment,
+        await_readers: Callable[[], None],
+        tell: Callable[[str], None],
+        assigned: dict[str, TierState],
     ) -> None:
-        self._tier, self._owned, self._await_readers = tier, owned, await_readers
+        self._tier, self._owned, self._await_readers, self.tell = tier, owned, await_readers, tell
         self._all_assigned = assigned
         self._assigned: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._step_given = False
@@ -209,6 +231,7 @@ class TierState(MutableMapping[str, Any]):
         self._windows.pop(kind, None)
         self._watch({kind: value})
 
+    @_told
     def __delitem__(self, kind: str) -> None:
         raise PartitionError(
             f"the optimizer's state '{kind}' of parameter '{self.name}' is on a tier (offload_optimizer), which keeps "
@@ -304,6 +327,7 @@ class TierState(MutableMapping[str, Any]):
         moments = [kind for kind in held if kind != _MASTER and not kind.endswith(_SCALE)]
         return [_STEP, *moments] if moments else []
 
+    @_told
     def _kept(self) -> dict[str, torch.Tensor]:
         self.take_assigned()
         held = self._tier.held(self.name)[1]
@@ -325,6 +349,7 @@ class TierState(MutableMapping[str, Any]):
     def _in_shape(self, kind: str, value: torch.Tensor) -> torch.Tensor:
         return value if kind == _STEP else value.view(self._owned.shape)
 
+    @_told
     def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` as the tier takes it; refuses what it does not."""
         kinds = {
