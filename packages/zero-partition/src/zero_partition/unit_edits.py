@@ -13,7 +13,7 @@ import xxhash
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from .host_facts import bytes_of, untouched
+from .host_facts import bytes_of, is_fake, untouched
 
 _CHUNK = 1 << 22
 _ODD = 2_654_435_761
@@ -252,16 +252,17 @@ def _version(parameter: nn.Parameter, known: int) -> int:
 
 
 def _sums(views: Sequence[torch.Tensor]) -> list[int]:
-    """One number per tensor that other values, or the same ones elsewhere, change."""
-    if all(type(view) is torch.Tensor and view.device.type == "cpu" and view.is_contiguous() for view in views):
-        return [xxhash.xxh3_64_intdigest(bytes_of(view)) for view in views]
-    weights = torch.arange(1, 2 * _CHUNK, 2, device=views[0].device) * _ODD
+    """One number per contiguous tensor that other values, or the same ones elsewhere, change."""
+    if views[0].device.type == "cpu":
+        return [0 if is_fake(view) else xxhash.xxh3_64_intdigest(bytes_of(view)) for view in views]
+    size = min(_CHUNK, max(view.numel() for view in views))
+    weights = torch.arange(1, 2 * size, 2, device=views[0].device) * _ODD
     product = torch.empty_like(weights)
     found: list[torch.Tensor] = []
     for view in views:
         total = torch.zeros((), dtype=torch.int64, device=view.device)
         for words in _words(view.detach().reshape(-1)):
-            for chunk in torch.split(words, _CHUNK):
+            for chunk in torch.split(words, size):
                 here = product[: chunk.numel()]
                 total = total * _ODD + torch.mul(chunk, weights[: chunk.numel()], out=here).sum()
         found.append(total)
