@@ -37,13 +37,13 @@ def test_direct_and_ordinary_files_are_the_same(tmp_path: Path, rng: random.Rand
 def test_copies_for_a_background_save_are_exact(copy: Copy, rng: random.Random) -> None:
     import zero_nvme_aio
 
-    assert default_copy() is zero_nvme_aio.copy_memory
+    assert default_copy() is zero_nvme_aio.copy_memories
     for content in intervals(rng):
         source = memoryview(content.data)  # type: ignore[arg-type]
         target = bytearray(source.nbytes + 14)
-        copy(memoryview(target)[7 : 7 + source.nbytes], source)
+        copy([memoryview(target)[7 : 7 + source.nbytes]], [source])
         assert target == bytes(7) + source + bytes(7)
-        copy(memoryview(target)[: source.nbytes], memoryview(bytearray(source)))
+        copy([memoryview(target)[: source.nbytes]], [memoryview(bytearray(source))])
         assert target[: source.nbytes] == source
 
 

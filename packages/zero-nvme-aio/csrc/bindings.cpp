@@ -304,6 +304,31 @@ void bind_memory(py::module_& m) {
         const WithoutGil without_gil;
         copy_past_caches(static_cast<char*>(goal.address), static_cast<const char*>(origin.address), goal.nbytes);
     });
+    m.def("copy_memories", [](const py::sequence& targets, const py::sequence& sources) {
+        if (targets.size() != sources.size()) {
+            throw py::value_error("expected as many targets as sources, got " + std::to_string(targets.size()) +
+                                  " and " + std::to_string(sources.size()));
+        }
+        std::vector<Held> held;
+        std::vector<std::pair<Segment, Segment>> copies;
+        for (size_t i = 0; i < targets.size(); ++i) {
+            const py::object target = targets[i], source = sources[i];
+            held.emplace_back(target.ptr(), true);
+            const Segment goal = held.back().segment();
+            held.emplace_back(source.ptr(), false);
+            const Segment origin = held.back().segment();
+            if (goal.nbytes != origin.nbytes) {
+                throw py::value_error("expected as many bytes in target " + std::to_string(i) +
+                                      " as in its source, got " + std::to_string(goal.nbytes) + " and " +
+                                      std::to_string(origin.nbytes));
+            }
+            copies.emplace_back(goal, origin);
+        }
+        const WithoutGil without_gil;
+        for (const auto& [goal, origin] : copies) {
+            copy_past_caches(static_cast<char*>(goal.address), static_cast<const char*>(origin.address), goal.nbytes);
+        }
+    });
 }
 
 // (address, nbytes, C-contiguous, read-only) of a DLPack capsule, which keeps owning the memory.

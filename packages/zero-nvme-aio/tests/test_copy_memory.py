@@ -18,6 +18,20 @@ def test_all_bytes_arrive_and_none_beside_them(nbytes: int, to: int, frm: int) -
     assert target == bytes(to) + source[frm : frm + nbytes] + bytes(200 - to)
 
 
+def test_several_are_copied_in_one_call_or_none_is() -> None:
+    sources = [bytes([number]) * nbytes for number, nbytes in ((1, 5000), (2, 0), (3, 64))]
+    targets = [bytearray(len(source)) for source in sources]
+    zero_nvme_aio.copy_memories(targets, sources)
+    assert targets == sources
+    with pytest.raises(ValueError, match="target 1 as in its source, got 3 and 4"):
+        zero_nvme_aio.copy_memories([targets[0], bytearray(3)], [b"x" * 5000, b"four"])
+    with pytest.raises(ValueError, match="as many targets as sources, got 1 and 2"):
+        zero_nvme_aio.copy_memories([bytearray(4)], [b"four", b"four"])
+    with pytest.raises(BufferError):
+        zero_nvme_aio.copy_memories([targets[0], bytes(4)], [b"x" * 5000, b"four"])
+    assert targets == sources
+
+
 def test_other_sizes_and_memory_that_cannot_be_written_are_refused() -> None:
     with pytest.raises(ValueError, match="got 3 and 4"):
         zero_nvme_aio.copy_memory(bytearray(3), b"four")

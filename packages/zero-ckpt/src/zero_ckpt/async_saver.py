@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from .direct import default_copy, make_sink
 from .plain import to_plain
 from .saving import save_sharded
-from .snapshot import Arena, Behind, nothing
+from .snapshot import Arena, Behind, CopyUnderWay, nothing
 from .types import Coordinator, Interval, SoloCoordinator
 from .writer import OpenSink
 
@@ -79,12 +79,15 @@ class AsyncSaver:
         memory: Sequence[Buffer] = (),
         behind: Behind = nothing,
         first: Callable[[], object] = lambda: None,
+        meanwhile: Callable[[], Mapping[str, Any]] = dict,
         **options: Any,
     ) -> None:
         """Copy `intervals` and start a save with the options of `save_sharded`; waits while `max_pending` saves run.
 
         `behind` gives further intervals, asked for on the thread that copies: parts of the copies of `memory`, which it
         is called with, or memory that nobody writes until `copied` returns. What it raises is a failure of this save.
+
+        `meanwhile` is called while `memory` is being copied, and gives further options.
 
         `first` is called on the background thread before anything is written, to sync the files of extents, say; what
         it raises is a failure of this save.
@@ -98,16 +101,23 @@ class AsyncSaver:
             raise ValueError("this AsyncSaver is closed")
         arena = self._arenas.get()
         arguments: dict[str, Any] = {"root": Path(root), "tag": tag, **options}
+        copying: CopyUnderWay | None = None
         try:
+            copying = arena.start(memory)
+            arguments |= meanwhile()
             for key in ("client_state", "config", "rank_state"):
                 if key in arguments:
                     arguments[key] = to_plain(arguments[key], key)
-            snapshot = arena.begin(list(intervals), memory, behind)
+            snapshot = arena.begin(list(intervals), copying, behind)
             self._copying = self._copier.submit(snapshot.finish)
         except Exception as error:
+            if copying is not None:
+                copying.end()
             self._jobs.put(_SaveJob(arena, {**arguments, "intervals": _Refused(error)}, told=True))
             raise
         except BaseException:
+            if copying is not None:
+                copying.end()
             self._arenas.put(arena)
             raise
         arguments["intervals"] = snapshot.intervals

@@ -55,7 +55,7 @@ def default_copy() -> Copy:
         return move_memory
     import zero_nvme_aio
 
-    past_caches: Copy = getattr(zero_nvme_aio, "copy_memory", move_memory)
+    past_caches: Copy = getattr(zero_nvme_aio, "copy_memories", move_memory)
     return past_caches
 
 

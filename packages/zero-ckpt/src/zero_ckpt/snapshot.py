@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -22,14 +23,15 @@ _COPY_BYTES = 4 << 20
 _ALIGNMENT = 64
 _ALONE_BYTES = 4 << 20
 """So much is copied faster than another thread is woken."""
+_HANDOVER_SECONDS = 5e-4
 
 Behind = Callable[[Sequence[memoryview]], Iterable[Interval]]
 """Gives intervals that are asked for behind the caller of a save, on another thread: parts of the copies that it is
 called with, or memory that nobody writes until it is copied."""
 
 
-Copy = Callable[[memoryview, memoryview], object]
-"""Copies all of the second's memory to the first, of the same size and writable, without the GIL."""
+Copy = Callable[[Sequence[memoryview], Sequence[memoryview]], object]
+"""Copies all of each second memory to the first in its place, of the same size and writable, without the GIL."""
 
 
 def nothing(_copies: Sequence[memoryview]) -> Iterable[Interval]:
@@ -48,16 +50,20 @@ class Arena:
         self._copy = copy
         self._helpers = min(threads, os.cpu_count() or 1) - 1
         self._pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="zero-ckpt-copy")
-        self._now, self._later = _Memory(allow), _Memory(allow)
+        self._kept, self._now, self._later = _Memory(allow), _Memory(allow), _Memory(allow)
 
-    def begin(self, intervals: list[Interval], memory: Sequence[Buffer], behind: Behind) -> Snapshot:
-        """A snapshot of `intervals` and of those that `behind` will give of the copies of `memory`; what may change as
-        soon as this returns is copied."""
+    def start(self, memory: Sequence[Buffer]) -> CopyUnderWay:
+        """Start copying `memory`, for `begin`."""
         buffers = [byte_view(buffer) for buffer in memory]
-        places = self._now.places([*map(_nbytes, intervals), *(buffer.nbytes for buffer in buffers)])
-        copies = _copies(intervals, places)
-        kept = places[len(intervals) :]
-        chunks = [pair for target, source in zip(kept, buffers, strict=True) for pair in _chunks(target, source)]
+        places = self._kept.places([buffer.nbytes for buffer in buffers])
+        chunks = [pair for target, source in zip(places, buffers, strict=True) for pair in _chunks(target, source)]
+        return CopyUnderWay(places, chunks, self._copy, self._pool, self._helpers)
+
+    def begin(self, intervals: list[Interval], copying: CopyUnderWay, behind: Behind) -> Snapshot:
+        """A snapshot of `intervals` and of those that `behind` will give of what `copying` copies; what may change as
+        soon as this returns is copied."""
+        copies = _copies(intervals, self._now.places([*map(_nbytes, intervals)]))
+        chunks = []
         for copy in copies:
             if copy is None or copy.interval.version is not None:
                 continue
@@ -65,11 +71,12 @@ class Arena:
                 copy.run(self._copy)
             else:
                 chunks += copy.chunks()
-        self._copy_now(chunks)
+        CopyUnderWay((), chunks, self._copy, self._pool, self._helpers).finish()
+        copying.finish()
         return Snapshot(
             [source if copy is None else copy.copied() for source, copy in zip(intervals, copies, strict=True)],
             [copy for copy in copies if copy is not None and copy.interval.version is not None],
-            lambda: self._asked_for(behind(kept)),
+            lambda: self._asked_for(behind(copying.places)),
             self._copy,
         )
 
@@ -77,30 +84,67 @@ class Arena:
         """End the threads."""
         self._pool.shutdown()
 
-    def _copy_now(self, chunks: list[tuple[memoryview, memoryview]]) -> None:
-        much = sum(len(target) for target, _ in chunks) > _ALONE_BYTES
-        waiting = iter(chunks)  # the next one is taken under the GIL
-
-        def copy_some() -> None:
-            for chunk in waiting:
-                self._copy(*chunk)
-
-        works = [self._pool.submit(copy_some) for _ in range(self._helpers if much else 0)]
-        copy_some()
-        for work in works:
-            if not work.cancel():
-                work.result()
-
     def _asked_for(self, intervals: Iterable[Interval]) -> tuple[list[Interval], list[_Copy]]:
         """Intervals with their data in this arena, and the copies that this takes."""
         given = list(intervals)
-        sizes = [0 if self._now.has(interval.data) else _nbytes(interval) for interval in given]
+        sizes = [0 if self._kept.has(interval.data) else _nbytes(interval) for interval in given]
         copies = [
-            None if self._now.has(interval.data) else copy
+            None if self._kept.has(interval.data) else copy
             for interval, copy in zip(given, _copies(given, self._later.places(sizes)), strict=True)
         ]
         found = [source if copy is None else copy.copied() for source, copy in zip(given, copies, strict=True)]
         return found, [copy for copy in copies if copy is not None]
+
+
+class CopyUnderWay:
+    """Memory that is being copied to `places`: by threads of `pool` from now on where it is much, by the caller of
+    `finish` too.
+
+    The first of the threads takes a quarter at once: it needs the GIL for each further part, which a caller that goes
+    on with work of its own does not give back soon.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[memoryview],
+        chunks: Sequence[tuple[memoryview, memoryview]],
+        copy: Copy,
+        pool: ThreadPoolExecutor,
+        helpers: int,
+    ) -> None:
+        self.places = places
+        self._copy = copy
+        nbytes = sum(len(target) for target, _ in chunks)
+        helpers = helpers if nbytes > _ALONE_BYTES else 0
+        self._waiting = iter(_parts(chunks, nbytes // 4 if helpers else 0))
+        self._begun = threading.Event()
+        self._works = [pool.submit(self._help) for _ in range(helpers)]
+        if self._works:
+            self._begun.wait(_HANDOVER_SECONDS)
+
+    def finish(self) -> None:
+        """Return when all is copied."""
+        try:
+            self._copy_parts()
+        finally:
+            self.end()
+        for work in self._works:
+            if not work.cancelled():
+                work.result()
+
+    def end(self) -> None:
+        """Return when nothing is being copied any more, complete or not."""
+        for _ in self._waiting:
+            pass
+        wait([work for work in self._works if not work.cancel()])
+
+    def _help(self) -> None:
+        self._begun.set()
+        self._copy_parts()
+
+    def _copy_parts(self) -> None:
+        for targets, sources in self._waiting:  # the next one is taken under the GIL
+            self._copy(targets, sources)
 
 
 class _Memory:
@@ -175,7 +219,7 @@ class _Copy:
     def run(self, copy: Copy) -> None:
         """Copy it."""
         for target, source in self.chunks():
-            copy(target, source)
+            copy((target,), (source,))
 
     def chunks(self) -> list[tuple[memoryview, memoryview]]:
         """Return pairs of target and source memory; calls the interval's data where that is a function."""
@@ -202,6 +246,16 @@ def _chunks(target: memoryview, source: memoryview) -> list[tuple[memoryview, me
     return [(target[begin : begin + _COPY_BYTES], source[begin : begin + _COPY_BYTES]) for begin in begins]
 
 
+def _parts(
+    chunks: Sequence[tuple[memoryview, memoryview]], first_bytes: int
+) -> list[tuple[list[memoryview], list[memoryview]]]:
+    """Targets and sources to be copied at once: the first ones up to `first_bytes` together, then one by one."""
+    sizes = accumulate(len(target) for target, _ in chunks)
+    count = sum(1 for nbytes in sizes if nbytes <= first_bytes)
+    first = [([target for target, _ in chunks[:count]], [source for _, source in chunks[:count]])] if count else []
+    return first + [([target], [source]) for target, source in chunks[count:]]
+
+
 def _nbytes(interval: Interval) -> int:
     return 0 if isinstance(interval.data, FileExtent) else interval_length(interval) * ITEMSIZE[interval.dtype]
 
@@ -210,8 +264,13 @@ def _version(interval: Interval) -> object:
     return None if interval.version is None else interval.version()
 
 
-def move_memory(target: memoryview, source: memoryview) -> None:
+def move_memory(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
     """Copy as `memmove` does: a `Copy`. Raises ValueError for other sizes."""
+    for target, source in zip(targets, sources, strict=True):
+        _move(target, source)
+
+
+def _move(target: memoryview, source: memoryview) -> None:
     if target.nbytes != source.nbytes:
         raise ValueError(f"expected {target.nbytes} bytes, got {source.nbytes}")
     if source.readonly:  # ctypes gives no address of read-only memory

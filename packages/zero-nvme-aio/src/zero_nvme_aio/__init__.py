@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from ._native import copy_memory
+    from ._native import copy_memories, copy_memory
     from ._probe import Probe, probe
     from ._tensors import load, save
     from .extents import Extent, ExtentStore, Generation
@@ -28,6 +28,7 @@ __all__ = [
     "Generation",
     "Probe",
     "Request",
+    "copy_memories",
     "copy_memory",
     "load",
     "probe",
@@ -41,6 +42,7 @@ _LAZY = {
     "ExtentStore": "extents",
     "Generation": "extents",
     "Probe": "_probe",
+    "copy_memories": "_native",
     "copy_memory": "_native",
     "load": "_tensors",
     "probe": "_probe",

@@ -88,11 +88,14 @@ class StateIntervals:
         self._state.partition.runtime.edits.settle_masters([unit for unit in units if unit.index not in followed])
 
     def memory(self) -> list[memoryview]:
-        """Return the weights in host memory that user code can write, to be copied now; and take note of all that
-        `later` reads."""
+        """Return the weights in host memory that user code can write, to be copied now."""
         if self._leaves:
             return []
         self._copied = [(unit, weights) for unit in self._units if (weights := self._weights_to_copy(unit)) is not None]
+        return [tensor_buffer(weights.detach()) for _, weights in self._copied]
+
+    def _note_what_is_read_later(self) -> None:
+        """Take note of all that `later` reads."""
         self._kept = self._states_now()
         read = [self._shard(unit) for unit in self._units if self._on_device and unit.releasable]
         read += [unit.master for unit in self._units if unit.master is not None and has_own_master(unit)]
@@ -100,12 +103,13 @@ class StateIntervals:
         self._versions = {id(tensor): tensor._version for tensor in read if not tensor.is_inference()}
         for device in {tensor.device for tensor in read}:
             self._stager.mark(device)
-        return [tensor_buffer(weights.detach()) for _, weights in self._copied]
 
     def present(self) -> Iterator[Interval]:
-        """Yield what user code or a forward pass may change at any time, and weights that a store keeps."""
+        """Yield what user code or a forward pass may change at any time, and weights that a store keeps; and take note
+        of all that `later` reads."""
         if self._leaves:
             return
+        self._note_what_is_read_later()
         self._linked = self._files.flush_weights()
         copied = {unit.index for unit, _ in self._copied}
         for unit in self._units:

@@ -95,12 +95,6 @@ class Saver:
         group = coordinator_of(state)
         node = socket.gethostname() if self._per_node else None
         leads = parts.data_rank == 0 if node is None else _leads(group, node)
-        options = describe(state, client, named, self._config) | {
-            "save_latest": save_latest,
-            "node": node,
-            "keep_last": self._keep_last,
-        }
-        options["beside"] = self._dialect.files_beside(state, client)
         files = TierFiles(state, self._offloading, root, durable=not self._decoupled)
         intervals = StateIntervals(
             *(state, files, exclude_frozen, named),
@@ -109,18 +103,24 @@ class Saver:
             follow=self._decoupled,
         )
         intervals.settle_masters()
+
+        def options() -> dict[str, Any]:
+            own = {"save_latest": save_latest, "node": node, "keep_last": self._keep_last}
+            beside = self._dialect.files_beside(state, client)
+            return describe(state, client, named, self._config) | own | {"beside": beside}
+
         if self._decoupled:
             self._open_behind(group).save(
                 *(root, tag, intervals.present()),
                 memory=intervals.memory(),
                 behind=intervals.later,
                 first=files.make_durable,
-                **options,
+                meanwhile=options,
             )
             if state.optimizer is not None:
                 self._states.hold(state.optimizer.inner)
         else:
-            save_sharded(root, tag, intervals.everything(), coordinator=group, **options)
+            save_sharded(root, tag, intervals.everything(), coordinator=group, **options())
 
     def copied(self) -> None:
         """Wait until what a save behind still copies is copied: before anything writes shards, masters or states."""
