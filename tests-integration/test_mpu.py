@@ -16,8 +16,8 @@ import zero_core
 from zero_ckpt import CheckpointError
 from zero_comm import run_ranks
 from zero_core.supervision import supervised
-from zero_core.verify import Bitwise, Recording, Variant, compare
-from zero_core.verify.recorder import Enough, Recorder
+from zero_verify import Bitwise, Recording, Variant, compare
+from zero_verify.recorder import Enough, Recorder
 
 SAMPLES, STEPS, CLIP, LR = 4, 6, 2.8, 1e-2
 SOAK = pytest.mark.soak

@@ -1,6 +1,8 @@
-"""The command `zero-core`: look at a configuration, verify training.
+"""The command `zero-core`: look at a configuration, and what other packages add to it.
 
-Starting it imports neither torch nor pydantic; a command imports what it needs.
+A package adds a command by an entry point of the group `zero_core.commands`: `NAME = "module:function"`, where the
+function gets argparse's subparsers and gives the parser's namespace a `run(namespace)` that returns the exit status.
+Starting `zero-core` imports neither torch nor pydantic; a command imports what it needs.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import EntryPoints, entry_points
 
 from zero_config.command import add_config_command
 from zero_core import __version__
 from zero_core.errors import UsageError
 
-from .verify_command import add_verify_command
+_ELSEWHERE = {"verify": "zero-verify"}
+"""Commands and the packages that bring them, to be named where one is not installed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     split = words.index("--") if "--" in words else len(words)
+    package = _ELSEWHERE.get(words[0]) if words else None
+    if package is not None and words[0] not in _added().names:
+        print(f"zero-core {words[0]} is in {package}, which is not installed: pip install {package}", file=sys.stderr)
+        return 2
     parser = _parser()
     options = parser.parse_args(words[:split])
     if words[split + 1 :] and not hasattr(options, "script_arguments"):
@@ -42,12 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def _added() -> EntryPoints:
+    return entry_points(group="zero_core.commands")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zero-core", description="Check a configuration; verify training.")
     parser.add_argument("--version", action="version", version=f"zero-core {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_config_command(commands)
-    add_verify_command(commands)
+    for entry in _added():
+        entry.load()(commands)
     return parser
 
 

@@ -1,8 +1,12 @@
-"""Supervisors of the engines that are made in a context: other configurations, units and budgets, an observer."""
+"""Tools run a user's script, and supervise the engines that it makes: other configurations, units and budgets, an
+observer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -70,3 +74,19 @@ def supervised(by: Supervisor) -> Iterator[None]:
         yield
     finally:
         _SUPERVISOR.reset(token)
+
+
+def run_as_main(target: str, arguments: Sequence[str], *, module: bool = False) -> None:
+    """Run a script (with ``module``, a module by name) as ``__main__`` with its arguments; what it raises passes
+    through."""
+    before, path = sys.argv, list(sys.path)
+    sys.argv = [target, *arguments]
+    try:
+        if module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
+            runpy.run_path(target, run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before, path

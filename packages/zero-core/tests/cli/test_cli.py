@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import zero_config
+import zero_core
 from zero_config import Config
 from zero_core.cli import main
 
@@ -133,3 +135,12 @@ def test_a_reader_that_stops_early_is_no_error(written: Any) -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait() == 0
+
+
+def test_a_command_of_a_package_that_is_not_installed_names_the_package(tmp_path: Path) -> None:
+    for module in (zero_core, zero_config):
+        (tmp_path / module.__name__).symlink_to(Path(module.__file__).parent)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from zero_core.cli import main; sys.exit(main())"
+    command = [sys.executable, "-I", "-S", "-c", code, "verify", "train.py", "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.endswith("not installed: pip install zero-verify\n"), done.stderr

@@ -18,8 +18,7 @@ from torch import nn
 import zero_core
 from zero_comm import run_ranks
 from zero_core.instruments import Silent
-from zero_core.monitors import NoMonitor, build_monitor
-from zero_core.verify.variants import Variant, variant_config
+from zero_core.monitors import NoMonitor
 
 
 def read(folder: Path, job: str = "job") -> dict[str, list[tuple[int, float]]]:
@@ -191,13 +190,6 @@ def test_a_monitor_that_cannot_write_ends_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(fills_up, RANKS, str(tmp_path))
     assert first.startswith("OSError") and "No space" in first
     assert "rank 0" in second and "No space" in second
-
-
-@pytest.mark.parametrize("variant", Variant)
-def test_runs_of_verify_write_to_no_monitor(variant: Variant) -> None:
-    sections = {key: {"enabled": True} for key in ("csv_monitor", "tensorboard", "wandb", "comet")}
-    settings = zero_core.Config.load(variant_config(config(2, **sections), variant, 1), world_size=1)
-    assert isinstance(build_monitor(settings, rank=0), NoMonitor)
 
 
 def test_without_a_monitor_nothing_is_held(alone: None) -> None:

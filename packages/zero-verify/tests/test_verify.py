@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from zero_comm import run_ranks
+from zero_core import Config
 from zero_core.cli import main
-from zero_core.verify import Bitwise, Difference, Recording, ScriptRun, Variant, Within, compare, run_script
+from zero_core.monitors import NoMonitor, build_monitor
+from zero_verify import Bitwise, Difference, Recording, ScriptRun, Variant, Within, compare, run_script
+from zero_verify.variants import variant_config
 
 SCRIPT = Path(__file__).with_name("training_script.py")
 RANKS = 2
@@ -149,3 +152,10 @@ def test_the_command_refuses_what_it_cannot_run(tmp_path: Path, capsys: Any) -> 
     assert "absent.py" in capsys.readouterr().err
     assert main(["verify", str(SCRIPT), "--config", str(tmp_path / "absent.json")]) == 2
     assert "absent.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variant", Variant)
+def test_runs_write_to_no_monitor(variant: Variant) -> None:
+    sections = {key: {"enabled": True} for key in ("csv_monitor", "tensorboard", "wandb", "comet")}
+    settings = Config.load(variant_config({**SETTINGS, **sections}, variant, 1), world_size=1)
+    assert isinstance(build_monitor(settings, rank=0), NoMonitor)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zero_core.verify.comparison import Difference, Judge
-    from zero_core.verify.running import ScriptRun
-    from zero_core.verify.variants import Variant
+    from .comparison import Difference, Judge
+    from .running import ScriptRun
+    from .variants import Variant
 
 _ABOUT = """\
 Run a training script for a few steps at stage 0 and under your configuration, and compare what they compute, bit by
@@ -64,15 +64,16 @@ def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 def _verify(options: argparse.Namespace) -> int:
     from zero_core.errors import UsageError
-    from zero_core.verify.running import ScriptRun
-    from zero_core.verify.variants import Variant
+
+    from .running import ScriptRun
+    from .variants import Variant
 
     if not options.module and not Path(options.target).is_file():
         raise UsageError(f"there is no script {options.target!r}; to run a module by name, say -m")
     if options.config is not None:
         _check_config(options.config)
     with ExitStack() as stack:
-        folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-core-verify-")))
+        folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-verify-")))
         if options.keep:
             _make_new(folder)
         plan = ScriptRun(
@@ -105,9 +106,10 @@ class _Runs:
 
     def compare(self) -> int:
         """Run, compare, print; return the exit status."""
-        from zero_core.verify.comparison import Bitwise, Within
-        from zero_core.verify.variants import Variant
         from zero_launch import LaunchError
+
+        from .comparison import Bitwise, Within
+        from .variants import Variant
 
         exact = self._tolerance is None
         judge: Judge = Within(self._tolerance) if self._tolerance is not None else Bitwise()
@@ -126,7 +128,7 @@ class _Runs:
 
     def _explain(self, found: Difference, judge: Judge) -> int:
         """Print a difference, unless the script does not even repeat itself."""
-        from zero_core.verify.variants import Variant
+        from .variants import Variant
 
         _say(f"{self._name} differs from stage 0; once more at stage 0, to see whether the script repeats itself")
         self._record(Variant.REFERENCE, "again", "stage 0, again")
@@ -143,9 +145,9 @@ class _Runs:
 
     def _against_float32(self) -> int:
         """Where the configuration computes in 16 bits, how far it is from float32."""
-        from zero_core.verify.comparison import Within
-        from zero_core.verify.recording import Recording
-        from zero_core.verify.variants import Variant, rounding
+        from .comparison import Within
+        from .recording import Recording
+        from .variants import Variant, rounding
 
         recording = Recording(Path(self._plan.folder) / "given")
         epsilon = max(rounding(next(recording.steps(number)).config) for number in range(len(recording.engines)))
@@ -169,14 +171,12 @@ class _Runs:
         _say(f"running {self._plan.target}: {said}")
         environment = {"PYTHONHASHSEED": str(abs(self._plan.seed) % 2**32), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         launch(
-            LaunchSpec(
-                "zero_core.verify", args=(str(stored),), nproc=self._nproc, module=True, env=environment, quiet=True
-            )
+            LaunchSpec("zero_verify", args=(str(stored),), nproc=self._nproc, module=True, env=environment, quiet=True)
         )
 
     def _difference(self, expected: str, got: str, judge: Judge) -> Difference | None:
-        from zero_core.verify.comparison import compare
-        from zero_core.verify.recording import Recording
+        from .comparison import compare
+        from .recording import Recording
 
         folder = Path(self._plan.folder)
         ours = Recording(folder / expected)
@@ -188,7 +188,7 @@ class _Runs:
         return compare(ours, Recording(folder / got), judge)
 
     def _counted(self) -> str:
-        from zero_core.verify.recording import Recording
+        from .recording import Recording
 
         recording = Recording(Path(self._plan.folder) / "given")
         counts = [recording.count(number) for number in range(len(recording.engines))]

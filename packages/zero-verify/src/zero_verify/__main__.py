@@ -1,4 +1,4 @@
-"""Run one rank of a verification: `python -m zero_core.verify PLAN`, the path of a stored `ScriptRun`."""
+"""Run one rank of a verification: `python -m zero_verify PLAN`, the path of a stored `ScriptRun`."""
 
 from __future__ import annotations
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import runpy
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from zero_core.supervision import supervised
+from zero_core.supervision import run_as_main, supervised
 
 from .recorder import Enough, Recorder
 from .variants import Variant
@@ -62,19 +58,3 @@ def run_script(plan: ScriptRun) -> None:
         recorder.close()
     else:
         recorder.close()
-
-
-def run_as_main(target: str, arguments: Sequence[str], *, module: bool = False) -> None:
-    """Run a script (with ``module``, a module by name) as ``__main__`` with its arguments; what it raises passes
-    through."""
-    before, path = sys.argv, list(sys.path)
-    sys.argv = [target, *arguments]
-    try:
-        if module:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
-            runpy.run_path(target, run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = before, path
