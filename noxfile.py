@@ -471,7 +471,7 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build all wheels, install `zero-core[nvme,deepspeed]` from them alone, and import every package."""
+    """Build all wheels, install `zero-core[nvme,deepspeed,verify]` from them alone, and import every package."""
     python = str(Path(session.virtualenv.location) / "bin" / "python")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -488,7 +488,7 @@ def wheels(session: nox.Session) -> None:
         needed = {line for name in PACKAGES for line in base_requirements(name)}
         pip_install(session, fresh, *sorted(line for line in needed if requirement_name(line) not in PACKAGES))
         # Everything from elsewhere is there now: with no index, the siblings can only come from dist/.
-        pip_install(session, fresh, "--no-index", "--find-links", str(dist), "zero-core[nvme,deepspeed]")
+        pip_install(session, fresh, "--no-index", "--find-links", str(dist), "zero-core[nvme,deepspeed,verify]")
         run(session, fresh, "-m", "pip", "check")
         modules = [name.replace("-", "_") for name in PACKAGES]
         with session.chdir(scratch):
