@@ -47,6 +47,17 @@ def test_values_are_those_of_the_call_and_memory_is_reused(tmp_path: Path) -> No
     assert open_checkpoint(tmp_path, "t2").read("w", "param") == b"b" * len(data)
 
 
+def test_a_relative_root_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with AsyncSaver(open_sink=Gate) as saver:
+        saver.save("run", "t1", [interval(bytearray(b"a"))], step=1)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        Gate.opened.set()
+    assert open_checkpoint(tmp_path / "run", "t1").read("w", "param") == b"a"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_the_queue_is_bounded(tmp_path: Path) -> None:
     with AsyncSaver(open_sink=Gate, max_pending=2) as saver:
         for step in range(2):

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+from zero_config import Config
 
 
 @pytest.mark.parametrize(
@@ -153,3 +156,21 @@ def test_null_sections_are_absent_where_they_are_optional(loaded):
 
 def test_clipping_is_off_unless_asked_for(loaded):
     assert loaded({}).gradient_clipping == 0.0 and loaded({"gradient_clipping": "auto"}).gradient_clipping == 0.0
+
+
+def test_relative_paths_become_those_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    nvme = {"device": "nvme", "nvme_path": ["a", "/b"]}
+    written = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 2, "offload_optimizer": nvme},
+        "checkpoint": {"interval": 9, "path": "out/ck", "in_memory": {"every": 1, "path": "/dev/shm/x"}},
+    }
+    config = Config.load(written, world_size=1)
+    absolute = config.with_absolute_paths()
+    assert absolute.checkpoint.path == str(tmp_path / "out/ck")
+    assert absolute.checkpoint.in_memory.path == "/dev/shm/x"
+    assert absolute.zero_optimization.offload_optimizer.nvme_path == (str(tmp_path / "a"), "/b")
+    assert absolute.zero_optimization.offload_param.nvme_path is None
+    assert absolute.raw == written and absolute.provenance("checkpoint.path") == "user"
+    assert config.checkpoint.path == "out/ck"

@@ -100,7 +100,7 @@ class AsyncSaver:
         if self._closed:
             raise ValueError("this AsyncSaver is closed")
         arena = self._arenas.get()
-        arguments: dict[str, Any] = {"root": Path(root), "tag": tag, **options}
+        arguments: dict[str, Any] = {"root": Path(root).absolute(), "tag": tag, **options}  # the script may chdir
         copying: CopyUnderWay | None = None
         try:
             copying = arena.start(memory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_config._optimizer_params import AdamParams, OneBitParams
 from zero_config._parallel_keys import Deterministic
@@ -11,6 +11,8 @@ from zero_config.errors import Problem
 from zero_config.keys import ConfigFile
 from zero_config.precision import build_policy, loss_scale
 from zero_precision import PrecisionError
+
+_File = TypeVar("_File", bound=ConfigFile)
 
 
 def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
@@ -205,7 +207,7 @@ def hidden_size(hint: Any) -> int | None:
     return None
 
 
-def with_values(config: ConfigFile, values: dict[str, Any]) -> ConfigFile:
+def with_values(config: _File, values: dict[str, Any]) -> _File:
     """Return the configuration with the values at these canonical paths replaced."""
     for path, value in values.items():
         config = _replaced(config, path.split("."), value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,6 +19,19 @@ from zero_config._source import read
 from zero_config.errors import ConfigError, Problem, show
 from zero_config.features import leaves, no_effect, refusals
 from zero_config.keys import ConfigFile
+
+_PATHS = (
+    "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "offload.activations.nvme_path",
+    "offload.trace",
+    "checkpoint.path",
+    "checkpoint.in_memory.path",
+    "flops_profiler.output_file",
+    "run_record.path",
+    "run_record.plan",
+)
+"""Values that name files and folders."""
 
 
 class ReportRow(NamedTuple):
@@ -107,6 +121,16 @@ class Config(ConfigFile):
         """Return every resolved value as plain data: it can be stored, and loads to the same configuration."""
         plain: dict[str, Any] = thaw(self.model_dump())
         return plain
+
+    def with_absolute_paths(self) -> Config:
+        """Return the same configuration with relative files and folders made absolute, from the current folder on."""
+        values = dict(leaves(self))
+        given = {path: values[path] for path in _PATHS if values[path]}
+        absolute = {
+            path: os.path.abspath(value) if isinstance(value, str) else tuple(map(os.path.abspath, value))
+            for path, value in given.items()
+        }
+        return _rules.with_values(self, absolute)
 
     def provenance(self, path: str) -> str:
         """Return where the value at a path such as `zero_optimization.stage` came from; `KeyError` if there is none."""

@@ -118,6 +118,7 @@ def assemble(
     with starting_together("zero_core.initialize"):  # nobody goes on, fails and leaves while others still connect
         groups = open_groups(resolved, place.data_rows, ledger)
         model_part = place.open()
+    resolved = resolved.with_absolute_paths()  # the script may go to another folder
     with _told_to_all(groups, model_part):
         torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, on)
         agree_on_hyperparameters(groups.control, torch_optimizer)

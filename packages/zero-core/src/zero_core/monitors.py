@@ -205,9 +205,10 @@ def _enabled(config: Config) -> list[Monitor]:
     monitors: list[Monitor] = []
     settings = {key: value for key, value in config.raw.items() if key != "comet"}  # that section may hold a secret
     if config.csv_monitor.enabled:
-        monitors.append(CsvMonitor(Path(config.csv_monitor.output_path) / config.csv_monitor.job_name))
+        monitors.append(CsvMonitor(Path(config.csv_monitor.output_path).absolute() / config.csv_monitor.job_name))
     if config.tensorboard.enabled:
-        monitors.append(TensorBoardMonitor(Path(config.tensorboard.output_path) / config.tensorboard.job_name))
+        folder = Path(config.tensorboard.output_path).absolute()
+        monitors.append(TensorBoardMonitor(folder / config.tensorboard.job_name))
     if config.wandb.enabled:
         section = config.wandb
         monitors.append(

@@ -81,7 +81,7 @@ class Checkpoints:
         ):
             self._saver.save(root, name, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen)
         self._instruments.saved(root / name)
-        self._departure.root = self._departure.root or str(save_dir)
+        self._departure.root = self._departure.root or os.path.abspath(save_dir)
         self._departure.after_checkpoint(self._saver.wait)
 
     def load(self, load_dir: str | os.PathLike[str], tag: str | None, wanted: Wanted) -> tuple[str, dict[str, Any]]:
@@ -94,7 +94,7 @@ class Checkpoints:
         """Load the newest state of this job and say where training goes on; None for a first start."""
         self._state.check_open("resume")
         self.wait()
-        self._departure.root = str(load_dir)
+        self._departure.root = os.path.abspath(load_dir)
         root = self._state.model_part.folder(Path(load_dir))
         return resume(self._state, self._in_memory, root, self._load_everything)
 

@@ -88,6 +88,7 @@ class Saver:
         named = named_parameters(state.module)
         said = [state.counters.accumulated, restructured(state, named), unsavable(state.optimizer)]
         answers = parts.runtime.agree("save", f"{root}/{tag}", said)
+        root = root.absolute()  # where the script is now: it may be elsewhere when the files are written
         _refuse_inside_accumulation([accumulated for accumulated, _, _ in answers], state)
         _refuse_restructured([name for _, name, _ in answers])
         _refuse_unsavable([value for _, _, value in answers])
