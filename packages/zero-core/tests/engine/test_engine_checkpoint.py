@@ -17,7 +17,7 @@ from torch import nn
 
 import zero_core
 from zero_ckpt import open_checkpoint
-from zero_comm import run_ranks
+from zero_comm import DesyncError, run_ranks
 
 
 def engine_of(stage: int, how: str, model: nn.Module | None = None) -> zero_core.Engine:
@@ -103,6 +103,39 @@ def test_parts_of_a_checkpoint_can_be_left_out(
     for seen in run_ranks(load, RANKS, str(tmp_path), 3, options):
         assert seen["weights"] == saved["weights"] and seen["state"] is state and seen["steps"] == steps
         assert seen["scheduler"] == iteration
+
+
+def differing_choices(folder: str, call: str, on_one: dict[str, Any]) -> str:
+    """The error where rank 1 calls the same with ``on_one`` too."""
+    engine = engine_of(1, "ours")
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder, tag="mine")
+    with pytest.raises(DesyncError) as info:
+        getattr(engine, call)(folder, tag="mine", **(on_one if dist.get_rank() == 1 else {}))
+    return str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "on_one", "words"),
+    [
+        ("load_checkpoint", {"load_module_strict": False}, "without names that must fit"),
+        ("load_checkpoint", {"load_optimizer_states": False}, "without optimizer states"),
+        ("load_checkpoint", {"load_lr_scheduler_states": False}, "without the schedule"),
+        (
+            "load_checkpoint",
+            {"load_module_only": True},
+            "without optimizer states, without the schedule, without count",
+        ),
+        ("load_checkpoint", {"custom_load_fn": print}, "weights by custom_load_fn"),
+        ("save_checkpoint", {"save_latest": False}, "without latest"),
+        ("save_checkpoint", {"exclude_frozen_parameters": True}, "without frozen parameters"),
+    ],
+)
+def test_ranks_that_choose_differently_are_refused(
+    call: str, on_one: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    for message in run_ranks(differing_choices, 2, str(tmp_path), call, on_one):
+        assert f"rank 1: {call[:4]} '{tmp_path}/mine, {words}" in message
 
 
 def refused(folder: str) -> list[str]:

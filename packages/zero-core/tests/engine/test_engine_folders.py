@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +36,14 @@ def goes_elsewhere(root: str, changes: dict[str, Any]) -> list[str]:
     there, elsewhere = Path(root, "there"), Path(root, "elsewhere")
     there.mkdir(mode=0o700)
     elsewhere.mkdir()
-    with contextlib.chdir(root):
+    with pytest.MonkeyPatch.context() as script:
+        script.chdir(root)
         engine = zero_core.initialize(model=build(), config=config(2, **changes))[0]
         engine.resume("there/out")
-        os.chdir(elsewhere)
+        script.chdir(elsewhere)
         train(engine, 0, 2)
         engine.save_checkpoint("own", tag="t")
-        os.chdir(root)
+        script.chdir(root)
         engine.destroy()
     assert open_checkpoint(elsewhere / "own").tag == "t"
     assert open_checkpoint(there / "out").step == 2

@@ -88,7 +88,8 @@ class Checkpoints:
         """Load ``load_dir/tag`` (default: the newest complete one); return its path and the client state."""
         self._state.check_open("load_checkpoint")
         self._saver.wait()
-        return self._load(self._state.model_part.folder(Path(load_dir)), tag, wanted)
+        root = self._state.model_part.folder(Path(load_dir))
+        return self._load(root, tag, wanted, said=f"{root}/{tag or ''}{wanted}")
 
     def resume(self, load_dir: str | os.PathLike[str]) -> Resumed | None:
         """Load the newest state of this job and say where training goes on; None for a first start."""
@@ -133,13 +134,14 @@ class Checkpoints:
         self.save(root, None, {}, save_latest=True, exclude_frozen=False)
 
     def _load_everything(self, root: Path, tag: str | None) -> tuple[str, dict[str, Any]]:
-        trained = self._state.optimizer is not None
-        return self._load(root, tag, Wanted(strict=True, optimizer=trained, scheduler=True, counters=True))
+        wanted = Wanted(strict=True, optimizer=self._state.optimizer is not None, scheduler=True, counters=True)
+        return self._load(root, tag, wanted, said=tag or str(root))  # a tag in memory lies elsewhere on each node
 
-    def _load(self, root: Path, tag: str | None, wanted: Wanted) -> tuple[str, dict[str, Any]]:
+    def _load(self, root: Path, tag: str | None, wanted: Wanted, *, said: str) -> tuple[str, dict[str, Any]]:
         runtime = self._state.partition.runtime
         runtime.reopen("load_checkpoint")
         self._before_load()
         with self._failures.told_to_all(), runtime.writing("load_checkpoint"):
+            runtime.agree("load", said, None)
             self.report, client_state = load(self._state, root, tag, wanted)
         return str(self.report.path), client_state

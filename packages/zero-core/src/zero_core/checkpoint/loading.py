@@ -53,11 +53,20 @@ class Wanted:
     counters: bool
     custom: CustomLoad | None = None
 
+    def __str__(self) -> str:
+        """The choice in words, empty where it is everything."""
+        words = {
+            "without names that must fit": not self.strict,
+            "without optimizer states": not self.optimizer,
+            "without the schedule": not self.scheduler,
+            "without counters": not self.counters,
+            "weights by custom_load_fn": self.custom is not None,
+        }
+        return "".join(f", {text}" for text, said in words.items() if said)
+
 
 def load(state: TrainingState, root: Path, tag: str | None, wanted: Wanted) -> tuple[LoadReport, dict[str, Any]]:
     """Read ``root/tag`` into the engine; returns what happened to each name and the client state. Collective."""
-    parts = state.partition
-    parts.runtime.agree("load", f"{root}/{tag or ''}", None)
     state.module.zero_grad()
     state.counters.accumulated = 0
     everybody = state.model_part.coordinator or coordinator_of(state)

@@ -87,7 +87,8 @@ class Saver:
         state, parts = self._state, self._state.partition
         named = named_parameters(state.module)
         said = [state.counters.accumulated, restructured(state, named), unsavable(state.optimizer)]
-        answers = parts.runtime.agree("save", f"{root}/{tag}", said)
+        choice = f"{'' if save_latest else ', without latest'}{', without frozen parameters' if exclude_frozen else ''}"
+        answers = parts.runtime.agree("save", f"{root}/{tag}{choice}", said)
         root = root.absolute()  # where the script is now: it may be elsewhere when the files are written
         _refuse_inside_accumulation([accumulated for accumulated, _, _ in answers], state)
         _refuse_restructured([name for _, name, _ in answers])
