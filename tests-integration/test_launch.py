@@ -95,6 +95,24 @@ def test_a_divergence_inside_a_stage_3_training_is_explained_by_parameter(tmp_pa
     assert f"gather of '{names[how]}' in step 3" in report and "_launch_training.py:" in report, err
 
 
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_ends_well_while_another_waits_for_it_ends_an_elastic_job(tmp_path: Path, end: str) -> None:
+    leaves = (
+        GROUPS.partition("if how ==")[0]
+        + f"""
+if rank == 1:
+    {end}
+gather("layers.3.weight")
+"""
+    )
+    script = tmp_path / "leaves.py"
+    script.write_text(leaves)
+    code, _, errors = launch(tmp_path, "--nproc", 2, "--elastic", "2:2", "--restarts", 2, script, "")
+    assert code == 1
+    assert "rank 1 ended with exit status 0 while others wait for it:\n  rank 0 waits in gather of 'layers.3" in errors
+    assert "restart 1 of 2" not in errors
+
+
 @pytest.mark.soak
 def test_a_job_on_several_hosts_restarts_and_passes_its_status_on(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb slots=2\n")

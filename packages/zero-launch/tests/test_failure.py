@@ -52,6 +52,24 @@ def test_the_exit_status_of_the_first_failing_rank_is_the_launchers(run, write_s
     assert "rank 0 was stopped by zero-launch (SIGTERM)" in done.stderr
 
 
+def test_a_script_that_ends_itself_failed_first_however_long_its_interpreter_takes_to_end(run, write_script):
+    script = write_script(
+        """
+        import atexit, sys, time
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 1:
+            atexit.register(lambda: (dist.destroy_process_group(), time.sleep(5)))
+            sys.exit(3)
+        dist.all_reduce(torch.ones(1))
+        """
+    )
+    done = run("--nproc", 2, script)
+    assert done.returncode == 3
+    assert "rank 1 of 2 failed first: exit status 3, without an uncaught exception" in done.stderr
+
+
 def test_death_by_signal_is_named_and_shown_as_a_shell_does(run, write_script):
     done = run(write_script("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
     assert done.returncode == 128 + signal.SIGSEGV

@@ -24,7 +24,15 @@ from zero_launch.presence import HostPresence, Presence
 from zero_launch.processes import end_job, exit_status, kill_heedless, wait_for_helpers
 from zero_launch.rank_files import RankFiles, RankStatus
 from zero_launch.repeats import Repeats
-from zero_launch.report import LaunchError, RankFailure, describe_exit, read_error_file, signal_name, tail
+from zero_launch.report import (
+    LaunchError,
+    RankFailure,
+    describe_exit,
+    read_end_file,
+    read_error_file,
+    signal_name,
+    tail,
+)
 from zero_launch.spec import SILENCE_SECONDS
 from zero_launch.standbys import Prepared, StandbyContext
 from zero_launch.streams import Sink, Streamer
@@ -185,10 +193,9 @@ class Agent(LocalElasticAgent):
                 record.left_for = self._files.orders.answer(record.rank)
         left = {record.rank: record.left_for for record in self._records if record.status}
         if not all(left.values()) or self._stuck_after_exception():
-            self._watcher.read()
-            ended = [record.rank for record in self._records if record.status == 0]
+            self._note_ends()
             records = self._watcher.records
-            self._diverged(self._explain(records, stalled=False) or abandoned(records, ended))
+            self._diverged(self._explain(records, stalled=False) or abandoned(records, self._left_first()))
             self._fail()
         elif any(record.status is None for record in self._records):
             ended = [record.rank for record in self._records if record.status == 0]
@@ -295,11 +302,7 @@ class Agent(LocalElasticAgent):
         return False
 
     def _end(self, signum: signal.Signals) -> None:
-        if not self._stopping:
-            self._stopping = True
-            self._watcher.read()
-            for record in self._records:
-                record.status_before_stop = record.status
+        self._note_ends()
         pids = {record.pid for record in self._records}
         if self._files.takes_requests:
             kill_heedless(pids, signum)
@@ -307,6 +310,23 @@ class Agent(LocalElasticAgent):
         self.notes += [f"left behind: {text}" for pid, text in ended if pid not in pids]
         for record in self._records:
             record.look()
+
+    def _note_ends(self) -> None:
+        """Take down what is known of every rank when the first has failed, before others fail of what we do."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._watcher.read()
+        for record in self._records:
+            record.status_before_stop, record.end = record.status, read_end_file(record.folder)
+            if record.end is not None and record.left_for is None:
+                record.left_for = self._files.orders.answer(record.rank)
+
+    def _left_first(self) -> list[int]:
+        """The ranks that ended with status 0, or are about to, before any failed."""
+        failed = min((self._started_at + failure.seconds for failure in self.failures()), default=time.time())
+        well = [record for record in self._records if record.ended_well]
+        return [record.rank for record in well if record.end is None or record.end.at < failed]
 
     def failures(self) -> list[RankFailure]:
         """The ranks that failed by themselves, in the order in which they began to fail.
@@ -322,12 +342,12 @@ class Agent(LocalElasticAgent):
             if error is not None:
                 when = float(error["extraInfo"]["uncaught_at"])
                 cause, detail = str(error["message"]), str(error["extraInfo"]["py_callstack"])
-            elif record.status_before_stop:
-                when = record.seen_alive
-                cause, detail = describe_exit(record.status_before_stop), tail(record.folder / "stderr.log")
+            elif record.failed_with:
+                when = record.seen_alive if record.end is None else record.end.at
+                cause, detail = describe_exit(record.failed_with), tail(record.folder / "stderr.log")
             else:
                 continue
-            code = record.status if error is None or (record.status or 0) > 0 else None
+            code = record.failed_with if error is None else record.status if (record.status or 0) > 0 else None
             seconds = when - self._started_at
             step = self._watcher.step_of(record.rank)
             failure = RankFailure(record.rank, self._host, record.pid, code, cause, detail, seconds, step)
@@ -342,7 +362,7 @@ class Agent(LocalElasticAgent):
             if record.rank in failed:
                 continue
             record.look()
-            if record.status_before_stop == 0:
+            if record.ended_well:
                 fates.append(f"rank {record.rank} had already ended with exit status 0")
             elif record.status is None:
                 fates.append(f"rank {record.rank} still runs after SIGKILL (pid {record.pid})")

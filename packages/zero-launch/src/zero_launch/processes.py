@@ -24,6 +24,8 @@ JOB_VARIABLE = "ZERO_LAUNCH_JOB"
 LAUNCHER_PID_VARIABLE = "ZERO_LAUNCH_PID"
 CORES_VARIABLE = "ZERO_LAUNCH_CORES"
 REQUEUE_VARIABLE = "ZERO_LAUNCH_REQUEUE"
+END_FILE = "end.json"
+"""Where a rank writes that its script is over, in the folder of its error file."""
 _POLL_SECONDS = 0.02
 _HELPER_SECONDS = 0.5
 _KILL_SECONDS = 2.0

@@ -1,10 +1,10 @@
 """The program of each rank: `python -m zero_launch.rank (script|module|program|call) TARGET ARGS...`.
 
-The target runs as `__main__`, as if Python had been started with it. Around it this file does four things: the
-process dies with its launcher, lines reach the log when they are complete, an exception that nobody caught is written
-to the engine's error file, so that the launcher can say which rank failed first and why, and process groups end before
-the interpreter does; see [Note: gloo's threads at the end] in ending.py. With `--standby N` before the kind it waits
-for its start first; see [Note: standbys] in standby.py.
+The target runs as `__main__`, as if Python had been started with it. Around it this file does four things: the process
+dies with its launcher, lines reach the log when they are complete, an exception that nobody caught is written to the
+engine's error file, and the end of the script to a file beside it, so that the launcher can say which rank failed first
+and why, and process groups end before the interpreter does; see [Note: gloo's threads at the end] in ending.py. With
+`--standby N` before the kind it waits for its start first; see [Note: standbys] in standby.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import traceback
 from types import TracebackType
 
 from zero_launch.ending import end_process_groups
-from zero_launch.processes import CORES_VARIABLE, LAUNCHER_PID_VARIABLE, REQUEUE_VARIABLE
+from zero_launch.processes import CORES_VARIABLE, END_FILE, LAUNCHER_PID_VARIABLE, REQUEUE_VARIABLE
 from zero_launch.requeue import SIGNALS
 from zero_launch.standby import OPTION, record_imports, stand_by
 
@@ -64,7 +64,10 @@ def main() -> None:
             from zero_launch.notebook import run_call
 
             run_call(target)
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit as exit:
+        write_end_file(exit.code, time.time())
+        raise
+    except KeyboardInterrupt:
         raise
     except BaseException as error:
         error.__traceback__ = _own_part(error.__traceback__)
@@ -74,6 +77,8 @@ def main() -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         write_error_file(error, when)
         sys.exit(1)
+    else:
+        write_end_file(None, time.time())
 
 
 def write_error_file(error: BaseException, when: float) -> None:
@@ -91,7 +96,22 @@ def write_error_file(error: BaseException, when: float) -> None:
             },
         }
     }
-    # The launcher may look at any moment: the file appears whole or not at all.
+    _write_json(path, record)
+
+
+def write_end_file(code: object, when: float) -> None:
+    """Write beside the error file that the script is over and what it gave to `sys.exit`, before the interpreter ends.
+
+    That takes up to a second, in which a rank that waited for this one may fail and be gone first.
+    """
+    path = os.environ.get(_ERROR_FILE_VARIABLE)
+    if path:
+        status = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+        _write_json(os.path.join(os.path.dirname(path), END_FILE), {"status": status, "at": when})
+
+
+def _write_json(path: str, record: object) -> None:
+    """Write a file that appears whole or not at all: the launcher may look at any moment."""
     scratch = f"{path}.part"
     with open(scratch, "w", encoding="utf-8") as file:
         json.dump(record, file)

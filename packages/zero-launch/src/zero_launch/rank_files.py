@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from zero_launch.orders import Orders
 from zero_launch.processes import REQUEUE_VARIABLE, exit_status
+from zero_launch.report import ScriptEnd
 from zero_launch.standbys import Prepared, Standbys
 
 
@@ -109,9 +110,23 @@ class RankStatus:
     seen_alive: float
     status: int | None = None
     status_before_stop: int | None = None
+    end: ScriptEnd | None = None
+    """How its script ended, where it did before the launcher ended the attempt: the process may take longer."""
     status_of: Callable[[int], int | None] = exit_status
     left_for: str | None = None
     """The order that it has left for; kept here, as the folder of orders goes before the job is accounted for."""
+
+    @property
+    def failed_with(self) -> int | None:
+        """The status with which it failed by itself: the process's, or that for which its script has asked."""
+        return self.status_before_stop or (None if self.end is None else self.end.status)
+
+    @property
+    def ended_well(self) -> bool:
+        """Return whether it ended with status 0 before it was stopped, or was about to."""
+        return self.status_before_stop == 0 or (
+            self.status_before_stop is None and self.end is not None and not self.end.status
+        )
 
     def look(self) -> None:
         if self.status is None:

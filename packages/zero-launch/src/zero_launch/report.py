@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_launch.desync import FlightRecord
+from zero_launch.processes import END_FILE
 
 _TAIL_LINES = 15
 _TAIL_BYTES = 16_384
@@ -117,6 +118,22 @@ def read_error_file(path: Path) -> dict[str, Any] | None:
         return None
     # The engine's own decorator writes this format without our time stamp, for exceptions that may have been caught.
     return record if isinstance(record, dict) and "uncaught_at" in record.get("extraInfo", {}) else None
+
+
+@dataclass(frozen=True)
+class ScriptEnd:
+    """A script that ended without an uncaught exception: the exit status that it asked for, and when (epoch)."""
+
+    status: int
+    at: float
+
+
+def read_end_file(folder: Path) -> ScriptEnd | None:
+    """Return how a rank's script ended, as the rank itself has written it; None where it did not."""
+    try:
+        return ScriptEnd(**json.loads((folder / END_FILE).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
 
 
 def describe_exit(exit_code: int) -> str:
