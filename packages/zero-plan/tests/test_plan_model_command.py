@@ -49,9 +49,10 @@ def test_its_numbers_are_those_of_plan(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_model_of_images_and_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = write(tmp_path, model=VIT, ds=ENGINE)
-    assert main([*command, "--batch", "2", "--world-size", "2"]) == 0
+    assert main([*command, "--batch", "2", "--world-size", "2", "--checkpoint"]) == 0
     printed = capsys.readouterr().out
-    for title in ("rank 0 of 2: between two steps", "at the highest moment", "rank 1 of 2: sent in a step"):
+    saved = "rank 1 of 2: a save, which writes"
+    for title in ("rank 0 of 2: between two steps", "at the highest moment", "rank 1 of 2: sent in a step", saved):
         assert title in printed
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .errors import CheckpointError
+from .rehearsal import RehearsedSink, current_rehearsal
 from .snapshot import Copy, move_memory
 from .writer import BufferedSink, FileSink, OpenSink
 
@@ -166,4 +167,6 @@ def _finished(request: Request) -> str:
 
 def make_sink(path: Path, nbytes: int) -> FileSink:
     """The default `open_sink`: files below 4 MiB are not worth an engine of their own."""
+    if current_rehearsal() is not None:
+        return RehearsedSink(path, nbytes)
     return default_sink()(path, nbytes) if nbytes >= _DIRECT_BYTES else BufferedSink(path, nbytes)

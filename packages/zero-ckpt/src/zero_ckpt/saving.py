@@ -20,6 +20,7 @@ from .latest import check_tag, require_replaceable, write_latest
 from .manifest import MANIFEST_NAME, FileEntry, Manifest, Slice, TensorEntry
 from .plain import to_plain
 from .plan import Holding, SavePlan, make_plan
+from .rehearsal import RehearsedRanks, current_rehearsal
 from .retention import prune
 from .scripts import leave_script
 from .types import Coordinator, FileExtent, Interval, SoloCoordinator, is_kind
@@ -65,6 +66,9 @@ def save_sharded(
     any rank fails: earlier checkpoints are untouched and nothing half-written is left.
     """
     group = coordinator or SoloCoordinator()
+    rehearsal = current_rehearsal()
+    if rehearsal is not None:
+        group = RehearsedRanks(group, rehearsal)
     job = _Save(Path(root), tag, group, open_sink, node)
     extras = {"step": step, "aliases": dict(aliases or {}), "client_state": client_state, "config": config}
     extras["frozen"] = None if frozen is None else sorted(frozen)
@@ -89,7 +93,7 @@ class _Save:
         self.root, self.tag, self.what = root, tag, f"saving {root / tag}"
         self._group, self._open_sink, self._node = group, open_sink, node
         self._nodes: list[str] | None = None
-        self._leads = group.rank == 0
+        self._leads = group.rank == 0 or isinstance(group, RehearsedRanks)
         self._token = ""
         self._intervals: list[Interval] = []
         self._plan = SavePlan((), ())
@@ -104,14 +108,13 @@ class _Save:
         if type(extras["step"]) is not int or extras["step"] < 0:
             raise CheckpointError(f"step is {extras['step']!r}, expected an integer of at least 0")
         self._intervals = list(intervals)
-        leader = self._group.rank == 0
         return {
             "tag": self.tag,
             "node": self._node,
             "token": os.urandom(6).hex(),
             "heads": [_head(interval) for interval in self._intervals],
             "rank_state": to_plain(rank_state, "rank_state"),
-            "extras": {key: to_plain(value, key) for key, value in extras.items()} if leader else None,
+            "extras": {key: to_plain(value, key) for key, value in extras.items()} if self._leads else None,
         }
 
     def plan(self, described: list[dict[str, Any]]) -> None:

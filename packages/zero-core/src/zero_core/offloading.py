@@ -78,10 +78,15 @@ class Offloading:
         self._rank = rank
         self._device = device
         self.processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._budget = budget(self.processes)
+        self._make_budget = budget
+        self._budget = self.new_budget()
         self._activations = self._activation_tier(model)
         self._steps = 0
         self._saved = section.trace is None
+
+    def new_budget(self) -> HostBudget:
+        """Return a budget of which nothing is taken yet."""
+        return self._make_budget(self.processes)
 
     # -- before the model is sharded -----------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ def plan(
     world_size: int,
     ranks: Iterable[int] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    checkpoint: bool = False,
 ) -> Plan:
     """Return what a run needs, as the engine itself asks for it: `zero_core.initialize`, forward, backward and step run
     in this process as one rank after the other, over tensors that have shapes and no memory.
@@ -29,7 +30,8 @@ def plan(
     ``model_fn``: makes the model; ``config``: as for `zero_core.initialize`, with an optimizer. ``batch``: one
     micro-batch, of which only shapes and dtypes count: what the model is called with, a mapping of keyword arguments, a
     tuple of arguments, or one argument. ``ranks``: by default the first and the last. ``loss``: of the model's output;
-    by default its ``loss``, the first of a tuple, or itself. Needs `pip install zero-plan[dry-run]`.
+    by default its ``loss``, the first of a tuple, or itself. ``checkpoint``: plan a save after the steps too. Needs
+    `pip install zero-plan[dry-run]`.
 
     The compute device is the CPU; offload of activations is refused. Raises `PlanError` for what cannot be
     planned, naming the line where code asks for a value, and what `zero_core.initialize` raises.
@@ -39,7 +41,9 @@ def plan(
         from .dry_run import rehearse
     except ModuleNotFoundError as error:
         raise PlanError(f"a dry run needs {error.name}: pip install 'zero-plan[dry-run]'") from error
-    found = [rehearse(model_fn, config, batch, loss or loss_of, rank, world_size) for rank in chosen]
+    found = [
+        rehearse(model_fn, config, batch, loss or loss_of, rank, world_size, checkpoint=checkpoint) for rank in chosen
+    ]
     return Plan(world_size, tuple(found))
 
 

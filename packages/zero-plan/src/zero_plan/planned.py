@@ -59,13 +59,51 @@ class Peak(NamedTuple):
 
 
 @dataclass(frozen=True)
+class SavedPlan:
+    """The needs of saving a checkpoint after the steps, before training goes on.
+
+    ``peaks``: the highest moments of the save, as in `RankPlan`. ``files``: those that the rank puts into the
+    checkpoint, without the manifest and plain data; ``linked``: the names of those that are on its tier already, so
+    that no byte of them is written. ``message_nbytes``: host memory of what the ranks tell one another about their
+    parts, beside ``peaks``.
+    """
+
+    peaks: tuple[Peak, ...]
+    files: tuple[FileRow, ...]
+    linked: tuple[str, ...] = ()
+    message_nbytes: int = 0
+
+    @property
+    def written(self) -> int:
+        """The bytes that the rank writes."""
+        return sum(row.nbytes for row in self.files if row.name not in self.linked)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain data for JSON."""
+        files = [row._asdict() for row in self.files]
+        return {
+            "peaks": _peaks_as_dicts(self.peaks),
+            "files": files,
+            "linked": list(self.linked),
+            "message_nbytes": self.message_nbytes,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> SavedPlan:
+        """Return what `as_dict` made plain data of."""
+        files = tuple(FileRow(**row) for row in data["files"])
+        return cls(_peaks(data["peaks"]), files, tuple(data["linked"]), data["message_nbytes"])
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """The needs of one rank.
 
     ``held``: model states between two steps. ``sent``: what a step sends once the engine has learned its orders; the
     phase "control" is its messages, whose size may depend on values. ``peaks``: the highest moments of the steps, by
     tier of memory, the device first. ``files``: on NVMe, after the steps. ``read``, ``written``: bytes of files that a
-    step reads and writes. ``flops``: floating-point operations of a step by the dtype that they compute in.
+    step reads and writes. ``flops``: floating-point operations of a step by the dtype that they compute in. ``saved``:
+    saving a checkpoint after the steps, where that was asked for.
     """
 
     rank: int
@@ -76,6 +114,7 @@ class RankPlan:
     read: int = 0
     written: int = 0
     flops: Mapping[str, int] = field(default_factory=dict)
+    saved: SavedPlan | None = None
 
     @property
     def peak(self) -> Peak:
@@ -116,6 +155,7 @@ class RankPlan:
             "read": self.read,
             "written": self.written,
             "flops": dict(self.flops),
+            "saved": None if self.saved is None else self.saved.as_dict(),
         }
 
     @classmethod
@@ -130,6 +170,7 @@ class RankPlan:
             data["read"],
             data["written"],
             data["flops"],
+            None if data.get("saved") is None else SavedPlan.from_dict(data["saved"]),
         )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from ..errors import CheckpointError
+from ..rehearsal import current_rehearsal
 from ..types import Interval
 
 _NAMES = {
@@ -43,9 +44,13 @@ def tensor_buffer(tensor: torch.Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
-    memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor.detach()  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
+    rehearsal = current_rehearsal()
+    memory = (ctypes.c_ubyte * nbytes).from_address(
+        tensor.data_ptr() if rehearsal is None else rehearsal.address(nbytes)
+    )
+    memory.owner = tensor.detach(), rehearsal  # type: ignore[attr-defined]
+    view = memoryview(memory).cast("B")
+    return view if rehearsal is None else view.toreadonly()
 
 
 class Stager:

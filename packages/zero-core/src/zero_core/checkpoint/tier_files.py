@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero_offload import DelayedUpdate, HostBudget, NvmeStore, OffloadedUpdate, Sealed
+from zero_offload import DelayedUpdate, NvmeStore, OffloadedUpdate, Sealed
 
 from ..offloading import Offloading, need_disk
 from ..state import TrainingState
@@ -77,7 +77,7 @@ class TierFiles:
 
     def _check_room(self) -> None:
         """Raise `BudgetError` where the disk has no room for all states and the trained weights once more."""
-        budget = HostBudget(processes=self._tiers.processes)
+        budget = self._tiers.new_budget()
         update, store = self._update(), self._store()
         if update is not None:
             paths = self._zero.offload_optimizer.nvme_path or ()

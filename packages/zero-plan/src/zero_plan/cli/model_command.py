@@ -33,6 +33,7 @@ def add_model_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     parser.add_argument(
         "--batch", required=True, type=_batch, metavar="NxM", help="a micro-batch: samples x tokens, or samples"
     )
+    parser.add_argument("--checkpoint", action="store_true", help="plan a save after the steps too")
     add_plan_arguments(parser)
     parser.set_defaults(run=_model)
 
@@ -47,7 +48,8 @@ def _model(options: argparse.Namespace) -> int:
     from zero_partition import PartitionError
 
     try:
-        found = plan(build, config, batch=batch, world_size=options.world_size, ranks=options.rank)
+        asked = {"world_size": options.world_size, "ranks": options.rank, "checkpoint": options.checkpoint}
+        found = plan(build, config, batch=batch, **asked)
     except (ConfigError, UsageError, PartitionError) as error:
         raise PlanError(f"the engine refuses it: {error}") from error
     return print_plan(found, machine, as_json=options.json)

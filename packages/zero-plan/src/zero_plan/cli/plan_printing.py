@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from ..bounding import step_bounds
 from ..fitting import judge
 from ..limits import step_time
 from ..machine import Machine, load_machine
-from ..planned import Plan, RankPlan
+from ..planned import Peak, Plan, RankPlan, SavedPlan
 from ..quantities import show
 from .machine_printing import print_bounds, print_fits
 from .printing import print_table
@@ -74,12 +75,7 @@ def _print_rank(rank: RankPlan, title: str) -> None:
         ("what", "tier", "bytes"),
         [(kind, tier, show(nbytes, "B")) for (kind, tier), nbytes in held.most_common()],
     )
-    for peak in rank.peaks:
-        print_table(
-            title + f"{show(peak.nbytes, 'B')} of {peak.tier} at the highest moment, {peak.phase}, {peak.place}",
-            ("what", "of", "bytes"),
-            [(row.kind, row.name, show(row.nbytes, "B")) for row in peak.owners],
-        )
+    _print_peaks(rank.peaks, title)
     if rank.files:
         rows = [(row.name, show(row.nbytes, "B")) for row in rank.files]
         print_table(title + "files", ("file", "bytes"), rows)
@@ -87,6 +83,26 @@ def _print_rank(rank: RankPlan, title: str) -> None:
     links = [(link, show(nbytes, "B")) for link, nbytes in rank.links().items()]
     flops = [(f"operations in {dtype}", show(count, "FLOP")) for dtype, count in sorted(rank.flops.items())]
     print_table(title + "moved and computed in a step", ("link", "amount"), [*links, *flops])
+    if rank.saved is not None:
+        _print_save(rank.saved, title)
+
+
+def _print_peaks(peaks: Iterable[Peak], title: str) -> None:
+    for peak in peaks:
+        print_table(
+            title + f"{show(peak.nbytes, 'B')} of {peak.tier} at the highest moment, {peak.phase}, {peak.place}",
+            ("what", "of", "bytes"),
+            [(row.kind, row.name, show(row.nbytes, "B")) for row in peak.owners],
+        )
+
+
+def _print_save(saved: SavedPlan, title: str) -> None:
+    _print_peaks(saved.peaks, title)
+    rows = [
+        (row.name, show(row.nbytes, "B"), "linked" if row.name in saved.linked else "written") for row in saved.files
+    ]
+    rows.append(("messages, in host memory", show(saved.message_nbytes, "B"), "sent"))
+    print_table(title + f"a save, which writes {show(saved.written, 'B')}", ("file", "bytes", "how"), rows)
 
 
 def _sent(rank: RankPlan) -> list[tuple[str, str, str, str]]:

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +30,7 @@ from .books import Books
 from .fakes import PlanMode
 from .lines import sentence
 from .peak_watch import PeakWatch
+from .saving import rehearse_save
 from .supervising import Rehearsal
 from .world import fake_world
 
@@ -52,8 +54,13 @@ def rehearse(
     loss: Callable[[Any], torch.Tensor],
     rank: int,
     world_size: int,
+    *,
+    checkpoint: bool = False,
 ) -> RankPlan:
-    """Return what rank ``rank`` of ``world_size`` holds and sends: after a few steps, and in the last of them."""
+    """Return what rank ``rank`` of ``world_size`` holds and sends: after a few steps, and in the last of them.
+
+    ``checkpoint``: with what a save after them needs.
+    """
     books = Books()
     with TemporaryDirectory(prefix="zero-plan-") as folder, dry(Rehearsal(Path(folder)), rank, world_size, books):
         with PlanMode(books.watch.memory, books.operations):
@@ -67,6 +74,8 @@ def rehearse(
                 books.begin_step(engine)
                 _step(engine, micro_batch, loss, books.watch)
             found = books.plan(engine)
+            if checkpoint:
+                found = replace(found, saved=rehearse_save(engine, books.watch, Path(folder)))
             engine.destroy(unshard=False)
     return found
 

@@ -1,0 +1,135 @@
+"""A save of which only one rank exists, over tensors without memory, into files that have lengths and no content.
+
+[Note: rehearsed saves]
+For a dry run, which has one rank of many and no bytes. Everything that decides what is written runs as ever: the
+intervals, the plan, the headers, the commit. Other are the ends: the ranks beside this one hold exactly what it lacks
+and succeed in all they do; tensors read as zeros; the rank's file gets its length. This rank leads, whatever its
+number. The manifest has this rank's slices alone, so that such a checkpoint cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+from .plain import pack
+from .types import Coordinator, numel
+
+_HEADS = "heads"
+
+
+class SaveRehearsal:
+    """The stand-in for memory in rehearsed saves, and what it learns of them.
+
+    Attributes:
+        message_nbytes: host memory of the largest exchange between the ranks: a message of each, padded to the longest.
+    """
+
+    def __init__(self) -> None:
+        self.message_nbytes = 0
+        self._blocks: list[mmap.mmap] = []  # a view of an earlier one may be in use
+
+    def address(self, nbytes: int) -> int:
+        """Return the address of so many zeros, valid as long as this object lives; they take no memory while they are
+        only read."""
+        if not self._blocks or len(self._blocks[-1]) < nbytes:
+            self._blocks.append(mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._blocks[-1]))
+
+
+_REHEARSAL: ContextVar[SaveRehearsal | None] = ContextVar("zero_ckpt_rehearsal", default=None)
+
+
+@contextmanager
+def rehearsed() -> Iterator[SaveRehearsal]:
+    """Have saves in this context be rehearsed (see [Note: rehearsed saves]). Threads that begin inside see the
+    system."""
+    rehearsal = SaveRehearsal()
+    token = _REHEARSAL.set(rehearsal)
+    try:
+        yield rehearsal
+    finally:
+        _REHEARSAL.reset(token)
+
+
+def current_rehearsal() -> SaveRehearsal | None:
+    """Return the rehearsal that saves in this context are part of, or None."""
+    return _REHEARSAL.get()
+
+
+class RehearsedSink:
+    """A file that gets its length; a `FileSink`."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._path, self._nbytes, self._position = path, nbytes, 0
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+
+    def write(self, data: memoryview) -> None:
+        """Count the next bytes of the file."""
+        self._position += data.nbytes
+
+    def drain(self) -> None:
+        """Nothing is under way."""
+
+    def finish(self) -> None:
+        """Raise CheckpointError unless as many bytes came as were said to."""
+        if self._position != self._nbytes:
+            raise CheckpointError(f"{self._path}: expected {self._nbytes} bytes, got {self._position}")
+        os.truncate(self._path, self._nbytes)
+
+    def abort(self) -> None:
+        """Nothing is open."""
+
+
+class RehearsedRanks:
+    """A coordinator whose other ranks hold the elements that this one lacks, and write them elsewhere."""
+
+    def __init__(self, given: Coordinator, rehearsal: SaveRehearsal) -> None:
+        self.rank, self.world_size = given.rank, given.world_size
+        self._rehearsal = rehearsal
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return the answers of a step of a save (see `coordination.together`); the others' are those of ranks that
+        succeed."""
+        problem, result = obj
+        other: Any = None
+        rest: Any = None
+        if isinstance(result, dict) and _HEADS in result:
+            other, rest = {**result, _HEADS: []}, {**result, _HEADS: rest_of(result[_HEADS])}
+        answers = [[None, other] for _ in range(self.world_size)]
+        answers[self.rank] = [problem, result]
+        if self.world_size > 1:
+            answers[(self.rank + 1) % self.world_size] = [None, rest]
+            own, *others = (len(pack(answer)) for answer in (obj, [None, rest], [None, other]))
+            nbytes = own + (self.world_size + 1) * max(own, *others)
+            self._rehearsal.message_nbytes = max(self._rehearsal.message_nbytes, nbytes)
+        return answers
+
+    def barrier(self) -> None:
+        """Nobody is waited for."""
+
+
+def rest_of(heads: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Return heads (name, kind, shape, dtype, offset, length, linked) of all elements that none of ``heads`` has, of
+    the tensors that they name."""
+    tensors: dict[tuple[str, str], list[Sequence[Any]]] = {}
+    for head in heads:
+        tensors.setdefault((head[0], head[1]), []).append(head)
+    found = []
+    for (name, kind), own in tensors.items():
+        shape, dtype = own[0][2], own[0][3]
+        position = 0
+        for begin, length in sorted((head[4], head[5]) for head in own):
+            if begin > position:
+                found.append([name, kind, shape, dtype, position, begin - position, False])
+            position = begin + length
+        if position < numel(tuple(shape)):
+            found.append([name, kind, shape, dtype, position, numel(tuple(shape)) - position, False])
+    return found

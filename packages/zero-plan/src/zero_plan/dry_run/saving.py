@@ -1,0 +1,25 @@
+"""The engine's own save, into files without content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zero_ckpt.rehearsal import rehearsed
+from zero_core.engine import Engine
+
+from ..planned import FileRow, SavedPlan
+from .peak_watch import PeakWatch
+
+_TAG = "planned"
+
+
+def rehearse_save(engine: Engine, watch: PeakWatch, folder: Path) -> SavedPlan:
+    """Return what a save between two steps needs; ``folder``: on the file system that stands in for NVMe."""
+    root = folder / "checkpoint"
+    watch.restart("save")
+    with rehearsed() as rehearsal:
+        engine.save_checkpoint(root, _TAG)
+    payload = sorted(path for path in (root / _TAG).iterdir() if path.suffix in (".safetensors", ".extents"))
+    files = tuple(FileRow(path.name, path.stat().st_size) for path in payload)
+    linked = tuple(path.name for path in payload if path.suffix == ".extents")
+    return SavedPlan(watch.peaks(), files, linked, rehearsal.message_nbytes)

@@ -1,0 +1,73 @@
+"""Checkpoints of real runs, whose files and highest moments are compared with planned ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from dry_models import Case, tokens
+from peak_models import LiveStorages, MeasuredEnds
+
+from zero_ckpt.plain import pack
+from zero_ckpt.torch.coordinator import DistCoordinator
+from zero_offload.ends import tier_ends
+from zero_plan import Peak
+from zero_plan.dry_run.memory import LiveMemory
+
+
+class MeasuredSave(NamedTuple):
+    """The lengths of the files that a rank put into a checkpoint, the highest moments of the save, and the most memory
+    that messages took."""
+
+    files: dict[str, int]
+    peaks: tuple[Peak, ...]
+    message_nbytes: int
+
+
+@contextmanager
+def messages_apart(memory: LiveMemory, own: list[int]) -> Iterator[None]:
+    """Count what ranks tell one another about a save as a tier of its own; ``own``: the lengths of this rank's."""
+    exchange = DistCoordinator.all_gather_object
+
+    def counted(coordinator: DistCoordinator, obj: Any) -> list[Any]:
+        own.append(len(pack(obj)))
+        with memory.taking("messages", ()):
+            return exchange(coordinator, obj)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistCoordinator, "all_gather_object", counted)
+        yield
+
+
+def save(cases: list[Case], folder: str) -> list[MeasuredSave]:
+    """Train each case on this job's ranks, and save it."""
+    return [_save(case, Path(folder) / str(number)) for number, case in enumerate(cases)]
+
+
+def _save(case: Case, folder: Path) -> MeasuredSave:
+    import zero_core
+    from zero_plan.dry_run.peak_watch import PeakWatch
+
+    torch.manual_seed(0)
+    watch = PeakWatch()
+    own: list[int] = []
+    with watch, LiveStorages(watch.memory), tier_ends(MeasuredEnds(watch.memory)), messages_apart(watch.memory, own):
+        engine = zero_core.initialize(model=case.model(), config=case.config(str(folder)))[0]
+        batch = {name: tensor.clone() for name, tensor in tokens().items()}
+        watch.follow(engine)
+        for _ in range(3 * case.accumulation):
+            engine.backward(engine(**batch))
+            engine.step()
+        watch.restart("save")
+        engine.save_checkpoint(folder / "checkpoint", "real")
+        peaks = watch.peaks()
+        mine = f"rank-{engine.partition.data_rank:05d}"
+        written = (folder / "checkpoint" / "real").iterdir()
+        files = {path.name: path.stat().st_size for path in written if path.name.startswith(mine)}
+        engine.destroy(unshard=False)
+    messages = max(own, default=0) + watch.memory.peak.get("messages", 0)
+    return MeasuredSave(files, peaks, messages)

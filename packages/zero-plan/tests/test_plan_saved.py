@@ -1,0 +1,64 @@
+"""What a plan says of saving a checkpoint is what a real save does."""
+
+from __future__ import annotations
+
+import pytest
+from dry_models import Case, decoder, tied_decoder, tokens
+from saved_models import save
+
+from zero_comm import run_ranks
+from zero_plan import Peak, Plan, plan
+
+BF16 = (("bf16", {"enabled": True}),)
+HOST, NVME = {"device": "cpu"}, {"device": "nvme"}
+OPTIMIZER_ON_HOST = (("offload_optimizer", HOST),)
+BOTH_ON_HOST = (("offload_param", HOST), ("offload_optimizer", HOST))
+BOTH_ON_NVME = (("offload_param", NVME), ("offload_optimizer", NVME))
+
+
+def check(cases: list[Case], world_size: int, folder: object) -> None:
+    real = run_ranks(save, world_size, cases, str(folder))
+    for number, case in enumerate(cases):
+        found = planned(case, world_size)
+        messages = max(measured[number].message_nbytes for measured in real)
+        assert max(r.saved.message_nbytes for r in found.ranks if r.saved) == pytest.approx(messages, rel=0.01)
+        for rank in found.ranks:
+            assert rank.saved is not None
+            measured = real[rank.rank][number]
+            assert dict(rank.saved.files) == measured.files, (case, rank.rank)
+            assert highest(rank.saved.peaks) == highest(measured.peaks), (case, rank.rank)
+
+
+def highest(peaks: tuple[Peak, ...]) -> dict[str, int]:
+    return {peak.tier: peak.nbytes for peak in peaks}
+
+
+def planned(case: Case, world_size: int) -> Plan:
+    asked = {"batch": tokens(), "world_size": world_size, "ranks": range(world_size)}
+    return plan(case.model, case.config(), checkpoint=True, **asked)
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_files_and_live_storages_of_a_save_are_those_of_a_real_one_to_the_byte(
+    world_size: int, tmp_path: object
+) -> None:
+    cases = [Case(stage=stage, settings=dtype) for stage in range(4) for dtype in ((), BF16)]
+    cases += [Case(stage=2, settings=BF16, zero=OPTIMIZER_ON_HOST), Case(tied_decoder, 3, 3, BF16, BOTH_ON_HOST)]
+    cases += [Case(decoder, 3, settings=dtype, zero=BOTH_ON_NVME) for dtype in ((), BF16)]
+    check(cases, world_size, tmp_path)
+
+
+def test_a_save_writes_what_no_tier_has_in_files_and_a_plan_keeps_it_as_plain_data() -> None:
+    found = planned(Case(stage=3, settings=BF16, zero=BOTH_ON_NVME), 1)
+    [rank] = found.ranks
+    assert rank.saved is not None and rank.saved.linked
+    sizes = dict(rank.saved.files)
+    assert rank.saved.written == sum(sizes.values()) - sum(sizes[name] for name in rank.saved.linked)
+    assert {peak.phase for peak in rank.saved.peaks} == {"save"}
+    assert Plan.from_dict(found.as_dict()) == found
+
+
+def test_a_plan_without_a_checkpoint_says_nothing_of_one() -> None:
+    case = Case()
+    [rank] = plan(case.model, case.config(), batch=tokens(), world_size=1).ranks
+    assert rank.saved is None
