@@ -95,8 +95,11 @@ def test_a_divergence_inside_a_stage_3_training_is_explained_by_parameter(tmp_pa
     assert f"gather of '{names[how]}' in step 3" in report and "_launch_training.py:" in report, err
 
 
+@pytest.mark.parametrize("hosts", [False, True], ids=["one machine", "two hosts"])
 @pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
-def test_a_rank_that_ends_well_while_another_waits_for_it_ends_an_elastic_job(tmp_path: Path, end: str) -> None:
+def test_a_rank_that_ends_well_while_another_waits_for_it_ends_an_elastic_job(
+    tmp_path: Path, end: str, hosts: bool
+) -> None:
     leaves = (
         GROUPS.partition("if how ==")[0]
         + f"""
@@ -107,7 +110,9 @@ gather("layers.3.weight")
     )
     script = tmp_path / "leaves.py"
     script.write_text(leaves)
-    code, _, errors = launch(tmp_path, "--nproc", 2, "--elastic", "2:2", "--restarts", 2, script, "")
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    words = ["--hostfile", "hosts", "--launcher", "local"] if hosts else ["--nproc", 2]
+    code, _, errors = launch(tmp_path, *words, "--elastic", "2:2", "--restarts", 2, script, "")
     assert code == 1
     assert "rank 1 ended with exit status 0 while others wait for it:\n  rank 0 waits in gather of 'layers.3" in errors
     assert "restart 1 of 2" not in errors

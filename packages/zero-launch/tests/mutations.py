@@ -47,7 +47,7 @@ FROM_HOST: dict[str, dict[str, Any]] = {
     "hello": {"hostname": "x", "versions": {}, "address": ""},
     "examination": {"facts": FACTS, "sees_mark": True},
     "environment": {"kept": {"A": "b"}},
-    "ready": {"failures": [FAILURE]},
+    "ready": {"failures": [FAILURE], "ended": [[1, 2.0]], "records": {"0": RECORD}},
     "store": {"port": 1234},
     "state": {"number": 1, "state": STATE, "version": 1},
     "served": {"round": 1, "port": 1234},

@@ -40,7 +40,7 @@ def cluster() -> ElasticCluster:
     cluster = ElasticCluster(ClusterSpec(job, Hostfile({"a": (0,), "b": (0,)}), Transport("local")))
     for number, (name, peer) in enumerate(cluster._roster.peers.items()):
         cluster.hear(name, {"kind": "hello", "hostname": "", "versions": versions(), "address": ""})
-        cluster.hear(name, {"kind": "ready", "failures": []})
+        cluster.hear(name, {"kind": "ready", "failures": [], "ended": [], "records": {}})
         cluster.hear(name, {"kind": "started", "pids": {str(number): 11 + number}})
         peer.state = "running"
     cluster._leading, cluster._rounds, cluster._ranks = True, 1, 2
@@ -76,6 +76,21 @@ def test_a_host_that_cannot_run_the_job_says_why_in_the_error(cluster):
     cluster.hear("a", {"kind": "refused", "why": "FileNotFoundError: no script train.py"})
     with pytest.raises(LaunchError, match=r"(?s)host a cannot run the job\n.*host a: FileNotFoundError: no script"):
         cluster._conclude()
+
+
+RECORD = {"entries": [[1, 1, 2, 3, "1", "gather", "w", "t.py:3"]], "started": 1, "finished": 0, "waiting": 1}
+NO_RECORD = {"entries": [[1, 0, 2, 3, "1", "gather", "v", "t.py:2"]], "started": 1, "finished": 1, "waiting": 0}
+
+
+@pytest.mark.parametrize(("at", "hopeless"), [(1.0, True), (3.0, False)], ids=["before it failed", "after"])
+def test_a_job_ends_when_a_rank_of_one_host_waited_for_one_of_another_that_had_ended_well(cluster, at, hopeless):
+    cluster._restarting, cluster._began_at = True, 0.0
+    waited = {"failures": [FAILURE], "ended": [], "records": {"1": RECORD}}
+    cluster.hear("b", {"kind": "ready", **waited})
+    cluster.hear("a", {"kind": "ready", "failures": [], "ended": [[0, at]], "records": {"0": NO_RECORD}})
+    assert cluster._is_hopeless(1) == hopeless
+    why = "rank 0 ended with exit status 0 while others wait for it:\n  rank 1 waits in gather of 'w' in step 2"
+    assert (cluster._stopping or "").startswith(why) == hopeless
 
 
 def test_why_a_host_does_not_come_back_is_said_once_until_it_changes(cluster, capfd):

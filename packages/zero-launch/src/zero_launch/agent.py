@@ -343,7 +343,7 @@ class Agent(LocalElasticAgent):
                 when = float(error["extraInfo"]["uncaught_at"])
                 cause, detail = str(error["message"]), str(error["extraInfo"]["py_callstack"])
             elif record.failed_with:
-                when = record.seen_alive if record.end is None else record.end.at
+                when = record.over_at
                 cause, detail = describe_exit(record.failed_with), tail(record.folder / "stderr.log")
             else:
                 continue

@@ -14,7 +14,7 @@ from typing import Any
 from zero_launch.desync import FlightRecord, difference, explain
 from zero_launch.heard_signals import HeardSignals
 from zero_launch.messages import Message
-from zero_launch.outcome import failures_in_order, notes
+from zero_launch.outcome import failures_in_order, left_alone, notes
 from zero_launch.peers import Inbox, Peer
 from zero_launch.presence import WAIT_SECONDS, Presence
 from zero_launch.record import record_interruption
@@ -255,7 +255,7 @@ class Cluster:
 
     def _on_ready(self, peer: Peer, message: Message) -> None:
         peer.state = "ready"
-        peer.failures += message["failures"]
+        peer.take_report(message)
         if all(other.state == "ready" for other in self._roster.there):
             self._begin_round()
 
@@ -269,15 +269,21 @@ class Cluster:
             self._divergence = None
             self._lost.clear()
         for peer in self._roster.there:
-            peer.failures, peer.records, peer.stalled, peer.divergence = [], {}, False, None
+            peer.forget_attempt()
         self._began_at = time.time()
         self._store_host = self._roster.there[0]
         address = self._spec.bind_address or self._roster.addresses.of_store(self._store_host)
         self._store_host.send("serve", address=address, port=self._roster.store_port)
 
     def _is_hopeless(self, number: int) -> bool:
-        """Stop the job, instead of restart ``number``, when the attempt that ended failed as those before it did."""
-        why = self._repeats.look(self._failures(), self._spec.job.max_restarts - number + 1)
+        """Stop the job, instead of restart ``number``, when the attempt that is over failed as those before it did, or
+        because ranks waited for others that had ended well."""
+        failures = self._failures()
+        self._divergence = left_alone(list(self._roster.peers.values()), failures, self._began_at)
+        if self._divergence is not None:
+            self._stop(self._divergence)
+            return True
+        why = self._repeats.look(failures, self._spec.job.max_restarts - number + 1)
         if why is not None:
             self._troubles.append(why)
             self._stop(why)

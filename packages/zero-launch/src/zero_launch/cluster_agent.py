@@ -124,16 +124,29 @@ class ClusterAgent(Agent):
     def account(self) -> dict[str, Any]:
         """Return what the launcher needs to know of the attempt that ended."""
         return {
-            "failures": [{**vars(f), "at": self._started_at + f.seconds} for f in self.failures()],
+            "failures": self._told_failures(),
             "fates": self.fates() if self._records else [],
             "notes": self.notes,
             "divergence": self.divergence,
             "left": self.left_for,
-            "records": {str(rank): record.to_json() for rank, record in self._watcher.records.items()},
+            "records": self._told_records(),
         }
+
+    def _report(self) -> Message:
+        """Return what the launcher needs to know of an attempt after which another begins."""
+        ended = [[record.rank, record.over_at] for record in self._records if record.ended_well]
+        return {"failures": self._told_failures(), "ended": ended, "records": self._told_records()}
+
+    def _told_failures(self) -> list[Message]:
+        return [{**vars(failure), "at": self._started_at + failure.seconds} for failure in self.failures()]
+
+    def _told_records(self) -> Message:
+        return {str(rank): record.to_json() for rank, record in self._watcher.records.items()}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._store = worker_group.store = None  # the last attempt's store gives its port back
+        if self._records:
+            self.rendezvous.report = self._report()
         self._success = None
         super()._rendezvous(worker_group)
         self._remaining_restarts = worker_group.spec.max_restarts - self.rendezvous.attempt
@@ -161,7 +174,6 @@ class ClusterAgent(Agent):
     def _fail(self) -> None:
         self.channel.send("failed", attempt=self.rendezvous.attempt, divergence=self.divergence)
         self._end(signal.SIGTERM)
-        self.rendezvous.failures = self.account()["failures"]
 
     def ask_to_regroup(self, attempt: int) -> None:
         """Have the ranks of that attempt leave at their next checkpoint."""

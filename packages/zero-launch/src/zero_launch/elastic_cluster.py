@@ -51,11 +51,6 @@ def host_bounds(slots: list[int], least: int, most: int) -> tuple[int, int]:
     return fewest, fitting
 
 
-def _clock_offset(peer: Peer) -> float:
-    """Seconds that this clock is ahead of the host's."""
-    return 0.0 if peer.channel is None else peer.channel.clock_offset
-
-
 class ElasticCluster(Cluster):
     """The launcher's side. torch's rendezvous decides who takes part in a round; its state is kept here."""
 
@@ -169,7 +164,7 @@ class ElasticCluster(Cluster):
         if strange:
             self._lose(peer, f"{title(peer)} was lost: it knows of places that this job has not: {sorted(strange)[:4]}")
             return
-        state = on_another_clock(message["state"], _clock_offset(peer))
+        state = on_another_clock(message["state"], peer.clock_offset)
         replaced = state is not None and self._keeper.replace(state, message["version"])
         if replaced:
             self._review()
@@ -185,7 +180,7 @@ class ElasticCluster(Cluster):
                 self._questions.append(question)
             else:
                 newest = self._keeper.newest()
-                newest["state"] = on_another_clock(newest["state"], -_clock_offset(question.peer))
+                newest["state"] = on_another_clock(newest["state"], -question.peer.clock_offset)
                 question.peer.send("state", number=question.number, replaced=question.replaced, **newest)
 
     def _on_imported(self, peer: Peer, message: Message) -> None:
@@ -203,7 +198,7 @@ class ElasticCluster(Cluster):
             self._remark(f"{title(peer)} is back")
         self._reasons.pop(peer.name, None)
         peer.state = "ready"
-        peer.failures += message["failures"]
+        peer.take_report(message)
         self._review()
         if not self._restarting:
             self._ask_to_grow()
@@ -240,7 +235,7 @@ class ElasticCluster(Cluster):
             f"round {self._attempt}: {self._ranks} ranks on {', '.join(m.name for m in self._ordered(members))}"
         )
         for other in self._roster.peers.values():
-            other.failures, other.records, other.stalled, other.divergence = [], {}, False, None
+            other.forget_attempt()
         first = 0
         for member in self._ordered(members):
             member.state = "running"

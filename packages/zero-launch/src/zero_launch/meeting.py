@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from zero_launch.channel import Channel
 from zero_launch.meeting_state import to_pickle, to_plain
-from zero_launch.messages import Message
+from zero_launch.messages import Message, no_report
 from zero_launch.sockets import STORE_SECONDS, open_store
 
 _JOIN_DAYS = 30  # a host waits for the next checkpoint; the launcher knows when a job waits in vain
@@ -89,8 +89,8 @@ class Meeting(DynamicRendezvousHandler):
     """The number of the round that runs, as the launcher counts: 0, then one more each time."""
     place: tuple[int, int]
     """The first rank of this host, and the number of ranks of the round."""
-    failures: list[Message]
-    """Failures of the attempt that just ended; sent with `ready`."""
+    report: Message
+    """What became of the ranks of the attempt that just ended; sent with `ready`."""
 
     @classmethod
     def of(cls, channel: Channel, job_id: str, terms: Message) -> Meeting:
@@ -108,7 +108,7 @@ class Meeting(DynamicRendezvousHandler):
             keep_alive_interval=_BEAT_SECONDS,
             keep_alive_max_attempt=_BEATS,
         )
-        made.backend, made.attempt, made.place, made.failures = backend, 0, (0, 0), []
+        made.backend, made.attempt, made.place, made.report = backend, 0, (0, 0), no_report()
         made._channel, made._address = channel, terms["address"]
         made._meets, made._server = queue.SimpleQueue(), None
         made._restart_of, made._regroups = None, False
@@ -149,8 +149,8 @@ class Meeting(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other hosts; see `DynamicRendezvousHandler`."""
         self._server, self._regroups = None, False
-        self._channel.send("ready", failures=self.failures)
-        self.failures = []
+        self._channel.send("ready", **self.report)
+        self.report = no_report()
         while True:
             try:
                 return super().next_rendezvous()

@@ -105,6 +105,7 @@ _failure = _fields(
     at=_number,
 )
 _failures = _list(_failure)
+_ended = _list(_row(_natural, _time))
 _variables = _map(_text, _text)
 _size = _or_none(_natural)
 _facts = _fields(
@@ -145,7 +146,7 @@ FROM_HOST: Mapping[str, Mapping[str, Check]] = {
     "hello": {"hostname": _text, "versions": _variables, "address": _text},
     "examination": {"facts": _facts, "sees_mark": _or_none(_flag)},
     "environment": {"kept": _variables},
-    "ready": {"failures": _failures},
+    "ready": {"failures": _failures, "ended": _ended, "records": _records},
     "store": {"port": _within(1, 65535)},
     "state": {"number": _natural, "state": _or_none(_meeting), "version": _or_none(_natural)},
     "served": {"round": _natural, "port": _within(1, 65535)},
@@ -209,6 +210,11 @@ _OPTIONAL: Mapping[str, Check] = {
     "left": _or_none(_text),
     "why": _or_none(_text),
 }
+
+
+def no_report() -> Message:
+    """What `ready` says of the ranks of the attempt before, where there was none."""
+    return {"failures": [], "ended": [], "records": {}}
 
 
 def encode(message: Mapping[str, Any]) -> bytes:

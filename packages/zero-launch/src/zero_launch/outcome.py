@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from zero_launch.desync import abandoned
 from zero_launch.peers import Peer
 from zero_launch.report import RankFailure
 
@@ -19,12 +20,22 @@ def failures_in_order(
     """
     found = list(lost)
     for peer in peers:
-        offset = 0.0 if peer.channel is None else peer.channel.clock_offset
         for message in peer.failures:
-            at = message["at"] + offset
+            at = message["at"] + peer.clock_offset
             told = {field.name: message[field.name] for field in dataclasses.fields(RankFailure)}
             found.append((at, RankFailure(**{**told, "seconds": at - began_at})))
     return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
+
+
+def left_alone(peers: Sequence[Peer], failures: Sequence[RankFailure], began_at: float) -> str | None:
+    """Who waited, in an attempt that is over, for ranks that had ended with status 0 before any failed; None: nobody.
+
+    ``failures`` are those of `failures_in_order`, ``began_at`` is as there.
+    """
+    failed = began_at + min((failure.seconds for failure in failures), default=0.0)
+    ended = [rank for peer in peers for rank, at in peer.ended if at + peer.clock_offset < failed]
+    records = {rank: record for peer in peers for rank, record in peer.records.items()}
+    return abandoned(records, sorted(ended))
 
 
 def notes(peers: Sequence[Peer]) -> list[str]:

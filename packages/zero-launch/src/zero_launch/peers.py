@@ -47,6 +47,8 @@ class Peer:
     ranks: dict[int, int] = field(default_factory=dict)
     """Rank to pid, for the attempt that runs."""
     failures: list[Message] = field(default_factory=list)
+    ended: list[tuple[int, float]] = field(default_factory=list)
+    """The ranks of the attempt that is over which ended with status 0 by themselves, with when, by the host's clock."""
     fates: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     records: dict[int, FlightRecord] = field(default_factory=dict)
@@ -67,6 +69,21 @@ class Peer:
     def there(self) -> bool:
         """Return whether it takes part in the job still."""
         return self.state not in ("ended", "lost")
+
+    @property
+    def clock_offset(self) -> float:
+        """Seconds that this clock is ahead of the host's."""
+        return 0.0 if self.channel is None else self.channel.clock_offset
+
+    def take_report(self, message: Message) -> None:
+        """Take in what became of the host's ranks in the attempt that is over."""
+        self.failures += message["failures"]
+        self.ended = [(rank, at) for rank, at in message["ended"]]
+        self.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
+
+    def forget_attempt(self) -> None:
+        """Forget what it said of an attempt: another begins."""
+        self.failures, self.ended, self.records, self.stalled, self.divergence = [], [], {}, False, None
 
     def send(self, kind: str, **content: Any) -> None:
         """Send a message, if there is anybody to send it to."""

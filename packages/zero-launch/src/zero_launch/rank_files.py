@@ -128,6 +128,11 @@ class RankStatus:
             self.status_before_stop is None and self.end is not None and not self.end.status
         )
 
+    @property
+    def over_at(self) -> float:
+        """When its script was over (epoch): as it has written itself, or else when it was last seen alive."""
+        return self.seen_alive if self.end is None else self.end.at
+
     def look(self) -> None:
         if self.status is None:
             now = time.time()

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from zero_launch.channel import Channel
-from zero_launch.messages import Message
+from zero_launch.messages import Message, no_report
 from zero_launch.sockets import STORE_SECONDS, open_store
 
 
@@ -35,8 +35,8 @@ class LedRendezvous(RendezvousHandler):
         """The number of the attempt that runs: 0, then one more with each restart."""
         self.place = (0, 0)
         """The first rank of this host, and the number of ranks of the job."""
-        self.failures: list[Message] = []
-        """The cause of death of the attempt that just ended; goes out with `ready`."""
+        self.report: Message = no_report()
+        """What became of the ranks of the attempt that just ended; goes out with `ready`."""
         self.restart_asked = False
         self._server: TCPStore | None = None
 
@@ -64,8 +64,8 @@ class LedRendezvous(RendezvousHandler):
         """Wait until the launcher has all hosts together; the order is the host list's."""
         self._server = None
         self.restart_asked = False
-        self._channel.send("ready", failures=self.failures)
-        self.failures = []
+        self._channel.send("ready", **self.report)
+        self.report = no_report()
         order = self.orders.get()
         if order["kind"] == "serve":
             self._serve(order["address"], order["port"])
