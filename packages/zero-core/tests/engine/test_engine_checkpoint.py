@@ -17,7 +17,7 @@ from torch import nn
 
 import zero_core
 from zero_ckpt import open_checkpoint
-from zero_comm import DesyncError, run_ranks
+from zero_comm import DesyncError, PeerError, run_ranks
 
 
 def engine_of(stage: int, how: str, model: nn.Module | None = None) -> zero_core.Engine:
@@ -136,6 +136,46 @@ def test_ranks_that_choose_differently_are_refused(
 ) -> None:
     for message in run_ranks(differing_choices, 2, str(tmp_path), call, on_one):
         assert f"rank 1: {call[:4]} '{tmp_path}/mine, {words}" in message
+
+
+def resumes_on_one_rank(folder: str, saved: bool) -> str:
+    engine = engine_of(3, "ours")
+    if saved:
+        engine.save_checkpoint(folder)
+    with pytest.raises(DesyncError) as info:
+        if dist.get_rank() == 0:
+            engine.resume(folder)
+        else:
+            train(engine, 0, 1)
+    return str(info.value)
+
+
+@pytest.mark.parametrize("saved", (False, True), ids=("nothing saved", "saved"))
+def test_a_rank_that_resumes_alone_is_named_on_all(saved: bool, tmp_path: Path) -> None:
+    for message in run_ranks(resumes_on_one_rank, 2, str(tmp_path), saved):
+        assert "rank 0: resume ''" in message and "rank 1: forward ''" in message
+
+
+def resumes_after_a_failure_of_one_rank(folder: str) -> dict[str, bytes]:
+    engine = engine_of(3, "ours")
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    saved = bits(engine)
+    try:
+        if dist.get_rank() == 1:
+            engine.module.head.register_forward_pre_hook(lambda *given: 1 / 0)
+        train(engine, 2, 3)
+    except (ZeroDivisionError, PeerError):
+        engine.module.head._forward_pre_hooks.clear()
+        resumed = engine.resume(folder)
+    assert resumed is not None and resumed.step == 2 and bits(engine) == saved
+    train(engine, 2, 3)
+    return bits(engine)
+
+
+def test_ranks_resume_after_a_failure_of_one_of_them(tmp_path: Path) -> None:
+    one, other = run_ranks(resumes_after_a_failure_of_one_rank, 2, str(tmp_path))
+    assert one == other
 
 
 def refused(folder: str) -> list[str]:

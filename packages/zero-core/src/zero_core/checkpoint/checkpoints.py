@@ -94,6 +94,10 @@ class Checkpoints:
     def resume(self, load_dir: str | os.PathLike[str]) -> Resumed | None:
         """Load the newest state of this job and say where training goes on; None for a first start."""
         self._state.check_open("resume")
+        runtime = self._state.partition.runtime
+        runtime.reopen("resume")
+        with self._failures.told_to_all():
+            runtime.agree("resume", "", None)
         self.wait()
         self._departure.root = os.path.abspath(load_dir)
         root = self._state.model_part.folder(Path(load_dir))
