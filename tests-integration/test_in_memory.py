@@ -162,6 +162,24 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path) -> None:
     assert run_ranks(goes_on, 2, tmp_path, run, 2, {}, 1)[0][0] == (3, "disk")
 
 
+def two_runs(root: Path, run: Run) -> list[tuple[int, str] | None]:
+    """What a run, the same again and another with the same memory begin with; the last one twice."""
+    enter_node(root, 1)
+    found = []
+    for folder in ("one", "one", "other", "other"):
+        engine = start(run, 3, {})
+        resumed = engine.resume(root / folder)
+        found.append(None if resumed is None else (resumed.step, resumed.source))
+        training.train(engine, run, engine.global_steps, engine.global_steps + 2)
+        engine.destroy()
+    return found
+
+
+def test_a_run_does_not_go_on_from_what_another_left_in_memory(tmp_path: Path) -> None:
+    for found in run_ranks(two_runs, 2, tmp_path, Run(dtype="fp64")):
+        assert found == [None, (2, "memory"), None, (2, "memory")]
+
+
 def test_a_first_start_says_so(tmp_path: Path) -> None:
     run = Run(dtype="fp64")
     assert [resumed for resumed, _ in run_ranks(goes_on, 2, tmp_path, run, 1, {}, 1)] == [None, None]

@@ -104,9 +104,10 @@ class NodeMemory:
         """Finish what was started; raises as `check` does. The checkpoints stay."""
         self._saver.close()
 
-    def find(self) -> Found | None:
-        """The newest checkpoint that the nodes hold together; None when there is none. Collective."""
-        views = together(self._coordinator, f"looking for checkpoints in {self.directory}", self._held)
+    def find(self, wanted: Callable[[Manifest], bool] = lambda manifest: True) -> Found | None:
+        """The newest checkpoint that the nodes hold together, of those that are `wanted`; None when there is none.
+        Collective."""
+        views = together(self._coordinator, f"looking for checkpoints in {self.directory}", lambda: self._held(wanted))
         steps = {tag: step for view in views for tag, (step, _, _) in view.items()}
         for tag in sorted(steps, key=lambda tag: (-steps[tag], tag)):
             files = {name: nbytes for view in views if tag in view for name, nbytes in view[tag][1].items()}
@@ -173,7 +174,7 @@ class NodeMemory:
         prefix = f"rank-{self._coordinator.rank:05d}"
         return {entry.path: entry.nbytes for entry in _decode(path).files if entry.path.startswith(prefix)}
 
-    def _held(self) -> dict[str, Any]:
+    def _held(self, wanted: Callable[[Manifest], bool]) -> dict[str, Any]:
         """By tag: (step, every file of the checkpoint, those that are here); reported by each node's first rank."""
         if not self.leads:
             return {}
@@ -184,7 +185,7 @@ class NodeMemory:
                 _present(candidate.path, candidate.manifest),
             ]
             for candidate in find_candidates(self.directory)
-            if candidate.manifest is not None
+            if candidate.manifest is not None and wanted(candidate.manifest)
         }
 
     def _first_of_nodes(self, present: tuple[int, ...]) -> set[int]:

@@ -99,9 +99,9 @@ class Checkpoints:
         with self._failures.told_to_all():
             runtime.agree("resume", "", None)
         self.wait()
-        self._departure.root = os.path.abspath(load_dir)
+        self._departure.root = run = os.path.abspath(load_dir)
         root = self._state.model_part.folder(Path(load_dir))
-        return resume(self._state, self._in_memory, root, self._load_everything)
+        return resume(self._state, self._in_memory, root, self._load_everything, run=run)
 
     def check_folder(self) -> None:
         """Raise `UsageError` where steps are to save by themselves and no folder is known."""
@@ -119,7 +119,7 @@ class Checkpoints:
     def after_step(self) -> None:
         """Raise what a save behind training met, copy and save when due, and leave when agreed."""
         self._notices.check()
-        if self._in_memory.after_step():
+        if self._in_memory.after_step(self._departure.root):
             self._departure.after_checkpoint(self._in_memory.wait)
         self._periodic.after_step(self._save, self._departure.root, due=self._notices.due)
         self._departure.after_step(self._save)

@@ -20,6 +20,7 @@ from .saving import check_room, describe, own_group
 from .tier_files import TierFiles
 
 logger = logging.getLogger("zero_core")
+_RUN = "run"
 
 
 class InMemory:
@@ -32,8 +33,9 @@ class InMemory:
         self._memory: NodeMemory | None = None
         self._group: dist.ProcessGroup | None = None
 
-    def after_step(self) -> bool:
-        """Start a copy when one is due; whether one was due. Collective then."""
+    def after_step(self, run: str | None) -> bool:
+        """Start a copy when one is due; whether one was due. Collective then. ``run``: the folder of the run's
+        checkpoints on disk; None while that is not known."""
         state = self._state
         if not self._every or state.counters.global_steps % self._every:
             return False
@@ -43,17 +45,15 @@ class InMemory:
         files = TierFiles(state, self._offloading, memory.directory)
         named = named_parameters(state.module)
         intervals = StateIntervals(state, files, False, named, replicated=memory.leads, replicas=True)
-        memory.save(
-            intervals.present(),
-            memory=intervals.memory(),
-            behind=intervals.later,
-            **describe(state, {}, named, state.config.to_plain()),
-        )
+        described = describe(state, {}, named, state.config.to_plain())
+        described["client_state"][_RUN] = run
+        memory.save(intervals.present(), memory=intervals.memory(), behind=intervals.later, **described)
         return True
 
-    def find(self) -> Found | None:
-        """The newest state that the nodes' memory holds; None where nothing is kept. Collective."""
-        return self._open().find() if self._every else None
+    def find(self, run: str) -> Found | None:
+        """The newest state of the run with checkpoints in ``run`` that the nodes' memory holds; None where there is
+        none. Collective."""
+        return self._open().find(lambda manifest: _is_of(manifest, run)) if self._every else None
 
     def fetch(self, found: Found) -> Path:
         """Bring what this node's ranks read of ``found`` to it; the root that has it as its tag. Collective."""
@@ -91,6 +91,18 @@ class InMemory:
             self._group = own_group(self._state)
             self._memory = NodeMemory(self._state.model_part.folder(self._path), self._group, allow=check_room)
         return self._memory
+
+
+def _is_of(manifest: Manifest, run: str) -> bool:
+    """Return whether a copy is of this run: the memory outlives jobs, and another's lies there until ours is whole."""
+    kept = manifest.client_state.get(_RUN) if isinstance(manifest.client_state, dict) else None
+    if kept in (None, run):
+        return True
+    logger.warning(
+        "a copy of step %d in the nodes' memory is of the run with checkpoints in %s, not in %s: it is passed over",
+        *(manifest.step, kept, run),
+    )
+    return False
 
 
 def files_to_read(state: TrainingState, manifest: Manifest) -> Iterator[str]:

@@ -30,12 +30,12 @@ class Resumed:
     client_state: dict[str, Any]
 
 
-def resume(state: TrainingState, memory: InMemory, root: Path, load: Load) -> Resumed | None:
-    """Load the newest state there is; None where there is none at all. Collective.
+def resume(state: TrainingState, memory: InMemory, root: Path, load: Load, *, run: str) -> Resumed | None:
+    """Load the newest state there is; None where there is none at all. Collective. ``run``: see `InMemory.find`.
 
     Raises `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded.
     """
-    resumed = _resume(state, memory, root, load)
+    resumed = _resume(state, memory, root, load, run)
     if resumed is not None and state.reports:
         sizes = state.sizes.micro, state.sizes.steps
         logger.warning(
@@ -46,9 +46,9 @@ def resume(state: TrainingState, memory: InMemory, root: Path, load: Load) -> Re
     return resumed
 
 
-def _resume(state: TrainingState, memory: InMemory, root: Path, load: Load) -> Resumed | None:
+def _resume(state: TrainingState, memory: InMemory, root: Path, load: Load, run: str) -> Resumed | None:
     everybody = state.model_part.coordinator or coordinator_of(state)
-    found = memory.find()
+    found = memory.find(run)
     try:
         on_disk = open_checkpoint(root, coordinator=everybody)
     except NotFoundError:
