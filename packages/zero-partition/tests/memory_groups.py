@@ -154,7 +154,7 @@ class MemoryRank:
         route = Route(self.gather)  # type: ignore[arg-type]
         unit = Unit(index, plan, layout, route, self.residency, device=_CPU, releasable=releasable, live=self.live)
         values = torch.arange(layout.numel, dtype=torch.float64) + 100 * index
-        unit.materialise(values, torch.float64, full_master=False)
+        unit.init_from_full(values, torch.float64, full_master=False)
         return unit
 
     def gradients(self, unit: Unit) -> UnitGradients:

@@ -30,7 +30,7 @@ def walk(rank: MemoryRank, seed: int) -> None:
         elif action == "release":
             unit.release()
         elif action == "hand over":
-            unit.hand_over()
+            unit.release_keeping_views()
         elif action == "drop":
             unit.drop_gather(keep_edits=rng.random() < 0.5)
         elif unit.pinned:

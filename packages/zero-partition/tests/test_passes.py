@@ -65,7 +65,7 @@ class Made:
         source = torch.zeros(layout.numel, dtype=torch.float64)
         for entry, parameter in zip(layout.entries, parameters.values(), strict=True):
             source[entry.offset : entry.end] = parameter.detach().flatten()
-        unit.materialise(source, torch.float64, full_master=False)
+        unit.init_from_full(source, torch.float64, full_master=False)
         return unit
 
     def released(self) -> bool:

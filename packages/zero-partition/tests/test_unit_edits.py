@@ -19,15 +19,15 @@ def test_writes_to_memory_are_found_once_values_were_recorded(dtype: torch.dtype
     edits = UnitEdits(["a", "b", "c", "d"], parameters, dtype)
     memory = flat.view(BYTES_AS[dtype.itemsize]).numpy()
     memory[0] += 1
-    assert edits.found(views) == []
-    edits.record(views)
-    assert edits.found(views) == []
+    assert edits.find_changed(views) == []
+    edits.record_checksums(views)
+    assert edits.find_changed(views) == []
     memory[12] += 1
-    assert edits.found(views) == [3]
+    assert edits.find_changed(views) == [3]
     memory[[7, 8]] = memory[[8, 7]]
     memory[1] += 1
-    assert edits.found(views) == [0, 2]
-    assert edits.found(views) == [] and edits.writes_unseen
-    edits.forget_sums()
+    assert edits.find_changed(views) == [0, 2]
+    assert edits.find_changed(views) == [] and edits.writes_unseen
+    edits.forget_checksums()
     memory[1] += 1
-    assert edits.found(views) == []
+    assert edits.find_changed(views) == []

@@ -57,7 +57,7 @@ def gathered(
         unit.pin()
     runtime.released_use.gathered(held)
     for unit in units if watched else ():
-        unit.edits.record(unit.views)
+        unit.edits.record_checksums(unit.views)
     try:
         yield
         if modifier_rank is not None:
@@ -188,8 +188,8 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
             _write(partition, unit, index, unit.master, flat)
         elif unit.states is not None:
             _write_to_tier(partition, unit, unit.states, index, "master", flat)
-        _write(partition, unit, index, unit.load_shard(), flat)
-        unit.shard_loaded()
+        _write(partition, unit, index, unit.borrow_shard(), flat)
+        unit.give_back_shard()
         if not unit.releasable:
             _write(partition, unit, index, unit.flat, flat)
 
@@ -337,7 +337,7 @@ def _refuse_misfits(partition: Partition, units: list[Unit], modifier_rank: int)
     if misfit:
         for unit in units:
             unit.restore_views()
-            unit.edits.forget()
+            unit.edits.mark_clean()
         raise EditRefusedError(f"{misfit[0]} on rank {modifier_rank}. Keep the shape.")
 
 
@@ -349,7 +349,7 @@ def _take_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
             parameter.data = view
     partition.groups.broadcast(unit.flat, modifier_rank, Tag("broadcast", unit.name, partition.runtime.step))
     unit.write_back()
-    unit.edits.forget()
+    unit.edits.mark_clean()
 
 
 def _gather_full(partition: Partition, unit: Unit, index: int, source: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterator, Mapping
 
 from .gradients import UnitGradients
-from .unit_edits import plainly
+from .unit_edits import without_torch_function
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
@@ -37,7 +37,7 @@ class ExpectedGradients:
         self._incomplete: set[int] = set()
         self._first = True
 
-    @plainly
+    @without_torch_function
     def begin(self) -> None:
         """A pass begins."""
         self._arrived = dict.fromkeys(self._gradients, 0)

@@ -1,6 +1,6 @@
 """Facts about many parameters at once that the host knows: no device is asked, and no Python code runs for each one.
 
-Call them inside `unit_edits.plainly`: released parameters answer by Python code of their own else.
+Call them inside `unit_edits.without_torch_function`: released parameters answer by Python code of their own else.
 """
 
 from __future__ import annotations

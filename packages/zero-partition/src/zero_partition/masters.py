@@ -1,4 +1,4 @@
-"""Masters that follow weights which somebody else than the optimizer changed."""
+"""Update masters after something other than the optimizer has changed their weights."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import torch
 from .layout import UnitLayout
 from .tier import StateTier
 
-_PIECE = 1 << 15  # elements; torch shares work among threads from more on
+_CHUNK = 1 << 15  # elements; torch shares the work on larger tensors among threads
 
 
-def follow(master: torch.Tensor, weights: torch.Tensor) -> None:
-    """Take ``weights`` into ``master`` where it does not round to them; elsewhere it knows more digits. Both 1-D.
+def follow_weights(master: torch.Tensor, weights: torch.Tensor) -> None:
+    """Copy ``weights`` into the elements of ``master`` that do not round to them; the others keep their extra digits.
 
-    On the host in pieces that stay in its caches, of which those that round to their weights are only read.
+    Both are 1-D and of the same length. On the host they are compared in chunks that fit into its caches, and chunks
+    without a difference are not written.
     """
     on_host = master.device.type == "cpu"
-    size = _PIECE if on_host else max(1, master.numel())
+    size = _CHUNK if on_host else max(1, master.numel())
     for begin in range(0, master.numel(), size):
         own, given = master[begin : begin + size], weights[begin : begin + size]
         if on_host and torch.equal(own.to(given.dtype), given):
@@ -28,7 +29,7 @@ def follow(master: torch.Tensor, weights: torch.Tensor) -> None:
 class TierMasters:
     """The masters of one unit's shard on the tier that keeps and updates them.
 
-    ``rank``: of the shard among those of ``layout``.
+    ``name``: the unit's. ``rank``: number of the shard in ``layout``. ``states``: the tier.
     """
 
     def __init__(self, name: str, layout: UnitLayout, rank: int, states: StateTier) -> None:
@@ -38,15 +39,18 @@ class TierMasters:
         self._range = layout.shard_range(rank)
         self._stale = False
 
-    def kept(self) -> bool:
-        """Return whether the tier has masters that are more than the weights."""
+    def has_masters(self) -> bool:
+        """Return whether the tier keeps masters apart from the weights, of a higher precision."""
         return any("master" in self._states.kinds(f.entry.name) for f in self._fragments)
 
-    def hand_over(self, source: torch.Tensor, dtype: torch.dtype) -> None:
-        """Give the tier the full values ``source`` (1-D) where the weights' ``dtype`` has too few digits for them."""
+    def store_masters(self, full: torch.Tensor, dtype: torch.dtype) -> None:
+        """Write this rank's slice of ``full``, the unit's values (1-D, ``layout.numel`` elements), as masters.
+
+        Nothing is written if ``dtype``, the weights' own, represents the slice exactly.
+        """
         start, end = self._range
-        own = source[start:end]
-        if source.dtype == dtype or bool((own.to(dtype).to(own.dtype) == own).all()):
+        own = full[start:end]
+        if full.dtype == dtype or bool((own.to(dtype).to(own.dtype) == own).all()):
             return
         masters = {
             f.entry.name: {"master": own[f.shard_offset : f.shard_offset + f.length]}
@@ -55,26 +59,26 @@ class TierMasters:
         }
         self._states.write(masters)
 
-    def weights_changed(self) -> None:
-        """Have the tier know that weights changed, so that its masters have to follow before they are used."""
+    def note_weights_changed(self) -> None:
+        """Tell the tier that the weights were changed, so that it updates its masters before it uses them."""
         self._states.weights_changed(self._name)
         self._stale = True
 
-    def published(self) -> None:
-        """The weights are those that the tier's update made."""
+    def note_published(self) -> None:
+        """Mark the masters as up to date: the weights are the result of the tier's own update."""
         self._stale = False
 
     @property
     def stale(self) -> bool:
-        """Return whether weights changed since the last update."""
+        """Whether the weights were changed since the tier's last update, so that masters may be out of date."""
         return self._stale
 
-    def settle(self, shard: torch.Tensor) -> None:
-        """Have the masters follow the weights in ``shard`` now, which the next update would do itself."""
+    def follow_now(self, shard: torch.Tensor) -> None:
+        """Update the masters now from the weights in ``shard``, as the tier's next step would do."""
         for fragment in self._fragments:
             for name, kept in list(self._states.states([fragment.entry.name], stale_masters=True)):
                 if "master" in kept:
                     weights = shard[fragment.shard_offset : fragment.shard_offset + fragment.length]
-                    follow(kept["master"], weights.to(kept["master"].device))
+                    follow_weights(kept["master"], weights.to(kept["master"].device))
                     self._states.write({name: {"master": kept["master"]}})
         self._stale = False

@@ -185,7 +185,7 @@ class ShardedOptimizer:
                 self._update.run(agreed.touched, factor, step)
             self._partition.publish()
         for index, flags in agreed.touched.items():
-            self._partition.units[index].edits.updated(flags)
+            self._partition.units[index].edits.bump_versions(flags)
         return raised[0]
 
     def synchronise(self) -> bool:

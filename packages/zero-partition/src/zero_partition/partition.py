@@ -279,7 +279,7 @@ class Partition:
                 forget_record(parameter)
         if not equal:
             self.groups.broadcast(source, 0, Tag("broadcast", plan.name))
-        unit.materialise(source, dtype, full_master=self.options.stage == 0)
+        unit.init_from_full(source, dtype, full_master=self.options.stage == 0)
         return unit
 
     def _route(self, plan: UnitPlan, layout: UnitLayout, *, releasable: bool) -> Route:

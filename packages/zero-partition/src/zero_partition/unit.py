@@ -14,7 +14,7 @@ from .flat_memory import FlatMemory
 from .host_facts import install, storage_address
 from .layout import UnitLayout
 from .live import LiveElements
-from .masters import TierMasters, follow
+from .masters import TierMasters, follow_weights
 from .placeholder import Placeholders
 from .released import mark_present
 from .residency import Readers, Residency
@@ -46,17 +46,18 @@ class Unit:
     Attributes:
         index: position in the model's list of units; the same on every rank.
         flat: 1-D, ``layout.numel`` elements; its storage is empty while released.
-        memory: who holds the flat buffer.
-        lent: an output that the user may keep shares the flat buffer's storage.
-        route: how the ranks' shards come together.
+        memory: tracks views of the flat buffer that code outside the unit holds.
+        lent: the flat buffer's storage is shared with something that may outlive the gather (a module's output, a
+            user's gather); `release` then leaves that storage alone and makes a new flat buffer.
+        route: how the unit is gathered: over all ranks, through a codec, or from the secondary shards of the node.
         master: the weights that the optimizer updates: all of the flat buffer's elements at stage 0, else this rank's
             shard. None for frozen units, and where ``states`` keeps them.
         states: the tier that keeps this unit's masters and moments and updates its shard.
-        edits: what user code did to the parameters.
-        readers: who reads shard, master and states beside training.
-        pins: how many gathers of the user's keep the parameters through passes.
-        hidden: between `hide` and `show`.
-        keeps_masters: this rank has masters that are more than the weights.
+        edits: finds and keeps changes that user code made to the parameters.
+        readers: background readers of shard, master and states (a checkpoint that is being written).
+        pins: number of user gathers that keep the parameters gathered across passes.
+        hidden: the parameters read NaN, because `hide` was called and `show` was not yet.
+        keeps_masters: this rank's masters have a higher precision than the weights.
     """
 
     def __init__(
@@ -101,27 +102,28 @@ class Unit:
         self.keeps_masters = False
         self.edits = UnitEdits(self.names, self.parameters, plan.dtype)
 
-    def materialise(self, source: torch.Tensor, update_dtype: torch.dtype, *, full_master: bool) -> None:
-        """Take the full values in ``source`` (1-D, ``layout.numel`` elements) and keep what this rank holds of them.
+    def init_from_full(self, full: torch.Tensor, master_dtype: torch.dtype, *, full_master: bool) -> None:
+        """Initialise the unit from its full values (1-D, ``layout.numel`` elements).
 
-        ``update_dtype``: dtype of the weights that the optimizer updates. ``full_master``: keep all of them (stage 0).
+        Keeps this rank's shard and master, makes the parameters views of the flat buffer, and releases the unit if it
+        is releasable. ``full_master``: keep the master unsharded (stage 0).
         """
         start, end = self.layout.shard_range(self.route.rank)
-        self._make_views(source if source.dtype == self.plan.dtype else source.to(self.plan.dtype))
+        self._make_views(full if full.dtype == self.plan.dtype else full.to(self.plan.dtype))
         shard = self.flat[start:end]
         if self.releasable:
             shard = shard.clone()
         self._residency.put(self.name, shard)
         if self._tier_masters is not None:
-            self._tier_masters.hand_over(source, self.plan.dtype)
+            self._tier_masters.store_masters(full, self.plan.dtype)
         elif self.plan.trainable:
-            if update_dtype == self.plan.dtype:
+            if master_dtype == self.plan.dtype:
                 self.master = self.flat if full_master else shard
             else:
-                self.master = (source if full_master else source[start:end]).to(update_dtype, copy=True)
+                self.master = (full if full_master else full[start:end]).to(master_dtype, copy=True)
         self.keeps_masters = self.master is not None and self.master.dtype != self.plan.dtype
         if self._tier_masters is not None:
-            self.keeps_masters = self._tier_masters.kept()
+            self.keeps_masters = self._tier_masters.has_masters()
         self._install_views()
         if self.releasable:
             self._placeholders = Placeholders(
@@ -130,15 +132,16 @@ class Unit:
             self.release()
 
     def issue_gather(self, step: int, *, exact: bool = False) -> None:
-        """Start bringing the parameters, or refreshing them where they are present already.
+        """Start the gather of the parameters; a unit that is gathered already is gathered again.
 
-        ``exact``: bring the weights themselves also where passes compute with what a codec leaves of them, as for a
-        unit that is pinned. Every rank of the group issues gathers in the same order.
+        ``exact``: gather without the codec that passes may use; always so for a pinned unit. ``step``: number for the
+        collective's tag. Collective: every rank issues gathers in the same order. Raises `ReleasedParameterError` if
+        user code wrote a released parameter.
         """
         exact = exact or self.pinned
         self.wait_gather()
         if self.state is UnitState.GATHERED and self.releasable:
-            self.edits.leaving(self.views, exact=self._is_exact)
+            self.edits.collect_written(self.views, exact=self._is_exact)
         if self.state is UnitState.RELEASED:
             self._placeholders.verify()
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
@@ -152,7 +155,7 @@ class Unit:
         self.state = UnitState.GATHERING
 
     def wait_gather(self) -> None:
-        """Finish the gather: the parameters are full."""
+        """Wait for the gather in flight and make the parameters views of the filled flat buffer; else do nothing."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -160,11 +163,13 @@ class Unit:
             self._install_views()
             self._live.arrived(self.layout.numel)
             self.state = UnitState.GATHERED
-            self.edits.arrived(self.views)
+            self.edits.apply_pending(self.views)
 
     def drop_gather(self, *, keep_edits: bool) -> None:
-        """Give up a gather that will not arrive, and release a unit that is not pinned; what code wrote into gathered
-        parameters since is dropped, unless ``keep_edits``."""
+        """Abandon a gather that will never complete, and release the unit unless it is pinned and gathered.
+
+        ``keep_edits``: keep changes that user code made to gathered parameters; else they are dropped.
+        """
         work, self._work = self._work, None
         if work is not None:
             self._live.arrived(self.layout.numel)
@@ -173,35 +178,38 @@ class Unit:
         if not self.releasable or (self.pinned and self.state is UnitState.GATHERED):
             return
         if not keep_edits:
-            self.edits.forget()
+            self.edits.mark_clean()
         if self.state is UnitState.GATHERED and keep_edits:
             self.release()
             return
-        self.edits.gone()
+        self.edits.forget_lent()
         self._placeholders.install()
-        self._gone()
+        self._free_flat()
 
     def release(self) -> None:
-        """Make the parameters absent; finishes a gather in flight first. Does nothing when they are absent already.
+        """Free the flat buffer and make the parameters placeholders; nothing for a released or unreleasable unit.
 
-        The memory is left to those who hold a view of it, if any; see [Note: views that code keeps].
+        A gather in flight is finished first. Memory of which code still holds a view is left to that view; see
+        [Note: views that code keeps].
         """
         if not self.releasable or self.state is UnitState.RELEASED:
             return
         self.wait_gather()
-        self.edits.leaving(self.views, exact=self._is_exact)
-        self.edits.gone()
+        self.edits.collect_written(self.views, exact=self._is_exact)
+        self.edits.forget_lent()
         self._placeholders.install()
-        self._gone()
+        self._free_flat()
 
-    def hand_over(self) -> None:
-        """Like `release`, but leaves the memory to whoever holds a view of it: the user, after a gather of their own or
-        when a module's output shares it, and autograd, whose saved views keep their values."""
+    def release_keeping_views(self) -> None:
+        """Like `release`, but leave the present storage, with its values, to the views that the user or autograd holds.
+
+        The unit gets a new flat buffer.
+        """
         self.lent = self.state is not UnitState.RELEASED
         self.release()
 
-    def _gone(self) -> None:
-        """Give the flat buffer's memory back, or leave it to those who hold it."""
+    def _free_flat(self) -> None:
+        """Empty the flat buffer's storage and mark the unit as released; a storage that others hold is replaced."""
         if self.lent or self.memory.is_held:
             with torch.inference_mode(False):
                 self._make_views(torch.empty_like(self.flat))
@@ -213,21 +221,22 @@ class Unit:
 
     @property
     def pinned(self) -> bool:
-        """Return whether the parameters stay gathered through passes."""
+        """Whether user gathers keep the parameters gathered across passes."""
         return self.pins > 0
 
     def pin(self) -> None:
-        """Keep the gathered parameters through passes until `unpin`; pins count."""
+        """Keep the gathered parameters across passes until `unpin`; pins are counted."""
         self.pins += 1
 
     def unpin(self) -> None:
-        """Take one pin away; the last one releases the unit, whose values the user may still hold."""
+        """Remove one pin; with the last one the unit is released, and views that the user holds keep their values."""
         self.pins -= 1
         if not self.pinned:
-            self.hand_over()
+            self.release_keeping_views()
 
     def hide(self) -> None:
-        """Have gathered parameters that are never released read NaN, until `show`: their memory is about to go."""
+        """Replace the parameters of a unit that is never released by NaN until `show`, as its memory is about to be
+        freed."""
         self.hidden = True
         for parameter in self.parameters:
             parameter.data = torch.full((), torch.nan, dtype=self.plan.dtype, device=self._device).expand(
@@ -235,17 +244,17 @@ class Unit:
             )
 
     def show(self) -> None:
-        """The parameters are views of the flat buffer again."""
+        """Make the parameters views of the flat buffer again after `hide`."""
         self.hidden = False
         self._install_views()
 
     def publish(self, step: int) -> Work | None:
-        """After the optimizer's update: write the weights back to where forward reads them.
+        """Write the weights that the optimizer updated back to where forward reads them. Collective.
 
-        Returns the all-gather in flight where the parameters stay gathered and are sharded for the optimizer.
+        Return the all-gather in flight for parameters that stay gathered but have sharded masters, else None.
         """
         if self._tier_masters is not None:
-            self._tier_masters.published()
+            self._tier_masters.note_published()
         if self.plan.trainable:
             self.route.weights_changed()
         if self.master is not None and self.master.numel() == self.layout.numel:
@@ -262,9 +271,9 @@ class Unit:
         return self.route.all_gather(self.flat, self._own_slice(), Tag("publish", self.name, step), exact=True)
 
     def write_back(self) -> None:
-        """Take the gathered parameters' present values into the shard and the master (after the user changed them).
+        """Copy the gathered parameters' present values into the shard and the master, after user code changed them.
 
-        Elements of the master that round to the present value stay: they know more digits.
+        Elements of the master that round to the present value stay, as they have more digits. Waits for `readers`.
         """
         self.readers.wait()
         self.route.weights_changed()
@@ -276,12 +285,14 @@ class Unit:
         self._residency.release(self.name, dirty=True)
         self._note_weights_changed()
         if self.master is not None and own_master:
-            follow(self.master, self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end])
+            follow_weights(self.master, self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end])
 
     @property
-    def mastered(self) -> torch.Tensor | None:
-        """The gathered weights of which this rank has the master, 1-D, where both are in host memory for good and apart
-        from each other; None elsewhere."""
+    def weights_with_master(self) -> torch.Tensor | None:
+        """The weights (1-D) that correspond to this rank's `master`: all of them, or those of its shard.
+
+        None unless the weights are always gathered, in host memory, and apart from their master.
+        """
         if self.releasable or self.states is not None or self.master is None or not self.keeps_masters:
             return None
         start, end = self.layout.shard_range(self.route.rank)
@@ -291,15 +302,20 @@ class Unit:
             return None
         return self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end]
 
-    def follow(self, weights: torch.Tensor) -> None:
-        """Have the master follow ``weights``, a copy of `mastered`, as a write of the user's. On any thread, while
-        `readers` wait for it."""
-        if self.master is not None:
-            follow(self.master.data, weights)  # with a version counter of its own: readers of the master look at that
+    def update_master(self, weights: torch.Tensor) -> None:
+        """Update the master from ``weights``, a copy of `weights_with_master`, where it does not round to them.
 
-    def take_over(self, values: Mapping[int, torch.Tensor | None]) -> None:
-        """Have full ``values`` (by parameter number; None for those that its view holds) as the weights, here and in
-        shard and master, and the views back. Every rank calls it with the same values at the same point."""
+        May run on any thread that `readers` waits for.
+        """
+        if self.master is not None:
+            follow_weights(self.master.data, weights)  # .data: leaves the version counter alone, which readers compare
+
+    def adopt_values(self, values: Mapping[int, torch.Tensor | None]) -> None:
+        """Make full ``values`` the weights in the flat buffer, the shard and the master, and restore the views.
+
+        ``values``: by parameter number; None if the parameter's view already holds them. Every rank calls it with the
+        same values at the same point.
+        """
         with torch.no_grad():
             for number, given in values.items():
                 if given is not None and self.state is not UnitState.RELEASED:
@@ -311,35 +327,36 @@ class Unit:
         self.restore_views()
 
     def restore_views(self) -> None:
-        """Have parameters that user code gave other storage be what this unit makes them, with the unit's values."""
+        """Undo replacements of the parameters' storage by user code: make them placeholders, or views, again."""
         if self.state is UnitState.RELEASED:
             self._placeholders.install()
         elif self.state is UnitState.GATHERED:
             self._install_views()
 
-    def look_at_placeholders(self) -> None:
-        """Keep what released parameters were given, and have the placeholders back."""
+    def collect_placeholder_edits(self) -> None:
+        """Keep the tensors that user code put in place of placeholders as edits, and reinstall the placeholders."""
         if not self._placeholders.installed():
             self.edits.note_replaced(self._placeholders.views)
             self._placeholders.install()
 
-    def look_at_gathered(self) -> None:
-        """Keep what was written into gathered parameters, which stay gathered."""
-        self.edits.leaving(self.views, exact=self._is_exact)
+    def collect_gathered_edits(self) -> None:
+        """Keep what user code wrote into the gathered parameters as edits; they stay gathered."""
+        self.edits.collect_written(self.views, exact=self._is_exact)
 
     def settle_masters(self) -> None:
-        """Have masters on a tier follow weights that were changed since the last step, which it would do itself."""
+        """Update masters on a tier now if their weights were changed since the last step; else do nothing."""
         if self._tier_masters is None or not self._tier_masters.stale:
             return
         self.readers.wait()
-        self._tier_masters.settle(self._residency.acquire(self.name))
+        self._tier_masters.follow_now(self._residency.acquire(self.name))
         self._residency.release(self.name, dirty=False)
 
     def _note_weights_changed(self) -> None:
         if self._tier_masters is not None:
-            self._tier_masters.weights_changed()
+            self._tier_masters.note_weights_changed()
 
     def _take_into_shard(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Copy this rank's fragments of full ``values`` (by parameter number) into the shard and the master."""
         self.readers.wait()
         self.route.weights_changed()
         shard = self._residency.acquire(self.name)
@@ -352,37 +369,37 @@ class Unit:
                 apart = self.master is not None and not self.master.is_set_to(shard)
                 shard[place].copy_(new)
                 if self.master is not None and apart:
-                    follow(self.master[place], shard[place])
+                    follow_weights(self.master[place], shard[place])
         self._residency.release(self.name, dirty=True)
         self._note_weights_changed()
 
-    def load_shard(self) -> torch.Tensor:
-        """This rank's shard, lent to be written; `shard_loaded` gives it back. On every rank at the same point."""
+    def borrow_shard(self) -> torch.Tensor:
+        """Return this rank's shard to be written, until `give_back_shard`. Every rank calls it at the same point."""
         self.readers.wait()
-        self.edits.forget_sums()
+        self.edits.forget_checksums()
         self.route.weights_changed()
         return self._residency.acquire(self.name)
 
-    def shard_loaded(self) -> None:
-        """Give back what `load_shard` lent: it holds the new weights."""
+    def give_back_shard(self) -> None:
+        """End `borrow_shard`: the shard, which holds new weights, goes back to its store."""
         self._residency.release(self.name, dirty=True)
 
     def placeholder_tensors(self) -> list[torch.Tensor]:
-        """The tensors that released parameters stand on."""
+        """Return the tensors that back the placeholders of released parameters; empty if the unit is never released."""
         return self._placeholders.tensors() if self.releasable else []
 
     def placeholder_views(self) -> list[torch.Tensor]:
-        """Return what each parameter is while it is released; none where it never is."""
+        """Return the placeholder of each parameter, in order; empty if the unit is never released."""
         return self._placeholders.views if self.releasable else []
 
     def holds_storage(self, address: int) -> bool:
-        """Return whether a storage (by `host_facts.storage_address`) is the gathered flat buffer's."""
+        """Return whether ``address`` (from `host_facts.storage_address`) is that of the flat buffer while gathered."""
         if self.state is UnitState.RELEASED:
             return False
         return (self.flat.untyped_storage().data_ptr() or storage_address(self.flat)) == address
 
     def _own_slice(self) -> torch.Tensor:
-        """This rank's slice of the flat buffer, holding its shard."""
+        """Return this rank's slice of the flat buffer, into which its shard has been copied."""
         start, end = self.layout.shard_range(self.route.rank)
         mine = self.flat[start:end]
         shard = self._residency.acquire(self.name)
@@ -392,11 +409,13 @@ class Unit:
         return mine
 
     def _make_views(self, flat: torch.Tensor) -> None:
+        """Make ``flat`` the flat buffer and slice it into one view per parameter; parameters are not touched yet."""
         self.flat = flat
         self.views = [flat[e.offset : e.end].view(e.shape) for e in self.layout.entries]
         self.memory = FlatMemory(flat, self.views)
 
     def _install_views(self) -> None:
+        """Make every parameter its view of the flat buffer, with the user's own class."""
         with torch._C.DisableTorchFunctionSubclass():
             install(self.parameters, self.views)
             mark_present(self.parameters)

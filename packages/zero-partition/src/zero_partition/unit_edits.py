@@ -26,8 +26,9 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def plainly(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """``call``, in which released parameters are the tensors that they are: it looks at them and asks for no values."""
+def without_torch_function(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate ``call`` to run without ``__torch_function__`` of subclasses: released parameters are plain tensors in
+    it, so looking at them does not gather them."""
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -38,19 +39,20 @@ def plainly(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result
 
 
 class UnitEdits:
-    """Finds the parameters of a unit that are no longer what the unit made them, and keeps their new values.
+    """Finds parameters of a unit that user code has replaced, written or cast, and keeps their new values.
 
-    An address (`Tensor.is_set_to`), a dtype and a version counter per parameter tell; nothing is read on the device.
-    A write through ``p.data`` leaves no trace there: the alias that `lend` keeps has a version counter too. Sums of the
-    values, which `record` takes, tell what is written to memory that torch does not watch (NumPy, DLPack).
+    Most changes show in a parameter's address (`Tensor.is_set_to`), dtype or version counter, so nothing is read on
+    the device. A write through ``p.data`` does not: the alias that `lend` keeps has a version counter for it. Writes to
+    memory that torch does not watch (NumPy, DLPack) show only in checksums of the values, which `record_checksums`
+    takes.
 
-    [Note: edits wait for all ranks] A new value is `pending` until every rank has said that it found the same one. Only
-    then it reaches shards and masters. A refused one leaves no trace in them.
+    [Note: edits wait for all ranks] A new value is `pending` until every rank has reported the same one. Only then does
+    it reach shards and masters. A refused one never does.
 
     Attributes:
-        pending: by parameter number, the full new values; None for a write into the view where that stays installed.
-        refused: by parameter number, why the new values cannot be taken over.
-        compares: whether the values of the next gather are summed, so that writes without a trace are found.
+        pending: by parameter number, the full new values; None if they are in the parameter's own view already.
+        refused: by parameter number, why the new values cannot be used, as the rest of a sentence about it.
+        compares: take checksums at the next gather, so that writes without a trace are found.
         writes_unseen: writes without a trace were found in this unit before.
     """
 
@@ -64,27 +66,28 @@ class UnitEdits:
         self._dtype = dtype
         self._dtypes = [dtype] * len(parameters)
         self._versions = [_version(p, 0) for p in parameters]
-        self._sums: list[int] | None = None
+        self._checksums: list[int] | None = None
         self._lent: dict[int, tuple[torch.Tensor, int]] = {}
 
     @property
     def versions(self) -> Sequence[int]:
-        """The version counters that were seen last."""
+        """The version counter of each parameter when it was last looked at."""
         return self._versions
 
     @property
-    def asks_for_a_look(self) -> bool:
-        """Return whether addresses, dtypes and the parameters' own version counters do not tell all."""
-        return self._sums is not None or self._is_lent_written()
+    def needs_full_check(self) -> bool:
+        """Whether checksums or lent aliases have to be compared too, beside addresses, dtypes and version counters."""
+        return self._checksums is not None or self._is_lent_written()
 
     @property
-    def recorded(self) -> bool:
-        """Return whether `found` will compare values."""
-        return self._sums is not None
+    def has_checksums(self) -> bool:
+        """Whether `find_changed` compares checksums of the values."""
+        return self._checksums is not None
 
-    @plainly
+    @without_torch_function
     def lend(self, number: int, data: torch.Tensor) -> torch.Tensor:
-        """Return what user code gets for ``data`` of a parameter: an alias of it, of which writes are found."""
+        """Return an alias of ``data`` for user code that reads ``p.data`` of parameter ``number``; writes through it
+        are found."""
         if data.is_inference():
             return data
         alias, _ = self._lent.get(number, (None, 0))
@@ -96,24 +99,27 @@ class UnitEdits:
         lent: torch.Tensor = torch.Tensor._make_subclass(torch.Tensor, alias)  # shares the version counter
         return lent
 
-    @plainly
-    def arrived(self, views: Sequence[torch.Tensor]) -> None:
-        """The views were filled from the shards, which edits that wait for the other ranks have not reached."""
+    @without_torch_function
+    def apply_pending(self, views: Sequence[torch.Tensor]) -> None:
+        """Copy pending values into ``views``, which a gather has just filled from shards without them.
+
+        Also records checksums, where `compares` or `writes_unseen` ask for it.
+        """
         for number, values in self.pending.items():
             if values is not None:
                 views[number].copy_(values)
         if self.compares or self.writes_unseen:
-            self.record(views)
+            self.record_checksums(views)
 
-    @plainly
-    def leaving(self, views: Sequence[torch.Tensor], *, exact: bool) -> None:
-        """Keep what was written into the gathered parameters, which are about to be released.
+    @without_torch_function
+    def collect_written(self, views: Sequence[torch.Tensor], *, exact: bool) -> None:
+        """Keep the new values of gathered parameters that user code has written, as `pending` or `refused`.
 
-        ``exact``: the views held the shards' values, not what a codec leaves of them.
+        ``exact``: the views were gathered without a codec; else such writes are refused.
         """
-        if not self.asks_for_a_look and untouched(self._parameters, views, self._dtypes, self._versions):
+        if not self.needs_full_check and untouched(self._parameters, views, self._dtypes, self._versions):
             return
-        for number in self.found(views):
+        for number in self.find_changed(views):
             values = self._new_values(number, views[number])
             if values is None:
                 continue
@@ -124,21 +130,25 @@ class UnitEdits:
             else:
                 self.pending[number] = values
 
-    @plainly
-    def found(self, views: Sequence[torch.Tensor]) -> list[int]:
-        """Numbers of the parameters that were replaced or written since this was asked, or values recorded, last."""
+    @without_torch_function
+    def find_changed(self, views: Sequence[torch.Tensor]) -> list[int]:
+        """Return the numbers of the parameters that user code has replaced or written since they were last looked at.
+
+        Checksums, where there are any, are compared with the present values and renewed.
+        """
         is_untouched = untouched(self._parameters, views, self._dtypes, self._versions)
         numbers = [] if is_untouched and not self._is_lent_written() else self._different(views)
-        if self._sums is not None:
-            before, self._sums = self._sums, _sums(views)
-            written = [n for n, (old, new) in enumerate(zip(before, self._sums, strict=True)) if old != new]
+        if self._checksums is not None:
+            before, self._checksums = self._checksums, _checksums(views)
+            written = [n for n, (old, new) in enumerate(zip(before, self._checksums, strict=True)) if old != new]
             self.writes_unseen |= bool(set(written) - set(numbers))
             numbers = sorted({*numbers, *written})
         return numbers
 
-    @plainly
+    @without_torch_function
     def note_replaced(self, placeholders: Sequence[torch.Tensor]) -> None:
-        """Keep what released parameters were given instead of their placeholders."""
+        """Keep the tensors that released parameters have instead of their ``placeholders``, as `pending` or
+        `refused`."""
         for number, (parameter, tensor) in enumerate(zip(self._parameters, placeholders, strict=True)):
             if not parameter.is_set_to(tensor) or parameter.dtype is not self._dtype:
                 given = _data(parameter)
@@ -148,9 +158,12 @@ class UnitEdits:
                 else:
                     self.pending[number] = given
 
-    @plainly
+    @without_torch_function
     def note_in_views(self, number: int, view: torch.Tensor, *, was_cast: bool) -> None:
-        """Keep what a parameter that stays gathered was given; ``was_cast``: forward has changed its dtype."""
+        """Keep the new value of a changed parameter that stays gathered, as `pending` or `refused`.
+
+        ``view``: the parameter's view of the flat buffer. ``was_cast``: forward has changed the parameter's dtype.
+        """
         parameter = self._parameters[number]
         if parameter.is_set_to(view) and parameter.dtype is self._dtype:
             self.pending[number] = None
@@ -162,53 +175,57 @@ class UnitEdits:
             self.refused[number] = problem
         else:
             self.pending[number] = _data(parameter)
-        self._is_known(number)
+        self._note_seen(number)
 
-    @plainly
-    def record(self, views: Sequence[torch.Tensor]) -> None:
-        """Take sums of the present values, for `found` to compare with. Reads every element."""
-        self._sums = _sums(views)
+    @without_torch_function
+    def record_checksums(self, views: Sequence[torch.Tensor]) -> None:
+        """Take checksums of the present values, for `find_changed` to compare with. Reads every element."""
+        self._checksums = _checksums(views)
 
-    @plainly
-    def forget(self) -> None:
-        """Settle what was found: the present values count."""
+    @without_torch_function
+    def mark_clean(self) -> None:
+        """Drop pending and refused edits and checksums, and treat the present state of the parameters as unchanged."""
         self.pending.clear()
         self.refused.clear()
-        self._sums = None
+        self._checksums = None
         for number in range(len(self._parameters)):
-            self._is_known(number)
+            self._note_seen(number)
 
-    def updated(self, are_updated: Sequence[bool]) -> None:
-        """The optimizer changed the parameters whose flag is set: torch refuses a backward through a forward from
-        before, as it does after an update of its own."""
+    def bump_versions(self, are_updated: Sequence[bool]) -> None:
+        """Raise the version counters of the parameters whose flag is set, which the optimizer has updated.
+
+        torch then refuses a backward through an earlier forward, as it does after an update in place.
+        """
         increment_version(list(itertools.compress(self._parameters, are_updated)))
         self._versions = list(map(operator.add, self._versions, are_updated))
 
-    def forget_sums(self) -> None:
-        """The views have other values than `record` saw."""
-        self._sums = None
+    def forget_checksums(self) -> None:
+        """Drop the checksums: the engine itself is changing the values."""
+        self._checksums = None
 
-    def gone(self) -> None:
-        """The parameters are about to be released: nothing is known of what was lent or recorded of them."""
-        self._sums = None
+    def forget_lent(self) -> None:
+        """Drop checksums and lent aliases, which a release of the parameters makes useless."""
+        self._checksums = None
         self._lent.clear()
 
-    def _is_known(self, number: int) -> None:
-        """The present value of a parameter was seen."""
+    def _note_seen(self, number: int) -> None:
+        """Store the present version counters of a parameter and of its lent alias."""
         self._versions[number] = _version(self._parameters[number], self._versions[number])
         if number in self._lent:
             alias, _ = self._lent[number]
             self._lent[number] = (alias, alias._version)
 
     def _is_lent_written(self) -> bool:
+        """Return whether any alias that was lent has been written through."""
         return bool(self._lent) and any(map(self._is_written, self._lent))
 
     def _is_written(self, number: int) -> bool:
-        """Return whether something was written through an alias that was lent."""
+        """Return whether the alias lent for parameter ``number`` has been written through; False if there is none."""
         alias, version = self._lent.get(number, (None, 0))
         return alias is not None and alias._version != version
 
     def _different(self, views: Sequence[torch.Tensor]) -> list[int]:
+        """Return the numbers of the parameters that differ from their views in address, dtype or version."""
         return [
             number
             for number, (p, view) in enumerate(zip(self._parameters, views, strict=True))
@@ -219,8 +236,8 @@ class UnitEdits:
         ]
 
     def _new_values(self, number: int, view: torch.Tensor) -> torch.Tensor | None:
-        """A copy of what a gathered parameter was given; None when it was only cast."""
-        self._is_known(number)
+        """Return a copy of a changed parameter's value in the unit's dtype; None if it was only cast, or is refused."""
+        self._note_seen(number)
         given = _data(self._parameters[number])
         if given.shape != view.shape or given.is_meta:
             self.refused[number] = self._misfit(given, view)
@@ -230,7 +247,7 @@ class UnitEdits:
         return given.to(self._dtype, copy=True)
 
     def _misfit(self, given: torch.Tensor, expected: torch.Tensor) -> str:
-        """Why ``given`` cannot stand for ``expected``; empty when it can."""
+        """Return why ``given`` cannot replace ``expected``, as the rest of a sentence; empty if it can."""
         if given.shape != expected.shape:
             return f"was given a tensor of shape {tuple(given.shape)}, expected {tuple(expected.shape)},"
         if given.is_meta:
@@ -241,18 +258,20 @@ class UnitEdits:
 
 
 def _nan_in(values: torch.Tensor) -> str:
+    """Return why ``values`` with NaN are refused, as the rest of a sentence; empty without NaN."""
     if bool(torch.isnan(values).any()):
         return "was given values with NaN, which is what a released parameter reads as,"
     return ""
 
 
 def _version(parameter: nn.Parameter, known: int) -> int:
-    """The version counter; the one that is ``known`` where the user has put a tensor without one."""
+    """Return a parameter's version counter, or ``known`` for an inference tensor, which has none."""
     return known if parameter.is_inference() else parameter._version
 
 
-def _sums(views: Sequence[torch.Tensor]) -> list[int]:
-    """One number per contiguous tensor that other values, or the same ones elsewhere, change."""
+def _checksums(views: Sequence[torch.Tensor]) -> list[int]:
+    """Return a 64-bit checksum per contiguous tensor, sensitive to the values and their order, computed on their
+    device; 0 for fake tensors on the CPU."""
     if views[0].device.type == "cpu":
         return [0 if is_fake(view) else xxhash.xxh3_64_intdigest(bytes_of(view)) for view in views]
     size = min(_CHUNK, max(view.numel() for view in views))
@@ -270,7 +289,7 @@ def _sums(views: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _words(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield all elements as integers of 64 bits: several in one where the address allows it."""
+    """Yield the elements of a 1-D tensor as int64 tensors, several elements packed into one integer where aligned."""
     size = flat.element_size()
     each = 8 // size
     head = min(-int(flat.storage_offset()) % each, flat.numel())

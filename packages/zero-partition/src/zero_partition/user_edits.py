@@ -1,4 +1,4 @@
-"""Make edits of parameters by user code, between and inside passes, count on all ranks, or refuse them on all."""
+"""Apply changes that user code makes to parameters, if all ranks make the same ones, or refuse them on every rank."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .errors import EditRefusedError
 from .host_facts import are_set_to, dtypes, untouched
 from .ownership import all_owned
 from .unit import Unit, UnitState
-from .unit_edits import plainly
+from .unit_edits import without_torch_function
 
 Found = dict[str, str]
-"""By ``unit.number``: a digest of the new values, or the reason of a refusal behind an exclamation mark."""
+"""By ``"unit.number"`` of a parameter: a digest of its new values, or ``"!"`` and the reason of a refusal."""
 
 _PENDING, _REFUSED = operator.attrgetter("edits.pending"), operator.attrgetter("edits.refused")
 _LOOKS_AWAY = frozenset(["end", "backward", "norms", "flush", "learning"])
 
 
 class UserEdits:
-    """Finds parameters whose storage or values user code has changed, and has shards and masters follow.
+    """Finds parameters whose storage or values user code has changed, and updates shards and masters.
 
     Call order: `forward_begins` and `forward_ends` around a forward pass; `report` before a message to the other ranks,
-    `settle` with what all ranks reported; `published` after a step; `settle_masters` before a save. What
-    ranks find travels with messages that they send anyway. See [Note: edits wait for all ranks] in unit_edits.py.
+    and `settle` with the reports of all; `published` after a step; `settle_masters` before a save. Reports travel with
+    messages that the ranks send anyway. See [Note: edits wait for all ranks] in unit_edits.py.
     """
 
     def __init__(self, units: Sequence[Unit], world_size: int) -> None:
@@ -56,11 +56,15 @@ class UserEdits:
         self._record_before_step()
 
     def owned(self) -> None:
-        """From now on every parameter carries its owner; one that does not was swapped for another tensor."""
+        """Start refusing parameters without an owner: all have been given one, so such a parameter was swapped for
+        another tensor."""
         self._is_owned = True
 
     def forward_begins(self, key: str) -> None:
-        """A forward pass begins; ``key`` names its kind."""
+        """Note casts made since the last pass, and choose whether gathers of this pass take checksums.
+
+        ``key``: the kind of forward pass; those numbered 1, 2, 4, 8, … of each kind take checksums.
+        """
         self._cast_outside |= self._casts() - self._cast_inside
         self._passes[key] = number = self._passes.get(key, 0) + 1
         compares = _is_power_of_two(number)
@@ -70,12 +74,15 @@ class UserEdits:
                 unit.edits.compares = compares
 
     def forward_ends(self) -> None:
-        """A forward pass is over: dtypes that changed inside it are no wish to change them for good."""
+        """Note which parameters were cast inside the forward pass: such casts are undone with the step, not refused."""
         self._cast_inside |= self._casts() - self._cast_outside
 
-    @plainly
+    @without_torch_function
     def report(self, kind: str, *, in_pass: bool) -> Found:
-        """Look at all parameters, as far as the message ``kind`` asks for it; return what was found on this rank."""
+        """Return the edits that this rank has found and that await the other ranks; empty inside a pass.
+
+        ``kind``: of the message that carries the report; most kinds have the parameters looked at first.
+        """
         if in_pass or kind == "changes in gathered":
             return {}
         if kind not in _LOOKS_AWAY:
@@ -91,9 +98,12 @@ class UserEdits:
                 found.setdefault(f"{unit.index}.{number}", self._digest(given))
         return found
 
-    @plainly
+    @without_torch_function
     def settle(self, found: Sequence[Found], kind: str) -> None:
-        """Take over what every rank found alike. Raises `EditRefusedError` on every rank for anything else."""
+        """Apply the edits if every rank found the same ones. Raises `EditRefusedError` on every rank if not.
+
+        ``found``: the `report` of each rank, in rank order. ``kind``: of the message that carried them.
+        """
         if any(found):
             self._settle_found(found)
         if kind == "step":
@@ -103,12 +113,12 @@ class UserEdits:
             self._cast_inside.clear()
 
     def published(self) -> None:
-        """The step's weights are where forward reads them."""
+        """Count a step whose weights were published, and renew or drop checksums of parameters that stay gathered."""
         self._steps += 1
         self._record_before_step()
 
     def settle_masters(self, units: Sequence[Unit] | None = None) -> None:
-        """Have the masters of ``units`` (default: all) follow their weights now, as the next step would."""
+        """Update the masters of ``units`` (default: all) from their weights now, as the next step would."""
         for unit in self._units if units is None else units:
             if not unit.releasable and unit.keeps_masters and unit.states is None:
                 unit.write_back()
@@ -120,30 +130,31 @@ class UserEdits:
             edits = unit.edits
             if not edits.pending and not edits.refused:
                 continue
-            recorded = edits.recorded and unit.state is UnitState.GATHERED
+            recorded = edits.has_checksums and unit.state is UnitState.GATHERED
             if refusal:
                 unit.restore_views()
             else:
-                unit.take_over(dict(edits.pending))
-            edits.forget()
+                unit.adopt_values(dict(edits.pending))
+            edits.mark_clean()
             if recorded:
-                edits.record(unit.views)
+                edits.record_checksums(unit.views)
         self._note_versions()
         if refusal:
             self._cast_outside.clear()
             raise EditRefusedError(refusal)
 
     def _record_before_step(self) -> None:
-        """Before steps 1, 2, 4, 8, … sum weights that have masters of their own: that finds writes without a trace."""
+        """Before steps 1, 2, 4, 8, … take checksums of weights with separate masters, to find writes without a trace;
+        before others drop the checksums."""
         compares = _is_power_of_two(self._steps + 1)
         for unit in self._staying:
-            unit.edits.forget_sums()
+            unit.edits.forget_checksums()
             if compares and unit.keeps_masters and not unit.edits.writes_unseen:
-                unit.edits.record(unit.views)
+                unit.edits.record_checksums(unit.views)
 
-    @plainly
+    @without_torch_function
     def _casts(self) -> set[tuple[int, int]]:
-        """(unit, number) of the parameters that stay gathered and have another dtype now."""
+        """Return (unit, number) of the parameters that stay gathered and do not have their unit's dtype now."""
         if dtypes(self._parameters) == self._dtypes:
             return set()
         return {(unit.index, number) for parameter, dtype, unit, number in self._kept if parameter.dtype is not dtype}
@@ -152,8 +163,11 @@ class UserEdits:
         self._versions = [version for unit in self._staying for version in unit.edits.versions]
 
     def _look(self, kind: str) -> None:
-        """Look at all units, one by one only where there is something to find: an ordinary step pays for one loop in C
-        over the parameters."""
+        """Find edits in all units and keep them there (`UnitEdits.pending`, `refused`).
+
+        ``kind``: of the message that is about to be sent; "forward" leaves out units that stay gathered. Without an
+        edit this is one loop in C over the parameters.
+        """
         if self._is_owned and kind != "close" and not all_owned(self._all):
             self._refuse_swapped()
         released = are_set_to(self._may_go, self._placeholders)
@@ -167,42 +181,43 @@ class UserEdits:
         self._note_versions()
 
     def _refuse_swapped(self) -> None:
-        """Refuse parameters whose hooks went to another tensor with all else that torch keeps of them."""
+        """Refuse parameters that were swapped: their hooks, and all else that torch keeps of them, moved to another
+        tensor."""
         for unit in self._units:
             for number, parameter in enumerate(unit.parameters):
                 if not all_owned([parameter]):
                     unit.edits.refused[number] = _SWAPPED
 
     def _are_as_left(self) -> bool:
-        """Return whether parameters that stay gathered are as units made them; False where values are compared."""
-        if any(unit.edits.asks_for_a_look for unit in self._staying):
+        """Return whether parameters that stay gathered are unchanged; False where that takes a comparison of values."""
+        if any(unit.edits.needs_full_check for unit in self._staying):
             return False
         return untouched(self._parameters, self._views, self._dtypes, self._versions)
 
     def _look_at_releasable(self, unit: Unit) -> None:
         if unit.state is UnitState.RELEASED:
-            unit.look_at_placeholders()
+            unit.collect_placeholder_edits()
         elif unit.state is UnitState.GATHERED:
-            unit.look_at_gathered()
+            unit.collect_gathered_edits()
 
     def _look_at_staying(self, unit: Unit, kind: str) -> None:
         if unit.hidden:
             return
-        for number in unit.edits.found(unit.views):
+        for number in unit.edits.find_changed(unit.views):
             was_cast = (unit.index, number) in self._cast_inside
             unit.edits.note_in_views(number, unit.views[number], was_cast=was_cast)
             if was_cast and kind == "step" and number not in unit.edits.pending:
                 unit.parameters[number].data = unit.views[number]
 
     def _digest(self, values: torch.Tensor) -> str:
-        """Equal for equal values; one rank has nobody to compare with."""
+        """Return a hash of the values, to compare ranks by; empty with a single rank."""
         if self._world_size == 1:
             return ""
         plain = values.detach().cpu().contiguous().flatten().view(torch.uint8)
         return hashlib.blake2b(plain.numpy().data, digest_size=8).hexdigest()
 
     def _refusal(self, found: Sequence[Found]) -> str:
-        """Why the first edit that cannot be taken over cannot; empty when all can."""
+        """Return the error text for the first edit that cannot be applied; empty if all can."""
         for key in dict.fromkeys(key for answer in found for key in answer):
             index, _, number = key.partition(".")
             name = self._units[int(index)].names[int(number)]

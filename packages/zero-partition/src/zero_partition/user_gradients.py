@@ -14,7 +14,7 @@ from .gradients import UnitGradients
 from .host_facts import any_gradient, gradients_are
 from .messages import WrittenGradients
 from .training_loop import TrainingLoop
-from .unit_edits import plainly
+from .unit_edits import without_torch_function
 
 
 class UserGradients:
@@ -46,7 +46,7 @@ class UserGradients:
 
     # -- what the user sees ------------------------------------------------------------------------------------------
 
-    @plainly
+    @without_torch_function
     def show(self) -> None:
         """Where this rank keeps full averaged gradients (stage 0), make them the parameters' ``.grad``."""
         self._casts.clear()
@@ -71,7 +71,7 @@ class UserGradients:
         if self._shown:
             self.show()
 
-    @plainly
+    @without_torch_function
     def hide(self) -> None:
         """Take the averaged gradients off the parameters again: autograd would add to them in place."""
         for index in self._shown:
@@ -82,7 +82,7 @@ class UserGradients:
 
     # -- what the user writes ----------------------------------------------------------------------------------------
 
-    @plainly
+    @without_torch_function
     def take(self, *, stepping: bool = False) -> None:
         """Take over what the user has left in ``.grad`` since the engine last looked. Does not communicate.
 
@@ -119,7 +119,7 @@ class UserGradients:
             {index: self._gradients[index].digest() for index in sorted(self._edited)},
         )
 
-    @plainly
+    @without_torch_function
     def settle(self, reports: Sequence[WrittenGradients]) -> bool:
         """Have in-place changes that differ between ranks averaged; returns whether there are any, to be reduced.
 
@@ -160,7 +160,7 @@ class UserGradients:
                         "gradient of either. Write p.grad on every rank or on none. The weights were not changed."
                     )
 
-    @plainly
+    @without_torch_function
     def discard(self, parameters: Iterable[nn.Parameter] | None, *, set_to_none: bool) -> None:
         """Forget the gradients of ``parameters`` (None: of all), or with ``set_to_none`` false make them zeros."""
         numbers = self._numbers(parameters)

@@ -57,7 +57,7 @@ class StateIntervals:
         parts = state.partition
         self._state, self._files, self._named = state, files, named
         self._replicated, self._replicas = replicated, replicas
-        self._mastered = {unit.index: unit.mastered for unit in parts.units} if follow else {}
+        self._mastered = {unit.index: unit.weights_with_master for unit in parts.units} if follow else {}
         self._leaves = _leaves_to_others(state, replicas=replicas)
         self._units = [] if self._leaves else [u for u in parts.units if u.plan.trainable or not exclude_frozen]
         self._stager = Stager()
@@ -180,7 +180,7 @@ class StateIntervals:
     def _copied_weights(self, unit: Unit, weights: torch.Tensor, copied: memoryview) -> Iterator[Interval]:
         dtype, rank = weights.dtype, self._state.partition.rank
         if copied.nbytes and self._follows(unit):
-            unit.follow(torch.frombuffer(copied, dtype=dtype))
+            unit.update_master(torch.frombuffer(copied, dtype=dtype))
         first = 0 if weights.numel() != unit.layout.numel else unit.layout.shard_range(rank)[0]
         for fragment in unit.layout.fragments(rank):
             begin = (first + fragment.shard_offset) * dtype.itemsize

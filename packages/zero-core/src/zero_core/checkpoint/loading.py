@@ -137,13 +137,13 @@ def _is_filled_by_gather(state: TrainingState, unit: Unit) -> bool:
 
 def _fill_shard(state: TrainingState, reading: BatchedRead, unit: Unit) -> None:
     parts = state.partition
-    shard = unit.load_shard()
+    shard = unit.borrow_shard()
     for fragment, piece in shard_fragments(unit, shard, parts.rank):
         if (fragment.entry.name, "param") in reading.checkpoint.tensors:
             reading.add_weights(fragment.entry.name, fragment.param_offset, piece)
     if not isinstance(parts.residency, DeviceResidency):  # the shard is lent until it is released
         reading.run()
-    unit.shard_loaded()
+    unit.give_back_shard()
 
 
 def _fill_states(state: TrainingState, reading: BatchedRead) -> None:

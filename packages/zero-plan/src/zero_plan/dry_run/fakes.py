@@ -29,9 +29,9 @@ ANSWERS: dict[tuple[str, str], bool | int] = {
     # Nobody writes into what is released.
     ("zero_partition.placeholder", "verify"): True,
     # Weights have digits that 16 bits lose: masters begin with them.
-    ("zero_partition.masters", "hand_over"): False,
+    ("zero_partition.masters", "store_masters"): False,
     # Weights are what their masters round to, since the step wrote both.
-    ("zero_partition.masters", "follow"): True,
+    ("zero_partition.masters", "follow_weights"): True,
     # Blocks that a codec has encoded are finite.
     ("zero_core.kernels", "quantize_blocks"): True,
     # No drawn value is outside the bounds.
