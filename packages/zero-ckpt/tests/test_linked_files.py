@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,32 @@ def test_conversion_reads_linked_files(tmp_path: Path, tensors: dict[str, bytes]
     assert {name: data.tobytes() for name, data in safetensors.load_file(tmp_path / "out.safetensors").items()} == (
         tensors
     )
+
+
+@pytest.mark.parametrize("command", ["verify", "repair"])
+def test_the_progress_bar_ends_at_its_total(tmp_path: Path, command: str) -> None:
+    extents = sealed(tmp_path / "g1.extents", {"v": bytes(3_000_000)})
+    plain = Interval("p", "param", (1_000_000,), "U8", 0, bytes(1_000_000))
+    save_sharded(tmp_path / "run", "t", [*extents, plain], step=1)
+    terminal, stderr = os.openpty()
+    program = [sys.executable, "-m", "zero_ckpt", command, str(tmp_path / "run")]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    done = subprocess.run(program, stderr=stderr, stdout=subprocess.DEVNULL, env=environment)
+    os.close(stderr)
+    shown = b""
+    while chunk := _read_terminal(terminal):
+        shown += chunk
+    os.close(terminal)
+    counts = re.findall(rb"([\d.,]+)/([\d.,]+) MB", re.sub(rb"\x1b\[[\d;?]*[A-Za-z]", b"", shown))
+    assert done.returncode == 0 and counts[-1] == (b"4.0", b"4.0"), shown
+
+
+def _read_terminal(fd: int) -> bytes:
+    try:
+        return os.read(fd, 4096)
+    except OSError as error:  # Linux reports the end of a terminal so
+        assert error.errno == errno.EIO
+        return b""
 
 
 @pytest.mark.usefixtures("no_link")

@@ -115,7 +115,7 @@ def _report(paths: Sequence[Path], *, in_root: bool) -> int:
 
     good = True
     for path in paths:
-        with _progress(f"verify {path.name}", _nbytes(path)) as advance:
+        with _progress(f"verify {path.name}", _data_nbytes(path)) as advance:
             report = verify_candidate(path, in_root=in_root, progress=advance)
         if in_root and not path.exists():
             print(f"{path}: removed while it was verified")
@@ -143,8 +143,11 @@ def _latest_problem(root: Path) -> str | None:
     return f"{root}: `latest` names {tag!r}, but there is no such checkpoint"
 
 
-def _nbytes(path: Path) -> int:
-    return sum(file.lstat().st_size for file in path.glob("*.safetensors"))
+def _data_nbytes(checkpoint: Path) -> int:
+    """Return the bytes of the data files in a checkpoint directory, linked ones included: a progress bar's total."""
+    from .commit import is_data_file
+
+    return sum(file.lstat().st_size for file in checkpoint.glob("rank-*") if is_data_file(file.name))
 
 
 def _repair(options: argparse.Namespace) -> int:
@@ -152,7 +155,7 @@ def _repair(options: argparse.Namespace) -> int:
     from .verifying import checkpoints_in
 
     root = Path(options.root)
-    total = sum(_nbytes(path) for path in checkpoints_in(root)) if root.is_dir() else 0
+    total = sum(_data_nbytes(path) for path in checkpoints_in(root)) if root.is_dir() else 0
     with _progress("repair", total) as advance:
         done = repair(root, dry_run=options.dry_run, progress=advance)
     for line in done:
