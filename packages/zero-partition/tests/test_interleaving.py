@@ -91,7 +91,7 @@ def train(rank: MemoryRank, plan: list[list[list[int]]], prefetch: int, complete
     for by_rank in plan:
         made.backward(by_rank[rank.rank])
         meetings.append(made.meetings)
-        made.reducer.reduce_now(made.late())
+        made.reducer.reduce_scatter_now(made.late())
         averages.append([float(g.reduced[0]) if g.reduced is not None else None for g in made.gradients])
         made.reducer.clear()
     return {"averages": averages, "meetings": meetings, "order": (rank.gather.issued, rank.reduce.issued)}

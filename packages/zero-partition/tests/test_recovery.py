@@ -15,7 +15,7 @@ def alone(rank: MemoryRank) -> tuple[bool, bool, bool]:
     parts = Parts(rank)
     parts.begin()
     parts.compute(1)
-    goes_on = parts.recovery.leave_pass("backward", FAILURE, awaited=False)
+    goes_on = parts.recovery.abandon_pass("backward", FAILURE, awaited=False)
     return goes_on, parts.released(), parts.gathers.active or parts.reductions.active
 
 
@@ -28,7 +28,7 @@ def together(rank: MemoryRank) -> tuple[bool, bool, list[str], list[str], list[f
     parts.begin()  # the first pass of an engine: nobody waits, so ranks stop at different places
     for unit in parts.units[: rank.rank]:
         parts.gathers.issue_through(unit)
-    goes_on = parts.recovery.leave_pass("backward", FAILURE, awaited=False)
+    goes_on = parts.recovery.abandon_pass("backward", FAILURE, awaited=False)
     issued = list(rank.gather.issued), list(rank.reduce.issued)
     parts.reducer.clear()
     parts.begin()
@@ -41,7 +41,7 @@ def together(rank: MemoryRank) -> tuple[bool, bool, list[str], list[str], list[f
 def torn(rank: MemoryRank) -> bool:
     parts = Parts(rank)
     parts.is_torn = True
-    return parts.recovery.leave_pass("backward", KeyboardInterrupt(), awaited=False)
+    return parts.recovery.abandon_pass("backward", KeyboardInterrupt(), awaited=False)
 
 
 def test_a_rank_that_left_an_exchange_half_way_does_not_go_on() -> None:
@@ -61,7 +61,7 @@ def unmet(rank: MemoryRank, failure: BaseException, awaited: bool, in_pass: bool
     parts.meets_others = False
     if in_pass:
         parts.gatherer.begin("forward")
-    return parts.recovery.leave_pass("forward", failure, awaited=awaited), parts.gathers.active
+    return parts.recovery.abandon_pass("forward", failure, awaited=awaited), parts.gathers.active
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_rank_that_others_wait_for_does_not_go_on(
 
 def told(rank: MemoryRank) -> list[str]:
     parts = Parts(rank)
-    parts.recovery.tell("backward", FAILURE)
+    parts.recovery.announce_failure("backward", FAILURE)
     return parts.words
 
 

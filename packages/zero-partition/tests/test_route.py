@@ -18,16 +18,16 @@ def gather_twice(rank: MemoryRank) -> tuple[list[float], list[str], list[str]]:
     for step in range(2):
         flat = torch.zeros(LAYOUT.numel)
         flat[start:end] = torch.arange(start, end) + 1.0
-        assert route.is_near(exact=False) == (step == 1)
-        if route.is_near(exact=False):
-            route.all_gather_near(flat, Tag("gather", "u", step)).wait()
+        assert route.can_use_secondary(exact=False) == (step == 1)
+        if route.can_use_secondary(exact=False):
+            route.all_gather_secondary(flat, Tag("gather", "u", step)).wait()
         else:
             route.all_gather(flat, flat[start:end], Tag("gather", "u", step), exact=False).wait()
         route.arrived(flat)
-    values, replica = flat.tolist(), route.copy_inside_node
+    values, replica = flat.tolist(), route.secondary_shard
     assert replica is not None and replica.tolist() == values[start:end]
     route.weights_changed()
-    assert not route.is_near(exact=False)
+    assert not route.can_use_secondary(exact=False)
     return values, rank.gather.issued, rank.reduce.issued
 
 
@@ -40,6 +40,6 @@ def test_the_second_gather_comes_from_the_replica_until_the_weights_change() -> 
 def test_a_route_without_codec_or_replica_is_never_near_and_rounds_nothing() -> None:
     def check(rank: MemoryRank) -> None:
         route = Route(rank.gather)  # type: ignore[arg-type]
-        assert not route.rounds and not route.is_near(exact=False) and route.copy_inside_node is None
+        assert not route.rounds and not route.can_use_secondary(exact=False) and route.secondary_shard is None
 
     run_threads(check, 1)

@@ -99,7 +99,7 @@ class ParkedStates:
                 yield unit.name, unit.flat
             if isinstance(partition.residency, DeviceResidency):
                 yield unit.name, partition.residency.acquire(unit.name)
-            if (secondary := unit.route.copy_inside_node) is not None:
+            if (secondary := unit.route.secondary_shard) is not None:
                 yield unit.name, secondary
 
 

@@ -70,7 +70,7 @@ class HeldGradients:
     def reduce_late(self, units: Collection[int]) -> None:
         """Reduce ``units`` (the same on every rank) outside a backward pass."""
         if units:
-            self._reducer.reduce_now(units)
+            self._reducer.reduce_scatter_now(units)
             self.show()
 
     def refuse_torn(self, call: str) -> None:

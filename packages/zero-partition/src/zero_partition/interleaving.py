@@ -83,7 +83,7 @@ class Interleaving:
         while self._reductions.next_unit is not None and self._reductions.started < count:
             self.start_next()
 
-    def reduce(self, units: Iterable[int]) -> None:
+    def reduce_scatter_now(self, units: Iterable[int]) -> None:
         """Reduce ``units`` outside a pass; the same set on every rank."""
         for index in self._reductions.in_order(units):
             self._reductions.start(index)
@@ -123,9 +123,9 @@ class Interleaving:
     def _start_within(self, position: int | None) -> None:
         """Start the reductions that come before a wait for the gather at ``position``, and take them to their last
         hop."""
-        while self._reductions.comes_within(position):
+        while self._reductions.must_start_before(position):
             self.start_next()
-        self._reductions.advance_within(position)
+        self._reductions.advance_before(position)
 
     def _exchange(self, gather: int, *, done: bool = False) -> Sequence[LockStep]:
         messages = self._meet(LockStep(gather, self._gathers.issued, self._reductions.started, done))

@@ -215,7 +215,7 @@ class Partition:
             shards = sum(nbytes(self.residency.acquire(unit.name)) for unit in self.units)
         else:
             shards = self.residency.resident_bytes
-        secondary = sum(nbytes(u.route.copy_inside_node) for u in self.units)
+        secondary = sum(nbytes(u.route.secondary_shard) for u in self.units)
         masters = sum(nbytes(u.master) for u in self.units)
         gradients = sum(nbytes(t) for g in self.runtime.gradients.values() for t in g.tensors())
         placeholders = sum(nbytes(t) for u in self.units for t in u.placeholder_tensors())

@@ -2,27 +2,27 @@
 
 [Note: the order of events] A **forward pass** is the call of the outermost hooked module.
 
-1. `enter_module` of the outermost module begins it: gradients that the user wrote are taken over, averages that
+1. `enter_module` of the outermost module begins it: gradients that the user wrote are adopted, averages that
    ``.grad`` shows are hidden (autograd would add to them), and casts of parameters are noted.
 2. Where parameters are sharded, the ranks agree on the pass, its order of gathers begins, and what autograd saves
    is watched.
 3. `enter_module` of every module gathers its units; the gathers that come next are issued ahead.
 4. `exit_module` releases the units whose modules have all run.
 5. `exit_module` of the outermost module ends the pass: gathers that this rank did not need are joined, and everything
-   is released. Where the order may lack units that another rank needs, the ranks meet. A pass that failed is left
-   instead (recovery.py).
+   is released. Where the order may lack units that another rank needs, the ranks meet. A pass that failed is
+   abandoned instead (recovery.py).
 
 A **backward pass** lasts from `begin_backward` to `end_backward`. When the user calls ``loss.backward()``, the first
 gradient, or the first use of a unit, begins it, and the end of autograd's run ends it.
 
-6. `begin_backward`: gradients that the user wrote are taken over, averages that ``.grad`` shows are hidden.
+6. `begin_backward`: gradients that the user wrote are adopted, averages that ``.grad`` shows are hidden.
 7. Where it gathers or reduces, the ranks agree on the pass, and gradients that came too late for their unit's reduction
-   in the pass before are reduced. Its agreed orders of gathers and of reductions begin, and
-   where it does both, they are interleaved.
-8. `before_backward` gathers the units that autograd is about to read, and releases frozen ones that it is done with.
-9. `gradient_ready` puts a finished gradient into its unit's buffer (arrivals.py). With the last one of a unit its
-   reduction is started, as soon as those before it in the order are, and the unit is released.
-10. `end_backward`: gradients left to the user's hooks are taken, and reductions that are not started yet are started.
+   in the pass before are reduced. Its agreed orders of gathers and of reductions begin; if it has both, they are
+   interleaved.
+8. `before_backward` gathers the units that autograd is about to read, and releases frozen ones that it has finished.
+9. `gradient_ready` puts a finished gradient into its unit's buffer (arrivals.py). When a unit's last gradient has
+   arrived and all reductions before it in the order are started, its reduction is started, and the unit is released.
+10. `end_backward`: gradients left to the user's hooks are taken, and the remaining reductions are started.
 11. Gathers that this rank did not need are joined, everything is released, and the reductions are waited for. The
     ranks meet as in 5.
 12. Where every rank keeps full averages (stage 0), ``.grad`` shows them; elsewhere it is watched (gradient_watch.py).
@@ -50,7 +50,7 @@ from .gradient_watch import GradientWatch
 from .held_gradients import HeldGradients
 from .hooks import wraps_tensors
 from .interleaving import Interleaving
-from .recovery import Recovery, advise
+from .recovery import Recovery, add_advice
 from .reducer import Reducer
 from .released_use import ReleasedUse
 from .saved_views import SavedViews, name_refused_tracing, name_refused_transform
@@ -68,7 +68,7 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class PassParts:
-    """The collaborators of a pass; each is described by its class."""
+    """The objects that `Passes` works with; their classes describe them."""
 
     units: Sequence[Unit]
     loop: TrainingLoop
@@ -92,7 +92,7 @@ class PassParts:
 
 
 class Passes:
-    """Runs the passes of one partitioned model, whose hooks report here: see [Note: the order of events]."""
+    """Runs the passes of one partitioned model; its hooks call these methods. See [Note: the order of events]."""
 
     def __init__(self, parts: PassParts) -> None:
         self._units = parts.units
@@ -125,16 +125,17 @@ class Passes:
     # -- the forward pass --------------------------------------------------------------------------------------------
 
     def enter_module(self, name: str, units: Sequence[Unit]) -> bool:
-        """A hooked module's forward begins; return whether it is a part of a pass.
+        """Gather ``units`` for the forward of module ``name``; for the outermost module, begin a pass first.
 
-        What torch.func's transforms (`grad`, `jvp`, …) compute is none: their derivatives concern no parameter's
-        ``.grad``, and tensors that are made inside have no memory to send. They need the parameters gathered.
+        Return whether the call is part of a pass. Calls inside torch.func's transforms (`grad`, `jvp`, …) are not:
+        their derivatives concern no parameter's ``.grad``, and their tensors have no memory to send. Raises
+        `PartitionError` if their parameters are not gathered, or for a module called in a thread other than the pass's.
         """
         if self._calls.paused:
             return False
         if self._calls.outermost is None:
             if wraps_tensors():
-                self._check_present()
+                self._refuse_in_transform()
                 return False
             self._calls.outermost = name
             self._control.goes_on()
@@ -165,7 +166,10 @@ class Passes:
     def exit_module(
         self, name: str, units: Sequence[Unit], aliased: Sequence[Unit], failure: BaseException | None
     ) -> None:
-        """A hooked module's forward is over; ``aliased``: units whose memory its output shares."""
+        """Release the ``units`` whose modules have all run; after the outermost module, end the pass.
+
+        ``aliased``: units whose memory the module's output shares. ``failure``: exception that the forward raised.
+        """
         if self._calls.paused:
             return
         watch = self._watched_units.watch
@@ -185,7 +189,8 @@ class Passes:
                 self._end_forward(name, failure)
 
     def keeper_done(self, name: str, units: Sequence[Unit]) -> None:
-        """A module whose submodules return parameters of ``units`` is done; it may return them again."""
+        """Count module ``name``, whose submodules return parameters of ``units``, as run, and release units that are
+        done."""
         for unit in units:
             self._calls.note_run(unit, name)
             self._release_when_done(unit)
@@ -207,6 +212,7 @@ class Passes:
             self._saved.open()
 
     def _release_when_done(self, unit: Unit) -> None:
+        """In forward, release ``unit`` if all its modules have run."""
         if not self._calls.in_backward and self._calls.is_done(unit):
             self._gatherer.release(unit)
 
@@ -233,7 +239,7 @@ class Passes:
 
     @outside_modes
     def begin_backward(self) -> None:
-        """Start a backward pass; agreed by all ranks when it gathers or reduces."""
+        """Start a backward pass. Collective if it gathers or reduces."""
         self._liveness.check()
         self._control.goes_on()
         if self._agreement.synced:
@@ -251,7 +257,7 @@ class Passes:
         if not self._sharded and not reduces:
             return
         pending, late = self._agree_backward(reduces=reduces)
-        self._reducer.reduce_now(late)
+        self._reducer.reduce_scatter_now(late)
         if self._sharded:
             self._gatherer.begin(BACKWARD, like_reversed=self._last_forward)
         if self._sharded and reduces:
@@ -260,15 +266,18 @@ class Passes:
             self._reducer.begin(pending)
 
     def _agree_backward(self, *, reduces: bool) -> tuple[set[int], list[int]]:
-        """Meet the other ranks before a pass; return the units that it has to consider, and those that have gradients
-        left of the pass before, which must not be added to this pass's in the parameters' dtype."""
+        """Meet the other ranks before a backward pass; return the units that it may reduce, and those to reduce first.
+
+        The latter have late gradients of the pass before, which must not be added to this pass's in the parameters'
+        dtype. ``reduces``: this rank's pass reduces gradients.
+        """
         mine = [self._reducer.pending(), self._reducer.late()] if reduces else [[], []]
         everyones = self._agreement.agree(BACKWARD, "", mine)
         pending, late = ({unit for one in everyones for unit in one[n]} for n in (0, 1))
         return pending, sorted(late)
 
     def before_backward(self, units: Sequence[Unit]) -> None:
-        """Backward is about to read the units' parameters."""
+        """Gather ``units``, whose parameters autograd is about to read; begin a backward pass if none is running."""
         if not self._calls.in_backward:
             self._begin_plain_backward()
         for unit in units:
@@ -281,7 +290,10 @@ class Passes:
                 self._gatherer.release_before(unit, self._idle_in_backward)
 
     def gradient_ready(self, unit: int, number: int, hook: GradientHook) -> None:
-        """Take the gradient of parameter ``number`` of a unit, which autograd has finished."""
+        """Take the finished gradient of parameter ``number`` of a unit; begin a backward pass if none is running.
+
+        ``hook``: the parameter's hook that autograd has called.
+        """
         if not self._calls.in_backward:
             self._gradient_watch.end()  # else it would take what follows for the user's
             self._arrivals.take_left()
@@ -293,7 +305,7 @@ class Passes:
 
     @outside_modes
     def end_backward(self) -> None:
-        """Finish the backward pass: flush reductions, release units."""
+        """Finish the backward pass: wait for its reductions and release all units. Nothing if none is running."""
         if not self._calls.in_backward:
             return
         self._liveness.check()  # a pass that ended the engine leaves reductions that nobody answers
@@ -315,36 +327,42 @@ class Passes:
         self._gradient_watch.begin(shown=shown)
 
     def _begin_plain_backward(self) -> None:
-        """The user has called ``loss.backward()``: begin the pass, and end it when autograd's run is over."""
+        """Begin a pass for the user's ``loss.backward()``, and have the end of autograd's run end it.
+
+        Raises RuntimeError if the training loop allows no such call now.
+        """
         refusal = self._loop.refuse_plain_backward()
         if refusal is not None:
             raise RuntimeError(refusal)
         self.begin_backward()
-        end = EndOfBackward(self.end_backward, self._leave_failed_backward)
+        end = EndOfBackward(self.end_backward, self._recover_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _leave_failed_backward(self) -> None:
-        """``loss.backward()`` has raised: end the pass, or tell the other ranks where they may wait for this one."""
+    def _recover_backward(self) -> None:
+        """Recover from a ``loss.backward()`` that raised (see `failed_in`); nothing if the pass has ended already."""
         if self._calls.in_backward and not self._liveness.failed:
             cause = "loss.backward() raised on this rank before its gradients were complete"
             self.failed_in(BACKWARD, PartitionError(cause))
 
     def _idle_in_backward(self, unit: Unit) -> bool:
-        """Frozen units have no gradient that says when backward is done with them; those with one member go by the
-        order."""
+        """Return whether backward is done with a frozen unit of one module that is not running.
+
+        No gradient tells when that is the case, so `Gatherer.release_before` goes by the order of gathers.
+        """
         return not unit.plan.trainable and len(unit.plan.members) == 1 and not self._calls.is_running(unit)
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
     def failed_in(self, call: str, failure: BaseException, *, awaited: bool = False) -> bool:
-        """Make the next pass possible after ``failure`` in ``call`` where no other rank can be waiting for this one,
-        else end the engine; return whether it goes on.
+        """Abandon the open pass after ``failure`` in ``call``; return whether the engine can go on with the next pass.
 
-        ``awaited``: others wait for this rank though no pass is open. May be called again."""
+        It cannot where another rank may be waiting for this one; then the engine is ended. ``awaited``: other ranks
+        wait for this one even if no pass is open. May be called again.
+        """
         in_backward = self._calls.in_backward
         goes_on = False
         try:
-            goes_on = not self._liveness.failed and self._recovery.leave_pass(call, failure, awaited=awaited)
+            goes_on = not self._liveness.failed and self._recovery.abandon_pass(call, failure, awaited=awaited)
         except Exception as second:  # out of memory again, a tier that fails: the first cause is what counts
             raise failure from second
         finally:
@@ -355,12 +373,12 @@ class Passes:
             return False
         if in_backward or call == STEP:
             self._reducer.torn = f"{type(failure).__name__}: {failure}"
-        self._recovery.tell(call, failure)
-        advise(failure, torn=self._reducer.torn is not None)
+        self._recovery.announce_failure(call, failure)
+        add_advice(failure, torn=self._reducer.torn is not None)
         return True
 
     def forget_pass(self) -> None:
-        """No pass runs any more on this rank."""
+        """Clear all state of the pass that was running on this rank."""
         self._arrivals.forget_left()
         self._saved.close()
         self._calls.forget()
@@ -368,10 +386,11 @@ class Passes:
     # -- refusals ----------------------------------------------------------------------------------------------------
 
     def _absent(self) -> Unit | None:
-        """A unit that comes and goes in passes, if any."""
+        """Return the first unit that passes gather and release; None if there is none."""
         return next((unit for unit in self._units if unit.releasable and not unit.pinned), None)
 
-    def _check_present(self) -> None:
+    def _refuse_in_transform(self) -> None:
+        """Raise `PartitionError` if the model was called in a torch.func transform and parameters are not gathered."""
         absent = self._absent()
         if absent is not None:
             raise PartitionError(
@@ -381,6 +400,7 @@ class Passes:
             )
 
     def _check_frozen(self) -> None:
+        """Raise `PartitionError` if a parameter that was frozen at first requires gradients now."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise PartitionError(
@@ -390,5 +410,5 @@ class Passes:
 
 
 def forward_key(name: str) -> str:
-    """Name of the forward pass of the module called ``name``, by which its order is learned."""
+    """Return the key under which the order of gathers of module ``name``'s forward pass is learned."""
     return f"forward of {name or 'the model'}"

@@ -1,4 +1,4 @@
-"""Recover from a pass that fails: the engine goes on where no other rank waits for this one."""
+"""Recover from a failed pass, so that the engine can go on if no other rank waits for this one."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .reducer import OrderedReductions, Reducer
 
 logger = logging.getLogger("zero_partition")
 
-PATIENCE = 3.0  # seconds that a rank whose pass failed waits for the others to have failed in it too
+PATIENCE = 3.0  # seconds that a rank whose pass failed waits for the others to report the same
 
 
 class Recovery:
-    """Ends a pass that failed, so that the next one finds everything as before it.
+    """Ends a pass that failed, so that the next one starts from the same state as the failed one did.
 
-    [Note: caught failures] A failure ends the engine only where other ranks may wait for what this rank will not send.
-    With one rank, or no pass open that communicates, there are none. With a pass open, the ranks meet once: when all
-    have failed in the same call, each issues the gathers and reductions that another has issued already, so that the
-    process groups are at one place again on all of them, and drops what came of it.
+    [Note: caught failures] A failure ends the engine only if other ranks may wait for data that this rank will not
+    send. With one rank, or without an open pass that communicates, there are none. With an open pass, the ranks meet
+    once. If all have failed in the same call, each issues the gathers and reductions that any other has issued, so that
+    all ranks have issued the same collectives, and drops the results.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Recovery:
         self._gatherer = gatherer
         self._reducer = reducer
 
-    def leave_pass(self, call: str, failure: BaseException, *, awaited: bool) -> bool:
+    def abandon_pass(self, call: str, failure: BaseException, *, awaited: bool) -> bool:
         """End the open pass after ``failure`` in ``call``; return whether the engine can go on.
 
-        ``awaited``: others wait for this rank though no pass is open.
+        ``awaited``: other ranks wait for this one even if no pass is open.
         """
         if isinstance(failure, CommError) or self._groups.control.is_torn:
             return False
@@ -60,12 +60,13 @@ class Recovery:
         self._gatherer.abandon()
         return True
 
-    def tell(self, call: str, failure: BaseException) -> None:
-        """Leave word of ``failure`` for the ranks that will wait for this one, should it make no further call."""
+    def announce_failure(self, call: str, failure: BaseException) -> None:
+        """Publish ``failure`` as the reason to name on other ranks that wait for this one in vain, if it never calls
+        the engine again."""
         self._groups.control.failed(f"{_describe(failure)} (in {call} of step {self._step.value})")
 
     def _is_shared(self, call: str, failure: BaseException) -> bool:
-        """Return whether all ranks failed in ``call``; then their process groups are at one place."""
+        """Return whether all ranks failed in ``call``, after making them issue the same collectives."""
         answers = self._confer(call, failure, PassProgress(self._gathers.issued, self._reductions.started).encode())
         if answers is None:
             return False
@@ -77,12 +78,16 @@ class Recovery:
         return issued is not None and all(counts == issued[0] for counts in issued)
 
     def _confer(self, call: str, failure: BaseException, payload: Any) -> list[Any] | None:
+        """Return every rank's ``payload`` in rank order if all have failed in ``call`` in time, else None."""
         reason = f"{_describe(failure)} (in step {self._step.value})"
         return self._groups.control.confer(call, self._step.value, reason, payload, PATIENCE)
 
 
-def advise(failure: BaseException, *, torn: bool) -> None:
-    """Add to what a traceback of ``failure`` prints how the user can go on; before Python 3.11 it is logged."""
+def add_advice(failure: BaseException, *, torn: bool) -> None:
+    """Add a note to ``failure`` that says how the user can go on; before Python 3.11 log it.
+
+    ``torn``: the gradients hold a part of a failed backward pass.
+    """
     words = "the engine goes on, with the next forward; gradients and weights are as before this call"
     if torn:
         words = "the engine goes on: call engine.zero_grad(), which starts the accumulation anew, then the next batch"

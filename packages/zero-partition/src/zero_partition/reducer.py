@@ -1,4 +1,4 @@
-"""Reducing gradients: in one agreed order, as much as possible while backward runs."""
+"""Reduce gradients in an order that all ranks have agreed on, overlapped with backward."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from .gatherer import OrderedGathers
 from .gradients import UnitGradients
 from .messages import Completion, ReductionsSeen, StepNumber
 
-_IN_FLIGHT = 2  # reductions whose local sum is still to do: one travels while the next unit fills
-_LEARNING_PASSES = 3  # passes whose order is learned at most, when they do not repeat before
+_IN_FLIGHT = 2  # reductions that are not finished: one travels while the next unit's gradients arrive
+_LEARNING_PASSES = 3  # the order is learned from so many passes at most, from fewer if they repeat
 
 
 class StartedReduction(NamedTuple):
-    """A reduction of the running pass: its number there, its unit, and how many gathers have to be issued before
-    anybody waits for it (see [Note: waits] in interleaving.py)."""
+    """A reduction in flight.
+
+    ``number``: its position in the pass. ``unit``: index of its unit. ``gathers_first``: number of the pass's gathers
+    that a rank has to issue before it waits for the reduction (see [Note: waits] in interleaving.py).
+    """
 
     number: int
     unit: int
@@ -35,12 +38,12 @@ class StartedReduction(NamedTuple):
 class OrderedReductions:
     """The reductions of one engine, started in the order that the ranks have agreed.
 
-    Starting a reduction never waits for another rank. At most two are meant to travel at a time, and ``bucket_numel``
-    elements: see `crowded`. ``complete``: every pass reduces every unit, when it has all its gradients.
+    Starting a reduction never waits for another rank. At most two reductions, and ``bucket_numel`` elements, should be
+    in flight at a time: see `crowded`. ``complete``: every pass reduces every unit, each when it has all its gradients.
 
     Attributes:
-        started: how many reductions the last pass has started.
-        settled: the order is learned.
+        started: number of reductions that the running pass, or the last one, has started.
+        settled: the order is final; nothing more is learned.
         complete: as given.
     """
 
@@ -64,7 +67,7 @@ class OrderedReductions:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the running pass, whose reductions will not arrive, and all that was learned."""
+        """Forget the running pass, whose reductions will not complete, and the learned order."""
         self._order = list(reversed(self._by_unit))
         self._queue: deque[int] | None = None
         self._travelling.clear()
@@ -79,27 +82,27 @@ class OrderedReductions:
 
     @property
     def active(self) -> bool:
-        """Return whether a reducing backward pass is running."""
+        """Whether a reducing backward pass is running."""
         return self._queue is not None
 
     @property
     def next_unit(self) -> int | None:
-        """The unit whose reduction comes next; None when all of the pass are started."""
+        """Index of the unit whose reduction is the next to start; None if all are started, or no pass runs."""
         return self._queue[0] if self._queue else None
 
     @property
     def crowded(self) -> bool:
-        """Return whether more travels than is meant to."""
+        """Whether more reductions, or elements, are in flight than there should be."""
         travelling = self._travelling
         return len(travelling) > _IN_FLIGHT or sum(one.numel for one in travelling) > self._bucket_numel
 
     @property
     def oldest(self) -> StartedReduction | None:
-        """The first of the reductions that travel."""
+        """The reduction in flight that was started first; None if there is none."""
         return self._travelling[0] if self._travelling else None
 
     def begin(self, units: Iterable[int]) -> None:
-        """Start a reducing pass over ``units``, the same set on every rank."""
+        """Begin a reducing pass over ``units`` (by index), the same set on every rank."""
         chosen = set(units)
         self._queue = deque(index for index in self._order if index in chosen)
         self._completions = {}
@@ -107,20 +110,20 @@ class OrderedReductions:
         self.started = 0
         self._gathers_first = self._find_gathers_first()
 
-    def comes_within(self, position: int | None) -> bool:
-        """Return whether the next reduction must start before anybody waits for the gather at ``position`` of the
-        pass's order (None: for anything that is not of this pass)."""
+    def must_start_before(self, position: int | None) -> bool:
+        """Return whether the next reduction must start before a rank waits for the gather at ``position`` of the
+        pass's order (None: before it waits for anything outside the pass)."""
         if not self._queue:
             return False
         return position is None or self._gathers_first[self._queue[0]] <= position
 
     def start_next(self) -> None:
-        """Start the next reduction with the gradients that are there; only when there is a `next_unit`."""
+        """Start the reduction of `next_unit` with the gradients that have arrived; nothing if there is none."""
         if self._queue:
             self.start(self._queue.popleft())
 
     def start(self, index: int) -> None:
-        """Start the reduction of a unit."""
+        """Start the reduction of the unit ``index``, in a pass or outside."""
         gradients = self._by_unit[index]
         work = gradients.start_reduce(self._step.value, self._device)
         first = self._gathers_first.get(index, 0)
@@ -128,42 +131,43 @@ class OrderedReductions:
         self.started += 1
 
     def in_order(self, units: Iterable[int]) -> list[int]:
-        """``units`` in the agreed order."""
+        """Return ``units`` in the agreed order; units that no reduction knows are left out."""
         chosen = set(units)
         return [index for index in self._order if index in chosen]
 
     def older_in_hops(self) -> Iterator[StartedReduction]:
-        """Yield the reductions of several hops that travel, but for the newest one."""
+        """Yield the reductions in flight that take several hops (`zero_comm.Work.advance`), except the newest."""
         yield from [one for one in list(self._travelling)[:-1] if one.work.has_hops]
 
-    def advance_within(self, position: int | None) -> None:
-        """Take the reductions that `comes_within` said yes to to their last hop; all ranks start them here."""
+    def advance_before(self, position: int | None) -> None:
+        """Advance to their last hop the reductions that every rank starts before it waits for the gather at
+        ``position`` (see `must_start_before`)."""
         for one in self._travelling:
             if position is None or one.gathers_first <= position:
                 one.work.advance()
 
     def advance_first(self, count: int) -> None:
-        """Take the pass's first ``count`` reductions, which every rank has started, to their last hop."""
+        """Advance the pass's first ``count`` reductions, which every rank has started, to their last hop."""
         for one in self._travelling:
             if one.number < count:
                 one.work.advance()
 
     def finish_oldest(self) -> None:
-        """Wait for the first of the reductions that travel."""
+        """Wait for the oldest reduction in flight and have its unit take the result."""
         one = self._travelling.popleft()
         one.work.wait()
         self._by_unit[one.unit].end_reduce()
 
     def close(self) -> None:
-        """The running pass is over: its reductions have arrived."""
+        """End the running pass, whose reductions are all finished."""
         self._queue = None
 
     def note_complete(self, index: int) -> None:
-        """This rank has all gradients of a unit that the running pass brings."""
+        """Record that this rank has all gradients of the unit that the running pass gives it."""
         self._completions.setdefault(index, len(self._gathers.used))
 
     def note_late(self, index: int) -> None:
-        """A unit had another number of gradients than in the pass before, which shows when autograd is done."""
+        """Record that the unit is complete only now, as autograd has ended: its number of gradients was unexpected."""
         self._completions[index] = len(self._gathers.used)
         self._steady = False
 
@@ -172,22 +176,26 @@ class OrderedReductions:
         return index in self._completions
 
     def note_end(self) -> None:
-        """Autograd is done."""
+        """Record the units that this rank has gathered by the end of autograd's run."""
         self._gathered = list(self._gathers.used)
 
     def forget_observed(self) -> None:
-        """Nothing is learned of the last pass."""
+        """Drop the observations of the last pass, so that nothing is learned from it."""
         self._completions = {}
 
     def observed(self) -> ReductionsSeen | None:
-        """Return what this rank saw in the last pass, until an order is settled."""
+        """Return this rank's observations of the last pass; None inside a pass, without any, and once `settled`."""
         if self.settled or self.active or not self._completions:
             return None
         return ReductionsSeen([Completion(*c) for c in self._completions.items()], self._gathered, self._steady)
 
     def learn(self, observed: Sequence[ReductionsSeen | None]) -> None:
-        """Adopt the order of the first rank that saw one, and the gathers that every rank needed before each unit was
-        complete (rank order); same result on every rank."""
+        """Learn from the ranks' observations (in rank order, at least one not None) the order of reductions, and which
+        gathers come before each.
+
+        The order is that of the first rank with observations. A reduction comes after every gather that any rank
+        needed before the unit was complete. The result is the same on every rank.
+        """
         seen = [one for one in observed if one is not None]
         first = [completion.unit for completion in seen[0].completions]
         self._order = [*first, *(i for i in self._order if i not in first)]
@@ -205,7 +213,7 @@ class OrderedReductions:
         self._completions = {}
 
     def _find_gathers_first(self) -> dict[int, int]:
-        """By unit, the gathers that must have been issued before anybody waits for its reduction."""
+        """Return, by unit, how many gathers of the pass a rank has to issue before it waits for the reduction."""
         order = self._gathers.order
         after: dict[int | None, int] = {unit: number + 1 for number, unit in enumerate(order)}
         after[None] = 0
@@ -216,32 +224,32 @@ class OrderedReductions:
 
 
 class StartsReductions(Protocol):
-    """Starts reductions and waits for them, where this rank may."""
+    """Starts reductions and waits for them without a deadlock among gathers and reductions; `Interleaving` is one."""
 
     def start_next(self) -> None:
-        """Start the next reduction of the pass with the gradients that are there, and make room for it."""
+        """Start the next reduction of the pass with the gradients that have arrived; finish older ones to make room."""
 
-    def reduce(self, units: Iterable[int], /) -> None:
-        """Reduce ``units`` outside a pass."""
+    def reduce_scatter_now(self, units: Iterable[int], /) -> None:
+        """Reduce-scatter the gradients of ``units`` outside a pass, and wait. Collective, the same units everywhere."""
 
     def finish_all(self) -> None:
-        """Wait for every reduction that was started."""
+        """Wait for every reduction in flight."""
 
 
 class Reducer:
     """Decides when each unit's gradients are averaged.
 
     A unit is due when all the gradients that it is expected to get have arrived (expected.py), or when its modules did
-    not run here: then it contributes zeros without waiting. What is not due by the end of the pass is reduced there.
-    Gradients that arrive after their unit was reduced stay, are announced at the next agreement point, and are reduced
-    then. Where the user sees the averages before that (stage 0), a unit waits for what can still come, whether its
-    modules ran or not, and late gradients are refused (`settle_late`).
+    not run here: then it contributes zeros without waiting. Units that are not due by the end of the pass are reduced
+    there. Gradients that arrive after their unit was reduced are kept, announced at the next agreement point, and
+    reduced then. Where the user sees the averages before that (stage 0), a unit waits for all gradients that can still
+    come, whether its modules ran or not, and late gradients are refused (`settle_late`).
 
     Where passes are complete (see `OrderedReductions`), a unit whose modules ran waits for all its gradients or for the
-    end of the pass, whatever it had last time; late gradients are refused.
+    end of the pass, however many it had last time; late gradients are refused.
 
     Attributes:
-        torn: why the gradients hold a part of a backward pass only, which failed; None where they do not.
+        torn: the failure of a backward pass that left only a part of its gradients; None if there was none.
     """
 
     def __init__(
@@ -254,52 +262,54 @@ class Reducer:
         self.torn: str | None = None
 
     def reset(self) -> None:
-        """Forget what was seen of passes."""
+        """Forget everything learned from passes: expected gradients, modules that ran, late gradients."""
         self._expected = ExpectedGradients(self._by_unit)
         self._ran: set[int] = set()
         self._late: list[int] = []
 
     @property
     def active(self) -> bool:
-        """Return whether a reducing backward pass is running."""
+        """Whether a reducing backward pass is running."""
         return self._reductions.active
 
     @property
     def started(self) -> int:
-        """How many reductions the last pass has started."""
+        """Number of reductions that the running pass, or the last one, has started."""
         return self._reductions.started
 
     def mark_ran(self, unit: int) -> None:
-        """Note that the unit's modules run in a forward whose gradients may come."""
+        """Note that modules of the unit run in a forward that may lead to gradients; ignores units without any."""
         if unit in self._by_unit:
             self._ran.add(unit)
 
     def pending(self) -> list[int]:
-        """Units of this rank that a reducing backward pass has to consider."""
+        """Return the units that this rank has to reduce in a pass that begins now, by index in ascending order."""
         everything = self._reductions.complete or not self._expected.may_be_late
         return sorted(self._by_unit if everything else self._ran | set(self.unreduced()))
 
     def late(self) -> list[int]:
-        """Units with gradients that came too late for their reduction in the last reducing pass."""
+        """Return the units with gradients that came too late for their reduction in the last reducing pass."""
         return [index for index in self._late if self._by_unit[index].has_unreduced]
 
     def forget_late(self) -> None:
-        """A pass begins that does not reduce: what it adds to a unit cannot be told from what came late before it."""
+        """Forget which gradients were late: a pass that does not reduce is about to add to them."""
         self._late = []
 
     def unreduced(self) -> list[int]:
-        """Units with gradients that no reduction has taken."""
+        """Return the units with gradients that no reduction has taken."""
         return [index for index, g in self._by_unit.items() if g.has_unreduced]
 
     def begin(self, units: Iterable[int]) -> None:
-        """Start a reducing pass over ``units`` (those that any rank has to consider); the same set on every rank."""
+        """Begin a reducing pass over ``units`` (all that are `pending` on any rank); the same set on every rank."""
         self._expected.begin()
         self._reductions.begin(units)
         self._start_due()
 
     def arrived(self, index: int, number: int) -> bool:
-        """Count the gradient of a unit's parameter ``number``; return True when it was the last one expected in this
-        pass."""
+        """Count the gradient of parameter ``number`` of the unit ``index``, and start reductions that are due.
+
+        Return whether it was the last one that the unit is expected to get in this pass.
+        """
         last = self._expected.arrived(index, number)
         ready = self._by_unit[index].has_all if self._reductions.complete else last
         if ready and not self._reductions.is_complete(index):
@@ -308,7 +318,7 @@ class Reducer:
         return last
 
     def start_rest(self) -> None:
-        """All gradients of the pass are there: start what is left, in order."""
+        """Start the remaining reductions in order, as all gradients of the pass have arrived; nothing outside one."""
         if not self.active:
             return
         if self._reductions.complete:
@@ -321,7 +331,7 @@ class Reducer:
             self._starts.start_next()
 
     def finish(self) -> None:
-        """End the pass: wait for every reduction."""
+        """Wait for every reduction and end the pass, remembering the units with late gradients."""
         self._starts.finish_all()
         if self.active:
             self._late = self.unreduced()
@@ -329,13 +339,15 @@ class Reducer:
         self._ran.clear()
 
     def abandon(self) -> None:
-        """End a pass that failed: wait for the reductions that were started, which every rank has started."""
+        """End a pass that failed, without learning from it: wait for the started reductions, the same on all ranks."""
         self.finish()
         self._reductions.forget_observed()
 
     def settle_late(self) -> None:
-        """After a reducing pass in which no gradient may be late (it is complete, or the user sees its averages):
-        reduce late ones where no other rank has a part in it, else refuse them by name."""
+        """After a reducing pass in which no gradient may be late, reduce late ones on a single rank, else refuse them.
+
+        None may be late where passes are complete, or the user sees the averages. Raises `PartitionError` by name.
+        """
         if self._expected.may_be_late and not self._reductions.complete:
             return
         late = self.unreduced()
@@ -343,7 +355,7 @@ class Reducer:
             return
         gradients = self._by_unit[late[0]]
         if gradients.is_alone and not self._reductions.complete:
-            self.reduce_now(late)
+            self.reduce_scatter_now(late)
             return
         name = next(n for n, p in zip(gradients.unit.names, gradients.present, strict=True) if p)
         came = f"the gradient of '{name}' came after its unit's reduction had begun: "
@@ -360,12 +372,12 @@ class Reducer:
             "weights were not changed."
         )
 
-    def reduce_now(self, units: Iterable[int]) -> None:
-        """Reduce ``units`` outside a pass (late gradients); the same set on every rank."""
-        self._starts.reduce(units)
+    def reduce_scatter_now(self, units: Iterable[int]) -> None:
+        """Reduce-scatter the (late) gradients of ``units`` outside a pass, and wait; the same set on every rank."""
+        self._starts.reduce_scatter_now(units)
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Forget the gradients of all units, and that a pass failed."""
         self.torn = None
         self._ran.clear()
         self._late = []
@@ -373,14 +385,16 @@ class Reducer:
             gradients.clear()
 
     def _start_due(self) -> None:
+        """Start reductions in order up to the first unit that is not due."""
         while (index := self._reductions.next_unit) is not None and self._due(index):
             self._starts.start_next()
 
     def _due(self, index: int) -> bool:
+        """Return whether the unit's reduction may start now, as far as this rank's gradients are concerned."""
         if self._reductions.complete:
             return self._by_unit[index].has_all or self._is_idle(index)
         return self._expected.has_come(index) or (self._expected.may_be_late and self._is_idle(index))
 
     def _is_idle(self, index: int) -> bool:
-        """Return whether the unit's modules did not run here, and nothing of it waits."""
+        """Return whether the unit's modules did not run on this rank and no gradient of it awaits a reduction."""
         return index not in self._ran and not self._by_unit[index].has_unreduced

@@ -1,4 +1,4 @@
-"""Gather the unit of a released parameter that code computes with, or refuse the use by name."""
+"""Gather the unit of a released parameter that code uses, or refuse the use by name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .unit import Unit, UnitState
 
 
 class ReleasedUse:
-    """Answers for the released parameters of one engine.
+    """Gathers, or refuses, the released parameters of one engine when code uses their values.
 
-    [Note: when a use gathers] Inside a forward or backward pass the unit is gathered as any other. Between a forward
-    that trains and the step, with gradients enabled, a use is a part of the loss: this rank requests the unit, and the
+    [Note: when a use gathers] Inside a forward or backward pass the unit is gathered like any other. Between a forward
+    that trains and the step, with gradients enabled, a use is part of the loss: this rank requests the unit, and the
     others serve it at their next engine call (see agreement.py), whether or not they use it too. The unit's memory then
-    belongs to the graph of the loss. Anywhere else another rank may never come to an engine call, so the use is
-    refused, except that a single rank gathers at once. Facts about a parameter, such as its dtype, never come here.
+    belongs to the graph of the loss. Anywhere else another rank may never make an engine call, so the use is refused;
+    only a single rank gathers at once. Reading facts about a parameter, such as its dtype, is not a use.
 
     ``alone``: there is a single rank.
     """
@@ -33,17 +33,17 @@ class ReleasedUse:
         self._in_training = False
 
     def forward_ended(self) -> None:
-        """A forward that trains is over; what is computed from here to the step may be a part of its loss."""
+        """Allow uses outside passes until `step_begins`: after a forward that trains they may be part of its loss."""
         self._in_training = True
 
     def step_begins(self) -> None:
-        """The losses of this step have been computed."""
+        """Refuse uses outside passes until the next `forward_ended`, unless there is a single rank."""
         self._in_training = False
 
     def used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
-        """``call`` is about to read, or to write, a released parameter; returns when it is present.
+        """Gather the unit of ``parameter``, which ``call`` (a torch function's name) is about to read or write.
 
-        Raises `ReleasedParameterError`, naming it, where it cannot be gathered.
+        Raises `ReleasedParameterError`, naming it, for writes outside passes and where it cannot be gathered.
         """
         unit = self._unannounced.unit_of(parameter)
         if unit is None:
@@ -72,13 +72,16 @@ class ReleasedUse:
             _answer_with_views(unit)
 
     def gathered(self, units: Iterable[Unit]) -> None:
-        """The user has gathered ``units``, and may compute a loss with them."""
+        """Have autograd save views of the parameters of ``units``, which the user has gathered and may use in a
+        loss."""
         if self._in_training:
             for unit in units:
                 _answer_with_views(unit)
 
 
 def _answer_with_views(unit: Unit) -> None:
-    """Have every use of a gathered unit's parameters take a view: autograd saves a leaf as the parameter itself, which
-    is a placeholder again in backward, and a view as its memory."""
+    """Have torch functions compute with views of a gathered unit's parameters instead of the parameters themselves.
+
+    Autograd saves a leaf as the parameter, which is a placeholder again in backward, but a view as its memory.
+    """
     mark_released(unit.parameters)

@@ -1,4 +1,4 @@
-"""Going on after a failure that has ended the engine's process groups."""
+"""Reopen an engine after a failure that has ended its process groups."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .reducer import OrderedReductions
 
 
 class Reopening:
-    """Makes the process groups of a failed engine anew, once all ranks ask for it, and drops the step under way.
+    """Makes new process groups for a failed engine, once all ranks ask for it, and drops the unfinished step.
 
-    [Note: after a failure of one rank] What a rank keeps of the weights and their states changes only inside
-    `Liveness.writing`. A rank that fails elsewhere leaves them as they were. So do the others, which fail because
-    it has left. All ranks come here, meet in the store, and say that nothing is half written and at which step
-    they are. Then every rank has what it had before the step, and new process groups are all that is missing.
-    Gathers, reductions, gradients and learned orders of before are dropped, for ranks may have been at different
-    places. How long ranks wait for one another is bounded, as the failed rank's process may have ended.
+    [Note: after a failure of one rank] A rank's weights and states change only inside `Liveness.writing`. A rank that
+    fails elsewhere leaves them unchanged, and so do the others, which fail because it has left. All ranks come here,
+    meet in the store, and report whether anything is half written and at which step they are. If nothing is, every
+    rank has its state from before the step and needs only new process groups. Gathers, reductions, gradients and
+    learned orders are dropped, as ranks may have been at different points of the step. Ranks wait for one another for
+    a limited time only, as the failed rank's process may have ended.
     """
 
     def __init__(
@@ -38,9 +38,10 @@ class Reopening:
         self._reductions = reductions
 
     def reopen(self, call: str) -> None:
-        """Return when the engine can go on; at once unless a failure has ended it. Collective after one.
+        """Make an engine that a failure has ended usable again; nothing for any other. Collective after a failure.
 
-        Raises `CommError` where the engine cannot go on, or a rank does not come in time.
+        ``call``: the engine's method, for messages. Raises `CommError` if the engine cannot go on, or a rank does not
+        call this in time.
         """
         liveness, loop = self._parts.liveness, self._parts.loop
         if not liveness.failed:
@@ -62,8 +63,8 @@ class Reopening:
         liveness.revive()
 
     def _drop_step(self, cause: str) -> None:
-        """Have everything as before the first forward of the step, but for buffers and generators, as in plain
-        torch."""
+        """Reset everything to the state before the step's first forward, except buffers and random generators, as in
+        plain torch. ``cause``: the failure."""
         parts = self._parts
         in_pass = parts.gathers.active
         parts.interleaving.end()
@@ -83,12 +84,13 @@ class Reopening:
 
 
 def _check_intact(told: Sequence[Standing]) -> None:
-    """Raise `CommError` on every rank where one has half of a step, or ranks have different steps."""
+    """Raise `CommError` if a rank was interrupted while it wrote weights, or ranks have taken different numbers of
+    steps. ``told``: in rank order, so that all ranks raise alike."""
     for rank, one in enumerate(told):
         if one.interrupted is not None:
             raise CommError(
-                f"rank {rank} failed while {one.interrupted} was writing weights or states: what the ranks have is of "
-                "two steps. Make a new engine on every rank and load the last checkpoint."
+                f"rank {rank} failed while {one.interrupted} was writing weights or states: the ranks have a mixture "
+                "of two steps. Make a new engine on every rank and load the last checkpoint."
             )
     if len({one.steps for one in told}) > 1:
         raise CommError(

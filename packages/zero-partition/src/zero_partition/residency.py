@@ -1,4 +1,4 @@
-"""The seam behind which shards live on some tier."""
+"""The interface of stores, which keep shards on some tier; the store for shards on the device."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ class Residency(Protocol):
     """
 
     def put(self, name: str, shard: torch.Tensor) -> None:
-        """Hand over a new shard (1-D, any floating dtype); the store owns it from now on."""
+        """Store a new shard (1-D, any floating dtype) under ``name``; the store owns the tensor from now on."""
 
     def acquire(self, name: str) -> torch.Tensor:
-        """The shard on the compute device, valid until `release`."""
+        """Return the shard on the compute device, valid until `release`."""
 
     def release(self, name: str, *, dirty: bool) -> None:
-        """The caller is done; ``dirty`` says that it wrote the shard, which must reach its tier."""
+        """End an `acquire`; ``dirty``: the caller wrote the shard, and the store has to write it to its tier."""
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """A hint: these shards will be acquired soon, in this order."""
+        """Start loading these shards, which will be acquired soon and in this order; a hint."""
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """The shard where the tier has it (host memory, or the device), for an optimizer to write; ``fresh``: all of it
-        will be written and none of it read. Not while it is acquired."""
+        """Return the shard in the tier's own memory (host, or the device) for an optimizer to write, until `give_back`.
+
+        ``fresh``: all of it will be written and none of it read. Not allowed while the shard is acquired.
+        """
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """The borrower is done; ``dirty`` says that it wrote the shard."""
+        """End a `borrow`; ``dirty``: the caller wrote the shard."""
 
     def flush(self) -> None:
-        """Return when everything released has reached its tier."""
+        """Wait until every shard that was released dirty has reached its tier."""
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of shards and buffers in memory."""
+        """Bytes of shards and buffers that the store holds in memory now."""
 
     def close(self) -> None:
-        """Let all shards go. May be called twice."""
+        """Free all shards. May be called twice."""
 
 
 class DeviceResidency:
-    """The null store: shards stay on the compute device and every call is free."""
+    """The null store: shards stay on the compute device, and no call copies anything."""
 
     def __init__(self) -> None:
         self._shards: dict[str, torch.Tensor] = {}
@@ -56,7 +58,7 @@ class DeviceResidency:
         self._shards[name] = shard
 
     def acquire(self, name: str) -> torch.Tensor:
-        """Return the shard itself; KeyError names an unknown one."""
+        """Return the stored tensor itself. Raises KeyError for an unknown name."""
         return self._shards[name]
 
     def release(self, name: str, *, dirty: bool) -> None:
@@ -66,7 +68,7 @@ class DeviceResidency:
         """Nothing to do."""
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """Return the shard itself."""
+        """Return the stored tensor itself."""
         return self._shards[name]
 
     def give_back(self, name: str, *, dirty: bool) -> None:
@@ -74,7 +76,7 @@ class DeviceResidency:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all shards; some may be views of gathered parameters."""
+        """Bytes of all shards, including those that are views of gathered parameters."""
         return sum(shard.nbytes for shard in self._shards.values())
 
     def flush(self) -> None:
@@ -86,18 +88,19 @@ class DeviceResidency:
 
 
 class Readers:
-    """Those who read shards, masters and states beside training, such as a checkpoint that is copied behind it.
+    """Background readers of shards, masters and states, such as a checkpoint that is copied during training.
 
-    They are waited for before anything writes shards, masters or states outside of forward and backward."""
+    Code that writes shards, masters or states outside forward and backward waits for them first.
+    """
 
     def __init__(self) -> None:
         self._waits: list[Callable[[], None]] = []
 
     def add(self, wait: Callable[[], None]) -> None:
-        """``wait`` returns when a reader is done, at once when it is idle. It must not raise."""
+        """Register a reader: ``wait`` blocks until it has finished, returns at once if it is idle, and never raises."""
         self._waits.append(wait)
 
     def wait(self) -> None:
-        """Return when all readers are done: now memory may change."""
+        """Wait until all readers have finished, so that the memory may be written."""
         for wait in self._waits:
             wait()

@@ -1,4 +1,4 @@
-"""The way on which a unit's weights come together: all the ranks' shards, or a copy of them inside the node."""
+"""Gather a unit's weights: from the shards of all ranks, or from the secondary shards inside the node."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .layout import UnitLayout
 
 
 class Secondary:
-    """This rank's part of a copy of one unit's weights that the ranks of ``group`` have between them (hpZ, ZeRO++,
-    arXiv 2306.10209, section 3.2).
+    """This rank's secondary shard of one unit: its slice of a further replica of the weights, sharded over the ranks of
+    ``group`` (hpZ, ZeRO++, arXiv 2306.10209, section 3.2).
 
-    A gather over all ranks leaves the copy, and the gathers that follow it until the weights change stay in ``group``.
+    A gather over all ranks fills it; later gathers stay inside ``group`` until the weights change.
 
     Attributes:
-        part: this rank's part, 1-D, ``layout.numel`` / ranks of ``group`` elements; None before the first gather.
+        part: the secondary shard, 1-D, ``layout.numel`` / ranks of ``group`` elements; None before the first gather.
         fresh: it holds the present weights; the same on every rank.
     """
 
@@ -28,11 +28,11 @@ class Secondary:
 
     @property
     def start(self) -> int:
-        """Where ``part`` begins in the unit's flat buffer."""
+        """Offset of ``part`` in the unit's flat buffer, in elements."""
         return self._group.rank * self._numel
 
     def keep(self, flat: torch.Tensor) -> None:
-        """Copy this rank's part of the gathered ``flat``."""
+        """Copy this rank's slice of the gathered ``flat`` into ``part``, which is fresh then."""
         own = self._own(flat)
         if self.part is None:
             self.part = torch.empty_like(own)
@@ -40,7 +40,8 @@ class Secondary:
         self.fresh = True
 
     def all_gather(self, flat: torch.Tensor, tag: Tag) -> Work:
-        """Fill ``flat`` from the parts of the group; only when `fresh`."""
+        """Start filling ``flat`` from the secondary shards of the group; only while `fresh`. Collective in the
+        group."""
         own = self._own(flat)
         if self.part is not None:
             own.copy_(self.part)
@@ -51,58 +52,62 @@ class Secondary:
 
 
 class Route:
-    """How one unit's weights come together, for every rank the same.
+    """Chooses how one unit's weights are gathered, alike on every rank: exactly, quantized, or inside the node.
 
-    ``group``: the ranks that have a shard each. ``codec``: gathers of passes travel through it; gathers for the user
-    are exact always. ``secondary``: where passes find a copy nearer by.
+    ``group``: the ranks that own a shard each. ``codec``: quantizes the gathers of passes; gathers for the user are
+    always exact. ``secondary``: this rank's secondary shard, None without.
     """
 
     def __init__(self, group: Group, *, codec: Codec | None = None, secondary: Secondary | None = None) -> None:
         self._group = group
         self._quantized = None if codec is None else QuantizedGather(group, codec)
         self.secondary = secondary
-        self._leaves_copy = False
+        self._fills_secondary = False
 
     @property
     def rank(self) -> int:
-        """The number of the shard that is this rank's."""
+        """Number of this rank's shard."""
         return self._group.rank
 
     @property
     def rounds(self) -> bool:
-        """Return whether passes compute with what a codec leaves of the weights."""
+        """Whether passes compute with weights that a codec has rounded."""
         return self._quantized is not None
 
     @property
-    def copy_inside_node(self) -> torch.Tensor | None:
-        """This rank's part of the copy inside the node, None where there is none."""
+    def secondary_shard(self) -> torch.Tensor | None:
+        """This rank's secondary shard; None without, or before the first gather."""
         return None if self.secondary is None else self.secondary.part
 
-    def is_near(self, *, exact: bool) -> bool:
-        """Return whether the next gather is served by the secondary parts, without any shard."""
+    def can_use_secondary(self, *, exact: bool) -> bool:
+        """Return whether the next gather can use the secondary shards; ``exact``: it must not be rounded."""
         return self.secondary is not None and self.secondary.fresh and not (exact and self._quantized is not None)
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, tag: Tag, *, exact: bool) -> Work:
-        """Fill ``flat`` from all shards; ``shard`` is this rank's slice of ``flat``. Call `arrived` after the wait."""
+        """Start filling ``flat`` from all shards; call `arrived` after the wait. Collective.
+
+        ``shard``: this rank's slice of ``flat``, which holds its shard. ``exact``: without the codec.
+        """
         if self._quantized is None or exact:
-            self._leaves_copy = self._quantized is None
+            self._fills_secondary = self._quantized is None
             return self._group.all_gather(flat, shard, tag)
-        self._leaves_copy = True
+        self._fills_secondary = True
         return self._quantized.all_gather(flat, shard, tag)
 
-    def all_gather_near(self, flat: torch.Tensor, tag: Tag) -> Work:
-        """Fill ``flat`` from the secondary parts; only when `is_near`."""
+    def all_gather_secondary(self, flat: torch.Tensor, tag: Tag) -> Work:
+        """Start filling ``flat`` from the secondary shards; only if `can_use_secondary`. Collective in the node."""
         if self.secondary is None:
             raise RuntimeError(f"{tag}: there is no secondary copy")
-        self._leaves_copy = False
+        self._fills_secondary = False
         return self.secondary.all_gather(flat, tag)
 
     def arrived(self, flat: torch.Tensor) -> None:
-        """The gather has filled ``flat``: keep what the next one needs."""
-        if self.secondary is not None and self._leaves_copy:
+        """After a gather over all ranks has filled ``flat``, keep this rank's secondary shard of it, if it has one."""
+        if self.secondary is not None and self._fills_secondary:
             self.secondary.keep(flat)
 
     def weights_changed(self) -> None:
-        """The shards hold other weights than before; every rank calls it at the same point."""
+        """Mark the secondary shard as out of date, as the shards have changed; every rank calls it at the same
+        point."""
         if self.secondary is not None:
             self.secondary.fresh = False

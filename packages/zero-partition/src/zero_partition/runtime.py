@@ -45,17 +45,17 @@ from .zeroing import ZeroGrad, watch_modules
 class Runtime:
     """Runs a partitioned model's passes (see [Note: the order of events] in passes.py); made by `partition`.
 
-    Passes of sharded parameters, and backward passes that reduce, are agreed by all ranks.
+    Passes that gather sharded parameters, and backward passes that reduce, are collective.
 
     Attributes:
         units: the units, by index.
-        gradients: those of trained units, by unit index.
-        loop: whoever drives the training loop; `FollowedLoop.follow` names it.
+        gradients: the gradients of trained units, by unit index.
+        loop: the training loop that drives the passes; `FollowedLoop.follow` sets it.
         passes: the forward and backward passes.
-        gathers: which units this rank gathers, in which order.
-        gatherer, reducer: what gathers units and reduces gradients.
-        edits, user_gradients, gradient_watch, step_hook_watch, released_use: what user code does to parameters and
-            gradients.
+        gathers: the units that this rank gathers, and their order.
+        gatherer, reducer: gather units and reduce gradients.
+        edits, user_gradients, gradient_watch, step_hook_watch, released_use: find, apply or refuse uses and changes of
+            parameters and gradients by user code.
         held_gradients: averaged gradients between backward and step.
     """
 
@@ -119,7 +119,7 @@ class Runtime:
         self.held_gradients = HeldGradients(
             gradients, self.user_gradients, self.reducer, self._agreement, self._calls, step
         )
-        self.gradient_watch = GradientWatch(gradients, self.held_gradients.discard, self._gradients_alone())
+        self.gradient_watch = GradientWatch(gradients, self.held_gradients.discard, self._never_reduced())
         self.step_hook_watch = StepHookWatch(self.units, self.gradients)
         self.released_use = ReleasedUse(unannounced, self.gathers, alone=groups.control.world_size == 1)
         parts = PassParts(
@@ -155,7 +155,7 @@ class Runtime:
 
     @property
     def step(self) -> int:
-        """The number of the step under way, which messages and collectives carry."""
+        """Number of the current step, which messages and the tags of collectives carry."""
         return self._step.value
 
     @step.setter
@@ -165,11 +165,11 @@ class Runtime:
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Start a backward pass; agreed by all ranks when it gathers or reduces."""
+        """Start a backward pass. Collective if it gathers or reduces."""
         self.passes.begin_backward()
 
     def end_backward(self) -> None:
-        """Finish the backward pass: flush reductions, release units."""
+        """Finish the backward pass: wait for its reductions and release all units. Nothing if none is running."""
         self.passes.end_backward()
 
     def compile(self, model: nn.Module, **options: Any) -> list[str]:
@@ -180,13 +180,16 @@ class Runtime:
         return self._compiled.names
 
     def add_use(self, name: str, module: nn.Module, unit: Unit) -> None:
-        """Have the calls of ``module`` use ``unit`` too."""
+        """Gather ``unit`` in the calls of ``module``, called ``name`` in the model, too."""
         self._hooks.add_use(name, module, unit)
 
     @contextmanager
     def synced(self) -> Iterator[None]:
-        """Ranks may call forward a different number of times inside (without backward): a rank that is done takes part
-        in the others' gathers until all are. Collective."""
+        """A context in which ranks may call forward a different number of times, without backward. Collective.
+
+        A rank that leaves it joins the gathers of the others until all have left. Raises `PartitionError` if one is
+        open already.
+        """
         if self._agreement.synced:
             raise PartitionError("synced() is open already")
         self._agreement.synced = True
@@ -198,17 +201,20 @@ class Runtime:
             self._agreement.synced = False
 
     def pause(self) -> None:
-        """Until `resume`, calls of modules are not followed: for a model that is gathered inside `gathered`."""
+        """Have module hooks do nothing until `resume`, for a model whose parameters the user has gathered.
+
+        Raises `PartitionError` inside a pass.
+        """
         if self.gathers.active:
             raise PartitionError("the hooks were switched off inside a forward or backward pass; do it before or after")
         self._calls.paused = True
 
     def resume(self) -> None:
-        """Follow calls of modules again."""
+        """End `pause`: module hooks gather and release again."""
         self._calls.paused = False
 
     def close(self) -> None:
-        """Remove the hooks; parameters stay as they are."""
+        """Remove all hooks from the model; parameters stay as they are, sharded or gathered."""
         if self._compiled is not None:
             self._compiled.remove()
         self._hooks.remove()
@@ -217,34 +223,40 @@ class Runtime:
             remove()
 
     def watch_units(self, watch: UnitWatch) -> None:
-        """Tell ``watch`` when units compute, from now on."""
+        """Have ``watch`` called when units compute, instead of any former one."""
         self._watched_units.watch = watch
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:
-        """Have ``optimizer.zero_grad`` forget all gradients."""
+        """Have ``optimizer.zero_grad`` discard the gradients that the engine holds too, until `close`."""
         self.on_close(ZeroGrad(optimizer, self.discard_gradients).remove)
 
     def discard_gradients(self, parameters: Iterable[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
-        """Forget the gradients of ``parameters`` (None: of all) since the last step; `reopen` first."""
+        """Discard the gradients of ``parameters`` (None: of all) since the last step.
+
+        With ``set_to_none`` false they become zeros. After a failure, `reopen` comes first.
+        """
         self.reopen("zero_grad")
         self.held_gradients.discard(parameters, set_to_none=set_to_none)
 
     def on_close(self, remove: Callable[[], None]) -> None:
-        """Call ``remove`` when the runtime is closed."""
+        """Have `close` call ``remove``."""
         self._closing.append(remove)
 
     # -- the other ranks ---------------------------------------------------------------------------------------------
 
     def agree(self, kind: str, name: str, payload: Any) -> list[Any]:
-        """Meet the other ranks at ``kind``/``name``; return their payloads (plain data) in rank order."""
+        """Exchange ``payload`` (plain data) with all ranks; return theirs in rank order. Collective.
+
+        ``kind`` and ``name`` say what the ranks meet for. Raises `DesyncError` unless they are the same everywhere.
+        """
         return self._agreement.agree(kind, name, payload)
 
     def shard_changed(self, unit: Unit) -> None:
-        """This rank alone has written other weights into its shard; all ranks learn it when they next agree."""
+        """Note that this rank alone has changed its shard of ``unit``; the next agreement tells the other ranks."""
         self._agreement.note_changed(unit)
 
     def _serve_others(self) -> None:
-        """Join the forward passes of ranks that are not done, without computing anything."""
+        """Join the gathers of other ranks' forward passes, without computing, until all ranks leave `synced`."""
         while (running := self._agreement.meet_done()) is not None:
             self.gatherer.begin(forward_key(running))
             self.gatherer.end(joined=True)
@@ -253,7 +265,7 @@ class Runtime:
 
     @property
     def failed(self) -> bool:
-        """Return whether an earlier failure has ended this runtime."""
+        """Whether an earlier failure has ended this runtime."""
         return self._liveness.failed
 
     def check_alive(self) -> None:
@@ -261,29 +273,39 @@ class Runtime:
         self._liveness.check()
 
     def reopen(self, call: str) -> None:
-        """After a failure that has ended this runtime, on every rank: go on with the weights before the step (see
-        `Reopening`). Returns at once without one. Raises `CommError` where that cannot be."""
+        """Recover from a failure that has ended this runtime, with the weights from before the step (see `Reopening`).
+
+        Collective after a failure; else returns at once. ``call``: the engine's method, for messages. Raises
+        `CommError` if the runtime cannot go on.
+        """
         self._reopening.reopen(call)
 
     def writing(self, what: str) -> AbstractContextManager[None]:
-        """Around all that writes shards, masters or states: after its interruption `reopen` is refused."""
+        """Return a context for code that writes shards, masters or states; if it is interrupted, `reopen` is refused.
+
+        ``what``: what writes, for messages.
+        """
         return self._liveness.writing(what)
 
     def abort(self, failure: BaseException) -> None:
-        """This rank cannot go on: tell the others why and leave the data groups, so that nobody waits for it."""
+        """End this runtime because of ``failure``: tell the other ranks why and leave the data groups, so that no rank
+        waits for this one."""
         self._liveness.end(failure)
 
     def failed_in(self, call: str, failure: BaseException, *, awaited: bool = False) -> bool:
-        """Make the next pass possible after ``failure`` in ``call``, else `abort`; return whether the engine goes on
-        (see `Passes.failed_in`)."""
+        """Abandon the open pass after ``failure`` in ``call``, or `abort`; return whether the engine can go on.
+
+        ``awaited``: other ranks wait for this one even if no pass is open (see `Passes.failed_in`).
+        """
         return self.passes.failed_in(call, failure, awaited=awaited)
 
     def refuse_torn(self, call: str) -> None:
-        """Raise `PartitionError` where the gradients hold a part of a backward pass that failed."""
+        """Raise `PartitionError`, naming ``call``, if a failed backward pass has left a part of its gradients."""
         self.held_gradients.refuse_torn(call)
 
-    def _gradients_alone(self) -> dict[str, nn.Parameter]:
-        """Parameters whose gradients differ between ranks: they require some, but no optimizer has them."""
+    def _never_reduced(self) -> dict[str, nn.Parameter]:
+        """Return, by name, the parameters that get gradients which no reduction averages, as no optimizer has them;
+        empty with a single rank."""
         if self.groups.control.world_size == 1:
             return {}
         untrained = [u for u in self.units if not u.plan.trainable]

@@ -146,8 +146,8 @@ class Unit:
             self._placeholders.verify()
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
         tag = Tag("gather", self.name, step)
-        if self.route.is_near(exact=exact):
-            self._work = self.route.all_gather_near(self.flat, tag)
+        if self.route.can_use_secondary(exact=exact):
+            self._work = self.route.all_gather_secondary(self.flat, tag)
         else:
             self._work = self.route.all_gather(self.flat, self._own_slice(), tag, exact=exact)
         self._is_exact = exact or not self.route.rounds

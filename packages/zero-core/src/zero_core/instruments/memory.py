@@ -54,7 +54,7 @@ def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[
         gradients = partition.runtime.gradients.get(unit.index)
         rows += count.rows(unit.name, "gathered parameters", [unit.flat])
         rows += _shard_rows(partition, unit, count)
-        secondary = unit.route.copy_inside_node
+        secondary = unit.route.secondary_shard
         rows += count.rows(unit.name, "secondary shards", [] if secondary is None else [secondary])
         rows += count.rows(unit.name, "masters", [] if unit.master is None else [unit.master])
         rows += count.rows(unit.name, "gradients", [] if gradients is None else gradients.tensors())
