@@ -93,6 +93,25 @@ def test_a_job_ends_when_a_rank_of_one_host_waited_for_one_of_another_that_had_e
     assert (cluster._stopping or "").startswith(why) == hopeless
 
 
+@pytest.mark.parametrize(("nproc", "state"), [(2, "lost"), (1, "greeted")])
+def test_a_host_that_comes_back_with_more_ranks_than_the_job_may_have_is_refused(cluster, capfd, nproc, state):
+    cluster._spec.job.__dict__["quiet"] = False
+    cluster._roster.peers["b"].state = "called"
+    cluster._roster.peers["b"].slots = tuple(range(nproc))
+    cluster.hear("b", {"kind": "hello", "hostname": "", "versions": versions(), "address": ""})
+    assert cluster._roster.peers["b"].state == state
+    said = "host b: with its 2 ranks the job could have 3, and may have 2"
+    assert (said in capfd.readouterr().err) == (state == "lost")
+
+
+def test_nodes_that_come_with_other_numbers_of_ranks_count_before_the_first_round(cluster):
+    cluster._leading, cluster._rounds = False, 0
+    cluster._roster.peers["b"].state = "called"
+    cluster._roster.peers["b"].slots = (0, 1)
+    cluster.hear("b", {"kind": "hello", "hostname": "", "versions": versions(), "address": ""})
+    assert (cluster._least, cluster._most) == (1, 1)
+
+
 def test_why_a_host_does_not_come_back_is_said_once_until_it_changes(cluster, capfd):
     cluster._spec.job.__dict__["quiet"] = False
     for why in ("no route", "no route", "refused", "no route"):

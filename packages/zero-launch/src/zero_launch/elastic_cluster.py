@@ -58,9 +58,8 @@ class ElasticCluster(Cluster):
         super().__init__(spec)
         if spec.job.elastic is None:
             raise ValueError("elastic: expected the least and the most ranks, got None")
-        self._least_ranks, most = spec.job.elastic
-        slots = [len(peer.slots) or spec.job.nproc for peer in self._roster.peers.values()]
-        self._least, self._most = host_bounds(slots, self._least_ranks, most)
+        self._least_ranks, self._most_ranks = spec.job.elastic
+        self._least, self._most = host_bounds(self._slots(), self._least_ranks, self._most_ranks)
         self._keeper = StateKeeper()
         self._places = {peer.name: f"{number:05d}" for number, peer in enumerate(self._roster.peers.values())}
         self._leading = False
@@ -129,8 +128,37 @@ class ElasticCluster(Cluster):
 
     def _on_hello(self, peer: Peer, message: Message) -> None:
         super()._on_hello(peer, message)
-        if self._leading and peer.state == "greeted":
+        if peer.state != "greeted":
+            return
+        why = self._has_too_many(peer)
+        if why is not None:
+            peer.send("stop")
+            peer.slots = ()
+            self._drop(peer, f"{title(peer)}: {why}")
+        elif self._leading:
             self._send_job(peer)
+
+    def _slots(self) -> list[int]:
+        """The number of ranks of each host; of those that come by themselves, until then, as many as here."""
+        return [len(peer.slots) or self._spec.job.nproc for peer in self._roster.peers.values()]
+
+    def _has_too_many(self, peer: Peer) -> str | None:
+        """Say why the ranks that a host brings are too many for the job; None where they are not. A host that comes by
+        itself says how many it has, and another number when it comes back."""
+        slots = self._slots()
+        if self._leading:
+            most = sum(sorted(slots, reverse=True)[: self._most])
+            if most <= self._most_ranks:
+                return None
+            return (
+                f"with its {len(peer.slots)} ranks the job could have {most}, and may have {self._most_ranks}; "
+                "start it with the --nproc that it had"
+            )
+        try:
+            self._least, self._most = host_bounds(slots, self._least_ranks, self._most_ranks)
+        except ValueError as error:
+            return str(error)
+        return None
 
     # -- rounds
 
