@@ -90,7 +90,7 @@ def observes(rank: MemoryRank) -> tuple[list[int], bool]:
     secondary.fresh = True
     made.gathers.begin("forward")
     for index in [[2, 0], [1]][rank.rank]:
-        made.gathers.use(made.units[index])
+        made.gathers.note_use(made.units[index])
     made.gathers.close(observed=True)
     if rank.rank == 1:
         made.agreement.note_changed(made.units[1])

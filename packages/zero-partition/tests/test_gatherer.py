@@ -24,7 +24,7 @@ class NothingBefore:
     def before_gather(self, unit: Unit) -> None:
         self.waited.append(unit.index)
 
-    def before_request(self) -> None:
+    def before_unscheduled_gather(self) -> None:
         self.waited.append(-1)
 
 
@@ -49,7 +49,7 @@ class Made:
 
     def request(self, index: int) -> None:
         self.requested.append(index)
-        self.gathers.serve(index, True)
+        self.gathers.serve_request(index, True)
 
     def present(self) -> list[int]:
         return [u.index for u in self.units if u.state is UnitState.GATHERED]

@@ -245,7 +245,7 @@ class Agreement:
         wanted = dict.fromkeys(m.payload for m in messages if m.kind == _REQUEST)
         mine = messages[self._control.rank]
         for unit in wanted:
-            self._gathers.serve(unit, mine.kind == _REQUEST and mine.payload == unit)
+            self._gathers.serve_request(unit, mine.kind == _REQUEST and mine.payload == unit)
         return bool(wanted)
 
 

@@ -1,4 +1,4 @@
-"""Follow which modules run, to know when a unit's parameters are no longer needed."""
+"""Track which modules run, to know when a unit's parameters are no longer needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .unit import Unit
 
 
 class RunningCall(NamedTuple):
-    """A module's forward that has begun: whether it is part of a pass, and the exception that was being handled."""
+    """A module's forward that has begun: whether it is part of a pass, and the exception handled when it began."""
 
     in_pass: bool
     handled: BaseException | None
@@ -17,12 +17,13 @@ class RunningCall(NamedTuple):
 class ModuleCalls:
     """The running calls of modules, and for each unit the modules that have not run in this pass yet.
 
-    A unit's modules are its members, and those that `keep` names: modules whose submodules return parameters of it.
+    The modules of a unit are its members and its keepers (`add_keeper`): modules whose submodules return parameters of
+    the unit.
 
     Attributes:
         outermost: name of the module whose call is the forward pass, None between forward passes.
         in_backward: a backward pass is running.
-        paused: calls of modules are not followed.
+        paused: module calls are ignored.
     """
 
     def __init__(self) -> None:
@@ -34,27 +35,28 @@ class ModuleCalls:
         self._not_run: dict[int, set[str]] = {}
         self._keepers: dict[int, set[str]] = {}
 
-    def stack(self) -> list[RunningCall]:
-        """A new stack for the running calls of one module; `forget` empties it."""
+    def new_stack(self) -> list[RunningCall]:
+        """Return a new, empty stack for the running calls of one module; `forget_calls` empties it."""
         stack: list[RunningCall] = []
         self._stacks.append(stack)
         return stack
 
-    def enter(self, unit: Unit) -> None:
-        """A module that uses ``unit`` begins."""
+    def begin_call(self, unit: Unit) -> None:
+        """Record that a call of a module that uses ``unit`` has begun: one more is running."""
         self._depth[unit.index] = self._depth.get(unit.index, 0) + 1
 
-    def leave(self, unit: Unit, module: str) -> None:
-        """A module that uses ``unit`` is done."""
+    def end_call(self, unit: Unit, module: str) -> None:
+        """Record that ``module``'s call, which uses ``unit``, has ended: one fewer is running, and ``module`` has run
+        in this pass."""
         self._depth[unit.index] = max(self._depth.get(unit.index, 0) - 1, 0)
         self.note_run(unit, module)
 
     def note_run(self, unit: Unit, module: str) -> None:
-        """``module`` has run, and with it what it needs of ``unit``."""
+        """Record that ``module`` has run in this pass and needs ``unit`` no more."""
         self._still_to_run(unit).discard(module)
 
-    def keep(self, unit: Unit, module: str) -> None:
-        """Count ``module`` among those that have to run before ``unit`` is done."""
+    def add_keeper(self, unit: Unit, module: str) -> None:
+        """Make `is_done` of ``unit`` wait for ``module`` too, in this pass and in later ones."""
         self._keepers.setdefault(unit.index, set()).add(module)
         self._still_to_run(unit).add(module)
 
@@ -67,12 +69,12 @@ class ModuleCalls:
         return not self.is_running(unit) and not self._still_to_run(unit)
 
     def restart(self) -> None:
-        """A pass begins: no module has run in it yet."""
+        """Begin a pass, in which no module has run yet."""
         self._not_run.clear()
         self._depth.clear()
 
-    def forget(self) -> None:
-        """No call is running any more: an exception may have skipped the hooks that say so."""
+    def forget_calls(self) -> None:
+        """Forget every running call and pass: after a failure, as an exception may have skipped the forward hooks."""
         self.outermost = None
         self.in_backward = False
         self.restart()
@@ -80,6 +82,7 @@ class ModuleCalls:
             stack.clear()
 
     def _still_to_run(self, unit: Unit) -> set[str]:
+        """Return the names of the unit's modules that have not run in this pass; changes to the set count."""
         found = self._not_run.get(unit.index)
         if found is None:
             found = self._not_run[unit.index] = {*unit.plan.members, *self._keepers.get(unit.index, ())}

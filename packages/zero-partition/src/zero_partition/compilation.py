@@ -1,4 +1,4 @@
-"""torch.compile of a partitioned model: what is gathered together becomes one graph."""
+"""torch.compile of a partitioned model: modules that are gathered together are compiled together."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .unit import Unit
 
 
 class CompiledRegions:
-    """The compiled parts of a model; `remove` makes them plain modules again.
+    """Compiles the regions of a model; `remove` makes them plain modules again.
 
-    A region is the largest module whose sharded parameters all belong to units that the module's own call gathers: the
-    whole model where nothing is released, a block where blocks are units. It reports entry and exit for everything
-    inside before and after the compiled code, so that gathers and releases stand between graphs and never in one. What
-    lies between regions is not compiled.
+    A region is a largest module whose released parameters all belong to units that the module's own call gathers: the
+    full model where nothing is released, a block where blocks are units. The calls of all modules inside are reported
+    before and after the compiled code, so gathers and releases happen between graphs and never inside one. Code between
+    regions is not compiled.
 
-    ``options``: for `torch.compile`.
+    ``options``: passed to `torch.compile`.
 
     Attributes:
-        names: of the compiled modules.
+        names: names of the compiled modules.
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], hooks: ModuleHooks, **options: Any) -> None:
@@ -35,21 +35,24 @@ class CompiledRegions:
         for (name, module, used), compiled in zip(regions, calls, strict=True):
             inside = [hooks.watches[inner] for inner in _names_inside(name, module) if inner in hooks.watches]
             for watch in inside:
-                watch.on_enter.in_graph = watch.on_leave.in_graph = True
+                watch.pre_hook.in_graph = watch.post_hook.in_graph = True
             self._watches += inside
             outer = hooks.new_watch(name, used, outermost=module is model)
             module._compiled_call_impl = _Region(module, outer, inside, compiled)
 
     def remove(self) -> None:
-        """Run the modules as they are again."""
+        """Have the modules run uncompiled again."""
         for module in self._modules:
             module._compiled_call_impl = None
         for watch in self._watches:
-            watch.on_enter.in_graph = watch.on_leave.in_graph = False
+            watch.pre_hook.in_graph = watch.post_hook.in_graph = False
 
 
 class _Region:
-    """Stands in torch's own place for a module's compiled call, which copies and pickles of a module leave behind."""
+    """The compiled call of a module, with the reports for all modules inside.
+
+    It is stored as the module's ``_compiled_call_impl``, which torch leaves out of copies and pickles.
+    """
 
     def __init__(
         self, module: nn.Module, outer: ModuleWatch, inside: list[ModuleWatch], compiled: Callable[..., Any]
@@ -60,22 +63,22 @@ class _Region:
         self._compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._outer.enter(self._module, args)
+        self._outer.before_forward(self._module, args)
         output = None
         try:
             output = self._compiled(*args, **kwargs)
             for watch in self._inside:  # members of units that ran within the graph
-                watch.enter(self._module, args)
-                watch.leave(self._module, args, None)
+                watch.before_forward(self._module, args)
+                watch.after_forward(self._module, args, None)
         except BaseException:
-            self._outer.leave(self._module, args, None)
+            self._outer.after_forward(self._module, args, None)
             raise
-        self._outer.leave(self._module, args, output)
+        self._outer.after_forward(self._module, args, output)
         return output
 
 
 def _regions(name: str, module: nn.Module, units: list[Unit]) -> Iterator[tuple[str, nn.Module, list[Unit]]]:
-    """Yield name, module and the units used in it, for every region of a subtree."""
+    """Yield (name, module, units used in it) of every region in the subtree of ``module``, called ``name``."""
     held = {id(p) for p in module.parameters()}
     used = [u for u in units if any(id(p) in held for p in u.parameters)]
     if not used:
@@ -89,6 +92,6 @@ def _regions(name: str, module: nn.Module, units: list[Unit]) -> Iterator[tuple[
 
 
 def _names_inside(name: str, module: nn.Module) -> Iterator[str]:
-    """Yield the names of the modules of a subtree."""
+    """Yield the names of ``module``, which is called ``name``, and of all modules inside it."""
     for inner, _ in module.named_modules():
         yield ".".join(filter(None, (name, inner)))

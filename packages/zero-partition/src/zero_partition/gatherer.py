@@ -1,4 +1,4 @@
-"""Gathering units: in which order, when each one comes, and when it goes."""
+"""Gathering and releasing units: the agreed order of gathers, prefetching, and when a unit is released."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .residency import Residency
 from .schedule import GatherSchedule, merge_orders
 from .unit import Unit, UnitState
 
-_SOON = 8  # units whose shards a slow tier is asked for before they are gathered
+_PREFETCHED_SHARDS = 8  # units whose shards a slow tier is asked for before they are gathered
 
 
 class OrderedGathers:
     """The gathers of one engine, issued in the order that the ranks have agreed for each pass.
 
-    Issuing a gather never waits for another rank. ``step`` is the number that each gather carries.
+    Issuing a gather never waits for another rank. ``units``: all units; a unit's index is its position in it. ``step``:
+    number for the tags of the gathers.
     """
 
     def __init__(self, units: Sequence[Unit], step: StepNumber) -> None:
@@ -43,54 +44,57 @@ class OrderedGathers:
 
     @property
     def key(self) -> str:
-        """Name of the running pass, else of the last one."""
+        """Return the name of the running pass, or of the last one; empty before the first."""
         return self._key
 
     @property
     def order(self) -> Sequence[int]:
-        """The running pass's order, else the last one's."""
+        """Return the unit indices of the running pass, or of the last one, in the order of their gathers."""
         schedule = self._schedule if self._schedule is not None else self._schedules.get(self._key)
         return () if schedule is None else schedule.order
 
     @property
     def used(self) -> Collection[int]:
-        """Units that this rank has used in the running pass, in order of first use."""
+        """Return the indices of the units that this rank used in the running or last pass, in order of first use."""
         return self._used.keys()
 
     @property
     def issued(self) -> int:
-        """How many gathers of the running pass's order this rank has issued."""
+        """Return how many gathers of the running pass's order this rank has issued; 0 outside a pass."""
         return 0 if self._schedule is None else self._schedule.issued
 
     @property
     def remaining(self) -> Sequence[int]:
-        """Units of the running pass's order that are not issued yet."""
+        """Return the indices of the units whose gathers the running pass has not issued yet, in order."""
         return () if self._schedule is None else self._schedule.remaining()
 
     def position(self, unit: Unit) -> int:
-        """Place of a unit in the running pass's order; -1 when it is not in it."""
+        """Return the index of ``unit`` in the running pass's order; -1 if the pass does not gather it, or none runs."""
         return self._schedule.position(unit.index) if self._schedule is not None else -1
 
-    def use(self, unit: Unit) -> None:
-        """Note that this rank uses ``unit`` in the running pass."""
+    def note_use(self, unit: Unit) -> None:
+        """Record that this rank uses ``unit`` in the running pass; do nothing outside a pass."""
         if self._schedule is not None:
             self._used[unit.index] = None
 
     def is_present(self, unit: Unit) -> bool:
-        """Return whether ``unit`` is gathered with the values of the running pass."""
+        """Return whether ``unit`` is gathered, by a gather that was issued in the running pass."""
         return unit.index in self._fresh and unit.state is UnitState.GATHERED
 
     def is_used(self, unit: Unit) -> bool:
-        """Return whether this rank uses ``unit`` in the running pass, and it is present."""
+        """Return whether this rank has used ``unit`` in the running pass and `is_present` holds."""
         return unit.index in self._used and self.is_present(unit)
 
-    def is_coming(self, unit: Unit) -> bool:
+    def is_issued(self, unit: Unit) -> bool:
         """Return whether the gather of ``unit`` was issued in the running pass, and it has not been released since."""
         return unit.index in self._fresh and unit.state is not UnitState.RELEASED
 
     def begin(self, key: str, *, like_reversed: str | None = None) -> None:
-        """Start the pass ``key``. Until its order is learned, it is the order of ``like_reversed`` backwards, or
-        module order."""
+        """Start the pass named ``key`` in its learned order.
+
+        The first time, the order is the reverse of that of the pass ``like_reversed`` if that one is learned, else
+        module order.
+        """
         if key not in self._schedules:
             order = self._releasable
             if like_reversed is not None and like_reversed in self._learned:
@@ -103,7 +107,7 @@ class OrderedGathers:
         self._fresh.clear()
 
     def issue_next(self) -> Unit:
-        """Issue the next gather of the running pass's order, and return its unit; only when some are `remaining`."""
+        """Issue the next gather of the running pass and return its unit. Call it only if some are `remaining`."""
         schedule = cast(GatherSchedule, self._schedule)
         unit = self._units[schedule.order[schedule.issued]]
         schedule.advance(1)
@@ -112,20 +116,28 @@ class OrderedGathers:
         return unit
 
     def issue_until(self, count: int) -> None:
-        """Have issued at least the first ``count`` gathers of the running pass's order."""
+        """Issue gathers until at least the first ``count`` of the running pass's order are issued."""
         while self._schedule is not None and self._schedule.issued < min(count, len(self._schedule.order)):
             self.issue_next()
 
     def issue_through(self, unit: Unit) -> bool:
-        """Have issued the gathers up to that of ``unit``; return False where the pass cannot give it any more."""
+        """Issue the gathers of the running pass's order up to that of ``unit``.
+
+        Return False, and issue nothing, if the pass has issued that gather before, does not gather the unit, or no pass
+        runs.
+        """
         ahead = self._schedule.pending_until(unit.index) if self._schedule is not None else None
         if ahead is None:
             return False
         self.issue_until(self.issued + len(ahead))
         return True
 
-    def serve(self, index: int, mine: bool) -> None:
-        """Take part in gathering a requested unit, for this rank or only for others; all ranks at the same point."""
+    def serve_request(self, index: int, mine: bool) -> None:
+        """Gather unit ``index``, which some rank has requested, after the rest of the pass's order.
+
+        ``mine``: this rank has requested it too; else it is released again if it was released. Collective: every rank
+        calls it at the same point.
+        """
         self.issue_until(len(self.order))  # the group's order is the same on all ranks
         unit = self._units[index]
         absent = unit.state is UnitState.RELEASED
@@ -136,36 +148,39 @@ class OrderedGathers:
             unit.release()
 
     def unit_of_storage(self, address: int) -> Unit | None:
-        """The gathered unit whose flat buffer lives at ``address``."""
+        """Return the gathered unit whose flat buffer has the storage at ``address``; None if there is none."""
         unit = self._by_address.get(address)
         return unit if unit is not None and unit.holds_storage(address) else None
 
     def note_outside(self, unit: Unit) -> None:
-        """``unit`` was gathered outside passes, until `release_outside`."""
+        """Have the next `release_outside` release ``unit``, which was gathered outside passes."""
         self._outside.append(unit)
 
     def release_outside(self) -> None:
-        """Release what was gathered outside passes; graphs keep the memory that they saved."""
+        """Release the units given to `note_outside` unless they are pinned; autograd graphs keep memory they saved."""
         outside, self._outside = self._outside, []
         for unit in outside:
             if not unit.pinned:
                 unit.release()
 
     def close(self, *, observed: bool) -> None:
-        """The running pass is over; ``observed``: this rank has seen which units it uses."""
+        """End the running pass, and keep the units that it used for `take_observed` if its order lacks them or is new.
+
+        ``observed``: False if this rank only issued gathers for others, so that the units it used say nothing.
+        """
         order = set(self.order)
         if observed and (self._key not in self._learned or not order.issuperset(self._used)):
             self._observed[self._key] = list(self._used)
         self._schedule = None
 
     def abandon(self) -> None:
-        """The running pass has failed; nothing is learned of it."""
+        """End the running pass, which has failed; nothing is learned from it."""
         self._schedule = None
         self._used = {}
         self._fresh.clear()
 
     def reset(self) -> None:
-        """The running pass has failed, and ranks may have learned different orders: all of them are forgotten."""
+        """Forget the running pass and all learned orders, as ranks may have learned different ones."""
         self.abandon()
         self._schedules.clear()
         self._learned.clear()
@@ -173,12 +188,12 @@ class OrderedGathers:
         self._outside.clear()
 
     def take_observed(self) -> dict[str, list[int]]:
-        """Return what this rank observed since this was asked last: pass -> units in order of first use."""
+        """Return and forget this rank's observations: by pass, the indices of the units in order of first use."""
         observed, self._observed = self._observed, {}
         return observed
 
     def learn(self, observed_by_rank: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Merge the ranks' observations (rank order) into the orders; same result on every rank."""
+        """Merge the ranks' `take_observed` (in rank order) into the learned orders; same result on every rank."""
         for key in dict.fromkeys(k for observed in observed_by_rank for k in observed):
             base = [self._schedules[key].order] if key in self._learned else []
             order = merge_orders([*base, *(observed[key] for observed in observed_by_rank if key in observed)])
@@ -191,22 +206,30 @@ class OrderedGathers:
 
 
 class GatherWaits(Protocol):
-    """The duties of a rank before it waits for a gather."""
+    """What a rank must start before it blocks on a gather, so that no other rank waits for it in turn; see
+    [Note: waits] in interleaving.py."""
 
     def before_gather(self, unit: Unit, /) -> None:
-        """This rank is about to wait for the gather of ``unit``."""
+        """Start every reduction that another rank may finish before it issues the gather of ``unit``.
 
-    def before_request(self) -> None:
-        """This rank is about to wait until every rank takes part in a requested gather."""
+        Called before this rank blocks on that gather.
+        """
+
+    def before_unscheduled_gather(self) -> None:
+        """Start every remaining reduction of the pass.
+
+        Called before this rank blocks on a gather outside the pass's order, which every rank must join: the others
+        join only once they have finished the pass or request a gather themselves.
+        """
 
 
 class Gatherer:
-    """Gathers releasable units when modules need them, some ahead of that, and releases them.
+    """Gathers releasable units when modules need them, prefetches the next ones, and releases them.
 
-    ``waits``: is told before this rank waits. ``request``: gathers a unit (by index) that the pass's order cannot give,
-    with all ranks (see agreement.py). ``residency``: is told which shards will be needed soon. ``live``: counts the
-    units' elements. ``prefetch_numel`` bounds those in flight ahead of use, ``max_live_numel`` those gathered; the unit
-    that is needed now is gathered whatever the bounds.
+    ``waits``: called before this rank blocks on a gather. ``request``: gathers a unit (by index) that the pass's order
+    cannot give, together with all ranks (see agreement.py). ``residency``: is told which shards will be needed soon.
+    ``live``: counts the units' elements. ``prefetch_numel`` bounds the elements in flight ahead of use,
+    ``max_live_numel`` the gathered ones; the unit that is needed now is gathered whatever the bounds.
     """
 
     def __init__(
@@ -232,34 +255,40 @@ class Gatherer:
         self._kept: dict[str, set[int]] = {}
 
     def begin(self, key: str, *, like_reversed: str | None = None) -> None:
-        """Start the pass ``key`` (see `OrderedGathers.begin`)."""
+        """Start the pass ``key`` (see `OrderedGathers.begin`), and prefetch its first shards from their tier."""
         self._gathers.begin(key, like_reversed=like_reversed)
-        self._announce(self._gathers.remaining)
+        self._prefetch_shards(self._gathers.remaining)
 
     def gather(self, unit: Unit) -> None:
-        """Return when the parameters of ``unit`` are full, and have the next units on their way."""
+        """Gather ``unit``, wait until its parameters are full, and prefetch the next units of the pass.
+
+        Does nothing for a unit that is never released or is gathered in this pass already.
+        """
         if not unit.releasable:
             return
-        self._gathers.use(unit)
+        self._gathers.note_use(unit)
         if self._gathers.is_present(unit):
             return
-        self._bring(unit)
+        self._gather_absent(unit)
 
     def release(self, unit: Unit) -> None:
-        """The unit's modules have run in this pass: release it unless it is known to be used again."""
+        """Release ``unit``, whose modules have run in this pass, unless passes of this name use it again later."""
         if unit.releasable and unit.index not in self._kept.get(self._gathers.key, ()):
             self._release(unit)
 
-    def release_before(self, unit: Unit, may_go: Callable[[Unit], bool]) -> None:
-        """Release gathered units that the pass's order puts more than one place before ``unit`` and that ``may_go``."""
+    def release_before(self, unit: Unit, may_release: Callable[[Unit], bool]) -> None:
+        """Release the gathered units that are more than one place before ``unit`` in the pass's order.
+
+        Only units for which ``may_release`` returns True.
+        """
         for index in self._gathers.order[: max(0, self._gathers.position(unit) - 1)]:
-            if self._units[index].state is UnitState.GATHERED and may_go(self._units[index]):
+            if self._units[index].state is UnitState.GATHERED and may_release(self._units[index]):
                 self.release(self._units[index])
 
     def end(self, *, joined: bool = False) -> None:
-        """Finish the pass: join the gathers that this rank did not need, release everything.
+        """End the pass: join the gathers that this rank did not need, and release every unit that is not pinned.
 
-        ``joined``: this rank took part for the others only, and has observed nothing.
+        ``joined``: this rank took part for the others only, so the order learns nothing from it.
         """
         if not self._gathers.active:
             return
@@ -270,32 +299,35 @@ class Gatherer:
         self._gathers.close(observed=not joined)
 
     def abandon(self) -> None:
-        """End a pass that failed: release everything, learn nothing. Every rank has issued the same gathers."""
+        """End a pass that failed: release every unit that is not pinned, and learn nothing.
+
+        Only where every rank has issued the same gathers, as those in flight are waited for.
+        """
         self._gathers.abandon()
         for unit in self._units:
             self._release(unit)
 
     def reset(self) -> None:
-        """Forget the running pass and all that was learned; no gather travels any more."""
+        """Forget the running pass and all learned orders; only when no gather is in flight."""
         self._gathers.reset()
         self._kept.clear()
 
     @outside_transforms
-    def _bring(self, unit: Unit) -> None:
-        if not self._gathers.is_coming(unit):
+    def _gather_absent(self, unit: Unit) -> None:
+        if not self._gathers.is_issued(unit):
             self._issue(unit)
         self._wait(unit)
         self._prefetch()
         self._evict(unit)
 
     def _issue(self, unit: Unit) -> None:
-        """Issue the gather of ``unit`` and those before it, or request it where the pass cannot give it."""
+        """Issue the gather of ``unit`` and those before it, or request it if the pass's order cannot give it."""
         if self._gathers.issue_through(unit):
             return
         if self._gathers.active:
             self._kept.setdefault(self._gathers.key, set()).add(unit.index)
             self._gathers.issue_until(len(self._gathers.order))
-        self._waits.before_request()
+        self._waits.before_unscheduled_gather()
         self._request(unit.index)
 
     def _wait(self, unit: Unit) -> None:
@@ -310,24 +342,30 @@ class Gatherer:
             unit.release()
 
     def _prefetch(self) -> None:
-        """Issue the gathers that come next, as far as the bounds allow."""
+        """Issue the next gathers of the pass as far as the bounds allow, and prefetch the shards of those after."""
         if not self._gathers.active:
             return
         remaining = self._gathers.remaining
-        self._announce(remaining)
+        self._prefetch_shards(remaining)
         for place, index in enumerate(remaining):
             numel = self._units[index].layout.numel
             if self._live.coming + numel > self._prefetch_numel or self._live.live + numel > self._max_live_numel:
-                self._announce(remaining[place:])
+                self._prefetch_shards(remaining[place:])
                 return
             self._gathers.issue_next()
 
-    def _announce(self, coming: Sequence[int]) -> None:
-        """Ask a slow tier for the shards of the next units, all at once and before anybody waits for the first."""
-        self._residency.prefetch([self._units[index].name for index in coming[:_SOON]])
+    def _prefetch_shards(self, indices: Sequence[int]) -> None:
+        """Ask the tier for the shards of the next units, all at once and before the first one is waited for.
+
+        ``indices``: of the units still to be gathered, in order; only the first `_PREFETCHED_SHARDS` count.
+        """
+        self._residency.prefetch([self._units[index].name for index in indices[:_PREFETCHED_SHARDS]])
 
     def _evict(self, needed: Unit) -> None:
-        """Above the live bound, release gathered units that were only joined, not used, oldest first."""
+        """While too many elements are gathered, release units that this rank has not used in the pass, oldest first.
+
+        ``needed`` is kept.
+        """
         if not self._gathers.active or self._live.live <= self._max_live_numel:
             return
         for index in self._gathers.order[: self._gathers.issued]:

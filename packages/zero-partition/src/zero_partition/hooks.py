@@ -1,4 +1,4 @@
-"""Hooks of the runtime on the user's modules: torch's own, and nothing patched."""
+"""The runtime's hooks on the user's modules and parameters, all by torch's public hooks; nothing is patched."""
 
 from __future__ import annotations
 
@@ -26,36 +26,56 @@ from .unit import Unit, UnitState
 class PassListener(Protocol):
     """The receiver of the hooks' reports; see [Note: the order of events] in passes.py."""
 
-    def enter_module(self, name: str, units: Sequence[Unit], /) -> bool: ...
+    def enter_module(self, name: str, units: Sequence[Unit], /) -> bool:
+        """Gather ``units``, which the module called ``name`` uses; return whether its call is part of a pass.
+
+        Called before the module's forward. A call that is not part of a pass is not reported any further.
+        """
+
     def exit_module(
         self, name: str, units: Sequence[Unit], aliased: Sequence[Unit], failure: BaseException | None, /
-    ) -> None: ...
-    def keeper_done(self, name: str, units: Sequence[Unit], /) -> None: ...
-    def before_backward(self, units: Sequence[Unit], /) -> None: ...
-    def gradient_ready(self, unit: int, number: int, hook: GradientHook, /) -> None: ...
+    ) -> None:
+        """Release those of ``units`` whose modules have all run, but leave the memory of ``aliased`` to the outputs.
+
+        ``aliased``: units whose flat buffers the module's outputs share. Called after the module's forward, also when
+        it raised ``failure``.
+        """
+
+    def keeper_done(self, name: str, units: Sequence[Unit], /) -> None:
+        """Release those of ``units`` whose modules have all run; submodules of the module ``name`` returned their
+        parameters. Called after `exit_module` of that module."""
+
+    def before_backward(self, units: Sequence[Unit], /) -> None:
+        """Gather ``units``. Called when a gradient has reached an output of a module that uses them."""
+
+    def gradient_ready(self, unit: int, number: int, hook: GradientHook, /) -> None:
+        """Take the gradient of parameter ``number`` of the unit with index ``unit``. Called when autograd has finished
+        accumulating it."""
 
 
 class FindsByParameter(Protocol):
     """Knows which releasable unit a parameter belongs to."""
 
-    def unit_of(self, parameter: nn.Parameter, /) -> Unit | None: ...
+    def unit_of(self, parameter: nn.Parameter, /) -> Unit | None:
+        """Return the releasable unit of ``parameter``, None if it has none."""
 
 
 class FindsByStorage(Protocol):
-    """Knows which unit gathered memory belongs to."""
+    """Knows which unit's flat buffer an address belongs to."""
 
-    def unit_of_storage(self, address: int, /) -> Unit | None: ...
+    def unit_of_storage(self, address: int, /) -> Unit | None:
+        """Return the gathered unit whose flat buffer has the storage at ``address``, None if there is none."""
 
 
 class ModuleHooks:
-    """Installs the hooks for ``units`` on ``model``; `remove` takes every one of them away.
+    """Installs the hooks for ``units`` on ``model``; `remove` removes all of them.
 
-    Every module that owns parameters of a unit, or is one of a unit's members, reports entry and exit. Outputs that
-    require gradients report before their module's backward; the saved-tensor hooks (`SavedViews`) catch every other
-    way backward can reach a unit.
+    Every module that owns parameters of a unit, or is one of a unit's members, reports the begin and the end of its
+    forward. Outputs that require gradients report before their module's backward; the saved-tensor hooks
+    (`SavedViews`) catch every other way in which backward can reach a unit.
 
     Attributes:
-        watches: by module name, what reports that module's calls.
+        watches: by module name, the object that reports that module's calls.
         listener, calls, parameters, memory: as given.
     """
 
@@ -76,7 +96,7 @@ class ModuleHooks:
         self.memory = memory
         self._model = weakref.ref(model)
         for name, module in model.named_modules():
-            touched = [u for u in units if _belongs(name, module, u)]
+            touched = [u for u in units if _uses_unit(name, module, u)]
             if (touched or module is model) and takes_hooks(module):
                 self._hook_module(name, module, touched, outermost=module is model)
         for unit in units:
@@ -86,19 +106,25 @@ class ModuleHooks:
                     self._handles.append(GradientHook(parameter, report))
 
     def add_use(self, name: str, module: nn.Module, unit: Unit) -> None:
-        """Have the calls of ``module`` use ``unit`` too."""
+        """Have calls of ``module``, called ``name``, use ``unit`` too: it is gathered for them."""
         unit.plan.members[name] = module
         if name not in self.watches:
             self._hook_module(name, module, [unit], outermost=False)
         elif unit not in self.watches[name].units:
-            self.watches[name].use(unit)
+            self.watches[name].add_unit(unit)
 
     def new_watch(self, name: str, units: list[Unit], *, outermost: bool) -> ModuleWatch:
-        """A watch for the calls of the module called ``name``, which is not registered with any module."""
+        """Return a watch for the calls of the module called ``name``; its hooks are not registered.
+
+        ``outermost``: the module is the model, so gradients of its outputs are reported whatever units it uses.
+        """
         return ModuleWatch(name, units, self, outermost=outermost)
 
-    def keep_around(self, name: str, unit: Unit) -> None:
-        """Have ``unit`` stay until the module that calls the one called ``name`` is done, which does not gather it."""
+    def keep_for_caller(self, name: str, unit: Unit) -> None:
+        """Keep ``unit`` gathered until the module that calls the one called ``name`` is done.
+
+        The caller is the nearest enclosing module that has a forward; it does not gather the unit itself.
+        """
         around, module = name, self._model()
         while around and module is not None:  # a container that has no forward calls nothing
             around = around.rpartition(".")[0]
@@ -109,10 +135,10 @@ class ModuleHooks:
         watch = self.watches[around]
         if unit not in watch.keeps:
             watch.keeps.append(unit)
-        self.calls.keep(unit, around)
+        self.calls.add_keeper(unit, around)
 
     def remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -126,14 +152,16 @@ class ModuleHooks:
             refuse = Hook(_refuse_to_load(units))
             self._handles.append(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
         loaded = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            Hook(lambda *_: _take_loaded_values(units))
+            Hook(lambda *_: _write_back_loaded(units))
         )
         self._handles.append(loaded)
-        self._handles.append(module.register_forward_pre_hook(watch.on_enter))
-        self._handles.append(module.register_forward_hook(watch.on_leave, always_call=True))
+        self._handles.append(module.register_forward_pre_hook(watch.pre_hook))
+        self._handles.append(module.register_forward_hook(watch.post_hook, always_call=True))
 
 
 def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, number: int, hook: GradientHook) -> None:
+    """Report to the listener that autograd has finished the gradient of parameter ``number`` of the unit with index
+    ``unit``; nothing once the hooks' owner is gone."""
     owner = hooks()
     if owner is not None and any_modes():
         outside(owner.listener.gradient_ready, unit, number, hook)
@@ -142,38 +170,39 @@ def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, number: int, ho
 
 
 class ModuleWatch:
-    """Reports the calls of one module, which uses ``units``.
+    """Reports the calls of one module, which uses ``units``, to the listener of ``hooks``.
 
     Attributes:
-        keeps: units whose parameters its submodules return, and which stay until it is done.
+        keeps: units whose parameters the module's submodules return; they stay gathered until the module is done.
+        pre_hook, post_hook: `before_forward` and `after_forward` as hooks to register.
     """
 
     def __init__(self, name: str, units: list[Unit], hooks: ModuleHooks, *, outermost: bool) -> None:
         self.name = name
         self.units = units
-        self.on_enter = Hook(eager(self.enter))
-        self.on_leave = Hook(eager(self.leave))
+        self.pre_hook = Hook(eager(self.before_forward))
+        self.post_hook = Hook(eager(self.after_forward))
         self._hooks = hooks
         self._listener = hooks.listener
         self.keeps: list[Unit] = []
         self._outermost = outermost
         self._watches_outputs = outermost or any(u.releasable for u in units)
-        self._entered = hooks.calls.stack()
+        self._entered = hooks.calls.new_stack()
 
-    def use(self, unit: Unit) -> None:
-        """The module uses one more unit."""
+    def add_unit(self, unit: Unit) -> None:
+        """Report ``unit`` among those that the module uses from now on."""
         self.units.append(unit)
         self._watches_outputs = self._watches_outputs or unit.releasable
 
-    def enter(self, _module: nn.Module, _args: Any) -> None:
-        """Before the module's forward."""
+    def before_forward(self, _module: nn.Module, _args: Any) -> None:
+        """Report that the module's forward begins: its units are gathered."""
         before = sys.exc_info()[1]
         self._entered.append(RunningCall(True, before))
         if not self._listener.enter_module(self.name, self.units):
             self._entered[-1] = RunningCall(False, before)
 
-    def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """After the module's forward, also when it raised."""
+    def after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Hook the gradients of ``output``, and report that the module's forward has ended or raised."""
         raised = sys.exc_info()[1]
         call = self._entered.pop() if self._entered else RunningCall(True, None)
         if not call.in_pass:
@@ -186,14 +215,14 @@ class ModuleWatch:
             self._listener.keeper_done(self.name, self.keeps)
 
     def _watch_outputs(self, output: Any) -> Iterator[Unit]:
-        """Hook the outputs' gradients; yield the units whose storage an output shares."""
+        """Hook the gradients of the output tensors; yield the units whose flat buffer one of them shares."""
         for leaf in tree_leaves(output):
             if not isinstance(leaf, torch.Tensor):
                 continue
             if isinstance(leaf, nn.Parameter):  # it becomes a placeholder itself when its unit is released
                 returned = self._hooks.parameters.unit_of(leaf)
                 if returned is not None and self.name:
-                    self._hooks.keep_around(self.name, returned)
+                    self._hooks.keep_for_caller(self.name, returned)
                 continue
             if leaf.requires_grad and leaf.grad_fn is not None and (self.units or self._outermost):
                 leaf.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
@@ -211,8 +240,11 @@ class ModuleWatch:
 
 
 def eager(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, which torch.compile does not trace: graphs break there. Where nothing is compiled it is called as it
-    is, for torch's guard around it takes longer than what most hooks do. Outside dispatch modes of the user's."""
+    """Return ``call`` wrapped so that torch.compile does not trace it (graphs break there), and the user's dispatch
+    modes do not see its operations.
+
+    Where nothing is compiled, ``call`` runs without torch's guard, which takes longer than most hooks.
+    """
     untraced: Callable[..., Any] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -224,9 +256,11 @@ def eager(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Hook:
-    """A module hook that belongs to one engine: copies and pickles of the module carry one that does nothing.
+    """A module hook of one engine; copies and pickles of the module have one that does nothing in its place.
 
-    ``in_graph``: the module is traced as a part of a compiled region, which reports for it (see compilation.py).
+    Attributes:
+        in_graph: the module is traced as part of a compiled region, which reports its calls (see compilation.py), so
+            the hook does nothing while torch.compile traces.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -250,7 +284,8 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _released_as_meta(units: list[Unit]) -> Callable[[nn.Module, dict[str, Any], str, Any], None]:
-    """A state-dict hook: released entries become meta tensors, so that saving them cannot pass for a checkpoint."""
+    """Return a state-dict hook that replaces released parameters by meta tensors, so that a plain save of the state
+    dict cannot be loaded by mistake."""
     places = {id(p): unit for unit in units if unit.releasable for p in unit.parameters}
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -264,7 +299,8 @@ def _released_as_meta(units: list[Unit]) -> Callable[[nn.Module, dict[str, Any],
 
 
 def _refuse_to_load(units: list[Unit]) -> Callable[..., None]:
-    """A load-state-dict hook: released parameters have no memory to load into, which is said by name."""
+    """Return a load-state-dict hook that raises `ReleasedParameterError` for a released parameter, which has no memory
+    to load into."""
     places = {id(p): (unit, n) for unit in units if unit.releasable for n, p in enumerate(unit.parameters)}
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_more: Any) -> None:
@@ -281,7 +317,8 @@ def _refuse_to_load(units: list[Unit]) -> Callable[..., None]:
 
 
 def _reported_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter | None]]:
-    """The module's own parameters, and those of scripted modules in it, which take no hooks of their own."""
+    """Yield (key below ``prefix``, parameter) of the module's own parameters, and of the scripted modules in it, which
+    take no hooks of their own."""
     for key, parameter in module._parameters.items():
         yield prefix + key, parameter
     for key, child in module.named_children():
@@ -289,14 +326,14 @@ def _reported_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[
             yield from _reported_parameters(child, f"{prefix}{key}.")
 
 
-def _take_loaded_values(units: list[Unit]) -> None:
-    """``load_state_dict`` has written parameters: masters and shards follow."""
+def _write_back_loaded(units: list[Unit]) -> None:
+    """Copy parameters that ``load_state_dict`` has written into the shards and masters of units never released."""
     for unit in units:
         if not unit.releasable:
             unit.write_back()
 
 
-def _belongs(name: str, module: nn.Module, unit: Unit) -> bool:
+def _uses_unit(name: str, module: nn.Module, unit: Unit) -> bool:
     """Return whether running ``module`` uses ``unit``: it is one of its members or owns one of its parameters."""
     if name in unit.plan.members:
         return True
@@ -305,7 +342,7 @@ def _belongs(name: str, module: nn.Module, unit: Unit) -> bool:
 
 
 def wraps_tensors() -> bool:
-    """Return whether a transform of torch.func wraps the tensors that are made here."""
+    """Return whether a transform of torch.func wraps new tensors, which then have no storage."""
     try:
         torch.empty(0).untyped_storage()
     except (NotImplementedError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Gathers and reductions of one backward pass, which must not wait for each other."""
+"""The gathers and the reductions of one backward pass, interleaved so that no two ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .unit import Unit
 
 
 class Interleaving:
-    """Decides what a rank still has to issue before it may wait.
+    """Issues the gathers and starts the reductions that other ranks may wait for before this rank waits.
 
-    [Note: waits] Gathers follow one order and reductions another, and a rank that computes something else than its
-    neighbour reaches them at other times: one would wait for a reduction that the other starts only after a gather
-    that the first has not issued. So the ranks agree for every reduction how many gathers come first: as many of the
-    pass's order as any rank needed before its gradients were complete. A rank that waits for a reduction has issued
-    those gathers; a rank that waits for a gather behind them has started that reduction, with the gradients that it has
-    (the others follow when the pass is over). Ranks that compute alike never notice.
+    [Note: waits] Gathers follow one agreed order and reductions another. Ranks that compute different units reach them
+    at different times: rank 0 may wait for a reduction that rank 1 starts only after a gather that rank 0 has not
+    issued. So the ranks agree, for every reduction, how many gathers of the pass's order come first: as many as any
+    rank needed before its gradients were complete. Before a rank waits for a reduction, it issues those gathers. Before
+    it waits for a gather behind them, it starts that reduction with the gradients that it has; gradients that come
+    later are reduced after the pass. Ranks that compute the same units in the same order issue nothing early.
 
-    A reduction of several hops (`zero_comm.Work.advance`) goes on only while somebody looks after it. So wherever a
-    rank has started one for the others' sake, it takes it to its last hop too: all ranks can be relied on to do so.
+    A reduction of several hops (`zero_comm.Work.advance`) progresses only while each rank calls `advance`. So a rank
+    that starts a reduction because others may wait for it also advances it to its last hop.
 
-    How many gathers come first is learned in the first pass. There the ranks go in lock step: before each wait they
-    meet and say what they need next, unless they know from the last time that all ranks have issued what this one waits
-    for. So they do in every pass where reductions must not start before all gradients are there.
+    How many gathers come first is learned in the first passes. These run in lock step: before each wait the ranks meet
+    and each says what it needs next, unless the last meeting has shown that all ranks have issued what this one waits
+    for. Passes in which a reduction must wait for all its gradients always run in lock step.
 
     ``meet``: exchanges one message per rank in lock step, and returns all of them in rank order.
     """
@@ -44,47 +44,57 @@ class Interleaving:
         self._issued_by_all = self._started_by_all = 0  # in lock step: gathers and reductions
 
     def begin(self) -> None:
-        """Begin a backward pass that gathers and reduces."""
+        """Begin a backward pass that gathers and reduces: in lock step until the order of reductions is settled."""
         self._active = True
         self._issued_by_all = self._started_by_all = 0
         self._lock_step = self._reductions.complete or not self._reductions.settled
 
     def leave_lock_step(self) -> None:
-        """Return when no rank needs a gather from this one at a certain time any more; all gradients of this rank are
-        there and all its reductions started."""
+        """Meet the other ranks until every rank has called this, and issue the gathers that they need meanwhile.
+
+        Called when this rank has all its gradients and has started all its reductions. Does nothing outside lock step.
+        """
         while self._lock_step and not all(message.done for message in self._exchange(-1, done=True)):
             continue
         self._lock_step = False
 
     def end(self) -> None:
-        """The pass is over: its gathers and reductions have arrived."""
+        """End the pass, all of whose gathers and reductions have arrived."""
         self._active = self._lock_step = False
 
     def before_gather(self, unit: Unit) -> None:
-        """This rank is about to wait for the gather of ``unit``."""
+        """Start the reductions that another rank may finish before it issues the gather of ``unit``.
+
+        In lock step, meet the other ranks instead, unless all of them are known to have issued the gather.
+        """
         if self._lock_step:
             if self._gathers.position(unit) >= self._issued_by_all:
                 self._exchange(self._gathers.position(unit))
         elif self._active:
             self._start_within(self._gathers.position(unit))
 
-    def before_request(self) -> None:
-        """This rank is about to wait until all ranks have finished the pass, or request something too."""
+    def before_unscheduled_gather(self) -> None:
+        """Start every remaining reduction of the pass: other ranks join a gather outside the order only once they
+        have finished the pass or request one themselves. Not needed in lock step."""
         if self._active and not self._lock_step:
             self._start_within(None)
 
     def start_next(self) -> None:
-        """Start the next reduction of the pass with the gradients that are there, and make room for it."""
+        """Start the next reduction of the pass with the gradients that are there, and finish the oldest ones while too
+        many are in flight."""
         self._reductions.start_next()
         self._make_room()
 
     def start_until(self, count: int) -> None:
-        """Have started the pass's first ``count`` reductions, with the gradients that are there."""
+        """Start reductions until the pass's first ``count`` are started, with the gradients that are there."""
         while self._reductions.next_unit is not None and self._reductions.started < count:
             self.start_next()
 
     def reduce_scatter_now(self, units: Iterable[int]) -> None:
-        """Reduce ``units`` outside a pass; the same set on every rank."""
+        """Reduce-scatter the gradients of ``units`` (indices) outside a pass, and wait for every reduction in flight.
+
+        For gradients that came late. Collective: the same set on every rank, in any order.
+        """
         for index in self._reductions.in_order(units):
             self._reductions.start(index)
             self._make_room()
@@ -96,7 +106,7 @@ class Interleaving:
             self._finish_oldest()
 
     def _make_room(self) -> None:
-        """Have older reductions go on to their last hop while the next unit computes, and no more than is meant to in
+        """Advance all reductions but the newest to their last hop, and finish the oldest while too many are in
         flight."""
         for one in self._reductions.older_in_hops():
             self._before_reduction(one.number, one.gathers_first)
@@ -111,7 +121,8 @@ class Interleaving:
             self._reductions.finish_oldest()
 
     def _before_reduction(self, number: int, gathers_first: int) -> None:
-        """This rank is about to wait for the pass's reduction ``number``."""
+        """Issue the ``gathers_first`` gathers that other ranks may wait for before they start the pass's reduction
+        ``number``, for which this rank is about to wait. In lock step, meet until every rank has started it."""
         if not self._reductions.active:
             return
         if self._lock_step:
@@ -121,13 +132,18 @@ class Interleaving:
             self._gathers.issue_until(gathers_first)
 
     def _start_within(self, position: int | None) -> None:
-        """Start the reductions that come before a wait for the gather at ``position``, and take them to their last
-        hop."""
+        """Start the reductions that come before a wait for the gather at ``position`` of the order (None: all of the
+        pass), and advance them to their last hop."""
         while self._reductions.must_start_before(position):
             self.start_next()
         self._reductions.advance_before(position)
 
     def _exchange(self, gather: int, *, done: bool = False) -> Sequence[LockStep]:
+        """Meet the other ranks and issue every gather that any rank needs; return the messages in rank order.
+
+        ``gather``: position in the pass's order of the gather that this rank needs, -1 for none. ``done``: this rank
+        has started all its reductions and needs no gather any more.
+        """
         messages = self._meet(LockStep(gather, self._gathers.issued, self._reductions.started, done))
         needed = 1 + max(message.gather for message in messages)
         self._gathers.issue_until(needed)

@@ -1,10 +1,10 @@
-"""Count how much of the model is gathered at the moment."""
+"""Count the elements of the model that are gathered now."""
 
 from __future__ import annotations
 
 
 class LiveElements:
-    """Counts elements of units as they are gathered and released, so that nobody has to look through all units.
+    """Running counts of elements as units are gathered and released; they spare a loop over all units.
 
     Attributes:
         coming: elements whose gathers are in flight.
@@ -15,19 +15,19 @@ class LiveElements:
         self.coming = 0
         self.live = 0
 
-    def made(self, numel: int) -> None:
-        """There is another releasable unit, which has its values."""
+    def note_new_unit(self, numel: int) -> None:
+        """Add a new releasable unit of ``numel`` elements to `live`: units start gathered."""
         self.live += numel
 
-    def issued(self, numel: int, *, was_released: bool) -> None:
-        """The gather of a unit was issued; ``was_released``: its memory is new."""
+    def note_issued(self, numel: int, *, was_released: bool) -> None:
+        """Add a unit whose gather was issued to `coming`, and to `live` if it ``was_released`` before."""
         self.coming += numel
         self.live += numel if was_released else 0
 
-    def arrived(self, numel: int) -> None:
-        """A gather in flight has arrived, or was given up."""
+    def note_arrived(self, numel: int) -> None:
+        """Take a unit whose gather has completed or was dropped out of `coming`."""
         self.coming -= numel
 
-    def released(self, numel: int) -> None:
-        """A gathered unit was released."""
+    def note_released(self, numel: int) -> None:
+        """Take a unit that was released out of `live`."""
         self.live -= numel

@@ -157,7 +157,7 @@ class Passes:
                 self._reducer.mark_ran(unit.index)
             if unit.releasable:
                 self._gatherer.gather(unit)
-                self._calls.enter(unit)
+                self._calls.begin_call(unit)
         watch = self._watched_units.watch
         if watch is not None and not self._calls.in_backward:
             watch.enters(units)
@@ -179,7 +179,7 @@ class Passes:
             unit.lent = True
         for unit in units:
             if unit.releasable:
-                self._calls.leave(unit, name)
+                self._calls.end_call(unit, name)
                 self._release_when_done(unit)
         if name == self._calls.outermost:
             self._calls.outermost = None
@@ -381,7 +381,7 @@ class Passes:
         """Clear all state of the pass that was running on this rank."""
         self._arrivals.forget_left()
         self._saved.close()
-        self._calls.forget()
+        self._calls.forget_calls()
 
     # -- refusals ----------------------------------------------------------------------------------------------------
 

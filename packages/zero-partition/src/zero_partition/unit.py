@@ -93,7 +93,7 @@ class Unit:
         self._device = device
         self._live = LiveElements() if live is None else live
         if releasable:
-            self._live.made(layout.numel)
+            self._live.note_new_unit(layout.numel)
         self.lent = False
         self._work: Work | None = None
         self._is_exact = True
@@ -151,7 +151,7 @@ class Unit:
         else:
             self._work = self.route.all_gather(self.flat, self._own_slice(), tag, exact=exact)
         self._is_exact = exact or not self.route.rounds
-        self._live.issued(self.layout.numel, was_released=self.state is UnitState.RELEASED)
+        self._live.note_issued(self.layout.numel, was_released=self.state is UnitState.RELEASED)
         self.state = UnitState.GATHERING
 
     def wait_gather(self) -> None:
@@ -161,7 +161,7 @@ class Unit:
             self._work = None
             self.route.arrived(self.flat)
             self._install_views()
-            self._live.arrived(self.layout.numel)
+            self._live.note_arrived(self.layout.numel)
             self.state = UnitState.GATHERED
             self.edits.apply_pending(self.views)
 
@@ -172,7 +172,7 @@ class Unit:
         """
         work, self._work = self._work, None
         if work is not None:
-            self._live.arrived(self.layout.numel)
+            self._live.note_arrived(self.layout.numel)
             self.state = UnitState.GATHERED if not self.releasable else self.state
         del work  # the transport lets go of the memory before it is freed
         if not self.releasable or (self.pinned and self.state is UnitState.GATHERED):
@@ -216,7 +216,7 @@ class Unit:
         self.lent = False
         self.flat.untyped_storage().resize_(0)
         if self.state is not UnitState.RELEASED:
-            self._live.released(self.layout.numel)
+            self._live.note_released(self.layout.numel)
         self.state = UnitState.RELEASED
 
     @property
