@@ -93,6 +93,7 @@ FROM_LAUNCHER: dict[str, dict[str, Any]] = {
     "grow": {"attempt": 0},
     "end": {},
     "finish": {},
+    "dismiss": {},
     "stop": {},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 
 import psutil
@@ -146,6 +147,26 @@ LOOP = """
         time.sleep(0.1)
 """
 WORDS = ("--hostfile", "hosts", "--launcher", "local", "--elastic", "1:2", "--restarts", 3, "--no_standby")
+
+
+def test_a_node_that_waits_for_a_round_when_the_job_ends_well_ends_well_too(start, write_script, tmp_path, monkeypatch):
+    script = write_script(LOOP)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    words = ["--no_ssh", "--nnodes", 2, "--master_addr", "127.0.0.1", "--master_port", port, "--nproc", 1]
+    words += ["--elastic", "1:2", "--restarts", 1, "--no_standby"]
+    monkeypatch.setenv("ZERO_LAUNCH_TOKEN", "a token of the test's own")
+    first, second = (start(*words, "--node_rank", number, script) for number in range(2))
+    assert wait_until(lambda: len(list(tmp_path.glob("round0.*.2"))) == 2, 60)
+    second.kill()
+    assert wait_until((tmp_path / "round1.0.1").exists, 60)
+    again = start(*words, "--node_rank", 1, script)
+    for line in first.stderr:
+        if "host 1 is back" in line:
+            break
+    (tmp_path / "enough").touch()
+    assert [first.wait(60), again.wait(60)] == [0, 0], again.communicate()[1]
+    assert not list(tmp_path.glob("round2.*"))
 
 
 @pytest.mark.soak

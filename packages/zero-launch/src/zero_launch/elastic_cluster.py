@@ -337,7 +337,7 @@ class ElasticCluster(Cluster):
             return
         self._finishing = True
         for other in self._roster.there:
-            other.send("finish" if other.state == "done" else "stop")
+            other.send("finish" if other.state == "done" else "dismiss")
             if other.state != "done":
                 other.state = "ended"  # it waited for a round that does not come
 

@@ -49,6 +49,8 @@ class Hand:
         self._over = threading.Event()
         self._stops = False
         self._asked_to_stop = False
+        self._dismissed = False
+        """True once the job has ended well on other hosts while this one waited for a round."""
         self.left = False
         """True once the job has ended because it was asked to, after saving."""
 
@@ -64,14 +66,15 @@ class Hand:
             self._channel.close()
             return 0
         if order["kind"] != "job":
-            return 1
+            return int(order["kind"] != "dismiss")
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, _stop_early)
         try:
             return self._job(order, own_spec)
         except _Stopped as stop:
-            self._channel.send("ended", failed=True, failures=[], fates=[], notes=[], records={}, why=str(stop))
-            return 1
+            failed = not self._dismissed
+            self._channel.send("ended", failed=failed, failures=[], fates=[], notes=[], records={}, why=str(stop))
+            return int(failed)
         except Exception as error:  # whatever it is, it happened before the ranks began, and the launcher reports it
             self._channel.send("refused", why=f"{type(error).__name__}: {error}")
             return 1
@@ -121,6 +124,7 @@ class Hand:
             finally:
                 sweep(agent, job_id)
         self._over.set()
+        failed = failed and not self._dismissed
         account = agent.account()
         self.left = account["left"] == END
         kept = keep or (failed and not (stopped and not account["failures"]))
@@ -150,8 +154,8 @@ class Hand:
                     agent.ask_to_end()
                 elif kind == "grow":
                     agent.ask_to_regroup(message["attempt"])
-                elif kind == "stop":
-                    self._asked_to_stop = True
+                elif kind in ("stop", "dismiss"):
+                    self._asked_to_stop, self._dismissed = True, kind == "dismiss"
                     break
                 elif kind == "eof":
                     self._why = f"the way to the launcher ended: {message['why']}"

@@ -201,6 +201,7 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Check]] = {
     "grow": {"attempt": _natural},
     "end": {},
     "finish": {},
+    "dismiss": {},
     "stop": {},
 }
 """The launcher's messages."""

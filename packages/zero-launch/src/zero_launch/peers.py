@@ -87,7 +87,7 @@ class Peer:
 
     def send(self, kind: str, **content: Any) -> None:
         """Send a message, if there is anybody to send it to."""
-        self.asked_to_stop = self.asked_to_stop or kind == "stop"
+        self.asked_to_stop = self.asked_to_stop or kind in ("stop", "dismiss")
         if self.channel is not None and self.there:
             self.channel.send(kind, **content)
 
