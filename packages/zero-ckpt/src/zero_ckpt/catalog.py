@@ -15,7 +15,7 @@ from .opened import Folder
 class Candidate:
     """A checkpoint directory: `manifest` when it is complete, otherwise `problem` says what is wrong.
 
-    `moved`: the directory lost its name while it was looked at, so what was found wrong says nothing.
+    `moved`: a save moved the directory while it was read, so `problem` may be wrong; look again.
     """
 
     tag: str
@@ -27,9 +27,9 @@ class Candidate:
 
 
 def load_manifest(folder: Folder) -> Manifest:
-    """The manifest of a checkpoint directory, after a check that every data file is there in full length.
+    """Return the manifest of a checkpoint directory; raises DamagedError unless every data file has its full size.
 
-    Raises DamagedError or CheckpointError (unknown version).
+    With `per_node` files may be absent. Raises CheckpointError for an unknown version.
     """
     raw = folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
     manifest = decode_manifest(raw, str(folder.path / MANIFEST_NAME))
@@ -49,7 +49,7 @@ def load_manifest(folder: Folder) -> Manifest:
 
 
 def examine(tag: str, path: Path, *, in_root: bool = True) -> Candidate:
-    """Return what one directory holds.
+    """Return a directory as a candidate; damage is its `problem` and does not raise.
 
     `in_root`: it was found in a root under its tag, so it must not be a link, nor hold a checkpoint of another tag.
     """
@@ -71,7 +71,7 @@ def examine(tag: str, path: Path, *, in_root: bool = True) -> Candidate:
 
 
 def find_candidates(root: Path) -> list[Candidate]:
-    """All checkpoints in `root`: complete ones by step, newest first, then the others by tag. None is held open."""
+    """Return all checkpoints in `root`: complete ones, newest step first, then the others by tag. None is held open."""
     places = [(tag, root / tag) for tag in list_tags(root)]
     places += [(replaced_tag(path), path) for path in replaced_directories(root)]
     found = [replace(examine(tag, path), folder=None) for tag, path in places]

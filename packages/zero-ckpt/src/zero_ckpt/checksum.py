@@ -14,7 +14,7 @@ _PATTERN = re.compile(r"xxh3_64:[0-9a-f]{16}")
 
 
 def checksum(data: Buffer) -> str:
-    """The checksum of a buffer's bytes."""
+    """Return the checksum of a buffer's bytes."""
     return "xxh3_64:" + xxhash.xxh3_64_hexdigest(data)  # type: ignore[arg-type, unused-ignore]
 
 
@@ -34,5 +34,5 @@ class Checksummer:
         self._state.update(data)  # type: ignore[arg-type, unused-ignore]
 
     def result(self) -> str:
-        """The checksum of everything so far."""
+        """Return the checksum of all bytes so far."""
         return "xxh3_64:" + self._state.hexdigest()

@@ -15,7 +15,10 @@ from .errors import CheckpointError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status: 0 good, 1 damage or a difference found, 2 it could not be done."""
+    """Run one subcommand and return the exit status: 0 success, 1 damage or a difference found, 2 not possible.
+
+    `arguments` are by default those of the process. The status is 141 when the reader of the output has closed it.
+    """
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
@@ -58,11 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--keep-last", type=int, required=True, metavar="N")
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     command.set_defaults(run=_prune)
-    _add_convert(commands)
+    _add_convert_parser(commands)
     return parser
 
 
-def _add_convert(commands: Any) -> None:
+def _add_convert_parser(commands: Any) -> None:
+    """Add the subcommand `convert` to argparse's subparsers."""
     command = commands.add_parser("convert", help="write another format, or another dtype")
     command.add_argument("source", help="a checkpoint of this package, safetensors, DeepSpeed, or torch DCP")
     command.add_argument("target", help="a .safetensors or .bin file, or a directory")
@@ -89,10 +93,12 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _json_default(value: Any) -> Any:
+    """Return a JSON form of a value that JSON lacks: `{"bytes": <hex>}` for bytes, text for anything else."""
     return {"bytes": value.hex()} if isinstance(value, bytes) else str(value)
 
 
 def _verify(options: argparse.Namespace) -> int:
+    """Verify one checkpoint, or every checkpoint of a root and its `latest`; returns 1 when any is damaged."""
     from .commit import has_manifest
     from .locating import find_tag, split_spec
     from .repairing import require_root
@@ -100,16 +106,17 @@ def _verify(options: argparse.Namespace) -> int:
 
     root, which = split_spec(options.checkpoint)
     if which is None and has_manifest(root):
-        return _report([root], in_root=False)
+        return _verify_each([root], in_root=False)
     require_root(root)
     paths = checkpoints_in(root) if which is None else [root / find_tag(root, which)]
     latest = _latest_problem(root) if which is None else None
     if latest is not None:
         print(latest)
-    return max(_report(paths, in_root=True), 0 if latest is None else 1)
+    return max(_verify_each(paths, in_root=True), 0 if latest is None else 1)
 
 
-def _report(paths: Sequence[Path], *, in_root: bool) -> int:
+def _verify_each(paths: Sequence[Path], *, in_root: bool) -> int:
+    """Verify checkpoint directories and print the findings; returns 0 when all are good, otherwise 1."""
     from .inspecting import size_text
     from .verifying import verify_candidate
 
@@ -132,6 +139,7 @@ def _report(paths: Sequence[Path], *, in_root: bool) -> int:
 
 
 def _latest_problem(root: Path) -> str | None:
+    """Return what is wrong with the root's `latest`; None when it is absent or names an existing directory."""
     from .latest import read_latest
 
     try:
@@ -215,7 +223,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress(title: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """A progress bar of bytes on a terminal, nothing elsewhere (and then rich is not imported)."""
+    """Show a progress bar of bytes and yield the function that advances it; None without a terminal (no rich then)."""
     if not sys.stderr.isatty():
         yield None
         return

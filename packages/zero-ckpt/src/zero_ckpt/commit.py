@@ -45,7 +45,7 @@ class Staging:
     def create(cls, root: Path, tag: str, token: str) -> Staging:
         """Make and lock `<root>/.saving-<tag>.<token>`, creating `root` when needed.
 
-        Raises CheckpointError when `<root>/<tag>` is there and is no checkpoint, so must not be replaced.
+        Raises CheckpointError when `<root>/<tag>` exists and is no checkpoint, so that it must not be replaced.
         """
         make_directories(root)
         path = staging_path(root, tag, token)
@@ -87,13 +87,14 @@ class Staging:
             self._end()
 
     def _end(self) -> None:
+        """Release the lock; from now on `discard` does nothing."""
         self._ended = True
         unlock_and_close(self._lock_fd)
 
 
 def _require_replaceable(target: Path) -> None:
     """Raise CheckpointError unless there is nothing, an empty directory or a checkpoint at `target`."""
-    if not exists(target) or has_mark(target):
+    if not exists(target) or is_checkpoint_directory(target):
         return
     if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
         return
@@ -103,36 +104,40 @@ def _require_replaceable(target: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a name is taken, also by a link that leads nowhere."""
+    """Return whether a name is taken, be it by a dangling link."""
     return os.path.lexists(path)
 
 
 def staging_path(root: Path, tag: str, token: str) -> Path:
-    """Where the ranks of one save write."""
+    """Return the directory into which the ranks of one save write."""
     return root / f"{_SAVING}{tag}.{token}"
 
 
 def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
-    """Clear what dead saves and prunes left in `root`; returns what was (or would be) removed or put back."""
+    """Put back or remove what interrupted saves and prunes left in `root`; returns those paths.
+
+    `dry_run`: change nothing, only return them.
+    """
     if not root.is_dir():
         return []
     swept, doomed = [], []
     with root_lock(root):
         for path in sorted(root.iterdir()):
-            what = _fate(path)
+            what = _sweep_action(path)
             if what is not None:
                 swept.append(path)
                 if not dry_run:
-                    doomed += _settle(path, what)
+                    doomed += _put_back_or_doom(path, what)
     for path in doomed:
-        _remove_what_can_be(path)
+        _try_remove(path)
     for path in [] if dry_run else swept:
         logger.warning("swept %s, left by a save that did not finish", path)
     return swept
 
 
-def _fate(path: Path) -> str | None:
-    """Return what a sweep does with `path`: "remove", "put back", or nothing; what cannot be told is left alone."""
+def _sweep_action(path: Path) -> str | None:
+    """Return what a sweep does with `path`: "remove", "put back", or None to leave it alone, also when it is
+    unclear."""
     try:
         if path.name.startswith(_REPLACED):
             return "remove" if exists(path.parent / replaced_tag(path)) else "put back"
@@ -143,8 +148,8 @@ def _fate(path: Path) -> str | None:
     return None
 
 
-def _settle(path: Path, what: str) -> list[Path]:
-    """Put `path` back, or give it the name under which it is removed later; returns what is to be removed."""
+def _put_back_or_doom(path: Path, what: str) -> list[Path]:
+    """Put `path` back, or rename it for removal; returns the paths to be removed. Failures are logged."""
     try:
         if what == "put back":
             path.rename(path.parent / replaced_tag(path))
@@ -155,8 +160,8 @@ def _settle(path: Path, what: str) -> list[Path]:
         return []
 
 
-def _remove_what_can_be(path: Path) -> None:
-    """Remove; what cannot be (another user's, say) is no reason not to save."""
+def _try_remove(path: Path) -> None:
+    """Remove a tree; a failure (another user's file, say) is logged and does not raise."""
     try:
         remove_tree(path)
     except OSError as error:
@@ -164,26 +169,27 @@ def _remove_what_can_be(path: Path) -> None:
 
 
 def replaced_tag(path: Path) -> str:
-    """The tag that `.replaced-<tag>.<token>` was."""
+    """Return the tag in a name `.replaced-<tag>.<token>`."""
     return path.name[len(_REPLACED) :].rpartition(".")[0]
 
 
 def tag_of(path: Path) -> str:
-    """The tag of a checkpoint directory, also of one that was moved aside."""
+    """Return the tag of a checkpoint directory, also of one that was moved aside."""
     return replaced_tag(path) if path.name.startswith(_REPLACED) else path.name
 
 
 def replaced_path(root: Path, tag: str) -> Path:
-    """A name for the checkpoint `tag` while it is out of its place; a sweep puts it back."""
+    """Return a new name for checkpoint `tag` while it is moved aside; a sweep puts it back."""
     return root / f"{_REPLACED}{tag}.{os.urandom(6).hex()}"
 
 
 def replaced_directories(root: Path) -> list[Path]:
-    """Checkpoints that were moved aside by a save that died before it could take their place."""
+    """Return checkpoints that were moved aside by a save that died before its own could take their name."""
     return [path for path in root.glob(_REPLACED + "*") if not exists(root / replaced_tag(path))]
 
 
 def _is_stale(path: Path) -> bool:
+    """Return whether no save owns `path`: nobody locks it or, where there are no locks, it is a day old."""
     if path.is_symlink() or not (path.is_dir() or path.is_file()):
         return True
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -196,14 +202,14 @@ def _is_stale(path: Path) -> bool:
 
 
 def set_for_removal(path: Path) -> Path:
-    """Take a directory's name away, so that no reader finds half of it; returns the name to give to `remove_tree`."""
+    """Rename a directory so that no reader finds half of it; returns the new name, for `remove_tree`."""
     doomed = path.parent / f"{_DELETING}{path.name.lstrip('.')}.{os.urandom(6).hex()}"
     path.rename(doomed)
     return doomed
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a directory tree, which others may be removing as well."""
+    """Remove a file, a link or a directory tree; other processes may be removing it as well."""
     while exists(path):
         try:
             if path.is_symlink() or not path.is_dir():
@@ -225,24 +231,24 @@ def has_manifest(path: Path) -> bool:
 
 
 def is_data_file(name: str) -> bool:
-    """Return True for a name that a rank's data file can have."""
+    """Return whether `name` is one that a rank's data file can have."""
     return _DATA_FILE.fullmatch(name) is not None
 
 
-def has_mark(path: Path) -> bool:
-    """Return whether `path` was written as a checkpoint: a directory with a manifest, or with ranks' files."""
+def is_checkpoint_directory(path: Path) -> bool:
+    """Return whether `path` was written as a checkpoint: a directory with a manifest or with ranks' files."""
     if path.is_symlink() or not path.is_dir():
         return False
     return has_manifest(path) or any(is_data_file(entry.name) for entry in path.iterdir())
 
 
-def marked_directories(root: Path) -> list[Path]:
-    """The directories in `root` that were written as checkpoints, whole or not, sorted by name."""
+def checkpoint_directories(root: Path) -> list[Path]:
+    """Return the directories in `root` that were written as checkpoints, whole or not, sorted by name."""
     if not root.is_dir():
         return []
-    return [path for path in sorted(root.iterdir()) if is_tag(path.name) and has_mark(path)]
+    return [path for path in sorted(root.iterdir()) if is_tag(path.name) and is_checkpoint_directory(path)]
 
 
 def list_tags(root: Path) -> list[str]:
-    """Tags of the checkpoint directories in `root`, valid or not, sorted by name."""
-    return [path.name for path in marked_directories(root) if has_manifest(path)]
+    """Return the tags of the directories in `root` that have a manifest, valid or not, sorted."""
+    return [path.name for path in checkpoint_directories(root) if has_manifest(path)]

@@ -11,9 +11,9 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def noting_offsets() -> AbstractContextManager[object]:
-    """Return the context in which `torch.load(map_location="meta")` notes where in the file each storage lies.
+    """Return the context in which `torch.load(map_location="meta")` notes each storage's position in the file.
 
-    torch before 2.11 does so for fake tensors alone.
+    torch before 2.11 does so for fake tensors only.
     """
     if TORCH < (2, 11):
         from torch._subclasses.fake_tensor import FakeTensorMode

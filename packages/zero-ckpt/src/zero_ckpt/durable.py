@@ -1,4 +1,4 @@
-"""Small files and directories that are on disk when a call returns."""
+"""Create small files and directories that are on disk when the call returns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Wait until the names in a directory are on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -16,7 +16,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Create a directory and the missing ones above it, each of them durable."""
+    """Create a directory and its missing parents, each of them on disk on return."""
     if path.is_dir():
         return
     make_directories(path.parent)
@@ -25,7 +25,7 @@ def make_directories(path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Create a small file and wait until it is on disk; raises FileExistsError when there is one."""
+    """Create a small file and wait until its content is on disk; raises FileExistsError when there is one."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with open(fd, "wb") as file:
         file.write(data)
@@ -34,7 +34,7 @@ def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def replace_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a small file under a name of its own and give it `path` in one instant; both are on disk on return."""
+    """Write a small file and rename it to `path`, replacing that atomically; content and name are on disk on return."""
     temporary = path.with_name(f".saving-{path.name}.{os.urandom(6).hex()}")
     try:
         write_durably(temporary, data, mode)

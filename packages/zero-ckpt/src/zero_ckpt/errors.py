@@ -31,7 +31,7 @@ class NotFoundError(CheckpointError):
 
 
 class MismatchError(CheckpointError):
-    """The checkpoint and what was asked for do not fit (missing or unexpected names, shapes or dtypes)."""
+    """The checkpoint does not fit the request (missing or unexpected names, shapes or dtypes)."""
 
 
 class NotPlainDataError(CheckpointError):

@@ -27,7 +27,8 @@ def save(
     coordinator: Coordinator | None = None,
     saver: AsyncSaver | None = None,
 ) -> Path:
-    """`zero_ckpt.torch.save`: save modules, optimizers and plain data as checkpoint `<root>/<tag>`."""
+    """Save modules, optimizers and plain data as checkpoint `<root>/<tag>`: `zero_ckpt.torch.save`, documented
+    there."""
     path: Path = _adapter().save(
         root,
         state,
@@ -52,12 +53,13 @@ def load(
     rename: Callable[[str], str | None] | None = None,
     coordinator: Coordinator | None = None,
 ) -> LoadReport:
-    """`zero_ckpt.torch.load`: load a checkpoint into modules, optimizers and plain data, in place."""
+    """Load a checkpoint into modules, optimizers and plain data, in place: `zero_ckpt.torch.load`, documented there."""
     report: LoadReport = _adapter().load(root, state, tag=tag, strict=strict, rename=rename, coordinator=coordinator)
     return report
 
 
 def _adapter() -> ModuleType:
+    """Return the module `zero_ckpt.torch`; raises CheckpointError when torch is not installed."""
     try:
         from . import torch
     except ModuleNotFoundError as error:

@@ -29,10 +29,10 @@ def read_at(path: Path, position: int, out: memoryview, where: str) -> None:
 
 
 def share_file(source: Path, target: Path) -> bool:
-    """Make `target` the same content as `source` without copying: a hard link, or a clone of its blocks.
+    """Give `source`'s content a second name `target` without copying bytes: a hard link, or a clone of its blocks.
 
-    The content is on disk after `sync_file(target)`, the name once the directory is synced. False, with nothing made,
-    where neither is possible. Raises OSError for anything else (no such file, no space).
+    The content is on disk after `sync_file(target)`, the name once the directory is synced. Returns False, with nothing
+    made, where neither is possible. Raises OSError for anything else (no such file, no space).
     """
     return _link(source, target) or _clone(source, target)
 
@@ -40,8 +40,8 @@ def share_file(source: Path, target: Path) -> bool:
 def sync_file(path: Path) -> None:
     """Wait until a file's content is on disk.
 
-    Of many files that were linked, the first pays for all: the others find nothing left to do, provided that all were
-    linked before.
+    Of many linked files, link all before the first call: then that one writes the data of all, and the others find
+    nothing left to do.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -51,6 +51,7 @@ def sync_file(path: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> bool:
+    """Make a hard link; returns False where there can be none."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:
@@ -61,6 +62,7 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _clone(source: Path, target: Path) -> bool:
+    """Make a file that shares the blocks of `source`; returns False where the file system cannot."""
     old = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         new = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)

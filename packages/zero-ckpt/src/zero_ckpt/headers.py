@@ -1,4 +1,4 @@
-"""The header of a data file of a checkpoint, checked against the manifest."""
+"""Read the header of a checkpoint's data file and check it against the manifest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .safetensors_file import MAX_HEADER_BYTES, HeaderEntry, parse_header
 
 
 def read_raw_header(folder: Folder, entry: FileEntry) -> bytes:
-    """The bytes of a data file's header; raises DamagedError when they are not those that were saved."""
+    """Return the bytes of a data file's header; raises DamagedError when their checksum does not hold."""
     where = str(folder.path / entry.path)
     if entry.header_nbytes > MAX_HEADER_BYTES:
         raise DamagedError(
@@ -25,5 +25,5 @@ def read_raw_header(folder: Folder, entry: FileEntry) -> bytes:
 
 
 def read_entries(folder: Folder, entry: FileEntry) -> dict[str, HeaderEntry]:
-    """Return what lies where in a safetensors file of a checkpoint; raises DamagedError."""
+    """Return the header's entries of a safetensors file of a checkpoint, by key; raises DamagedError."""
     return parse_header(read_raw_header(folder, entry), entry.nbytes, str(folder.path / entry.path))[0]

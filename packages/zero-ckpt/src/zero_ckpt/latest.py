@@ -36,7 +36,7 @@ def is_tag(text: str) -> bool:
 
 
 def check_tag(tag: str) -> str:
-    """`tag` itself when it can name a checkpoint directory; raises CheckpointError when it cannot."""
+    """Return `tag` if it can name a checkpoint directory; raises CheckpointError if it cannot."""
     if not is_tag(tag):
         raise CheckpointError(
             f"{tag!r} cannot be a tag: expected one path component of at most 200 bytes that does not start with a "
@@ -46,19 +46,23 @@ def check_tag(tag: str) -> str:
 
 
 def encode_latest(tag: str) -> bytes:
-    """The bytes of the file for a tag."""
-    return f"{tag}\n{_seal(tag)}".encode()
+    """Return the contents of the file `latest` for a tag."""
+    return f"{tag}\n{_checksum_line(tag)}".encode()
 
 
-def _seal(tag: str) -> str:
+def _checksum_line(tag: str) -> str:
+    """Return the second line of the file: the tag's checksum in spaces and tabs."""
     return f"{xxhash.xxh3_64_intdigest(tag.encode()):0{_BITS}b}".replace("0", " ").replace("1", "\t")
 
 
 def decode_latest(raw: bytes, where: str) -> str:
-    """The text of the file's first line, stripped; raises DamagedError when its checksum does not hold."""
+    """Return the tag in the first line of the file, stripped; raises DamagedError when its checksum does not hold.
+
+    `where` begins the message. Without a second line the tag is believed.
+    """
     first, _, seal = raw.decode(errors="replace").partition("\n")
     tag = first.strip()
-    if seal.strip("\r\n") and seal != _seal(tag):
+    if seal.strip("\r\n") and seal != _checksum_line(tag):
         raise DamagedError(
             f"{where}: `latest` is damaged: its checksum does not hold for the tag {tag!r} (to "
             "choose a tag by hand, write it alone)"
@@ -67,7 +71,7 @@ def decode_latest(raw: bytes, where: str) -> str:
 
 
 def read_latest(root: Path) -> str | None:
-    """The tag that `<root>/latest` names, or None when there is no such file.
+    """Return the tag that `<root>/latest` names, or None when there is no such file.
 
     Raises DamagedError when it is no regular file, is too large, or its checksum does not hold.
     """

@@ -32,7 +32,7 @@ _COPY_BYTES = 2 * MAX_SLICE_BYTES
 
 @dataclass(frozen=True)
 class Stretch:
-    """A piece of an interval that lies in a file, with the byte of that file at which it begins."""
+    """A planned slice of an interval whose data lies in a file."""
 
     piece: PlannedSlice
     interval: Interval
@@ -45,26 +45,26 @@ class Stretch:
 
     @property
     def begin(self) -> int:
-        """The first byte in the file."""
+        """The byte of the file at which the slice begins."""
         return self.extent.file_offset_bytes + (self.piece.offset - self.interval.offset) * self.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the piece."""
+        """Bytes of the slice."""
         return self.piece.length * self.itemsize
 
     @property
     def is_whole(self) -> bool:
-        """Return whether it is all of the extent."""
+        """Return whether the slice is all of the extent."""
         return self.nbytes == self.extent.nbytes
 
     @property
     def where(self) -> str:
-        """The name by which errors call it."""
+        """The interval and its file, for error messages."""
         return f"{self.interval.name!r} ({self.interval.kind}) in {self.extent.path}"
 
-    def parts(self, nbytes: int) -> Iterator[Stretch]:
-        """Itself in runs of at most `nbytes` bytes."""
+    def split(self, nbytes: int) -> Iterator[Stretch]:
+        """Yield the stretch in runs of at most `nbytes` bytes."""
         step, end = nbytes // self.itemsize, self.piece.offset + self.piece.length
         for offset in range(self.piece.offset, end, step):
             yield replace(self, piece=replace(self.piece, offset=offset, length=min(step, end - offset)))
@@ -73,9 +73,11 @@ class Stretch:
 def link_files(
     directory: Path, rank: int, stretches: Sequence[Stretch]
 ) -> tuple[list[FileEntry], list[WrittenSlice], list[Stretch]]:
-    """Link each file of `stretches` into `directory`; returns entries, their slices, and what has to be copied.
+    """Link each file of `stretches` into `directory`; returns file entries, their slices, and the stretches left to
+    copy.
 
-    Raises OSError naming the file, CheckpointError when two stretches share bytes or an extent is not in its file.
+    `rank` is in the names of the links. Raises OSError naming the file, CheckpointError when two stretches share bytes
+    or an extent is not in its file.
     """
     files: list[FileEntry] = []
     slices: list[WrittenSlice] = []
@@ -86,9 +88,9 @@ def link_files(
     for source, members in by_file.items():
         target = directory / f"rank-{rank:05d}-{len(files):04d}.extents"
         members.sort(key=lambda stretch: stretch.begin)
-        _check_places(source, members)
+        _require_disjoint(source, members)
         if share_file(source, target):
-            entry, own = _describe(target, members, len(files))
+            entry, own = _file_entry(target, members, len(files))
             files.append(entry)
             slices += own
         else:
@@ -98,8 +100,8 @@ def link_files(
     return files, slices, left
 
 
-def _check_places(source: Path, members: Sequence[Stretch]) -> None:
-    """CheckpointError unless the extents lie in the file, side by side."""
+def _require_disjoint(source: Path, members: Sequence[Stretch]) -> None:
+    """Raise CheckpointError unless the extents lie inside the file and no two stretches share a byte."""
     nbytes, end, before = source.stat().st_size, 0, ""
     for stretch in members:
         extent = stretch.extent
@@ -113,12 +115,15 @@ def _check_places(source: Path, members: Sequence[Stretch]) -> None:
         end, before = stretch.begin + stretch.nbytes, stretch.where
 
 
-def _describe(path: Path, members: Sequence[Stretch], number: int) -> tuple[FileEntry, list[WrittenSlice]]:
-    """The manifest's words for a linked file; reads what has no checksum yet."""
+def _file_entry(path: Path, members: Sequence[Stretch], number: int) -> tuple[FileEntry, list[WrittenSlice]]:
+    """Return the manifest's entry and the slices of a linked file, reading the bytes that have no checksum yet.
+
+    `number` is the file's among the rank's own.
+    """
     slices: list[WrittenSlice] = []
     extents: list[tuple[int, str]] = []
     nbytes, position = path.stat().st_size, 0
-    for stretch in (part for member in members for part in _slices(member)):
+    for stretch in (part for member in members for part in _checksummed_slices(member)):
         if stretch.begin > position:
             extents.append((stretch.begin - position, scan(path, position, stretch.begin - position, str(path))))
         digest = stretch.extent.checksum or scan(path, stretch.begin, stretch.nbytes, stretch.where)
@@ -132,13 +137,14 @@ def _describe(path: Path, members: Sequence[Stretch], number: int) -> tuple[File
     return entry, slices
 
 
-def _slices(stretch: Stretch) -> Iterable[Stretch]:
-    """One slice where the extent's own checksum says all; otherwise slices without one, of ordinary size."""
-    trusted = _trusted(stretch)
-    return [trusted] if trusted.extent.checksum is not None else trusted.parts(MAX_SLICE_BYTES)
+def _checksummed_slices(stretch: Stretch) -> Iterable[Stretch]:
+    """Return one stretch if its extent's checksum is usable; otherwise runs of `MAX_SLICE_BYTES` without a checksum."""
+    trusted = _with_usable_checksum(stretch)
+    return [trusted] if trusted.extent.checksum is not None else trusted.split(MAX_SLICE_BYTES)
 
 
-def _compare(stretch: Stretch, found: str) -> None:
+def _require_checksum(stretch: Stretch, found: str) -> None:
+    """Raise DamagedError unless `found` is the checksum of the stretch's extent."""
     if found != stretch.extent.checksum:
         raise DamagedError(
             f"{stretch.where}: the extent at byte {stretch.extent.file_offset_bytes} is damaged "
@@ -147,15 +153,15 @@ def _compare(stretch: Stretch, found: str) -> None:
 
 
 class Copying:
-    """Stretches that cannot be linked, as ordinary intervals whose functions are to be called in this order.
+    """Intervals that read stretches which cannot be linked; their data functions are to be called in order.
 
     Each part is read while the one before is written, past the page cache where the `nvme` extra is installed; two
     buffers of 16 MiB are all the memory it takes. A function raises DamagedError when the extent that it completes has
-    another checksum than was said. `indices` are the positions of the intervals they came from. Close it.
+    another checksum than `FileExtent` says. `indices` are the positions of the intervals they came from. Close it.
     """
 
     def __init__(self, stretches: Iterable[Stretch]) -> None:
-        parts = [part for stretch in stretches for part in _trusted(stretch).parts(_COPY_BYTES)]
+        parts = [part for stretch in stretches for part in _with_usable_checksum(stretch).split(_COPY_BYTES)]
         size = max((part.nbytes for part in parts), default=1)
         buffers = [memoryview(mmap(-1, size)) for _ in range(min(2, len(parts)))]  # on page boundaries
         ranges = [
@@ -167,7 +173,9 @@ class Copying:
         self._running = Checksummer()
         self.indices = [part.piece.index for part in parts]
         self.intervals = [
-            replace(part.interval, offset=part.piece.offset, length=part.piece.length, data=partial(self._take, part))
+            replace(
+                part.interval, offset=part.piece.offset, length=part.piece.length, data=partial(self._next_part, part)
+            )
             for part in parts
         ]
 
@@ -175,8 +183,8 @@ class Copying:
         """Stop reading."""
         self._reads.close()
 
-    def _take(self, part: Stretch) -> memoryview:
-        """The bytes of the next part, valid until the next call."""
+    def _next_part(self, part: Stretch) -> memoryview:
+        """Return the bytes of the next part, valid until the next call."""
         try:
             next(self._reads)
         except OSError as error:
@@ -187,21 +195,21 @@ class Copying:
                 self._running = Checksummer()
             self._running.update(view)
             if part.begin + part.nbytes == extent.file_offset_bytes + extent.nbytes:
-                _compare(part, self._running.result())
+                _require_checksum(part, self._running.result())
         return view
 
 
-def _trusted(stretch: Stretch) -> Stretch:
-    """Itself; where only a part of an extent is wanted, the extent is verified now and the part has no checksum."""
+def _with_usable_checksum(stretch: Stretch) -> Stretch:
+    """Return the stretch; if it is only a part of a checksummed extent, verify the extent and drop the checksum."""
     if stretch.extent.checksum is None or stretch.is_whole:
         return stretch
     extent = stretch.extent
-    _compare(stretch, scan(Path(extent.path), extent.file_offset_bytes, extent.nbytes, stretch.where))
+    _require_checksum(stretch, scan(Path(extent.path), extent.file_offset_bytes, extent.nbytes, stretch.where))
     return replace(stretch, extent=replace(extent, checksum=None))
 
 
 def _read_ahead(ranges: Sequence[tuple[Path, int, memoryview]]) -> Generator[None, None, None]:
-    """Fill each buffer with ordinary reads; when it yields, one is filled and the next is being read."""
+    """Fill each buffer with ordinary reads; yields once per buffer that is filled, while the next is being read."""
     with ThreadPoolExecutor(1, thread_name_prefix="zero-ckpt-read-ahead") as pool:
         ahead = [pool.submit(read_at, path, begin, view, str(path)) for path, begin, view in ranges[:1]]
         for path, begin, view in ranges[1:]:

@@ -1,4 +1,4 @@
-"""`run/ckpt`, `run/ckpt@100` and `run/ckpt/global_step100`: how people name a checkpoint."""
+"""Resolve the names that people give checkpoints: `run/ckpt`, `run/ckpt@100` and `run/ckpt/global_step100`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .reader import Checkpoint
 
 
 def split_spec(spec: str) -> tuple[Path, str | None]:
-    """The directory and what follows its last `@`, when the whole is not a path that exists."""
+    """Return the directory and the text after its last `@`; None for the text where there is no `@` or `spec`
+    exists."""
     path = Path(spec)
     directory, at, which = spec.rpartition("@")
     if path.exists() or not at:
@@ -20,13 +21,13 @@ def split_spec(spec: str) -> tuple[Path, str | None]:
 
 
 def open_spec(spec: str) -> Checkpoint:
-    """Open what `spec` names; after `@` stands a tag or a step. Raises NotFoundError or DamagedError."""
+    """Open the checkpoint that `spec` names; after `@` stands a tag or a step. Raises NotFoundError or DamagedError."""
     root, which = split_spec(spec)
     return open_checkpoint(root, None if which is None else find_tag(root, which))
 
 
 def find_tag(root: Path, which: str) -> str:
-    """The tag that is `which`, or the one tag whose step is `which`."""
+    """Return the tag that equals `which`, or the one tag whose step is `which`; raises NotFoundError."""
     candidates = find_candidates(root)
     if any(candidate.tag == which for candidate in candidates):
         return which

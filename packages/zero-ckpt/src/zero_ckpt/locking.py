@@ -1,11 +1,11 @@
-"""Advisory locks on directories, which the kernel drops when whoever holds them dies.
+"""Advisory locks on directories, which the kernel drops when the process that holds them dies.
 
 [Note: locks and forks]
 A process that forks while it holds a lock shares the lock with its child: closing the descriptor in the parent leaves
-it with the child, for as long as that lives (a worker of a data loader, say). So every lock is given up with LOCK_UN,
-which ends it for all copies of the descriptor. What is left is a holder that was killed with a child of its own alive:
-whoever waits for the root's lock says so after a while, names the processes, and ends with an error instead of waiting
-for ever.
+it with the child, for as long as that lives (a worker of a data loader, say). So every lock is released with LOCK_UN,
+which ends it for all copies of the descriptor. One case remains: a holder that was killed while a child of its own
+lives. A process that waits for the root's lock therefore logs the holders after a while, and raises an error instead of
+waiting for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from .errors import CheckpointError
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOSYS)
-"""What a file system without locks answers."""
+"""Errors of a file system without locks."""
 _SPEAK_AFTER_SECONDS = 5.0
 _GIVE_UP_AFTER_SECONDS = 600.0
 
@@ -43,7 +43,7 @@ def try_lock(fd: int) -> bool | None:
 
 
 def unlock_and_close(fd: int) -> None:
-    """Give up a lock, also where a child process has a copy of the descriptor, and close it."""
+    """Release a lock, even if a child process has a copy of the descriptor, and close the descriptor."""
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
@@ -55,7 +55,7 @@ def unlock_and_close(fd: int) -> None:
 
 @contextmanager
 def root_lock(root: Path) -> Iterator[None]:
-    """Hold the lock of a root, waiting for it; raises CheckpointError after ten minutes. Held for short steps only."""
+    """Hold the lock of a root, for short steps only; raises CheckpointError after waiting for it for ten minutes."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _wait_for_lock(fd, root)
@@ -65,6 +65,7 @@ def root_lock(root: Path) -> Iterator[None]:
 
 
 def _wait_for_lock(fd: int, root: Path) -> None:
+    """Lock `fd`, the directory `root`, and log a warning after 5 s of waiting; no lock where there are none."""
     begin, pause, said = time.monotonic(), 0.001, False
     while try_lock(fd) is False:
         waited = time.monotonic() - begin
@@ -81,7 +82,7 @@ def _wait_for_lock(fd: int, root: Path) -> None:
 
 
 def _holders(fd: int) -> str:
-    """The processes that locked what `fd` refers to, as /proc/locks of this host knows them."""
+    """Return the processes that hold the lock of `fd` as words for a message, from /proc/locks of this host."""
     inode = str(os.fstat(fd).st_ino)
     try:
         lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]

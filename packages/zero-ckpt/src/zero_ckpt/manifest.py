@@ -43,8 +43,8 @@ class FileEntry:
     header_checksum: str
     extents: tuple[tuple[int, str], ...] | None = None
 
-    def begins(self) -> dict[int, tuple[int, str]]:
-        """The extents of a raw file by the byte at which they begin."""
+    def extents_by_begin(self) -> dict[int, tuple[int, str]]:
+        """Return the extents of a raw file by the byte at which they begin."""
         found, position = {}, 0
         for nbytes, digest in self.extents or ():
             found[position] = (nbytes, digest)
@@ -52,7 +52,7 @@ class FileEntry:
         return found
 
     def encode(self) -> dict[str, Any]:
-        """The entry as plain data."""
+        """Return the entry as plain data."""
         table = {key: value for key, value in vars(self).items() if key != "extents"}
         return table if self.extents is None else {**table, "extents": [list(extent) for extent in self.extents]}
 
@@ -61,7 +61,7 @@ class FileEntry:
 class Slice:
     """Elements `offset` to `offset + length` of a flattened tensor, in file number `file`.
 
-    In a safetensors file it is entry `key`; in a raw file `begin` is the byte at which its extent begins.
+    In a safetensors file it is entry `key`; in a raw file `begin` is the byte at which its extent extents_by_begin.
     """
 
     file: int
@@ -72,13 +72,13 @@ class Slice:
     begin: int | None = None
 
     def encode(self) -> dict[str, Any]:
-        """The slice as plain data."""
+        """Return the slice as plain data."""
         table = {key: value for key, value in vars(self).items() if key != "begin"}
         return table if self.begin is None else {**table, "begin": self.begin}
 
 
 def raw_checksum(extents: Iterable[tuple[int, str]]) -> str:
-    """The checksum of a raw file: that of its extents' checksums, as text, one after another."""
+    """Return the checksum of a raw file: that of its extents' checksums, as text, one after another."""
     return checksum("".join(digest for _, digest in extents).encode())
 
 
@@ -94,12 +94,12 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Elements of the full tensor."""
         return numel(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return self.numel * ITEMSIZE[self.dtype]
 
 
@@ -123,7 +123,8 @@ class Manifest:
     """The tag it was saved as; None in checkpoints of earlier versions."""
 
     def encode(self) -> bytes:
-        """The bytes of the manifest file; raises CheckpointError when no reader would take them."""
+        """Return the contents of the manifest file; raises CheckpointError when they would be too large to read
+        back."""
         body = pack(
             {
                 "format": "zero-ckpt",
@@ -155,6 +156,7 @@ class Manifest:
 
 
 def _require_readable(body: bytes) -> None:
+    """Raise CheckpointError when `decode_manifest` would refuse a body for its size or the memory that it takes."""
     if len(body) <= _ALWAYS_READABLE_BYTES:
         return
     try:
@@ -169,10 +171,9 @@ def _require_readable(body: bytes) -> None:
 
 
 def decode_manifest(raw: bytes, where: str) -> Manifest:
-    """The manifest in `raw`; `where` names the file in errors.
+    """Return the manifest in `raw`; `where` names the file in errors.
 
-    Raises DamagedError when anything about it is not as the format says, and CheckpointError when a later version
-    wrote it.
+    Raises DamagedError when anything about it violates the format, and CheckpointError when a later version wrote it.
     """
     body = memoryview(raw)[_PREFIX_BYTES:]
     if raw[:7] != MAGIC[:7]:
@@ -188,12 +189,13 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
 
 
 class _Decoder:
-    """Walks the decoded msgpack map and turns it into dataclasses, or says at which key it is wrong."""
+    """Turns the decoded msgpack map into dataclasses; raises DamagedError naming the key (`at`) that is invalid."""
 
     def __init__(self, where: str) -> None:
         self._where = where
 
     def manifest(self, value: Any) -> Manifest:
+        """Return the manifest; raises CheckpointError for an unknown version."""
         table = _typed(value, dict, "the manifest")
         if table.get("format") != "zero-ckpt":
             raise DamagedError(f"format is {table.get('format')!r}, expected 'zero-ckpt'")
@@ -202,14 +204,14 @@ class _Decoder:
                 f"{self._where}: manifest version {table.get('version')!r} is not known here; upgrade zero-ckpt"
             )
         files = tuple(self._file(item, f"files[{i}]") for i, item in enumerate(_get(table, "files", list)))
-        _unique((entry.path for entry in files), "files: the path")
+        _require_unique((entry.path for entry in files), "files: the path")
         tensors = tuple(
             self._tensor(item, f"tensors[{i}]", len(files)) for i, item in enumerate(_get(table, "tensors", list))
         )
-        _check_begins(files, tensors)
-        _check_keys(files, tensors)
-        _unique(((tensor.name, tensor.kind) for tensor in tensors), "tensors: the (name, kind)")
-        self._check_sizes(files, tensors)
+        _require_raw_slices(files, tensors)
+        _require_distinct_keys(files, tensors)
+        _require_unique(((tensor.name, tensor.kind) for tensor in tensors), "tensors: the (name, kind)")
+        self._require_room(files, tensors)
         aliases = _get(table, "aliases", dict)
         for alias, name in aliases.items():
             _typed(name, str, f"aliases[{alias!r}]")
@@ -223,7 +225,7 @@ class _Decoder:
             config=table.get("config"),
             rank_state=tuple(_typed(table.get("rank_state", []), list, "rank_state")),
             per_node=_typed(table.get("per_node", False), bool, "per_node"),
-            frozen=_names(table["frozen"], "frozen") if "frozen" in table else None,
+            frozen=_string_set(table["frozen"], "frozen") if "frozen" in table else None,
             tag=_get(table, "tag", str) if "tag" in table else None,
         )
 
@@ -238,10 +240,11 @@ class _Decoder:
             extents=self._extents(table["extents"], f"{at}.extents") if "extents" in table else None,
         )
         if entry.extents is not None:
-            _check_raw(entry, at)
+            _require_raw_entry(entry, at)
         return entry
 
     def _extents(self, value: Any, at: str) -> tuple[tuple[int, str], ...]:
+        """Return (bytes, checksum) of every extent."""
         found = []
         for index, item in enumerate(_typed(value, list, at)):
             pair = _typed(item, list, f"{at}[{index}]")
@@ -265,7 +268,7 @@ class _Decoder:
         slices = tuple(
             self._slice(item, f"{at}.slices[{i}]", file_count) for i, item in enumerate(_get(table, "slices", list, at))
         )
-        return TensorEntry(name, kind, tuple(shape), dtype, _covering(slices, numel(tuple(shape)), at))
+        return TensorEntry(name, kind, tuple(shape), dtype, _require_coverage(slices, numel(tuple(shape)), at))
 
     def _slice(self, value: Any, at: str, file_count: int) -> Slice:
         table = _typed(value, dict, at)
@@ -281,7 +284,8 @@ class _Decoder:
             raise DamagedError(f"{at}: file {piece.file} of {file_count}, length {piece.length}")
         return piece
 
-    def _check_sizes(self, files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
+    def _require_room(self, files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
+        """Raise DamagedError when header and slices of a file together take more bytes than it has."""
         claimed = [entry.header_nbytes for entry in files]
         for tensor in tensors:
             for piece in tensor.slices:
@@ -291,7 +295,8 @@ class _Decoder:
                 raise DamagedError(f"{entry.path}: slices need {nbytes} bytes of a file of {entry.nbytes}")
 
 
-def _check_raw(entry: FileEntry, at: str) -> None:
+def _require_raw_entry(entry: FileEntry, at: str) -> None:
+    """Raise DamagedError unless a raw file has no header, its extents cover it, and its checksum is theirs."""
     covered = sum(nbytes for nbytes, _ in entry.extents or ())
     if entry.header_nbytes or covered != entry.nbytes or entry.checksum != raw_checksum(entry.extents or ()):
         raise DamagedError(
@@ -300,12 +305,12 @@ def _check_raw(entry: FileEntry, at: str) -> None:
         )
 
 
-def _check_begins(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
-    """A slice of a raw file is one of its extents, and each extent one slice at most."""
-    begins = [None if entry.extents is None else entry.begins() for entry in files]
+def _require_raw_slices(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
+    """Raise DamagedError unless each slice of a raw file is one of its extents, and no extent is two slices."""
+    extents_by_begin = [None if entry.extents is None else entry.extents_by_begin() for entry in files]
     for tensor in tensors:
         for piece in tensor.slices:
-            extents = begins[piece.file]
+            extents = extents_by_begin[piece.file]
             if extents is None and piece.begin is None:
                 continue
             found = None if extents is None or piece.begin is None else extents.pop(piece.begin, None)
@@ -316,8 +321,8 @@ def _check_begins(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]
                 )
 
 
-def _check_keys(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
-    """No two slices are the same entry of a safetensors file."""
+def _require_distinct_keys(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
+    """Raise DamagedError when two slices are the same entry of a safetensors file."""
     seen: set[tuple[int, str]] = set()
     for tensor in tensors:
         for piece in tensor.slices:
@@ -329,7 +334,8 @@ def _check_keys(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) 
             seen.add((piece.file, piece.key))
 
 
-def _covering(slices: tuple[Slice, ...], count: int, at: str) -> tuple[Slice, ...]:
+def _require_coverage(slices: tuple[Slice, ...], count: int, at: str) -> tuple[Slice, ...]:
+    """Return the slices sorted by offset; raises DamagedError unless they cover `count` elements exactly once."""
     ordered = tuple(sorted(slices, key=lambda piece: piece.offset))
     position = 0
     for piece in ordered:
@@ -343,27 +349,32 @@ def _covering(slices: tuple[Slice, ...], count: int, at: str) -> tuple[Slice, ..
 
 
 def _safe_path(path: str, at: str) -> str:
+    """Return `path`; raises DamagedError when it leads out of the checkpoint directory."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path or ":" in parts[0]:
         raise DamagedError(f"{at}: {path!r} is not a path inside the checkpoint directory")
     return path
 
 
-def _names(value: Any, at: str) -> frozenset[str]:
+def _string_set(value: Any, at: str) -> frozenset[str]:
+    """Return a list of strings as a set; raises DamagedError for anything else."""
     return frozenset(_typed(item, str, f"{at}[{index}]") for index, item in enumerate(_typed(value, list, at)))
 
 
 def _typed(value: Any, kind: type, at: str) -> Any:
+    """Return `value`; raises DamagedError when its type is not exactly `kind`."""
     if type(value) is not kind:
         raise DamagedError(f"{at}: expected {kind.__name__}, got {type(value).__name__}")
     return value
 
 
 def _get(table: dict[str, Any], key: str, kind: type, at: str = "the manifest") -> Any:
+    """Return the value of `key`; raises DamagedError when it is missing or not of type `kind`."""
     return _typed(table.get(key), kind, f"{at}.{key}")
 
 
 def _size(table: dict[str, Any], key: str, at: str = "the manifest") -> int:
+    """Return a size or count; raises DamagedError unless it is an integer from 0 to 2**62 - 1."""
     value: int = _get(table, key, int, at)
     if not 0 <= value < _MAX_INT:
         raise DamagedError(f"{at}.{key}: {value} is out of range")
@@ -377,7 +388,8 @@ def _checksum(table: dict[str, Any], key: str, at: str) -> str:
     return str(value)
 
 
-def _unique(items: Iterable[Any], what: str) -> None:
+def _require_unique(items: Iterable[Any], what: str) -> None:
+    """Raise DamagedError when an item appears twice; `what` names the items."""
     seen = set()
     for item in items:
         if item in seen:

@@ -21,7 +21,11 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
-    """Open a regular file without following a link in its last component and without waiting; raises OSError."""
+    """Open a regular file and return its descriptor; follows no link in the last component, and never blocks.
+
+    `folder`: the descriptor of a directory that `path` is relative to. Raises OSError, also for what is no regular
+    file.
+    """
     try:
         fd = os.open(path, flags | _FILE, dir_fd=folder)
     except OSError as error:
@@ -36,7 +40,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, folder: int | None 
 
 
 def read_bounded(fd: int, limit: int, where: str) -> bytes:
-    """All bytes of an open file; raises DamagedError, before memory is asked for, when there are more than `limit`."""
+    """Return all bytes of an open file; raises DamagedError, before memory is allocated, for more than `limit`."""
     nbytes = os.fstat(fd).st_size
     if nbytes > limit:
         raise DamagedError(f"{where}: {nbytes} bytes, expected at most {limit}")
@@ -64,24 +68,25 @@ class Folder:
         weakref.finalize(self, os.close, self._fd).atexit = False
 
     def open(self, relative: str, flags: int = os.O_RDONLY) -> int:
-        """A descriptor of a regular file in it; raises OSError."""
+        """Return a descriptor of a regular file in it; raises OSError."""
         *parents, name = relative.split("/")
         folder = self._fd
         try:
             for parent in parents:
                 inner = os.open(parent, _DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-                self._leave(folder)
+                self._close_inner(folder)
                 folder = inner
             return open_regular(name, flags, folder)
         finally:
-            self._leave(folder)
+            self._close_inner(folder)
 
-    def _leave(self, folder: int) -> None:
+    def _close_inner(self, folder: int) -> None:
+        """Close a descriptor, unless it is the one that this object holds."""
         if folder != self._fd:
             os.close(folder)
 
     def nbytes(self, relative: str) -> int:
-        """The size of a regular file in it; raises OSError."""
+        """Return the size of a regular file in it; raises OSError."""
         if "/" not in relative:
             found = os.stat(relative, dir_fd=self._fd, follow_symlinks=False)
             if stat.S_ISREG(found.st_mode):
@@ -93,7 +98,7 @@ class Folder:
             os.close(fd)
 
     def read(self, relative: str, limit: int) -> bytes:
-        """A small file, whole; raises DamagedError."""
+        """Return all bytes of a file; raises DamagedError, also for more than `limit` bytes, and ReplacedError."""
         where = str(self.path / relative)
         fd = self.open_named(relative, where)
         try:
@@ -124,7 +129,7 @@ class Folder:
             raise ReplacedError(f"{self.path} was replaced or removed while it was being read; open it again")
 
     def open_named(self, relative: str, where: str) -> int:
-        """`open` that raises DamagedError, beginning with `where`, or ReplacedError."""
+        """Return a descriptor as `open` does, but raise ReplacedError or DamagedError, which begins with `where`."""
         try:
             return self.open(relative)
         except OSError as error:

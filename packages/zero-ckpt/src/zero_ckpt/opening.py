@@ -1,4 +1,4 @@
-"""Choose which checkpoint to open: the one asked for, or the newest that is whole, and say what was passed over."""
+"""Choose the checkpoint to open: the requested one, or the newest whole one, with a report of those passed over."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def open_checkpoint(
     """Open checkpoint `tag` of `root`, or the one that `<root>/latest` names; collective when given a coordinator.
 
     Without a tag, when that one is damaged or missing, the newest whole checkpoint is opened instead; this is logged as
-    a warning and recorded in the checkpoint's `report`. Ranks open the same one: the first that is whole for all.
-    `root` may also be a checkpoint directory itself. `skip` maps tags that are known to be damaged to the reason.
+    a warning and recorded in the checkpoint's `report`. All ranks open the same one, the first that is whole on every
+    rank. `root` may also be a checkpoint directory itself. `skip` maps tags that are known to be damaged to the reason.
 
     Raises NotFoundError when there is no checkpoint at all, and DamagedError when there are some but none is whole (or
-    the one asked for by tag is not). A checkpoint that a save is just replacing is waited for.
+    the one requested by tag is not). If a save is replacing a checkpoint, waits half a second for it.
     """
     group = coordinator or SoloCoordinator()
     directory = Path(root)
@@ -50,9 +50,9 @@ def open_checkpoint(
             options.extend(_settled(look, directory, tag, skip or {}))
             return [[option.tag, option.problem] for option in options]
 
-        for name, problem in _merge(together(group, what, part)).items():
+        for name, problem in _merge_problems(together(group, what, part)).items():
             if problem is None:
-                return _open(next(option for option in options if option.tag == name), tag, skipped, what)
+                return _open_chosen(next(option for option in options if option.tag == name), tag, skipped, what)
             skipped[name] = problem
     if not skipped:
         raise NotFoundError(f"{what}: there is no checkpoint")
@@ -60,7 +60,8 @@ def open_checkpoint(
     raise DamagedError(f"{what}: no whole checkpoint{lines}")
 
 
-def _open(chosen: Candidate, requested: str | None, skipped: dict[str, str], what: str) -> Checkpoint:
+def _open_chosen(chosen: Candidate, requested: str | None, skipped: dict[str, str], what: str) -> Checkpoint:
+    """Return the chosen candidate as an open checkpoint, and log those that were passed over for it."""
     report = OpenReport(requested, chosen.tag, tuple(skipped.items()))
     if skipped:
         logger.warning("%s", report)
@@ -77,7 +78,7 @@ _Look = Callable[[Path, "str | None", Mapping[str, str]], "list[Candidate]"]
 
 
 def _settled(look: _Look, root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
-    """Return what `look` finds when no save is just replacing what it looks at."""
+    """Return what `look` finds, repeated (50 times at most) while a save is moving a directory that it looks at."""
     for _ in range(_LOOKS):
         found = look(root, tag, skip)
         if not any(candidate.moved for candidate in found):
@@ -87,9 +88,9 @@ def _settled(look: _Look, root: Path, tag: str | None, skip: Mapping[str, str]) 
 
 
 def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
-    """The one asked for, or that `root` is, or that `latest` names; most often nothing else has to be read."""
+    """Return the candidate of `tag`, of `root` itself, or of `latest`, in a list; empty if there is no `latest`."""
     if tag is not None:
-        path = _find(root, check_tag(tag))
+        path = _find_directory(root, check_tag(tag))
         if path is None:
             raise NotFoundError(f"{root} has no checkpoint {tag!r}")
         return [examine(tag, path)]
@@ -105,14 +106,14 @@ def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[
         return [Candidate(latest, root / latest, None, skip[latest])]
     if not is_tag(latest):
         return [Candidate(latest, root, None, "`latest` does not hold a tag")]
-    path = _find(root, latest)
+    path = _find_directory(root, latest)
     if path is None:
         return [Candidate(latest, root / latest, None, "`latest` names it, but there is no such checkpoint")]
     return [examine(latest, path)]
 
 
-def _find(root: Path, tag: str) -> Path | None:
-    """Where checkpoint `tag` is; while it is being replaced it has one name, then none, then the other."""
+def _find_directory(root: Path, tag: str) -> Path | None:
+    """Return the directory of checkpoint `tag`, also while a save replaces it; None if there is none."""
     for _ in range(3):
         if exists(root / tag):
             return root / tag
@@ -123,19 +124,20 @@ def _find(root: Path, tag: str) -> Path | None:
 
 
 def _every_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
-    """Every checkpoint of `root`, newest first."""
+    """Return every checkpoint of `root`, newest first; none when `tag` or `root` itself names the only choice."""
     if tag is not None or has_manifest(root):
         return []
     return [_apply_skip(candidate, skip) for candidate in find_candidates(root)]
 
 
 def _apply_skip(candidate: Candidate, skip: Mapping[str, str]) -> Candidate:
+    """Return the candidate; if `skip` has its tag, as one with that problem."""
     problem = skip.get(candidate.tag)
     return candidate if problem is None else Candidate(candidate.tag, candidate.path, None, problem)
 
 
-def _merge(views: list[Any]) -> dict[str, str | None]:
-    """The first rank's order; a checkpoint counts as whole only where it is whole on every rank."""
+def _merge_problems(views: list[Any]) -> dict[str, str | None]:
+    """Return the problem of each candidate by tag, in rank 0's order; None only where it is whole on every rank."""
     merged: dict[str, str | None] = {str(name): problem for name, problem in views[0]}
     for rank, view in enumerate(views[1:], start=1):
         seen: dict[str | None, str | None] = dict(view)

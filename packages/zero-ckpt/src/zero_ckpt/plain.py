@@ -22,35 +22,36 @@ _FLAT = frozenset({type(None), bool, int, float, bytes})
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, list, dict})
 
 
-def to_plain(value: Any, path: str, *, most: int | None = None) -> Any:
-    """A copy of `value` as plain data.
+def to_plain(value: Any, path: str, *, max_items: int | None = None) -> Any:
+    """Return a copy of `value` as plain data; tuples become lists, subclasses of plain types their plain values.
 
     `path` is the name under which errors report `value`. Raises NotPlainDataError with the path of the first item that
-    is not plain data, for example `client_state["sampler"].fn`, and when there are more than `most` items: a list that
-    holds another twice is copied twice, so that a small file may say a lot.
+    is not plain data, for example `client_state["sampler"].fn`, or when there are more than `max_items` items. An item
+    that is referred to twice counts and is copied twice, so a small file can expand to many items.
     """
-    items = None if most is None else iter(range(most))
-    _take(items, 1, path)
+    items = None if max_items is None else iter(range(max_items))
+    _spend_items(items, 1, path)
     return _copy(value, path, 0, items)
 
 
 def _copy(value: Any, path: str, depth: int, items: Iterator[int] | None) -> Any:
+    """Return `value` as plain data; `items` yields once per item that is still allowed, None for no limit."""
     kind = type(value)
     if kind is str:
-        return _text(value, path)
+        return _require_encodable(value, path)
     if kind in _FLAT:
         return value
     if depth >= _MAX_DEPTH:
         raise NotPlainDataError(f"{path} is nested more than {_MAX_DEPTH} levels deep (or refers to itself)")
     if kind in (list, tuple):
-        _take(items, len(value), path)
+        _spend_items(items, len(value), path)
         if _FLAT.issuperset(map(type, value)):  # states of generators have a thousand numbers
             return list(value)
         return [_copy(item, f"{path}[{index}]", depth + 1, items) for index, item in enumerate(value)]
     if isinstance(value, dict):
-        _take(items, len(value), path)
+        _spend_items(items, len(value), path)
         return {
-            key if type(key) is str and key.isascii() else _key(key, path): item
+            key if type(key) is str and key.isascii() else _checked_key(key, path): item
             if type(item) in _FLAT
             else _copy(item, f"{path}[{key!r}]", depth + 1, items)
             for key, item in value.items()
@@ -65,14 +66,14 @@ def _copy(value: Any, path: str, depth: int, items: Iterator[int] | None) -> Any
     )
 
 
-def _take(items: Iterator[int] | None, count: int, path: str) -> None:
-    """Count items, where there may not be any number of them."""
+def _spend_items(items: Iterator[int] | None, count: int, path: str) -> None:
+    """Use up `count` of the items that are still allowed; raises NotPlainDataError when fewer are left."""
     if items is not None and sum(1 for _ in itertools.islice(items, count)) < count:
-        raise NotPlainDataError(f"{path} is beyond the number of items that are read")
+        raise NotPlainDataError(f"{path} has more items than are read")
 
 
-def _text(value: str, path: str) -> str:
-    """The string itself; half of a surrogate pair has no form in UTF-8."""
+def _require_encodable(value: str, path: str) -> str:
+    """Return the string; raises NotPlainDataError for half a surrogate pair, which UTF-8 cannot encode."""
     if not value.isascii():
         try:
             value.encode()
@@ -81,29 +82,32 @@ def _text(value: str, path: str) -> str:
     return value
 
 
-def _key(key: Any, path: str) -> str:
+def _checked_key(key: Any, path: str) -> str:
+    """Return the key of a map as a str; raises NotPlainDataError when it is no string."""
     if not isinstance(key, str):
         raise NotPlainDataError(f"{path} has the key {key!r} of type {type(key).__name__}; keys must be strings")
-    return _text(str(key), path)
+    return _require_encodable(str(key), path)
 
 
 def pack(value: Any) -> bytes:
-    """Plain data as msgpack bytes."""
+    """Return plain data as msgpack bytes."""
     packed: bytes = msgpack.packb(value, default=_pack_big_int, use_bin_type=True)
     return packed
 
 
 def _pack_big_int(value: Any) -> msgpack.ExtType:
+    """Return an integer beyond 64 bits as an extension value; raises NotPlainDataError for anything else."""
     if isinstance(value, int):
         return msgpack.ExtType(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
     raise NotPlainDataError(f"{type(value).__qualname__} is not plain data")
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """Plain data from msgpack bytes.
+    """Return the plain data that msgpack bytes hold.
 
-    Raises DamagedError when they are not valid, a map has a key twice, a value is not plain (a timestamp, an unknown
-    extension), it has more than four million keys, or lists and maps take more than 256 MiB and eight times the bytes.
+    Raises DamagedError when they are not valid, a map has a key twice or more than four million keys, a value is not
+    plain (a timestamp, an unknown extension), or lists and maps take more memory than 256 MiB plus eight times the
+    bytes.
     """
     decoding = _Decoding(len(data))
     try:
@@ -122,8 +126,8 @@ def unpack(data: bytes | memoryview) -> Any:
     return value
 
 
-def first_twice(keys: Iterable[str]) -> str | None:
-    """The first of `keys` that is there twice."""
+def first_duplicate(keys: Iterable[str]) -> str | None:
+    """Return the first key that repeats an earlier one; None if all differ."""
     seen: set[str] = set()
     for key in keys:
         if key in seen:
@@ -133,21 +137,24 @@ def first_twice(keys: Iterable[str]) -> str | None:
 
 
 class _Decoding:
-    """Counts what lists and maps cost while they are made, and refuses what plain data does not hold."""
+    """Bounds the memory of lists and maps while msgpack makes them, and refuses values that are not plain data."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = _OBJECT_BYTES + _OBJECT_BYTES_PER_BYTE * nbytes
 
     def take_list(self, items: list[Any]) -> list[Any]:
+        """Return `items` after counting their memory; raises ValueError beyond the bound or for other than plain
+        data."""
         self._spend(_LIST_BYTES + 8 * len(items))
         self._require_plain(items)
         return items
 
     def take_map(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return the pairs as a dict, as `take_list` does; raises ValueError also for a key that is there twice."""
         self._spend(_MAP_BYTES + _PAIR_BYTES * len(pairs))
         table = dict(pairs)
         if len(table) != len(pairs):
-            raise ValueError(f"a map has the key {first_twice(key for key, _ in pairs)!r} twice")
+            raise ValueError(f"a map has the key {first_duplicate(key for key, _ in pairs)!r} twice")
         self._require_plain(table.values())
         return table
 
@@ -164,6 +171,7 @@ class _Decoding:
 
 
 def _unpack_ext(code: int, data: bytes) -> int:
+    """Return the integer of an extension value; raises ValueError for an extension type that is not ours."""
     if code != _BIG_INT:
         raise ValueError(f"unknown extension type {code}")
     return int.from_bytes(data, "little", signed=True)

@@ -1,12 +1,12 @@
-"""Open a checkpoint and read any interval of any tensor, touching only the bytes that are needed.
+"""Read any interval of any tensor of a checkpoint, touching only the bytes that are needed.
 
 [Note: verified partial reads]
 A slice is the unit of checksumming and never larger than `MAX_SLICE_BYTES` when written by this package. A request that
 covers a slice reads it straight into the caller's memory and verifies it there. A request that covers part of a slice
 reads the whole slice into a scratch buffer, verifies it, and copies the part: at most two slices per request. Requests
 that are made together and need the same slice share one read of it. Slices of linked files may be larger; the first
-request for a part of one reads it in small pieces to verify it, and from then on its parts are read as they are. With
-`verify=False` only the requested bytes are read.
+request for a part of one reads it in small pieces to verify it, and from then on its parts are read without verifying.
+With `verify=False` only the requested bytes are read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OPEN_FILES = 64
 
 @dataclass(frozen=True)
 class OpenReport:
-    """Which checkpoint was opened and why: `skipped` lists newer ones as (tag, what is wrong with it)."""
+    """The checkpoint that was opened: `skipped` lists those that were passed over for it, as (tag, problem)."""
 
     requested: str | None
     opened: str
@@ -54,7 +54,7 @@ class OpenReport:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Fill `out` with elements of tensor (`name`, `kind`) from flat element `offset` on; its size gives the length."""
+    """Fill `out` with elements of tensor (`name`, `kind`) from flat element `offset` on, as many as it has room for."""
 
     name: str
     kind: str
@@ -65,8 +65,8 @@ class ReadRequest:
 class Checkpoint:
     """A complete checkpoint, opened for reading; make one with `open_checkpoint`. Safe to use from several threads.
 
-    It reads the files of the directory that was opened, also when a save gives the tag to another; when those are gone,
-    reading raises ReplacedError.
+    It reads the files of the directory that was opened, even if a save replaces the checkpoint of this tag meanwhile;
+    once those files are gone, reading raises ReplacedError.
     """
 
     def __init__(self, path: Path, tag: str, manifest: Manifest, report: OpenReport, folder: Folder) -> None:
@@ -85,7 +85,7 @@ class Checkpoint:
 
     @property
     def world_size(self) -> int:
-        """Ranks that wrote it."""
+        """The number of ranks that saved it."""
         return self._manifest.world_size
 
     @property
@@ -95,7 +95,7 @@ class Checkpoint:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Tied names to the name under which the tensor is stored."""
+        """The names of tied tensors, with the name under which each is stored."""
         return self._manifest.aliases
 
     @property
@@ -115,12 +115,12 @@ class Checkpoint:
 
     @property
     def rank_state(self) -> Sequence[Any]:
-        """The `rank_state` that each saving rank passed, by rank; empty when none did."""
+        """The `rank_state` that each saving rank passed, by rank; empty when none passed any."""
         return self._manifest.rank_state
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest as it is on disk."""
+        """The decoded manifest."""
         return self._manifest
 
     @property
@@ -129,11 +129,11 @@ class Checkpoint:
         return checksum(self._manifest.encode())
 
     def cuts(self, name: str, kind: str) -> list[int]:
-        """Elements at which slices begin; reads that begin and end there touch each byte once."""
+        """Return the elements at which slices begin; reads that begin and end there touch each byte once."""
         return [piece.offset for piece in self.entry(name, kind).slices]
 
     def entry(self, name: str, kind: str) -> TensorEntry:
-        """The tensor of that name, or of the name it is an alias of; raises NotFoundError."""
+        """Return the manifest's entry of a tensor; `name` may be an alias. Raises NotFoundError."""
         found = self._tensors.get((name, kind)) or self._tensors.get((self.aliases.get(name, name), kind))
         if found is None:
             raise NotFoundError(f"{self.path} has no tensor {name!r} of kind {kind!r}")
@@ -145,23 +145,26 @@ class Checkpoint:
         `out` is a writable C-contiguous buffer; its size decides how many elements are read. Raises NotFoundError,
         MismatchError when `out` is no such interval, and DamagedError naming tensor and file.
         """
-        for job in self._jobs(ReadRequest(name, kind, offset, out)):
-            self._run([job], verify)
+        for job in self._slice_copies(ReadRequest(name, kind, offset, out)):
+            self._copy_from_slice([job], verify)
 
     def read_many(self, requests: Iterable[ReadRequest], *, verify: bool = True, threads: int = 4) -> None:
-        """Like `read_into` for many requests, with several reads in flight."""
-        jobs = [job for request in requests for job in self._jobs(request)]
+        """Fill the buffers of many requests as `read_into` does, with several reads in flight.
+
+        `threads` read; with the `nvme` extra, large requests for whole slices are read past the page cache instead.
+        """
+        jobs = [job for request in requests for job in self._slice_copies(request)]
         if verify and has_direct_reads(sum(job.view.nbytes for job in jobs)):
-            jobs = self._run_direct(jobs)
+            jobs = self._read_whole_slices(jobs)
         by_slice: dict[tuple[int, str, int | None], list[_SliceCopy]] = {}
         for job in jobs:
             by_slice.setdefault((job.piece.file, job.piece.key, job.piece.begin), []).append(job)
         if threads <= 1 or len(by_slice) <= 1:
             for group in by_slice.values():
-                self._run(group, verify)
+                self._copy_from_slice(group, verify)
             return
         with ThreadPoolExecutor(threads, thread_name_prefix="zero-ckpt-read") as pool:
-            futures = [pool.submit(self._run, group, verify) for group in by_slice.values()]
+            futures = [pool.submit(self._copy_from_slice, group, verify) for group in by_slice.values()]
             try:
                 for future in futures:
                     future.result()
@@ -169,15 +172,16 @@ class Checkpoint:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _run_direct(self, jobs: list[_SliceCopy]) -> list[_SliceCopy]:
-        """Do the jobs that are whole slices past the page cache, a few files at a time; returns the others."""
+    def _read_whole_slices(self, jobs: list[_SliceCopy]) -> list[_SliceCopy]:
+        """Read the jobs that are whole slices with direct I/O, 64 files at a time; returns the other jobs."""
         whole = sorted((job for job in jobs if job.is_whole), key=lambda job: job.piece.file)
         by_file = [list(group) for _, group in groupby(whole, key=lambda job: job.piece.file)]
         for first in range(0, len(by_file), _OPEN_FILES):
-            self._read_direct([job for group in by_file[first : first + _OPEN_FILES] for job in group])
+            self._read_directly([job for group in by_file[first : first + _OPEN_FILES] for job in group])
         return [job for job in jobs if not job.is_whole]
 
-    def _read_direct(self, jobs: list[_SliceCopy]) -> None:
+    def _read_directly(self, jobs: list[_SliceCopy]) -> None:
+        """Read jobs that are whole slices with direct I/O and compare their checksums."""
         with ExitStack() as stack:
             opened: dict[int, Path] = {}
             for job in jobs:
@@ -189,12 +193,12 @@ class Checkpoint:
             try:
                 with closing(read_ranges(ranges, near=self.path)) as checksums:
                     for job, found in zip(jobs, checksums, strict=True):
-                        self._compare(job, found)
+                        self._require_checksum(job, found)
             except OSError as error:
                 raise DamagedError(f"{self.path}: {error}") from error
 
     def read(self, name: str, kind: str, offset: int = 0, length: int | None = None) -> bytearray:
-        """The bytes of an interval, by default of the whole tensor, verified."""
+        """Return the verified bytes of an interval, by default of the full tensor; raises as `read_into` does."""
         entry = self.entry(name, kind)
         count = entry.numel - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > entry.numel:
@@ -203,10 +207,11 @@ class Checkpoint:
         self.read_into(name, kind, offset, out)
         return out
 
-    def _jobs(self, request: ReadRequest) -> list[_SliceCopy]:
+    def _slice_copies(self, request: ReadRequest) -> list[_SliceCopy]:
+        """Return one copy for each slice that a request overlaps."""
         entry = self.entry(request.name, request.kind)
         itemsize = ITEMSIZE[entry.dtype]
-        out = _writable(request)
+        out = _writable_bytes(request)
         length, rest = divmod(out.nbytes, itemsize)
         begin, end = request.offset, request.offset + length
         if rest or begin < 0 or end > entry.numel:
@@ -221,8 +226,8 @@ class Checkpoint:
             jobs.append(_SliceCopy(entry, piece, (low - piece.offset) * itemsize, view))
         return jobs
 
-    def _run(self, jobs: Sequence[_SliceCopy], verify: bool) -> None:
-        """Do jobs that read from one slice; to verify them it is read once."""
+    def _copy_from_slice(self, jobs: Sequence[_SliceCopy], verify: bool) -> None:
+        """Do jobs that read from the same slice; to verify them it is read once."""
         first = jobs[0]
         begin, where = self._begin(first), self._where(first)
         fd = self._open(first)
@@ -238,23 +243,25 @@ class Checkpoint:
             read_fd(fd, begin, whole, where)
         finally:
             os.close(fd)
-        self._compare(first, checksum(whole))
+        self._require_checksum(first, checksum(whole))
         for job in jobs:
             if job.view is not whole:
                 job.view[:] = whole[job.skip : job.skip + job.view.nbytes]
 
     def _verify_large(self, job: _SliceCopy, fd: int, begin: int, where: str) -> None:
-        """Verify a slice that is larger than a scratch buffer, once."""
+        """Verify a slice of more than `MAX_SLICE_BYTES`, unless an earlier request did."""
         place = (job.piece.file, job.piece.key, job.piece.begin)
         with self._large_lock:
             if place not in self._large:
-                self._compare(job, scan_fd(fd, begin, job.slice_nbytes, where))
+                self._require_checksum(job, scan_fd(fd, begin, job.slice_nbytes, where))
                 self._large.add(place)
 
     def _open(self, job: _SliceCopy) -> int:
+        """Return a descriptor of the file that holds a job's slice."""
         return self._folder.open_named(self._manifest.files[job.piece.file].path, self._where(job))
 
-    def _compare(self, job: _SliceCopy, found: str) -> None:
+    def _require_checksum(self, job: _SliceCopy, found: str) -> None:
+        """Raise DamagedError unless `found` is the checksum of a job's slice."""
         if found != job.piece.checksum:
             raise DamagedError(
                 f"{self._where(job)}: elements {job.piece.offset} to {job.piece.offset + job.piece.length} are damaged "
@@ -262,11 +269,12 @@ class Checkpoint:
             )
 
     def _where(self, job: _SliceCopy) -> str:
+        """Return the tensor and the file of a job, for error messages."""
         file = self.path / self._manifest.files[job.piece.file].path
         return f"{job.entry.name!r} ({job.entry.kind}) in {file}"
 
     def _begin(self, job: _SliceCopy) -> int:
-        """The byte of its file at which a job's slice begins."""
+        """Return the byte of its file at which a job's slice begins."""
         if job.piece.begin is not None:
             return job.piece.begin
         stored = self._header(job.piece.file).get(job.piece.key)
@@ -277,6 +285,7 @@ class Checkpoint:
         return stored.begin
 
     def _header(self, index: int) -> dict[str, HeaderEntry]:
+        """Return the header's entries of file number `index`, which is read once."""
         with self._lock:
             if index not in self._headers:
                 entry = self._manifest.files[index]
@@ -286,7 +295,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _SliceCopy:
-    """Copy bytes of one slice, `skip` bytes after its begin, into `view`."""
+    """A copy of the bytes of one slice, from `skip` bytes after its begin on, into `view`."""
 
     entry: TensorEntry
     piece: Slice
@@ -302,7 +311,8 @@ class _SliceCopy:
         return self.view.nbytes == self.slice_nbytes
 
 
-def _writable(request: ReadRequest) -> memoryview:
+def _writable_bytes(request: ReadRequest) -> memoryview:
+    """Return the request's buffer as a flat view of bytes; raises MismatchError when it cannot be written."""
     view = memoryview(request.out)
     if view.readonly or not view.c_contiguous:
         raise MismatchError(
@@ -312,6 +322,7 @@ def _writable(request: ReadRequest) -> memoryview:
 
 
 def _overlapping(slices: Sequence[Slice], begin: int, end: int) -> list[Slice]:
+    """Return the slices, of `slices` sorted by offset, that share elements with `begin` to `end`."""
     low, high = 0, len(slices)
     while low < high:  # the first slice that ends after `begin`
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Bring a root back in order: put back, sweep, restore bytes from twins, set the damaged aside, fix `latest`."""
+"""Repair a root: undo interrupted saves, restore bytes from twins, set damaged checkpoints aside, fix `latest`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .catalog import examine, find_candidates
-from .commit import exists, has_manifest, marked_directories, replaced_path, sweep, tag_of
+from .commit import checkpoint_directories, exists, has_manifest, replaced_path, sweep, tag_of
 from .durable import fsync_directory
 from .errors import CheckpointError, NotFoundError
 from .latest import LATEST_NAME, is_tag, read_latest, require_replaceable, write_latest
@@ -23,20 +23,21 @@ def repair(
 ) -> list[str]:
     """Repair what can be repaired in `root`; returns what was done, one sentence each, empty when all was well.
 
-    Puts back a checkpoint that a dead save had moved aside and sweeps what dead saves left; gives folders that were
-    renamed or swapped the tags they were saved as; rewrites a damaged slice when another checkpoint of the root holds
-    one with the same checksum; renames what stays damaged to `.damaged-<tag>`; and points `latest` at the newest whole
-    checkpoint when it names none. No tensor of a whole checkpoint is touched, and no folder that was not written as a
-    checkpoint. With `dry_run` nothing is changed: the sentences say what would be done, beginning with "would".
+    Puts back a checkpoint that an interrupted save had moved aside and sweeps what interrupted saves left; renames
+    checkpoints that were renamed or swapped to the tags they were saved as; rewrites a damaged slice when another
+    checkpoint of the root holds one with the same checksum; renames what stays damaged to `.damaged-<tag>`; and points
+    `latest` at the newest whole checkpoint when it names none. It changes no tensor of a whole checkpoint, and no
+    directory that was not written as a checkpoint. With `dry_run` nothing is changed: the sentences say what would be
+    done, beginning with "would".
 
     Raises NotFoundError when `root` holds no checkpoint, with the names of the roots below it if it holds some.
     """
     directory = Path(root)
     require_root(directory)
     if dry_run:
-        return _would(directory, progress)
+        return _planned_repairs(directory, progress)
     done = [f"swept {path.name}" if not exists(path) else f"put back {path.name}" for path in sweep(directory)]
-    done += _put_names_right(directory)
+    done += _restore_names(directory)
     reports = {path: verify_candidate(path, progress=progress) for path in checkpoints_in(directory)}
     for path, report in reports.items():
         if report.ok:
@@ -64,12 +65,13 @@ def require_root(directory: Path) -> None:
 
 
 def is_root(directory: Path) -> bool:
-    """Return whether `directory` holds a checkpoint, whole or not, or what a save left."""
+    """Return whether `directory` holds a checkpoint, whole or not, or the remains of an interrupted save."""
     left = (".saving-", ".replaced-", ".deleting-")
-    return bool(marked_directories(directory)) or any(path.name.startswith(left) for path in directory.iterdir())
+    return bool(checkpoint_directories(directory)) or any(path.name.startswith(left) for path in directory.iterdir())
 
 
-def _would(root: Path, progress: Callable[[int], None] | None) -> list[str]:
+def _planned_repairs(root: Path, progress: Callable[[int], None] | None) -> list[str]:
+    """Return what `repair` would do, one sentence each, without changing anything."""
     done = [f"would sweep or put back {path.name}" for path in sweep(root, dry_run=True)]
     names = _misnamed(root)
     done += [f"would rename {path.name} to {tag}, as which it was saved" for path, tag in names.items()]
@@ -80,23 +82,23 @@ def _would(root: Path, progress: Callable[[int], None] | None) -> list[str]:
             whole.add(names.get(path, path.name))
         else:
             done.append(f"would restore {path.name} from other checkpoints, or set it aside: {report.problems[0]}")
-    if whole and _latest(root) not in whole:
+    if whole and _readable_latest(root) not in whole:
         done.append("would point latest at the newest whole checkpoint")
     return done
 
 
 def _misnamed(root: Path) -> dict[Path, str]:
-    """Whole checkpoints whose folder has another name than the tag they were saved as."""
+    """Return whole checkpoints whose directory has another name than their tag, with that tag."""
     found = {}
-    for path in marked_directories(root):
+    for path in checkpoint_directories(root):
         manifest = examine(path.name, path, in_root=False).manifest
         if manifest is not None and manifest.tag not in (None, path.name) and is_tag(manifest.tag or ""):
             found[path] = manifest.tag or ""
     return found
 
 
-def _put_names_right(root: Path) -> list[str]:
-    """Give renamed and swapped folders their tags back, as far as those are free then."""
+def _restore_names(root: Path) -> list[str]:
+    """Rename misnamed checkpoints to their tags where those are free; returns what was done."""
     done = []
     with root_lock(root):
         aside = {path: replaced_path(root, tag) for path, tag in _misnamed(root).items()}
@@ -115,7 +117,10 @@ def _put_names_right(root: Path) -> list[str]:
 
 
 def _set_aside(root: Path, path: Path) -> list[str]:
-    """Rename `path` unless it is whole now: a file that it shares with another may have been restored with that."""
+    """Rename a damaged checkpoint to `.damaged-<tag>`; returns what was done, nothing if it is whole by now.
+
+    A file that it shares with another checkpoint may have been restored there, or a save may have replaced it.
+    """
     before = _identity(path)
     report = verify_candidate(path)
     if report.ok or verify_candidate(path, in_root=False).ok:  # whole under another name is no damage
@@ -132,6 +137,7 @@ def _set_aside(root: Path, path: Path) -> list[str]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
+    """Return device and inode of `path`; None if there is nothing."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -139,7 +145,8 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _latest(root: Path) -> str | None:
+def _readable_latest(root: Path) -> str | None:
+    """Return the tag that `latest` names; None if it is absent or damaged."""
     try:
         return read_latest(root)
     except CheckpointError:
@@ -147,8 +154,9 @@ def _latest(root: Path) -> str | None:
 
 
 def _fix_latest(root: Path) -> list[str]:
+    """Point `latest` at the newest whole checkpoint unless it names a whole one; returns what was done."""
     whole = [candidate.tag for candidate in find_candidates(root) if candidate.problem is None]
-    if not whole or _latest(root) in whole:
+    if not whole or _readable_latest(root) in whole:
         return []
     try:
         require_replaceable(root)

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from .errors import DamagedError
 from .opened import read_fd
-from .plain import first_twice
+from .plain import first_duplicate
 from .types import ITEMSIZE, numel
 
 MAX_HEADER_BYTES = 100_000_000 + 8 + 4096
@@ -83,7 +83,7 @@ def _require_modest(raw: bytes, where: str) -> None:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError(f"the key {first_twice(key for key, _ in pairs)!r} appears twice")
+        raise ValueError(f"the key {first_duplicate(key for key, _ in pairs)!r} appears twice")
     return table
 
 

@@ -1,4 +1,4 @@
-"""Save what all ranks hold as one checkpoint: describe, plan, stage, write, commit. See [Note: two-phase commit]."""
+"""Save all ranks' intervals as one checkpoint: describe, plan, stage, write, commit. See [Note: two-phase commit]."""
 
 from __future__ import annotations
 
@@ -49,21 +49,22 @@ def save_sharded(
 ) -> Path:
     """Write the intervals of all ranks as checkpoint `<root>/<tag>` and return that path; collective.
 
-    Together the ranks must hold every element of every tensor; what several hold is written once, balanced by bytes.
-    `aliases` (tied names to the name that is stored), `frozen` (names of parameters that are not trained),
+    Together the ranks must hold every element of every tensor; elements on several ranks are written once, balanced by
+    bytes. `aliases` (tied names to the name that is stored), `frozen` (names of parameters that are not trained),
     `client_state`, `config` and `step` are taken from rank 0, `rank_state` from every rank; all are plain data.
     `beside` (name to contents, from rank 0) becomes small files in the directory, which nothing here reads.
-    `save_latest` points `<root>/latest` at the new checkpoint, `keep_last` then removes all but the newest so many; one
-    that cannot be removed is left and logged, for the save is good.
-    `open_sink` decides how bytes reach the disk: by default directly with the `nvme` extra, through ordinary files
-    without. An interval that is a `FileExtent` of a sealed file is linked instead (see [Note: linked files]).
+
+    `save_latest` points `<root>/latest` at the new checkpoint. `keep_last` then removes all but that many of the newest
+    checkpoints; one that cannot be removed is logged and left. `open_sink` decides how bytes reach the disk: by default
+    with direct I/O if the `nvme` extra is installed, otherwise through the page cache. An interval that is a
+    `FileExtent` of a sealed file is linked instead (see [Note: linked files]).
 
     Where nodes do not share a file system, `node` names this rank's: each node then has its own directory with its
-    ranks' files and a manifest of the whole, and what several nodes hold is written on each. Such a checkpoint loads
+    ranks' files and a manifest of the whole, and elements on several nodes are written on each. Such a checkpoint loads
     on the same nodes, and anywhere once the nodes' files are copied into one directory.
 
     The checkpoint appears complete or not at all. Raises CheckpointError on every rank, with every rank's cause, when
-    any rank fails: earlier checkpoints are untouched and nothing half-written is left.
+    any rank fails: earlier checkpoints are untouched and no partial one is left.
     """
     group = coordinator or SoloCoordinator()
     rehearsal = current_rehearsal()
@@ -87,7 +88,7 @@ def save_sharded(
 
 
 class _Save:
-    """One rank's part of one save; the phases are called in the order in which they stand here."""
+    """One rank's share of one save; the phases are called in the order in which they stand here."""
 
     def __init__(self, root: Path, tag: str, group: Coordinator, open_sink: OpenSink, node: str | None) -> None:
         self.root, self.tag, self.what = root, tag, f"saving {root / tag}"
@@ -102,6 +103,8 @@ class _Save:
     def describe(
         self, intervals: Iterable[Interval], extras: dict[str, Any], rank_state: Any, keep_last: int | None
     ) -> dict[str, Any]:
+        """Check the arguments and return what this rank tells the others: its intervals' heads, rank state and
+        extras."""
         check_tag(self.tag)
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last is {keep_last}, expected at least 1")
@@ -112,12 +115,13 @@ class _Save:
             "tag": self.tag,
             "node": self._node,
             "token": os.urandom(6).hex(),
-            "heads": [_head(interval) for interval in self._intervals],
+            "heads": [_interval_head(interval) for interval in self._intervals],
             "rank_state": to_plain(rank_state, "rank_state"),
             "extras": {key: to_plain(value, key) for key, value in extras.items()} if self._leads else None,
         }
 
     def plan(self, described: list[dict[str, Any]]) -> None:
+        """Decide which rank writes which elements; raises CheckpointError when the ranks' descriptions do not fit."""
         tags = sorted({part["tag"] for part in described})
         if len(tags) > 1:
             raise CheckpointError(f"{self.what}: the ranks disagree on the tag: {tags}")
@@ -136,12 +140,14 @@ class _Save:
         self._plan = make_plan(holdings, self._group.world_size, self._nodes)
 
     def stage(self) -> None:
+        """Sweep the root and make the directory into which the ranks write; on the first rank of each file system."""
         if self._leads:
             sweep(self.root)
             require_replaceable(self.root)
             self._staging = Staging.create(self.root, self.tag, self._token)
 
     def write(self) -> dict[str, Any] | None:
+        """Write this rank's files and return their entries and slices as plain data; None if it writes nothing."""
         pieces = self._plan.pieces[self._group.rank]
         if not pieces:
             return None
@@ -160,11 +166,13 @@ class _Save:
         beside: Mapping[str, bytes],
         save_latest: bool,
     ) -> None:
+        """Write the manifest, rename the directory to the tag and write `latest`; only where `stage` made a
+        directory."""
         if self._staging is None:
             return
         for name, data in beside.items():
             _write_beside(self._staging.path, name, data)
-        manifest = replace(_manifest(self._plan, described, written, self._own_ranks()), tag=self.tag)
+        manifest = replace(_build_manifest(self._plan, described, written, self._own_ranks()), tag=self.tag)
         write_durably(self._staging.path / MANIFEST_NAME, manifest.encode())
         leave_script(self.root)
         self._staging.commit()
@@ -172,15 +180,17 @@ class _Save:
             write_latest(self.root, self.tag)
 
     def _own_ranks(self) -> set[int]:
-        """The ranks that share this rank's file system."""
+        """Return the ranks that share this rank's file system."""
         nodes = self._nodes or [""] * self._group.world_size
         return {rank for rank, node in enumerate(nodes) if node == nodes[self._group.rank]}
 
     def discard(self) -> None:
+        """Remove the directory of this save unless it was committed."""
         if self._staging is not None:
             self._staging.discard()
 
     def prune(self, keep_last: int) -> None:
+        """Remove all but the newest `keep_last` checkpoints; a failure is only logged, as the save is good."""
         if not self._leads:
             return
         try:
@@ -190,13 +200,15 @@ class _Save:
 
 
 def _write_beside(directory: Path, name: str, data: bytes) -> None:
+    """Write a small file into the checkpoint; raises CheckpointError for a name that the checkpoint uses itself."""
     path = directory / name
     if path.parent != directory or path.suffix == ".safetensors" or name == MANIFEST_NAME:
         raise CheckpointError(f"beside[{name!r}]: expected a file name that is not the checkpoint's own")
     write_durably(path, data)
 
 
-def _head(interval: Interval) -> list[Any]:
+def _interval_head(interval: Interval) -> list[Any]:
+    """Return name, kind, shape, dtype, offset, length of an interval, and whether it is linked; checks all of them."""
     where = f"{interval.name!r} ({interval.kind!r})"
     if not isinstance(interval.name, str) or not interval.name:
         raise CheckpointError(f"{where}: a tensor's name must be a string that is not empty")
@@ -209,10 +221,10 @@ def _head(interval: Interval) -> list[Any]:
     return [interval.name, interval.kind, shape, interval.dtype, int(interval.offset), length, linked]
 
 
-def _manifest(
+def _build_manifest(
     plan: SavePlan, described: list[dict[str, Any]], written: list[dict[str, Any] | None], own_ranks: set[int]
 ) -> Manifest:
-    """The manifest as the ranks `own_ranks` see it: of what was written on several nodes, they use their own copy."""
+    """Return the manifest for the ranks `own_ranks`, which prefer their own copies of what several nodes wrote."""
     files: list[FileEntry] = []
     slices: dict[tuple[str, str], list[Slice]] = {}
     order = sorted(range(len(written)), key=lambda rank: rank not in own_ranks)
@@ -224,9 +236,9 @@ def _manifest(
             name, kind = described[rank]["heads"][item["index"]][:2]
             place = {key: item[key] for key in ("key", "offset", "length", "checksum", "begin")}
             slices.setdefault((name, kind), []).append(Slice(len(files) + item["file"], **place))
-        files += [_entry(table) for table in own["files"]]
+        files += [_decode_file_entry(table) for table in own["files"]]
     tensors = tuple(
-        TensorEntry(name, kind, shape, dtype, _preferred(slices.get((name, kind), [])))
+        TensorEntry(name, kind, shape, dtype, _drop_duplicates(slices.get((name, kind), [])))
         for name, kind, shape, dtype in plan.tensors
     )
     rank_state = tuple(part["rank_state"] for part in described)
@@ -241,15 +253,19 @@ def _manifest(
     )
 
 
-def _entry(table: dict[str, Any]) -> FileEntry:
+def _decode_file_entry(table: dict[str, Any]) -> FileEntry:
+    """Return a file entry from the plain data that `FileEntry.encode` made."""
     extents = table.get("extents")
     return FileEntry(
         **{**table, "extents": None if extents is None else tuple((nbytes, digest) for nbytes, digest in extents)}
     )
 
 
-def _preferred(candidates: list[Slice]) -> tuple[Slice, ...]:
-    """Of slices that hold the same elements the first, in order of offset; nodes may have cut their copies unlike."""
+def _drop_duplicates(candidates: list[Slice]) -> tuple[Slice, ...]:
+    """Return slices in order of offset, without those that overlap an earlier one of the list.
+
+    Nodes may have cut their copies of a tensor differently.
+    """
     chosen: list[Slice] = []
     for piece in candidates:
         at = bisect_left(chosen, piece.offset, key=lambda known: known.offset)

@@ -29,9 +29,9 @@ class FileExtent:
     """Bytes that lie in a file already: `nbytes` from byte `file_offset_bytes` of `path` on.
 
     The file is sealed: its content never changes again, and it exists until the save has returned. `checksum` is
-    `"xxh3_64:<16 hex>"` of exactly these bytes and is believed; where it is None it is computed by reading them, a few
-    MiB at a time. `owner` is anything that has to stay alive for the file to exist (a sealed generation of an extent
-    store, say): a background save keeps it until it is done.
+    `"xxh3_64:<16 hex>"` of exactly these bytes and is trusted; None: it is computed by reading them, a few MiB at a
+    time. `owner` is any object that must stay alive for the file to exist (a sealed generation of an extent store,
+    say): a background save keeps it until it is done.
     """
 
     path: str | os.PathLike[str]
@@ -54,8 +54,9 @@ class Interval:
     file system it is copied.
 
     `version` tells a background save that nobody writes the memory before `AsyncSaver.copied` returns, so that it may
-    be copied behind the caller, and `data` be called on another thread. Its answer changes when somebody does write
-    meanwhile: the save then fails. None: the memory may change as soon as `AsyncSaver.save` returns.
+    be copied in the background, and `data` be called on another thread. It returns a value that changes when the memory
+    is written: the save fails if that happens meanwhile. None: the memory may change as soon as `AsyncSaver.save`
+    returns.
     """
 
     name: str
@@ -69,20 +70,25 @@ class Interval:
 
 
 class Coordinator(Protocol):
-    """How the ranks of one job agree; every call is collective. Objects are plain data (see `zero_ckpt.plain`)."""
+    """The collectives of one job's ranks, for an implementation to provide; every rank makes the same calls in
+    order."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This process's number among the ranks, from 0."""
+        ...
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """The number of ranks."""
+        ...
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """`obj` of every rank, in rank order."""
+        """Return the `obj` of every rank, in rank order, on every rank; plain data (see `zero_ckpt.plain`)."""
         ...
 
     def barrier(self) -> None:
-        """Return once every rank has called."""
+        """Return once every rank has called it."""
         ...
 
 
@@ -93,15 +99,15 @@ class SoloCoordinator:
     world_size = 1
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """`[obj]`."""
+        """Return `[obj]`."""
         return [obj]
 
     def barrier(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 def numel(shape: tuple[int, ...]) -> int:
-    """Elements of a tensor of this shape; 1 for a 0-dimensional one."""
+    """Return the number of elements of a tensor of this shape; 1 for a 0-dimensional one."""
     count = 1
     for size in shape:
         count *= size
@@ -119,12 +125,12 @@ def is_optimizer_kind(kind: str) -> bool:
 
 
 def state_key(kind: str) -> str:
-    """The optimizer's own name of a state kind: a 0-dimensional state may be stored as `<key>.scalar`."""
+    """Return the optimizer's own name of a state kind: 0-dimensional state may be stored as `<key>.scalar`."""
     return kind.removesuffix(".scalar")
 
 
 def byte_view(data: Buffer) -> memoryview:
-    """`data` as a flat view of bytes, without a copy.
+    """Return `data` as a flat view of bytes, without a copy.
 
     Raises TypeError when it is not a C-contiguous buffer.
     """

@@ -1,4 +1,4 @@
-"""Read every byte of a checkpoint and say what is damaged, by tensor and file."""
+"""Read every byte of a checkpoint and report the damage, by tensor and file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .catalog import examine
 from .checksum import Checksummer
-from .commit import exists, marked_directories, replaced_directories, replaced_tag, tag_of
+from .commit import checkpoint_directories, exists, replaced_directories, replaced_tag, tag_of
 from .errors import CheckpointError
 from .headers import read_raw_header
 from .manifest import FileEntry, Manifest, Slice, TensorEntry
@@ -38,7 +38,7 @@ class Damage:
 
 @dataclass
 class VerifyReport:
-    """The result of `verify`: what was read and what is damaged."""
+    """The result of `verify`: `nbytes` is the size of the files that are there, `problems` the damage."""
 
     path: Path
     nbytes: int = 0
@@ -50,17 +50,18 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Return whether every byte is as it was saved."""
+        """Return whether no damage was found."""
         return not self.problems
 
 
 def verify(
     path: str | os.PathLike[str], *, threads: int = 4, progress: Callable[[int], None] | None = None
 ) -> VerifyReport:
-    """Read every file of a checkpoint directory once and compare every checksum.
+    """Read every file of a checkpoint directory once, compare every checksum, and return what was found.
 
-    `progress` is called with the number of bytes read since the last call. Never raises for what is on disk, damaged,
-    missing or made to hurt: all of it is in the report. A directory that was renamed is no damage; `saved_as` says so.
+    `progress` is called with the number of bytes read since the last call. Nothing on disk makes it raise, be it
+    damaged, missing or hostile: all of it is in the report. A directory that was renamed is no damage; `saved_as` says
+    so.
     """
     return verify_candidate(Path(path), in_root=False, threads=threads, progress=progress)
 
@@ -68,7 +69,10 @@ def verify(
 def verify_candidate(
     directory: Path, *, in_root: bool = True, threads: int = 4, progress: Callable[[int], None] | None = None
 ) -> VerifyReport:
-    """`verify` of a directory that was found in a root, where a checkpoint of another tag is a problem."""
+    """Verify one directory as `verify` does; `in_root`: it lies in a root, where a checkpoint of another tag is damage.
+
+    While a save is replacing the directory, verification is repeated, up to ten times.
+    """
     for _ in range(_ATTEMPTS):
         report, moved = _verify(directory, in_root, threads, progress or _ignore)
         if not moved:
@@ -78,7 +82,7 @@ def verify_candidate(
 
 
 def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[int], None]) -> tuple[VerifyReport, bool]:
-    """The report, and whether the directory lost its name to another while it was read."""
+    """Return the report, and whether a save moved the directory meanwhile, so that its problems say nothing."""
     report = VerifyReport(directory)
     candidate = examine(tag_of(directory), directory, in_root=in_root)
     manifest, folder = candidate.manifest, candidate.folder
@@ -87,7 +91,7 @@ def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[in
         return report, candidate.moved
     if not in_root and manifest.tag not in (None, tag_of(directory.resolve())):
         report.saved_as = manifest.tag
-    contents = _contents(manifest)
+    contents = _slices_by_file(manifest)
     with ThreadPoolExecutor(threads, thread_name_prefix="zero-ckpt-verify") as pool:
         jobs = []
         for entry, own in zip(manifest.files, contents, strict=True):
@@ -95,24 +99,25 @@ def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[in
                 report.absent.append(entry.path)
                 continue
             report.nbytes += entry.nbytes
-            jobs.append(pool.submit(_verify_one, folder, entry, own, progress))
+            jobs.append(pool.submit(_verify_data_file, folder, entry, own, progress))
         for job in jobs:
             report.problems += job.result()
     return report, bool(report.problems) and not folder.is_current() and exists(directory)
 
 
 def checkpoints_in(root: Path) -> list[Path]:
-    """Everything in `root` that was written as a checkpoint, whole or not, by tag; other folders are not its own."""
+    """Return every directory in `root` that was written as a checkpoint, whole or not, sorted by tag."""
     found = {replaced_tag(path): path for path in replaced_directories(root)}
-    found.update({path.name: path for path in marked_directories(root)})
+    found.update({path.name: path for path in checkpoint_directories(root)})
     return [found[tag] for tag in sorted(found)]
 
 
 def _ignore(nbytes: int) -> None:
-    """No progress is shown."""
+    """Show no progress."""
 
 
-def _contents(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]:
+def _slices_by_file(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]:
+    """Return the slices in each file of the manifest, with their tensors."""
     contents: list[list[tuple[TensorEntry, Slice]]] = [[] for _ in manifest.files]
     for tensor in manifest.tensors:
         for piece in tensor.slices:
@@ -120,15 +125,16 @@ def _contents(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]:
     return contents
 
 
-def _verify_one(
+def _verify_data_file(
     folder: Folder, entry: FileEntry, contents: list[tuple[TensorEntry, Slice]], progress: Callable[[int], None]
 ) -> list[Damage]:
+    """Return the damage of one data file; `contents` are the slices that the manifest places in it."""
     path = folder.path / entry.path
-    check = _verify_file if entry.extents is None else _verify_raw
+    check = _verify_safetensors if entry.extents is None else _verify_raw
     try:
         fd = folder.open_named(entry.path, str(path))
         try:
-            return check(_Open(folder, entry, fd, progress), contents)
+            return check(_OpenDataFile(folder, entry, fd, progress), contents)
         finally:
             os.close(fd)
     except CheckpointError as error:
@@ -136,8 +142,8 @@ def _verify_one(
 
 
 @dataclass(frozen=True)
-class _Open:
-    """A data file that is being verified."""
+class _OpenDataFile:
+    """A data file that is being verified, open as `fd`; `progress` is called with the bytes that are read."""
 
     folder: Folder
     entry: FileEntry
@@ -149,10 +155,11 @@ class _Open:
         return self.folder.path / self.entry.path
 
     def scan(self, begin: int, nbytes: int, whole: Checksummer | None = None) -> str:
+        """Return the checksum of `nbytes` bytes from byte `begin` on; `whole` is fed the same bytes."""
         return scan_fd(self.fd, begin, nbytes, str(self.path), self.progress, whole)
 
 
-def _verify_file(file: _Open, contents: list[tuple[TensorEntry, Slice]]) -> list[Damage]:
+def _verify_safetensors(file: _OpenDataFile, contents: list[tuple[TensorEntry, Slice]]) -> list[Damage]:
     total = Checksummer()
     raw = read_raw_header(file.folder, file.entry)
     total.update(raw)
@@ -165,32 +172,33 @@ def _verify_file(file: _Open, contents: list[tuple[TensorEntry, Slice]]) -> list
     return problems
 
 
-def _verify_raw(file: _Open, contents: list[tuple[TensorEntry, Slice]]) -> list[Damage]:
-    """Walk the extents of a linked file; those that are no slice lie between the tensors."""
+def _verify_raw(file: _OpenDataFile, contents: list[tuple[TensorEntry, Slice]]) -> list[Damage]:
+    """Compare every extent of a linked file; an extent that is no slice lies between the tensors."""
     slices = {piece.begin: (tensor, piece) for tensor, piece in contents}
     problems: list[Damage] = []
-    for begin, (nbytes, expected) in file.entry.begins().items():
+    for begin, (nbytes, expected) in file.entry.extents_by_begin().items():
         found = file.scan(begin, nbytes)
         if found == expected:
             continue
         if begin in slices:
             tensor, piece = slices[begin]
-            problems.append(_damaged(file.path, f"{tensor.name} ({tensor.kind})", piece, found))
+            problems.append(_slice_damage(file.path, f"{tensor.name} ({tensor.kind})", piece, found))
         else:
             message = f"bytes {begin} to {begin + nbytes}, outside of its tensors, are damaged"
             problems.append(Damage(file.path, "", message))
     return problems
 
 
-def _damaged(path: Path, name: str, piece: Slice, found: str) -> Damage:
+def _slice_damage(path: Path, name: str, piece: Slice, found: str) -> Damage:
+    """Return the damage of a slice whose bytes have the checksum `found`; `name` is the tensor's."""
     message = f"elements {piece.offset} to {piece.offset + piece.length} are damaged"
     return Damage(path, name, f"{message} (checksum {found}, expected {piece.checksum})")
 
 
 def _verify_slices(
-    file: _Open, contents: list[tuple[TensorEntry, Slice]], stored: dict[str, HeaderEntry], total: Checksummer
+    file: _OpenDataFile, contents: list[tuple[TensorEntry, Slice]], stored: dict[str, HeaderEntry], total: Checksummer
 ) -> list[Damage]:
-    """Walk the file front to back, feeding `total`, and compare each slice on the way."""
+    """Read the file behind its header, front to back, feeding `total`; returns the damaged and the missing slices."""
     problems, placed = [], []
     for tensor, piece in contents:
         name = f"{tensor.name} ({tensor.kind})"
@@ -204,7 +212,7 @@ def _verify_slices(
         file.scan(position, place.begin - position, total)
         found = file.scan(place.begin, place.end - place.begin, total)
         if found != piece.checksum:
-            problems.append(_damaged(file.path, name, piece, found))
+            problems.append(_slice_damage(file.path, name, piece, found))
         position = place.end
     file.scan(position, file.entry.nbytes - position, total)
     return problems

@@ -83,7 +83,7 @@ class ModelFile:
         for key, value in self.data.items():
             if key not in _OWN_KEYS and value is not None:
                 try:
-                    plain[str(key)] = to_plain(value, str(key), most=_MAX_ITEMS)
+                    plain[str(key)] = to_plain(value, str(key), max_items=_MAX_ITEMS)
                 except NotPlainDataError:
                     left.append(str(key))
         return {**plain, "not_converted": left} if left else plain
@@ -145,7 +145,7 @@ def param_groups(optimizer: Any) -> dict[str, Any]:
         for key, value in group.items():
             if key != "params":
                 with suppress(NotPlainDataError):
-                    plain[key] = to_plain(value, str(key), most=_MAX_ITEMS)
+                    plain[key] = to_plain(value, str(key), max_items=_MAX_ITEMS)
     return {"param_groups": found}
 
 
