@@ -150,7 +150,7 @@ class MemoryRank:
         name = f"u{index}"
         parameters = {f"{name}.{key}": nn.Parameter(torch.empty(width, dtype=torch.float64)) for key in "ab"}
         plan = UnitPlan(name, torch.float64, trainable, not releasable, parameters, {name: nn.Identity()})
-        layout = UnitLayout.of(name, {key: p.shape for key, p in parameters.items()}, self.gather.world_size)
+        layout = UnitLayout.from_shapes(name, {key: p.shape for key, p in parameters.items()}, self.gather.world_size)
         route = Route(self.gather)  # type: ignore[arg-type]
         unit = Unit(index, plan, layout, route, self.residency, device=_CPU, releasable=releasable, live=self.live)
         values = torch.arange(layout.numel, dtype=torch.float64) + 100 * index

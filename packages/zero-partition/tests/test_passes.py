@@ -58,7 +58,9 @@ class Made:
     def _unit(self, index: int, layer: nn.Module) -> Unit:
         parameters = {f"{index}.{key}": p for key, p in layer.named_parameters()}
         plan = UnitPlan(str(index), torch.float64, True, False, parameters, {str(index): layer})
-        layout = UnitLayout.of(plan.name, {n: p.shape for n, p in parameters.items()}, self.rank.gather.world_size)
+        layout = UnitLayout.from_shapes(
+            plan.name, {n: p.shape for n, p in parameters.items()}, self.rank.gather.world_size
+        )
         route = Route(self.rank.gather)  # type: ignore[arg-type]
         residency, device = self.rank.residency, torch.device("cpu")
         unit = Unit(index, plan, layout, route, residency, device=device, releasable=True, live=self.rank.live)

@@ -9,7 +9,7 @@ from zero_comm import Tag
 from zero_partition.layout import UnitLayout
 from zero_partition.route import Route, Secondary
 
-LAYOUT = UnitLayout.of("u", {"a": [3], "b": [4]}, 2)
+LAYOUT = UnitLayout.from_shapes("u", {"a": [3], "b": [4]}, 2)
 
 
 def gather_twice(rank: MemoryRank) -> tuple[list[float], list[str], list[str]]:

@@ -123,14 +123,14 @@ def on_tier(engine: zero_core.Engine) -> None:
 def on_wire(engine: zero_core.Engine) -> None:
     """What has just been received and averaged."""
     for gradients in engine.partition.runtime.gradients.values():
-        end = gradients.end_reduce
+        end = gradients.finish_reduce_scatter
 
         def broken(end: Any = end, of: Any = gradients) -> None:
             arrived = of._leaf if of._leaf is not None else of._arriving
             flip(arrived if arrived is not None else of._slice(of.reduced) if of._full_group else of.reduced)
             end()
 
-        gradients.end_reduce = broken
+        gradients.finish_reduce_scatter = broken
 
 
 def in_layout(engine: zero_core.Engine) -> None:

@@ -28,13 +28,13 @@ def gathered(
     *,
     read_only: bool = False,
 ) -> Iterator[None]:
-    """Have ``parameters`` gathered inside the block; a single parameter or an iterable (what is not of this model is
-    ignored).
+    """Gather ``parameters`` for the block: one parameter or an iterable, in which objects that are no parameter of this
+    model are ignored.
 
-    With ``modifier_rank`` the values that this rank leaves in ``p.data`` (or copies into it) become every rank's at
-    exit. Without it a change is kept when every rank made the same, and `EditRefusedError` names the parameter on
-    every rank at the next call of the engine when they did not. ``read_only``: nothing is changed inside, so nothing is
-    compared. Raises `PartitionError` inside a forward or backward pass.
+    ``modifier_rank``: at exit, the values of this data rank, written in place or by assigning ``p.data``, become every
+    rank's. Without it a change is kept if every rank has made the same; else the next call of the engine raises
+    `EditRefusedError` on every rank. ``read_only``: the block changes nothing, so changes are not looked for.
+    Collective. Raises `PartitionError` inside a forward or backward pass.
     """
     runtime = partition.runtime
     runtime.reopen("gathered")
@@ -61,10 +61,10 @@ def gathered(
     try:
         yield
         if modifier_rank is not None:
-            _refuse_misfits(partition, units, modifier_rank)
+            _refuse_other_shapes(partition, units, modifier_rank)
             with runtime.writing("gathered"):
                 for unit in units:
-                    _take_changes(partition, unit, modifier_rank)
+                    _broadcast_changes(partition, unit, modifier_rank)
     except EditRefusedError:  # every rank raises it
         raise
     except BaseException as failure:
@@ -77,9 +77,10 @@ def gathered(
 
 @contextmanager
 def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank: int | None = None) -> Iterator[None]:
-    """`gathered` for parameters of any engine, and of models built inside `Init` that no engine owns yet.
+    """Gather parameters of any engine, and of models built inside `Init` that no engine owns yet, for the block.
 
-    ``parameters``: one or an iterable; None, plain tensors and full parameters in it are left as they are. Collective.
+    ``parameters``: one or an iterable; None, plain tensors and full parameters in it are left as they are.
+    ``modifier_rank``: as of `gathered`. Collective.
     """
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     found = {r.number: r for p in given if (r := sharded_record(p)) is not None}
@@ -110,7 +111,7 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
 
 
 def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tensor:
-    """A copy of the parameter's weights as the optimizer sees them (the master's dtype), unsharded, on every rank."""
+    """Return a full copy of the parameter's weights as the optimizer has them (the master's dtype). Collective."""
     partition.runtime.reopen("full_param")
     if parameter.numel() == 0 and partition.find(parameter) is None:
         return parameter.detach().clone()  # no unit has a place for it
@@ -128,7 +129,7 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
 
 
 def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor | None:
-    """A copy of the parameter's averaged gradient, unsharded, on every rank; None when no rank has one."""
+    """Return a full copy of the parameter's averaged gradient; None if no rank has one. Collective."""
     partition.runtime.reopen("full_grad")
     unit, index = _find(partition, parameter)
     partition.runtime.held_gradients.flush()
@@ -143,10 +144,10 @@ def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor
 
 
 def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
-    """A copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter, unsharded, on
-    every rank.
+    """Return a full copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter.
 
-    Zeros where a fragment has no state yet. Raises `PartitionError` for a parameter that is not trained.
+    Fragments that have no such state yet are zeros. Collective. Raises `PartitionError` for a parameter that is not
+    trained.
     """
     partition.runtime.reopen("full_state")
     unit, index = _find(partition, parameter)
@@ -158,7 +159,7 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
         zeros = torch.zeros(unit.layout.entries[index].shape, device=partition.device)
         return _gather_full_from_tier(partition, unit, unit.states, index, key, zeros)
     held = [o for o in optimizer.fragments if o.unit is unit and o.number == index]
-    pieces = [(o, state) for o in held if (state := _state_of(optimizer, o, key)) is not None]
+    pieces = [(o, state) for o in held if (state := _elementwise_state(optimizer, o, key)) is not None]
     entry = unit.layout.entries[index]
     has_full = any(o.fragment.length == entry.numel for o, _ in pieces)
     answers = partition.runtime.agree("full state", f"{entry.name}.{key}", has_full)
@@ -178,10 +179,13 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
 
 
 def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace a parameter's weights, masters included, by rank 0's ``value`` (the parameter's shape). Collective."""
+    """Replace a parameter's weights, masters included, by rank 0's ``value`` (of the parameter's shape). Collective.
+
+    Raises `PartitionError` for another shape.
+    """
     partition.runtime.reopen("set_full_param")
     unit, index = _find(partition, parameter)
-    flat = _agreed_value(partition, unit, index, "parameter", value)
+    flat = _broadcast_value(partition, unit, index, "parameter", value)
     partition.readers.wait()
     with torch.no_grad(), partition.runtime.writing("set_full_param"):
         if unit.master is not None:
@@ -195,10 +199,9 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
 
 
 def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace a parameter's averaged gradient by rank 0's ``value`` (the parameter's shape) until the next step.
-    Collective.
+    """Replace a parameter's averaged gradient by rank 0's ``value`` (of the parameter's shape). Collective.
 
-    Raises `PartitionError` when its unit has had no gradient since the last step.
+    Raises `PartitionError` for another shape, and when its unit has had no gradient since the last step.
     """
     partition.runtime.reopen("set_full_grad")
     unit, index = _find(partition, parameter)
@@ -206,7 +209,7 @@ def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torc
     gradients = partition.runtime.gradients.get(unit.index)
     if gradients is None or not gradients.is_reduced:
         raise PartitionError(f"parameter '{unit.names[index]}' has no gradient to replace; run backward first")
-    flat = _agreed_value(partition, unit, index, "gradient", value)
+    flat = _broadcast_value(partition, unit, index, "gradient", value)
     with gradients.averaged(dirty=True) as averaged:
         _write(partition, unit, index, averaged, flat)
     gradients.touched[index] = True
@@ -216,13 +219,14 @@ def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torc
 def set_full_state(
     partition: Partition, optimizer: ShardedOptimizer, parameter: nn.Parameter, key: str, value: torch.Tensor
 ) -> None:
-    """Replace the optimizer's state ``key`` of a parameter by rank 0's ``value`` (the parameter's shape). Collective.
+    """Replace the optimizer's state ``key`` of a parameter by rank 0's ``value`` (of the parameter's shape).
+    Collective.
 
-    Raises `PartitionError` when the optimizer has no such state yet.
+    Raises `PartitionError` for another shape, and when the optimizer has no such state yet.
     """
     partition.runtime.reopen("set_full_state")
     unit, index = _find(partition, parameter)
-    flat = _agreed_value(partition, unit, index, f"state '{key}'", value)
+    flat = _broadcast_value(partition, unit, index, f"state '{key}'", value)
     partition.readers.wait()
     with partition.runtime.writing("set_full_state"):
         _set_state(partition, optimizer, unit, index, key, flat)
@@ -231,7 +235,8 @@ def set_full_state(
 def _set_state(
     partition: Partition, optimizer: ShardedOptimizer, unit: Unit, index: int, key: str, flat: torch.Tensor
 ) -> None:
-    """Put the full ``flat`` where this rank keeps its part of a state."""
+    """Write this rank's fragments of ``flat``, the full state ``key`` of parameter ``index`` of ``unit`` (1-D), into
+    the optimizer or the tier. Raises `PartitionError` where there is no such state."""
     if unit.states is not None:
         name = unit.names[index]
         here = any(f.entry.name == name for f in unit.layout.fragments(partition.rank))
@@ -241,7 +246,7 @@ def _set_state(
         return
     for owned in optimizer.fragments:
         if owned.unit is unit and owned.number == index:
-            state = _state_of(optimizer, owned, key)
+            state = _elementwise_state(optimizer, owned, key)
             if state is None:
                 raise PartitionError(
                     f"parameter '{unit.names[index]}' has no optimizer state '{key}' yet; take a step first"
@@ -253,7 +258,10 @@ def _set_state(
 def _gather_full_from_tier(
     partition: Partition, unit: Unit, states: StateTier, index: int, kind: str, default: torch.Tensor
 ) -> torch.Tensor:
-    """A full parameter's ``kind`` (master or state) from the ranks' tiers; ``default`` (full) where none is kept."""
+    """Return the full ``kind`` ("master" or a state) of a parameter from the ranks' tiers.
+
+    Elements for which no tier keeps one are those of ``default``, which is full. Collective.
+    """
     entry = unit.layout.entries[index]
     wide = torch.promote_types(unit.plan.dtype, torch.float32)
     values = torch.zeros(unit.layout.shard_numel, dtype=wide, device=partition.device)
@@ -268,7 +276,8 @@ def _gather_full_from_tier(
 def _write_to_tier(
     partition: Partition, unit: Unit, states: StateTier, index: int, kind: str, flat: torch.Tensor
 ) -> None:
-    """Put a full parameter's ``kind`` where this rank's tier keeps its part."""
+    """Write this rank's fragment of ``flat``, a parameter's full ``kind`` (1-D), into its tier; nothing where the tier
+    has no such kind."""
     entry = unit.layout.entries[index]
     fragment = unit.layout.fragment_of(entry, partition.rank)
     if fragment is not None and kind in states.kinds(entry.name):
@@ -276,14 +285,17 @@ def _write_to_tier(
         states.write({entry.name: {kind: part.cpu()}})
 
 
-def _state_of(optimizer: ShardedOptimizer, owned: OwnedFragment, key: str) -> torch.Tensor | None:
-    """The optimizer's state ``key`` of an owned fragment where it has one value per element."""
+def _elementwise_state(optimizer: ShardedOptimizer, owned: OwnedFragment, key: str) -> torch.Tensor | None:
+    """Return the optimizer's state ``key`` of an owned fragment; None unless it has one value per element."""
     state = optimizer.state_of(owned).get(key)
     return state if isinstance(state, torch.Tensor) and state.numel() == owned.fragment.length else None
 
 
-def _agreed_value(partition: Partition, unit: Unit, index: int, what: str, value: torch.Tensor) -> torch.Tensor:
-    """Rank 0's ``value``, flattened, on every rank; refused by name when the shape is wrong."""
+def _broadcast_value(partition: Partition, unit: Unit, index: int, what: str, value: torch.Tensor) -> torch.Tensor:
+    """Return rank 0's ``value``, flattened, on every rank. Collective.
+
+    ``what``: names the value in messages. Raises `PartitionError` if it has not the parameter's shape.
+    """
     entry = unit.layout.entries[index]
     if tuple(value.shape) != entry.shape:
         raise PartitionError(f"the new {what} of '{entry.name}' has shape {tuple(value.shape)}, expected {entry.shape}")
@@ -295,7 +307,8 @@ def _agreed_value(partition: Partition, unit: Unit, index: int, what: str, value
 
 
 def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, flat: torch.Tensor) -> None:
-    """Put a full parameter's values where ``target`` (the full flat buffer or this rank's shard) holds them."""
+    """Write ``flat``, the full values of parameter ``index`` (1-D), into ``target``: a tensor of the size of the flat
+    buffer, or of this rank's shard."""
     entry = unit.layout.entries[index]
     if target.numel() == unit.layout.numel:
         target[entry.offset : entry.end].copy_(flat)
@@ -306,6 +319,7 @@ def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, f
 
 
 def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:
+    """Return the unit of ``parameter`` and its number there; raises `PartitionError` if it has none."""
     found = partition.find(parameter)
     if found is None:
         if parameter.numel() == 0:
@@ -315,6 +329,7 @@ def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:
 
 
 def _units_of(partition: Partition, parameters: Iterable[object]) -> list[Unit]:
+    """Return the units that ``parameters`` belong to, by index; other objects are ignored."""
     found = {}
     for parameter in parameters:
         place = partition.find(parameter) if isinstance(parameter, nn.Parameter) else None
@@ -323,8 +338,11 @@ def _units_of(partition: Partition, parameters: Iterable[object]) -> list[Unit]:
     return [found[index] for index in sorted(found)]
 
 
-def _refuse_misfits(partition: Partition, units: list[Unit], modifier_rank: int) -> None:
-    """Refuse on every rank what the modifier rank gave a parameter in another shape. Collective."""
+def _refuse_other_shapes(partition: Partition, units: list[Unit], modifier_rank: int) -> None:
+    """Raise `EditRefusedError` on every rank if ``modifier_rank`` has given a parameter another shape. Collective.
+
+    Changes to all ``units`` are undone then.
+    """
     misfits = [
         f"parameter '{name}' was given a tensor of shape {tuple(parameter.shape)}, expected {tuple(view.shape)}"
         for unit in units
@@ -341,7 +359,8 @@ def _refuse_misfits(partition: Partition, units: list[Unit], modifier_rank: int)
         raise EditRefusedError(f"{misfit[0]} on rank {modifier_rank}. Keep the shape.")
 
 
-def _take_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
+def _broadcast_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
+    """Make the values that ``modifier_rank`` has in the unit's parameters every rank's weights and masters."""
     for parameter, view in zip(unit.parameters, unit.views, strict=True):
         if not parameter.is_set_to(view) or parameter.dtype is not view.dtype:
             if parameter.shape == view.shape:
@@ -353,6 +372,10 @@ def _take_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
 
 
 def _gather_full(partition: Partition, unit: Unit, index: int, source: torch.Tensor) -> torch.Tensor:
+    """Return a copy of parameter ``index``'s elements of ``source``, in its shape.
+
+    ``source``: of the size of the flat buffer, or this rank's shard, which is all-gathered; then collective.
+    """
     entry = unit.layout.entries[index]
     full = source
     if source.numel() != unit.layout.numel:

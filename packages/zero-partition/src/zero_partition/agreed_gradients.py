@@ -1,4 +1,4 @@
-"""Agree on a step's gradients: the global norm, which parameters had one, the first that is not finite."""
+"""Agree on a step's gradients: the global norm, the parameters that had one, the first that is not finite."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from .updates import start_in_reduced
 
 
 class AgreedGradients(NamedTuple):
-    """The facts of a step's gradients that all ranks know: by unit, which parameters had one anywhere; the global sum
-    of squares; the first parameter whose gradient is not finite, empty when all are; whether any rank has step
-    pre-hooks of the user's."""
+    """What all ranks know of a step's gradients after `GradientAgreement.agree`.
+
+    ``touched``: by unit index, for each parameter, whether any rank had a gradient. ``square``: the global sum of
+    squares. ``culprit``: name of the first parameter whose gradient is not finite, empty for none. ``hooked``: some
+    rank has step pre-hooks of the user's.
+    """
 
     touched: dict[int, list[bool]]
     square: float
@@ -32,10 +35,10 @@ class AgreedGradients(NamedTuple):
 
 
 class GradientAgreement:
-    """Tells all ranks, in one message, what each knows of the reduced gradients.
+    """Exchanges, in one message, the facts that each rank knows of the reduced gradients.
 
-    ``norm``: sums a shard's squares; under virtual ranks the sums come from ``squares`` instead and are exact.
-    ``tensors``: those of the optimizer, which know of the user's step pre-hooks.
+    ``norm``: sums a shard's squares; under virtual ranks ``squares`` does instead, and the sums are exact.
+    ``tensors``: the optimizer's, which know whether user code has registered step pre-hooks.
     """
 
     def __init__(
@@ -63,8 +66,11 @@ class GradientAgreement:
             gradients.norm = self._norms[index, partition.rank]
 
     def agree(self) -> AgreedGradients:
-        """Meet the other ranks with what this one knows of the step's gradients. One message, unless gradients came
-        late on some rank."""
+        """Take over gradients that user code wrote, and return the facts that all ranks agree on. Collective.
+
+        One message, unless late or edited gradients have to be reduced first. Raises `PartitionError` on every rank
+        when hyperparameters differ between ranks, or gradients were written on some ranks only.
+        """
         runtime = self._partition.runtime
         apart = isinstance(self._optimizer, AveragingOptimizer) and self._optimizer.wants_own_gradients
         full = self._partition.options.stage == 0 and not apart
@@ -106,7 +112,7 @@ class GradientAgreement:
         return AgreedGradients(touched, *self._parts.total(runtime.step, total, culprit), hooked)
 
     def _refuse_hyperparameters(self) -> NoReturn:
-        """Name the first hyperparameter that ranks do not have alike; all ranks come here."""
+        """Raise `PartitionError` that names the first hyperparameter that differs between ranks. Collective."""
         mine = hyperparameters(self._optimizer.param_groups)
         everyones = self._partition.runtime.agree("hyperparameters", "", mine)
         for (group, key), value in ((tuple(place), value) for place, value in everyones[0]):
@@ -121,7 +127,10 @@ class GradientAgreement:
         raise PartitionError("param_groups: expected the same keys on every rank. The weights were not changed.")
 
     def refuse_incomplete(self) -> None:
-        """Refuse a step of virtual ranks some of whose micro-batches are missing; all ranks have as many."""
+        """Raise `PartitionError` if some micro-batches of a step under virtual ranks are missing.
+
+        Every rank raises, as all have had as many.
+        """
         for gradients in self._partition.runtime.gradients.values():
             leaves = gradients.leaves
             if leaves is not None and 0 < leaves.added < leaves.count:
@@ -132,7 +141,8 @@ class GradientAgreement:
                 )
 
     def _squares(self) -> list[Any]:
-        """By rank, the sum of squares of its shards' gradients; only this rank's entry below stage 0."""
+        """Return by rank the sum of squares of its shards' gradients: all ranks' at stage 0, else only this rank's,
+        and zeros for the others."""
         partition = self._partition
         squares = [self._sums.zero()] * partition.world_size
         for index, gradients in partition.runtime.gradients.items():
@@ -147,11 +157,12 @@ class GradientAgreement:
         return squares
 
     def _untouched(self) -> dict[int, list[int]]:
-        """By unit, the numbers of the parameters that had no gradient here."""
+        """Return by unit index the numbers of the parameters that had no gradient on this rank."""
         present = {i: g.touched for i, g in self._partition.runtime.gradients.items() if g.is_reduced}
         return {i: [k for k, t in enumerate(touched) if not t] for i, touched in present.items() if not all(touched)}
 
     def _first_non_finite(self) -> str:
+        """Return the name of the first parameter whose gradient, in this rank's shards, is not finite; "" for none."""
         for gradients in self._partition.runtime.gradients.values():
             if not gradients.is_reduced:
                 continue

@@ -22,7 +22,7 @@ END_OF_PASS = "end"
 
 
 class ControlGroup(Protocol):
-    """The process group that messages travel on; `zero_comm.Control` is one."""
+    """The process group for messages; `zero_comm.Control` is one."""
 
     @property
     def rank(self) -> int: ...
@@ -34,19 +34,19 @@ class ControlGroup(Protocol):
         """Return every rank's message, in rank order."""
 
     def check_same(self, messages: Sequence[Message], /) -> None:
-        """Raise `DesyncError` unless all ``messages`` (in rank order) are of the same call."""
+        """Raise `DesyncError` unless all ``messages`` (in rank order) have the same kind, name and step."""
 
 
 class Liveness:
-    """Says whether the engine can go on, or an earlier failure has ended it.
+    """The record of whether the engine works, or an earlier failure has ended it.
 
-    ``abort``: tells the other ranks why this one leaves, so that nobody waits for it. ``sharded``: parameters are.
-    ``can_reopen``: the process groups can be made anew after a failure (see reopening.py).
+    ``abort``: tells the other ranks of this rank's failure, so that none waits for it. ``sharded``: parameters are
+    sharded. ``can_reopen``: the process groups can be made anew after a failure (see reopening.py).
 
     Attributes:
-        failure: what has ended the engine; empty while it goes on.
-        interrupted: what was writing weights or states when the engine ended, None where nothing was.
-        ended_for_good: no call can make the engine go on.
+        failure: the failure that has ended the engine, as text; empty while the engine works.
+        interrupted: the operation that was writing weights or states when the engine ended, None for none.
+        ended_for_good: no call can make the engine work again.
     """
 
     def __init__(self, abort: Callable[[BaseException], None], *, sharded: bool, can_reopen: bool = False) -> None:
@@ -66,7 +66,10 @@ class Liveness:
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Around all that writes shards, masters or states: when it is interrupted, they are of no use."""
+        """Mark the block as ``what``, which writes shards, masters or states: if it raises, they are inconsistent.
+
+        An `EditRefusedError` means that nothing was written.
+        """
         self._writes.append(what)
         try:
             yield
@@ -78,13 +81,13 @@ class Liveness:
         finally:
             self._writes.pop()
 
-    def met(self) -> None:
-        """All ranks have met: what was interrupted before has not ended the engine."""
+    def note_meeting(self) -> None:
+        """Forget an earlier interrupted write, as all ranks have met since: it has not ended the engine."""
         if not self._writes:
             self._left = None
 
     def end(self, failure: BaseException) -> None:
-        """This rank cannot go on: tell the others why and leave the data groups."""
+        """End the engine on this rank because of ``failure``, and tell the other ranks; nothing once it has ended."""
         if not self.failed:
             self.failure = f"{type(failure).__name__}: {failure}"
             self.interrupted = self._writes[0] if self._writes else self._left
@@ -92,12 +95,12 @@ class Liveness:
             self._abort(failure)
 
     def end_for_good(self, problem: BaseException) -> None:
-        """The process groups cannot be made anew, because of ``problem``."""
+        """Rule out a restart of the ended engine, as making the process groups anew has failed with ``problem``."""
         self.ended_for_good = True
         self.failure = f"{self.failure}. Then: {problem}"
 
     def revive(self) -> None:
-        """The process groups were made anew."""
+        """Make the ended engine work again, after the process groups were made anew."""
         self.failure, self.interrupted, self._left = "", None, None
 
     def check(self) -> None:
@@ -122,21 +125,21 @@ class Liveness:
 
 
 class Agreement:
-    """Where the ranks of one engine meet.
+    """Exchanges messages among the ranks of one engine at the points that all of them reach.
 
-    Every rank passes the same points in the same order: the start and the end of a forward or backward pass that
-    gathers, the step, a gather by the user. What a rank has observed since the last meeting goes along with its message
-    (`Observations`).
+    Every rank reaches the same agreement points in the same order: the start and the end of a forward or backward pass
+    that gathers, the step, a gather by the user. Each message also carries what the rank has observed since the last
+    one (`Observations`).
 
-    [Note: requests] Within a pass, gathers follow the agreed order and each unit comes once. A rank that needs a unit
-    the order cannot give (released already, or never learned) joins what is left of the order and then sends a
-    *request* at its next agreement point. The other ranks meet the request at their next point, whatever that is,
-    serve it, and repeat their own message. So nobody hangs and nobody has to guess what another rank will compute.
-    A pass ends with such a point, for what comes after it may wait for all ranks in a way that serves nobody: a
-    collective of the user's.
+    [Note: requests] Within a pass, gathers follow the agreed order and each unit comes once. A rank may need a unit
+    that the order cannot give: it was released already, or the order lacks it. That rank joins the rest of the order
+    and then sends a *request* in place of a message. The other ranks receive the request at their next agreement
+    point, whichever that is, gather the unit with it, and send their own message again. So no rank hangs, and none has
+    to guess what another will compute. Every pass ends with an agreement point, because the code that follows may wait
+    for all ranks without serving requests: a collective of the user's.
 
     Attributes:
-        synced: ranks may be at a forward pass or done (see `meet_done`), until it is false again.
+        synced: inside ``synced()``: some ranks may begin a forward pass while others are done (see `meet_done`).
     """
 
     def __init__(
@@ -163,25 +166,29 @@ class Agreement:
         self.synced = False
 
     def agree(self, kind: str, name: str, payload: Any = None) -> list[Any]:
-        """Meet the other ranks at ``kind``/``name``; return their payloads (plain data) in rank order.
+        """Exchange a message with all ranks at the agreement point ``kind``/``name``, and learn from the observations.
 
-        Raises `DesyncError` listing every rank's call when they differ, and what the observations are refused with.
+        Return all ranks' payloads (plain data) in rank order. Raises `DesyncError`, listing every rank's call, when
+        they differ; `PartitionError` when user code on the ranks has changed different things; `CommError` when the
+        engine has ended.
         """
         self._liveness.check()
         if not self._gathers.active:
             self._gathers.release_outside()
         messages = self._exchange(self._message(kind, name, payload))
-        self._liveness.met()
+        self._liveness.note_meeting()
         self._control.check_same([m for m in messages if not (self.synced and m.kind == DONE)])
         return self._learn(messages, kind)
 
     def agree_in_lock_step(self, message: LockStep) -> list[LockStep]:
-        """Meet the other ranks before a wait in a backward pass; return their messages in rank order."""
+        """Exchange ``message`` with all ranks before a wait in a backward pass; return all of them in rank order."""
         return [LockStep.decode(data) for data in self.agree("learning", "", message.encode())]
 
     def meet_done(self) -> str | None:
-        """Meet the other ranks, having nothing to do; return the name of the forward pass that some rank begins, None
-        when all are done."""
+        """Meet the other ranks inside ``synced()`` when this rank has nothing left to do.
+
+        Return the name of the forward pass that some rank begins, and this one has to join; None when all are done.
+        """
         while True:
             self._liveness.check()
             messages = self._exchange(self._message(DONE, "", None))
@@ -192,23 +199,25 @@ class Agreement:
                 return running[0].name if running else None
 
     def request(self, unit: int) -> None:
-        """Have every rank take part in gathering ``unit`` outside the order; return when it was issued."""
+        """Gather the unit with index ``unit`` outside the order, together with every rank; return when it is issued."""
         self._serve_requests(self._control.exchange(Message(_REQUEST, "", self._step.value, unit)))
 
     def note_changed(self, unit: Unit) -> None:
-        """This rank alone has written other weights into its shard; all ranks learn it when they next agree."""
+        """Record that this rank alone has changed the weights in its shard of ``unit``.
+
+        At the next agreement point all ranks drop what they have gathered of it elsewhere (`Route.weights_changed`).
+        """
         self._changed.add(unit.index)
 
     def reset(self) -> None:
-        """Forget what was observed and not told, as ranks may have learned different things; the weights that travel
-        by another route are brought anew."""
+        """Forget observations that were not sent yet, and have secondary shards of all units gathered anew."""
         self.synced = False
         self._changed.clear()
         for unit in self._units:
             unit.route.weights_changed()
 
     def _message(self, kind: str, name: str, payload: Any) -> Message:
-        """A message with what this rank has observed."""
+        """Return a message with ``payload`` and this rank's observations, which count as sent."""
         observed = Observations(
             gathers=self._gathers.take_observed() if self._sharded else {},
             reductions=self._reductions.observed(),
@@ -220,7 +229,7 @@ class Agreement:
         return Message(kind, name, self._step.value, [payload, *observed.encode()])
 
     def _learn(self, messages: Sequence[Message], kind: str) -> list[Any]:
-        """Take over what the ranks have observed, the same on every rank; return their payloads."""
+        """Apply all ranks' observations, the same on every rank; return their payloads in rank order."""
         observed = [Observations.decode(message.payload[1:]) for message in messages]
         if any(one.gathers for one in observed):
             self._gathers.learn([one.gathers for one in observed])
@@ -234,14 +243,14 @@ class Agreement:
         return [message.payload[0] for message in messages]
 
     def _exchange(self, message: Message) -> list[Message]:
-        """Exchange ``message``, again after every round in which somebody requested a unit."""
+        """Exchange ``message`` with all ranks, again after every round in which a rank has requested a unit."""
         while True:
             messages = self._control.exchange(message)
             if not self._serve_requests(messages):
                 return messages
 
     def _serve_requests(self, messages: Sequence[Message]) -> bool:
-        """Gather what some ranks request; return whether any does."""
+        """Gather the units that ``messages`` request; return whether there are any."""
         wanted = dict.fromkeys(m.payload for m in messages if m.kind == _REQUEST)
         mine = messages[self._control.rank]
         for unit in wanted:

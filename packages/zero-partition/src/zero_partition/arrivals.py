@@ -1,4 +1,4 @@
-"""Gradients on their way from autograd into the units' buffers."""
+"""Take gradients from autograd's ``.grad`` into the units' buffers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .unit_watch import WatchedUnits
 
 
 class GradientArrivals:
-    """Takes the gradients that autograd has finished, unless hooks of the user's still run on them: then later.
+    """Moves gradients that autograd has finished into the units' buffers, after the user's hooks have run on them.
 
-    ``units``: all of them, by index; ``gradients``: those of trained units, by index.
+    ``units``: all units, by index; ``gradients``: those of trained units, by index.
     """
 
     def __init__(
@@ -40,7 +40,10 @@ class GradientArrivals:
         self._left: list[tuple[int, int, GradientHook]] = []
 
     def ready(self, unit: int, number: int, hook: GradientHook) -> None:
-        """Autograd has finished parameter ``number`` of a unit."""
+        """Take the gradient of parameter ``number`` of the unit with index ``unit``, which autograd has finished.
+
+        If hooks of the user's still run on it, it is taken when the next gradient is ready, or by `take_left`.
+        """
         if self._left:
             self.take_left()
         if hook.goes_on:
@@ -49,19 +52,22 @@ class GradientArrivals:
             self._take(unit, number, hook)
 
     def take_left(self) -> None:
-        """Take the gradients that are left where autograd and the user's hooks have put them."""
+        """Take the gradients that were left in ``.grad`` for the user's hooks."""
         left, self._left = self._left, []
         for unit, number, hook in left:
             self._take(unit, number, hook)
 
     def forget_left(self) -> None:
-        """Drop the gradients that are left: their backward pass has failed."""
+        """Drop the gradients that were left in ``.grad`` for the user's hooks, as their backward pass has failed."""
         for unit, number, _ in self._left:
             self._units[unit].parameters[number].grad = None
         self._left.clear()
 
     def _take(self, index: int, number: int, hook: GradientHook) -> None:
-        """Add one parameter's gradient to its unit's; reduce and release the unit when it was the last one."""
+        """Move the ``.grad`` of parameter ``number`` of unit ``index`` into the unit's buffer.
+
+        With the last one of a pass that reduces, the unit may be reduced and is released.
+        """
         unit, gradients = self._units[index], self._gradients[index]
         parameter = unit.parameters[number]
         gradient, parameter.grad = parameter.grad, None

@@ -1,4 +1,4 @@
-"""Count the gradients of each unit that a backward pass is expected to bring."""
+"""Count the gradients that each unit is expected to get in a backward pass."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class ExpectedGradients:
-    """Counts the gradients of a pass, and says when a unit has all that the pass is expected to bring.
+    """Counts the gradients of a pass, and tells when a unit has all that it is expected to get.
 
     Where parameters are sharded (stage 3), a unit is expected to get as many as in the last pass that reached it, so
     that it need not stay gathered until the end of the pass. At lower stages it is expected to get one for each
-    parameter that requires a gradient now, and as many more as nested backward passes (reentrant activation
-    checkpointing) have given it at most; what does not come is waited for until the end of the pass.
+    parameter that requires a gradient now, plus the largest number of repeats that nested backward passes (reentrant
+    activation checkpointing) have given it so far; missing ones are waited for until the end of the pass.
 
-    Gradients that come after the expected ones are late, and are reduced with the next message among ranks. Where the
+    Gradients that come after the expected ones are late, and are reduced after the next message among ranks. Where the
     user sees the averages right after backward (stage 0), none may be late: there units whose modules did not run are
     waited for too, and all units in the first pass.
 
-    ``gradients``: those of all trained units, by index.
+    ``gradients``: the gradients of all trained units, by unit index.
+
+    Attributes:
+        may_be_late: gradients may come after the expected ones.
     """
 
     def __init__(self, gradients: Mapping[int, UnitGradients]) -> None:
@@ -39,7 +42,7 @@ class ExpectedGradients:
 
     @without_torch_function
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass: no gradient has arrived yet."""
         self._arrived = dict.fromkeys(self._gradients, 0)
         if self._learns:
             return
@@ -49,18 +52,21 @@ class ExpectedGradients:
             self._count[index] = required + self._repeats[index]
 
     def arrived(self, index: int, number: int) -> bool:
-        """Count the gradient of parameter ``number``; return True when it was the last one expected."""
+        """Count the gradient of parameter ``number`` of unit ``index``; return True if it was the last one expected."""
         self._arrived[index] += 1
         if not self._learns:
             self._numbers[index].add(number)
         return self._arrived[index] == self._count[index]
 
-    def has_come(self, index: int) -> bool:
-        """Return whether the unit's expected gradients are here."""
+    def has_all_expected(self, index: int) -> bool:
+        """Return whether the unit has all its expected gradients; never in the first pass if none may be late."""
         return self._arrived[index] >= self._count[index] and (self.may_be_late or not self._first)
 
     def end(self) -> Iterator[int]:
-        """Autograd is done: yield the units that got other gradients than expected, and expect those from now on."""
+        """End the pass: yield the indices of units that got another number of gradients than expected.
+
+        Later passes expect the new number. Iterate over all of it.
+        """
         self._first = False
         for index, count in self._arrived.items():
             if not self._learns:
@@ -71,10 +77,12 @@ class ExpectedGradients:
                 yield index
 
     def reached(self) -> Iterator[int]:
-        """Yield the units that got gradients in this pass."""
+        """Return the indices of the units that got gradients in this pass."""
         return (index for index, count in self._arrived.items() if count)
 
     def _note_required(self, index: int, count: int) -> None:
+        """Learn, below stage 3, how many of the ``count`` gradients of a unit were repeats, and whether `begin` has to
+        count its parameters that require gradients."""
         distinct = len(self._numbers[index])
         repeats = max(self._repeats[index], count - distinct)
         if distinct < len(self._gradients[index].unit.parameters) or repeats > self._repeats[index]:

@@ -1,4 +1,4 @@
-"""A unit's gradients: from autograd into a flat buffer, from there reduced into the owner's shard."""
+"""A unit's gradients: autograd's go into a flat buffer, and a reduce-scatter averages it into the owners' shards."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ _MULTIPLIER = 0x9E3779B97F4A7C1
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Watch = Callable[[torch.Tensor, Sequence[bool]], None]
-"""Is shown a flat buffer of gradients, and which of the unit's parameters have one in it."""
+"""Called with a flat buffer of gradients and, for each of the unit's parameters, whether it has one there."""
 
 
 class UnitGradients:
-    """Collects one trainable unit's gradients on this rank.
+    """Collects one trainable unit's gradients on this rank, and reduce-scatters them.
 
-    ``accumulate_dtype``: of the reduced gradient, and of the flat buffer that autograd's gradients go into when
-    several backward passes add up in it; else that buffer has the parameters' dtype. ``wire_dtype``: what travels.
+    ``accumulate_dtype``: dtype of the averaged gradient, and of the flat buffer for autograd's gradients when several
+    backward passes add up in it; else that buffer has the parameters' dtype. ``wire_dtype``: dtype that is sent.
     ``keep_flat``: the flat buffer is kept from step to step (stages 0 and 1) instead of until it was reduced.
-    ``full_group``: the group in which every rank gets all of the reduced gradient (stage 0), else None. ``states``:
-    where the reduced gradient is kept; without it, on the device. ``leaves``: the reductions of a step are added along
-    a tree, and there is a reduced gradient when all of them are there.
+    ``full_group``: the group in which every rank gets the full averaged gradient (stage 0), else None. ``states``: the
+    tier that keeps the averaged gradient; without it the device does. ``leaves``: adds the reductions of a step along a
+    tree; there is an averaged gradient only once all of them are added.
 
     Attributes:
+        norm: returns the sum of squares of an averaged shard; used by `square`.
         reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``full_group`` the flat buffer;
             None before the first reduction since `clear`, and always where ``states`` keeps it.
         touched: for each parameter, whether this rank has had a gradient since `clear`.
-        watches: are shown the flat buffer before each reduction.
+        watches: called with the flat buffer before each reduction.
     """
 
     def __init__(
@@ -84,17 +85,17 @@ class UnitGradients:
 
     @property
     def has_unreduced(self) -> bool:
-        """Return whether gradients arrived here that no reduction has taken yet."""
+        """Return whether this rank holds gradients of the unit that were not sent into a reduction yet."""
         return any(self._present)
 
     @property
     def present(self) -> Sequence[bool]:
-        """For each parameter, whether there is a gradient here that no reduction has taken yet."""
+        """Return for each parameter whether this rank holds a gradient that was not sent into a reduction yet."""
         return tuple(self._present)
 
     @property
     def has_all(self) -> bool:
-        """Return whether every parameter has a gradient here that no reduction has taken yet."""
+        """Return whether `present` is True for every parameter."""
         return all(self._present)
 
     @property
@@ -109,12 +110,13 @@ class UnitGradients:
 
     @property
     def is_reduced(self) -> bool:
-        """Return whether there has been a reduction since `clear`; the same on every rank."""
+        """Return whether there is an averaged gradient, or its reduction was started, since `clear`; with a tree, once
+        it is complete. The same on every rank."""
         return self._states.has_gradient(self.unit.name) if self._states is not None else self.reduced is not None
 
     @contextmanager
     def averaged(self, *, dirty: bool = False) -> Iterator[torch.Tensor]:
-        """The averaged gradient, from wherever it is kept; ``dirty``: it will be changed. Only when `is_reduced`."""
+        """Lend the averaged gradient to the block; ``dirty``: the block changes it. Only when `is_reduced`."""
         if dirty:
             self._square = None
         if self._states is None:
@@ -124,16 +126,18 @@ class UnitGradients:
                 yield gradient
 
     def square(self) -> Any:
-        """Return what `norm` says of this rank's averaged shard: its sum of squares; only when `is_reduced`, below
-        stage 0."""
+        """Return the sum of squares (`norm`) of this rank's averaged shard. Only when `is_reduced`, not at stage 0."""
         if self._square is None:
             with self.averaged() as gradient:
                 self._square = self.norm(gradient)
         return self._square
 
     def add(self, index: int, gradient: torch.Tensor, *, more_follow: bool) -> None:
-        """Add the gradient of the unit's parameter number ``index``; ``more_follow``: this backward pass is not
-        reduced."""
+        """Add the gradient of the unit's parameter number ``index`` to those that wait for a reduction.
+
+        ``more_follow``: no reduction follows this backward pass, so a new buffer has the accumulate dtype. Raises
+        `EditRefusedError` for a gradient of another shape than the parameter's at initialize.
+        """
         if self._flat is None:
             self._allocate(gradient.device, self._accumulate_dtype if more_follow else self.unit.plan.dtype)
         view = self._views[index]
@@ -153,13 +157,16 @@ class UnitGradients:
         self._present[index] = self.touched[index] = True
 
     def show(self, watch: Watch) -> None:
-        """Have ``watch`` see what arrived and was not reduced yet, if there is any."""
+        """Call ``watch`` with the gradients that no reduction has taken yet, if there are any."""
         if self._flat is not None and any(self._present):
             watch(self._flat, tuple(self._present))
 
-    def start_reduce(self, step: int, device: torch.device) -> Work:
-        """Send what has arrived (zeros for the rest) and average it into `reduced`; every rank reduces this unit at
-        this point."""
+    def start_reduce_scatter(self, step: int, device: torch.device) -> Work:
+        """Start to average the gradients that have arrived, zeros for the other parameters, into the owners' shards.
+
+        `finish_reduce_scatter` follows when the returned work has been waited for. ``step``: number for the tag.
+        Collective: every rank calls it at the same point of the order of reductions.
+        """
         if self._flat is None:
             self._allocate(device, self.unit.plan.dtype)
         flat = cast(torch.Tensor, self._flat)
@@ -170,40 +177,43 @@ class UnitGradients:
         for watch in self.watches:
             watch(flat, tuple(self._present))
         self._present = [False] * len(self._present)
-        own, again = self._own_reduced(flat)
-        if self._stays_here():
-            return self._keep_own(flat, again)
+        own, again = self._reduction_target(flat)
+        if self._keeps_own():
+            return self._adopt_own(flat, again)
         payload = flat if flat.dtype == self._wire_dtype else flat.to(self._wire_dtype)
         self._travels = True
-        self._let_go(flat, again)
+        self._retire_flat(flat, again)
         return self._reduction.reduce_scatter(payload, own, Tag("reduce", self.unit.name, step), accumulate=again)
 
-    def _keep_own(self, flat: torch.Tensor, again: bool) -> Work:
-        """Have what arrived in `reduced` as it is; no other rank is asked."""
+    def _adopt_own(self, flat: torch.Tensor, again: bool) -> Work:
+        """Put this rank's gradients into `reduced` without averaging; ``again``: add them. Nothing is sent."""
         reduced = cast(torch.Tensor, self.reduced)
         if again:
             reduced.add_(flat)
         elif reduced is not flat:
             reduced.copy_(flat)
-        self._let_go(flat, again)
+        self._retire_flat(flat, again)
         return Work(Tag("reduce", self.unit.name))
 
-    def averaged_by(self, optimizer: AveragingOptimizer) -> None:
-        """Have ``optimizer`` say whether this rank keeps its own gradient instead of the average (stage 0)."""
+    def set_averaging_optimizer(self, optimizer: AveragingOptimizer) -> None:
+        """Keep this rank's own gradients, not the average, in steps for which ``optimizer`` wants them (stage 0)."""
         self._averaging = optimizer
 
-    def _stays_here(self) -> bool:
-        """Return whether this rank keeps its own gradient now; the same on every rank."""
+    def _keeps_own(self) -> bool:
+        """Return whether the optimizer wants this rank's own gradients now; the same on every rank."""
         return self._averaging is not None and self._averaging.wants_own_gradients
 
-    def _let_go(self, flat: torch.Tensor, again: bool) -> None:
-        """The next gradients go elsewhere; ``flat`` is kept for those of the next step where it may be."""
+    def _retire_flat(self, flat: torch.Tensor, again: bool) -> None:
+        """Have the next gradients go into another buffer; keep ``flat`` for those of the next step if ``keep_flat``.
+
+        ``again``: its reduction is added to an earlier one of the step, whose buffer is kept already.
+        """
         if self._keep_flat and (self.leaves is not None or not again):
             self._spare, self._spare_views = flat, self._views
         self._flat, self._views = None, []
 
-    def end_reduce(self) -> None:
-        """The reduction has arrived."""
+    def finish_reduce_scatter(self) -> None:
+        """Put the shard that a finished reduction has averaged into the tree or the tier, where there is one."""
         self._travels = False
         if self.leaves is not None:
             self._add_leaf(self.leaves)
@@ -217,7 +227,8 @@ class UnitGradients:
             self._states.add_gradient(self.unit.name, arriving)
 
     def _add_leaf(self, leaves: LeafTree) -> None:
-        """Add what has arrived to the step's tree, and have the mean in its place when it was the last one."""
+        """Add the shard that was reduced to the step's tree; after the last one, the mean becomes the averaged
+        gradient."""
         leaf, self._leaf = cast(torch.Tensor, self._leaf), None
         mean = leaves.add(leaf)
         if mean is None:
@@ -237,8 +248,12 @@ class UnitGradients:
             self._arriving = mean
 
     def reduce_again(self, flat: torch.Tensor, before: torch.Tensor | None, step: int) -> torch.Tensor:
-        """Reduce ``flat``, a copy of what a watch was shown, once more; return the average, added to a copy of what
-        `averaged` was ``before``, in the form that `averaged` has now. Collective, outside of passes."""
+        """Average ``flat``, a copy of a buffer that a watch was called with, once more, and return the result.
+
+        The average is added to ``before``, a copy of an earlier `averaged` that may be overwritten; None: to nothing.
+        The result has the form that `averaged` gives: a shard, or at stage 0 the full gradient. Collective, outside
+        passes.
+        """
         numel = self.unit.layout.shard_numel if self._full_group is None else self.unit.layout.numel
         found = flat.new_empty(numel, dtype=self._accumulate_dtype) if before is None else before.to(flat.device)
         own = found if self._full_group is None else self._slice(found)
@@ -250,22 +265,24 @@ class UnitGradients:
         return found
 
     def gather_full(self, step: int) -> Work | None:
-        """Give every rank the full averaged gradient (stage 0); call once, after the last reduction before the
-        step."""
-        if self._full_group is None or self.reduced is None or self._stays_here():
+        """Start the all-gather that gives every rank the full averaged gradient (stage 0), and return it.
+
+        Call it once, after the last reduction before the step. None if there is nothing to gather: from stage 1 on,
+        without a reduction, or where each rank keeps its own gradients.
+        """
+        if self._full_group is None or self.reduced is None or self._keeps_own():
             return None
         return self._full_group.all_gather(self.reduced, self._slice(self.reduced), Tag("reduce", self.unit.name, step))
 
     def drop_reduction(self) -> None:
-        """Give up a reduction that will not arrive; `clear` follows, when all units have."""
+        """Drop a reduction that will never complete; `clear` has to follow when all units have dropped theirs."""
         self._travels, self._leaf = False, None
         arriving, self._arriving = self._arriving, None
         if self._states is not None and arriving is not None and arriving.device.type == "cpu":
             self._states.give_back_gradient(self.unit.name)
 
     def clear(self) -> None:
-        """Forget all gradients; the flat buffer is kept where it lives from step to step, and so is a shard of a
-        tree."""
+        """Forget all gradients of the unit, averaged or not. Buffers that are kept from step to step stay."""
         if self.leaves is not None and self._keep_flat and self._full_group is None and self.reduced is not None:
             self._spare_leaf = self.reduced
         self.reduced = None
@@ -278,7 +295,7 @@ class UnitGradients:
         self.touched = [False] * len(self.touched)
 
     def discard(self, numbers: Collection[int], *, keep_zeros: bool = False) -> None:
-        """Forget the gradients of some of the unit's parameters; ``keep_zeros``: have zeros where there were any."""
+        """Forget the gradients of the parameters ``numbers``, averaged or not; ``keep_zeros``: make them zeros."""
         for number in numbers:
             if self._present[number]:
                 self._views[number].zero_()
@@ -286,20 +303,21 @@ class UnitGradients:
                 self._present[number] = self.touched[number] = False
         if self.is_reduced:
             with self.averaged(dirty=True) as averaged:
-                for start, end in self._places(numbers, averaged):
+                for start, end in self._ranges(numbers, averaged):
                     averaged[start:end].zero_()
 
-    def full(self, number: int) -> torch.Tensor:
-        """A copy of one parameter's averaged gradient, in its shape, after `gather_full`."""
+    def full_gradient(self, number: int) -> torch.Tensor:
+        """Return a copy of the averaged gradient of parameter ``number``, in its shape; only after `gather_full`."""
         entry = self.unit.layout.entries[number]
         return cast(torch.Tensor, self.reduced)[entry.offset : entry.end].view(entry.shape).clone()
 
     def digest(self) -> int:
-        """A digest of the averaged gradient, after `gather_full`."""
+        """Return a 64-bit digest of the unit's full averaged gradient; only after `gather_full`."""
         return _digest_of(cast(torch.Tensor, self.reduced))
 
     def adopt_shown(self) -> None:
-        """Take over what was changed in the tensors of `visible`; elements that were not keep all their digits."""
+        """Copy what user code has changed in the tensors of `visible` into `reduced`; unchanged elements stay as they
+        are, with all their digits."""
         reduced = cast(torch.Tensor, self.reduced)
         if reduced.dtype != self.unit.plan.dtype:
             shown = cast(torch.Tensor, self._spare)
@@ -307,26 +325,29 @@ class UnitGradients:
             reduced.copy_(torch.where(changed, shown.to(reduced.dtype), reduced))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every buffer held now."""
+        """Return every buffer of gradients that this object holds now."""
         held = [t for t in (self._flat, self._spare, self.reduced, self._spare_leaf) if t is not None]
         return held if self.leaves is None else held + self.leaves.tensors()
 
     def visible(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
-        """Yield (parameter, its averaged gradient in its own shape and dtype, whether this rank touched it) after
-        `gather_full`."""
+        """Yield (parameter, its averaged gradient in its own shape and dtype, whether this rank touched it).
+
+        Only after `gather_full`; nothing from stage 1 on.
+        """
         if self._full_group is None or self.reduced is None:
             return
         shown = self.reduced if self.reduced.dtype == self.unit.plan.dtype else self._narrowed(self.reduced)
         yield from zip(self.unit.parameters, self._stretches(shown), self.touched, strict=True)
 
     def _narrowed(self, reduced: torch.Tensor) -> torch.Tensor:
-        """The averaged gradient in the parameters' dtype, in the buffer that autograd's gradients came through."""
+        """Return the averaged gradient cast to the parameters' dtype, in the spare flat buffer."""
         if self._spare is None or self._spare.dtype != self.unit.plan.dtype:
             self._spare, self._spare_views = torch.empty_like(reduced, dtype=self.unit.plan.dtype), []
         return self._spare.copy_(reduced)
 
-    def _own_reduced(self, flat: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Where this rank's averaged shard goes, and whether it holds the sum so far; `reduced` covers it."""
+    def _reduction_target(self, flat: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Return the shard that the reduction of ``flat`` goes to, and whether it is added to what is there; `reduced`
+        covers it unless a tree or a tier keeps it."""
         self._square = None
         if self.leaves is not None:
             neighbour = self.leaves.neighbour()
@@ -353,8 +374,8 @@ class UnitGradients:
             leaf = torch.empty(self.unit.layout.shard_numel, dtype=self._accumulate_dtype, device=device)
         return leaf
 
-    def _places(self, numbers: Collection[int], averaged: torch.Tensor) -> Iterator[tuple[int, int]]:
-        """(First element, first behind) of each of these parameters in what `averaged` gives."""
+    def _ranges(self, numbers: Collection[int], averaged: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """Yield (first element, first behind) of each of the parameters ``numbers`` in ``averaged``, full or shard."""
         layout = self.unit.layout
         if averaged.numel() == layout.numel:
             yield from ((layout.entries[n].offset, layout.entries[n].end) for n in numbers)
@@ -365,10 +386,13 @@ class UnitGradients:
                 yield fragment.shard_offset, fragment.shard_offset + fragment.length
 
     def _slice(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of ``full``, which has the size of the flat buffer."""
         start, end = self.unit.layout.shard_range(self._reduction.rank)
         return full[start:end]
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Make a flat buffer and its views for the next gradients, of the spare buffer if that is free; its gaps are
+        zeros."""
         layout = self.unit.layout
         free = self.reduced is None and not self._travels  # late gradients come while the spare buffer is sent
         if self._spare is not None and free and self._spare.dtype == dtype:
@@ -381,7 +405,7 @@ class UnitGradients:
 
 
 def _digest_of(x: torch.Tensor) -> int:
-    """Return a 64-bit digest of a contiguous 1-D tensor's bits: equal for equal bits, else different by all odds.
+    """Return a 64-bit digest of a contiguous 1-D tensor's bits: equal for equal bits, else almost surely different.
 
     Every element's bits are multiplied by an odd number of their position; products wrap around and are added up on the
     tensor's device.

@@ -1,4 +1,4 @@
-"""Averaged gradients between backward and step, which the engine holds."""
+"""The averaged gradients that the engine holds between backward and step."""
 
 from __future__ import annotations
 
@@ -35,19 +35,22 @@ class HeldGradients:
         self._step = step
 
     def show(self) -> None:
-        """Where every rank keeps full averaged gradients (stage 0): make them the parameters' ``.grad``."""
+        """Gather the full averaged gradients and make them the parameters' ``.grad`` at stage 0; nothing above it."""
         works = [work for g in self._gradients if (work := g.gather_full(self._step.value)) is not None]
         for work in works:
             work.wait()
         self._user_gradients.show()
 
     def hide(self) -> None:
-        """Take the averaged gradients off the parameters again: autograd would add to them in place."""
+        """Make the parameters' ``.grad`` None again after `show`: autograd would add to the averages in place."""
         self._user_gradients.hide()
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
-        """Forget the gradients of ``parameters`` (None: of all) since the last step, as ``zero_grad`` does; every rank
-        does it at the same point. Raises `PartitionError` inside a backward pass."""
+        """Forget the gradients of ``parameters`` (None: of all) since the last step, as ``zero_grad`` does.
+
+        ``set_to_none``: False makes them zeros instead. Every rank calls it at the same point. Raises `PartitionError`
+        inside a backward pass.
+        """
         if self._calls.in_backward:
             raise PartitionError(
                 "zero_grad was called inside a backward pass, while gradients are on their way; call it before or after"
@@ -57,24 +60,27 @@ class HeldGradients:
             self._reducer.torn = None
 
     def forget(self) -> None:
-        """A step is over: there are no gradients before the next backward pass."""
+        """Forget all gradients, and what user code did to them, at the end of a step."""
         self._reducer.clear()
         self._user_gradients.forget()
 
     def flush(self) -> None:
-        """Reduce gradients that came after their unit's turn, on any rank; all ranks call it at the same point."""
+        """Reduce gradients that came too late for their unit's reduction, or were written by user code, on any rank.
+
+        Collective: all ranks call it at the same point.
+        """
         self._user_gradients.take()
         late = self._agreement.agree("flush", "", self._reducer.unreduced())
         self.reduce_late({unit for units in late for unit in units})
 
     def reduce_late(self, units: Collection[int]) -> None:
-        """Reduce ``units`` (the same on every rank) outside a backward pass."""
+        """Reduce the gradients of ``units`` (indices, the same on every rank) outside a pass, and `show` them."""
         if units:
             self._reducer.reduce_scatter_now(units)
             self.show()
 
     def refuse_torn(self, call: str) -> None:
-        """Raise `PartitionError` where the gradients hold a part of a backward pass that failed."""
+        """Raise `PartitionError`, naming ``call``, if the gradients hold a part of a backward pass that failed."""
         if self._reducer.torn is not None:
             raise PartitionError(
                 f"{call}: an earlier backward pass failed ({self._reducer.torn}) and has left a part of its gradients; "

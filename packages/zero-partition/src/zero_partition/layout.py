@@ -18,12 +18,12 @@ class LayoutEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the parameter's number of elements."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """First element behind the parameter."""
+        """Return the index of the first element behind the parameter in the flat buffer."""
         return self.offset + self.numel
 
 
@@ -51,7 +51,7 @@ class UnitLayout:
     shard_numel: int
 
     @classmethod
-    def of(
+    def from_shapes(
         cls,
         name: str,
         shapes: Mapping[str, Sequence[int]],
@@ -60,10 +60,10 @@ class UnitLayout:
         *,
         entry_alignment: int = 1,
     ) -> UnitLayout:
-        """Lay out parameters (name -> shape) in the order given.
+        """Return the layout of parameters (name -> shape), in the order given.
 
-        ``alignment``: shard boundaries are multiples of so many elements. ``entry_alignment``: parameters begin at
-        multiples of so many. Raises ValueError when an argument is below 1.
+        ``alignment``: shard boundaries are multiples of this, in elements. ``entry_alignment``: parameters begin at
+        multiples of this. Raises ValueError when one of the three numbers is below 1.
         """
         if min(world_size, alignment, entry_alignment) < 1:
             got = f"{world_size}, {alignment} and {entry_alignment}"
@@ -78,46 +78,52 @@ class UnitLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the flat buffer, padding included."""
+        """Return the number of elements of the flat buffer, padding included."""
         return self.shard_numel * self.world_size
 
     @cached_property
     def used_numel(self) -> int:
-        """Elements of the flat buffer that belong to parameters."""
+        """Return the number of elements of the flat buffer that belong to parameters."""
         return sum(entry.numel for entry in self.entries)
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """(First element, first behind) of every range of the flat buffer that belongs to no parameter."""
+        """Return (first element, first behind) of every range of the flat buffer that belongs to no parameter."""
         ends = [0, *(entry.end for entry in self.entries)]
         starts = [*(entry.offset for entry in self.entries), self.numel]
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """First element of ``rank``'s shard in the flat buffer, and the first behind it."""
+        """Return the first element of ``rank``'s shard in the flat buffer, and the first behind it."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def name_at(self, position: int) -> str:
-        """Name of the parameter that has element ``position`` of the flat buffer; the last one's beyond."""
+        """Return the name of the parameter at element ``position`` of the flat buffer.
+
+        In a gap that is the next parameter's name, behind the last parameter the last one's.
+        """
         return next((entry.name for entry in self.entries if position < entry.end), self.entries[-1].name)
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
-        """Yield the parts of parameters that ``rank`` owns, in order; empty parameters have none."""
+        """Yield the fragments that ``rank`` owns, in the order of parameters; empty parameters have none."""
         for entry in self.entries:
             fragment = self.fragment_of(entry, rank)
             if fragment is not None:
                 yield fragment
 
     def fragment_of(self, entry: LayoutEntry, rank: int) -> Fragment | None:
-        """The part of one parameter that ``rank`` owns; None where it owns none."""
+        """Return the fragment of one parameter that ``rank`` owns; None if it owns none."""
         start, end = self.shard_range(rank)
         low, high = max(start, entry.offset), min(end, entry.end)
         return Fragment(entry, rank, low - entry.offset, low - start, high - low) if low < high else None
 
 
 def element_positions(units: Iterable[UnitLayout], alignment: int) -> dict[str, int]:
-    """By parameter, the place of its first element among those of all units, which begin at multiples of ``alignment``:
-    the same at any world size."""
+    """Return for each parameter name the position of its first element among the elements of all units.
+
+    Each unit begins at a multiple of ``alignment``; padding of shards does not count, so positions are the same at any
+    world size.
+    """
     positions: dict[str, int] = {}
     base = 0
     for unit in units:
@@ -133,22 +139,22 @@ class Layout:
     units: tuple[UnitLayout, ...]
 
     @cached_property
-    def _where(self) -> dict[str, tuple[UnitLayout, LayoutEntry]]:
+    def _by_name(self) -> dict[str, tuple[UnitLayout, LayoutEntry]]:
         return {entry.name: (unit, entry) for unit in self.units for entry in unit.entries}
 
     def find(self, parameter: str) -> tuple[UnitLayout, LayoutEntry]:
-        """The unit and entry of a parameter; KeyError names an unknown one."""
+        """Return the unit and the entry of the parameter of this name; raises KeyError for an unknown one."""
         try:
-            return self._where[parameter]
+            return self._by_name[parameter]
         except KeyError:
-            raise KeyError(f"no parameter '{parameter}' in the layout ({len(self._where)} parameters)") from None
+            raise KeyError(f"no parameter '{parameter}' in the layout ({len(self._by_name)} parameters)") from None
 
     @property
     def numel(self) -> int:
-        """Elements of all flat buffers, padding included."""
+        """Return the number of elements of all flat buffers, padding included."""
         return sum(unit.numel for unit in self.units)
 
     @property
     def used_numel(self) -> int:
-        """Elements that belong to parameters."""
+        """Return the number of elements that belong to parameters."""
         return sum(unit.used_numel for unit in self.units)

@@ -1,4 +1,4 @@
-"""The fixed binary tree over the virtual ranks' gradients, as one rank walks it."""
+"""The fixed binary tree along which one rank adds the virtual ranks' gradients."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 class LeafTree:
     """Adds up the gradients of one step's micro-batches along a binary tree.
 
-    [Note: virtual ranks] V virtual ranks, a power of two, share one step; N ranks compute them, N a power of two that
+    [Note: virtual ranks] A step has V virtual ranks, a power of two, and N ranks compute them, N a power of two that
     divides V. Rank r's micro-batch j is virtual rank j N + r. So a reduction over the ranks, summed along a tree
     (`zero_comm.TreeSum`), is the node of the tree over all V leaves that covers leaves j N to (j + 1) N - 1, and the
-    nodes of successive micro-batches are added here, neighbours first. Which ranks computed the leaves changes no bit:
-    leaves travel as autograd made them, every sum is one of the tree's nodes, in the accumulate dtype, and the mean is
-    taken once, at the root. Only shards are kept: log2(V / N) of them at most.
+    nodes of successive micro-batches are added here, neighbours first. The result does not depend on N, to the bit:
+    leaves are sent as autograd made them, every sum is one of the tree's nodes, in the accumulate dtype, and the mean
+    is taken once, at the root. Only shards are kept, log2(V / N) of them at most.
 
-    ``count``: the reductions of a step, V / N. ``divisor``: V.
+    ``count``: number of reductions in a step, V / N. ``divisor``: V.
     """
 
     def __init__(self, count: int, divisor: int) -> None:
@@ -26,19 +26,18 @@ class LeafTree:
 
     @property
     def added(self) -> int:
-        """Micro-batches added since `clear`."""
+        """Return how many micro-batches were added since `clear`."""
         return self._added
 
     def neighbour(self) -> torch.Tensor | None:
-        """Return the sum that the reduction of the next micro-batch may be added to where it arrives, instead of `add`
-        doing so; None where it has no neighbour yet."""
+        """Return the node to which the reduction of the next micro-batch may be added in place, which saves `add` the
+        sum; None if the next one has no neighbour yet."""
         return self._nodes[-1][1] if self._nodes and self._nodes[-1][0] == 1 else None
 
     def add(self, node: torch.Tensor) -> torch.Tensor | None:
-        """Add the reduction of the next micro-batch; return the mean over all leaves once the last one is there.
+        """Add the reduction of the next micro-batch; return the mean over all leaves after the last one, else None.
 
-        ``node`` belongs to the tree from now on, and is overwritten. It is `neighbour` where the reduction was added
-        to that already.
+        ``node``: the reduction, which the tree keeps and overwrites; or `neighbour`, to which it was added already.
         """
         size = 1
         if node is self.neighbour():
@@ -55,15 +54,15 @@ class LeafTree:
         self._nodes.clear()
         return node.div_(self._divisor)
 
-    def empty(self) -> LeafTree:
-        """A tree of the same shape without anything in it."""
+    def new_empty(self) -> LeafTree:
+        """Return a new tree of the same shape with nothing added."""
         return LeafTree(self.count, self._divisor)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The sums held now."""
+        """Return the partial sums that the tree holds now."""
         return [node for _, node in self._nodes]
 
     def clear(self) -> None:
-        """Forget what was added."""
+        """Forget everything that was added."""
         self._nodes.clear()
         self._added = 0

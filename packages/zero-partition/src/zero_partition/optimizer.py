@@ -92,7 +92,7 @@ class ShardedOptimizer:
         if isinstance(optimizer, AveragingOptimizer):
             optimizer.connect(partition.groups.gather)
             for gradients in partition.runtime.gradients.values():
-                gradients.averaged_by(optimizer)
+                gradients.set_averaging_optimizer(optimizer)
         self._states = OptimizerStates(
             optimizer,
             self._listed,

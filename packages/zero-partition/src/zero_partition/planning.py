@@ -100,7 +100,7 @@ def unit_layout(plan: UnitPlan, world_size: int, options: PartitionOptions) -> U
     wished = math.lcm(options.alignment, blocks)
     align = wished if total >= wished * world_size else blocks
     shapes = {name: tuple(p.shape) for name, p in plan.parameters.items()}
-    return UnitLayout.of(plan.name, shapes, world_size, align, entry_alignment=blocks)
+    return UnitLayout.from_shapes(plan.name, shapes, world_size, align, entry_alignment=blocks)
 
 
 def update_dtype(plan: UnitPlan, policy: PrecisionPolicy) -> torch.dtype:

@@ -125,7 +125,7 @@ class OrderedReductions:
     def start(self, index: int) -> None:
         """Start the reduction of the unit ``index``, in a pass or outside."""
         gradients = self._by_unit[index]
-        work = gradients.start_reduce(self._step.value, self._device)
+        work = gradients.start_reduce_scatter(self._step.value, self._device)
         first = self._gathers_first.get(index, 0)
         self._travelling.append(StartedReduction(self.started, index, first, gradients.unit.layout.numel, work))
         self.started += 1
@@ -156,7 +156,7 @@ class OrderedReductions:
         """Wait for the oldest reduction in flight and have its unit take the result."""
         one = self._travelling.popleft()
         one.work.wait()
-        self._by_unit[one.unit].end_reduce()
+        self._by_unit[one.unit].finish_reduce_scatter()
 
     def close(self) -> None:
         """End the running pass, whose reductions are all finished."""
@@ -393,7 +393,7 @@ class Reducer:
         """Return whether the unit's reduction may start now, as far as this rank's gradients are concerned."""
         if self._reductions.complete:
             return self._by_unit[index].has_all or self._is_idle(index)
-        return self._expected.has_come(index) or (self._expected.may_be_late and self._is_idle(index))
+        return self._expected.has_all_expected(index) or (self._expected.may_be_late and self._is_idle(index))
 
     def _is_idle(self, index: int) -> bool:
         """Return whether the unit's modules did not run on this rank and no gradient of it awaits a reduction."""

@@ -263,7 +263,7 @@ class UserGradients:
             gradients = self._gradients[index]
             for number, shown in enumerate(self._shown.get(index, ())):
                 if shown is not None:
-                    self._replace(gradients, number, gradients.full(number))
+                    self._replace(gradients, number, gradients.full_gradient(number))
         self._edited.difference_update(set(units))
         self._note_left()
 

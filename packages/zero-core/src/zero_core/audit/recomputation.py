@@ -31,7 +31,7 @@ class RepeatedReductions:
         self._gradients = gradients
         self._runtime = partition.runtime
         self._rank = partition.rank
-        self._tree = None if gradients.leaves is None else gradients.leaves.empty()
+        self._tree = None if gradients.leaves is None else gradients.leaves.new_empty()
 
     @contextmanager
     def backward(self, step: int) -> Iterator[None]:
