@@ -43,9 +43,9 @@ def test_a_long_name_keeps_its_end(tmp_path: Path) -> None:
 def test_waiting_is_seen_and_ends(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path / "recorder", rank=0, world_size=1)
     number = recorder.record(b"", 1, Tag("gather", "w"), 0)
-    recorder.waiting(number)
+    recorder.begin_wait(number)
     assert entries(tmp_path / "recorder")[0][3:] == (1, 0)
-    recorder.finished()
+    recorder.end_wait()
     assert entries(tmp_path / "recorder")[0][3:] == (0, 1)
 
 
@@ -58,4 +58,4 @@ def test_the_call_site_is_the_users_line() -> None:
 
 def test_a_group_name_that_comes_again_is_another_group(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path / "recorder", rank=0, world_size=1)
-    assert [recorder.label(name) for name in ("1", "2", "1", "1")] == [b"1", b"2", b"1#2", b"1#3"]
+    assert [recorder.label_group(name) for name in ("1", "2", "1", "1")] == [b"1", b"2", b"1#2", b"1#3"]

@@ -23,11 +23,11 @@ from zero_comm import EngineGroups, Message, Tag, Topology, node_name, run_ranks
 def test_a_topology_knows_who_is_far_and_which_blocks_lie_inside_a_node(nodes: str, far: list[int], block: int) -> None:
     topology = Topology(tuple(nodes))
     assert [topology.far_peers(rank) for rank in range(4)] == far
-    assert topology.block(4) == block
+    assert topology.block_size(4) == block
 
 
 def test_a_smaller_group_keeps_its_members_nodes() -> None:
-    assert Topology(("a", "a", "b", "b")).of([1, 3]) == Topology(("a", "b"))
+    assert Topology(("a", "a", "b", "b")).subset([1, 3]) == Topology(("a", "b"))
 
 
 def test_the_node_is_what_was_forced_else_the_launchers_else_the_host() -> None:

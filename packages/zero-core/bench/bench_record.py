@@ -81,7 +81,7 @@ def replayed(block: Block, *, recorded: bool) -> float:
             for span in block.spans:
                 if span.kind in COLLECTIVES:
                     ledger.count(tags[span], span.nbytes)
-                    ledger.arrived(tags[span], 1e-3, 1e-4)
+                    ledger.count_seconds(tags[span], 1e-3, 1e-4)
                 elif recorded:
                     start = time.perf_counter()
                     writer.span(SpanKind(span.kind), span.name, start, time.perf_counter())

@@ -89,7 +89,7 @@ class Parts:
     def confer(self, call: str, step: int, _reason: str, payload: Any, _patience: float) -> list[Any] | None:
         return self.agreement.agree("failed", f"{call} of step {step}", payload) if self.meets_others else None
 
-    def failed(self, words: str) -> None:
+    def record_failed_call(self, words: str) -> None:
         self.words.append(words)
 
     def issued(self) -> dict[str, int]:

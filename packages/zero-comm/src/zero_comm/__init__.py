@@ -1,6 +1,6 @@
-"""The few collectives ZeRO needs, over torch.distributed, countable.
+"""The few collectives that ZeRO needs, over torch.distributed, with their bytes counted.
 
-Read `group.py` first: it holds the gather, the one reduction and the broadcast.
+Read `group.py` first: it holds the all-gather, the reduce-scatter and the broadcast.
 """
 
 from __future__ import annotations

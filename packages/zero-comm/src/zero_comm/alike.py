@@ -1,8 +1,8 @@
-"""Control messages in a world of which only one rank exists: torch's fake process group.
+"""Control messages in a world in which only one rank exists: torch's fake process group.
 
 [Note: a fake world] `torch.distributed.init_process_group("fake", …)` gives one process the rank of its choice in a
-world of any size; its collectives send nothing. There every group of ours is fake too, and what a rank hears of the
-others is what it says itself: that they are alike. The ledger counts as in a real world.
+world of any size; its collectives send nothing. In such a world our groups are fake too, and every other rank is taken
+to send the same messages as this one. The ledger counts as in a real world.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .topology import Topology
 
 
 def in_fake_world() -> bool:
-    """Return whether this process is alone and the other ranks are torch's fake process group."""
+    """Return whether torch.distributed's backend is `fake`: this process is the only rank that exists."""
     return bool(dist.get_backend() == "fake")
 
 
 class AlikeControl(Control):
-    """`Control` whose other ranks say what this one says.
+    """`Control` in a fake world: every other rank answers with this rank's own message.
 
-    ``nodes``: the node of each rank.
+    ``nodes``: name of each rank's node, which `exchange_nodes` makes the topology.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class AlikeControl(Control):
         super().__init__(process_group, ledger=ledger)
         self._nodes = tuple(nodes)
 
-    def place(self, node: str) -> None:
-        """Take the ranks to be on the nodes given."""
-        super().place(node)
+    def exchange_nodes(self, node: str) -> None:
+        """Set the topology to the nodes that the constructor got, whatever ``node`` is."""
+        super().exchange_nodes(node)
         self.topology = Topology(self._nodes)
 
     def watch(self, sever: Callable[[], object], stopped_after: float) -> None:
-        """Nothing to do: nobody is waited for."""
+        """Start nothing: no rank ever waits for another here."""
 
     def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:
         self._count(tag, len(body))

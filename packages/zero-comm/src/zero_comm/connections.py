@@ -1,4 +1,4 @@
-"""The TCP connections of process groups, to be cut when this rank gives up."""
+"""The TCP connections of process groups, which a rank cuts when it gives up."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _DESCRIPTORS = Path("/proc/self/fd")
 class Connections:
     """Remembers the sockets that are opened inside `recording`; `sever` cuts them.
 
-    [Note: severing] gloo offers no way to interrupt a wait, and a group's connections stay open after it was destroyed
-    as long as a send or a receive is pending on it. A rank that gives up in the middle of a pass has pending ones, and
-    its process may live on in a debugger. So it shuts its sockets down: gloo reports that to whoever waits, here and on
-    the other side, as a closed connection. Sockets go by inode, because descriptors are used again. Where the system
-    has no /proc, nothing is recorded, and peers wait for the end of the process.
+    [Note: severing] gloo offers no way to interrupt a wait, and a destroyed group's connections stay open while a send
+    or a receive is pending on it. A rank that gives up in the middle of a pass has pending operations, and its process
+    may live on in a debugger. So it shuts its sockets down: gloo reports a closed connection to every waiting thread,
+    here and on the other side. Sockets are identified by inode, because descriptor numbers are reused. Where the system
+    has no /proc, nothing is recorded, and peers wait until the process ends.
     """
 
     def __init__(self) -> None:
@@ -26,13 +26,16 @@ class Connections:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Remember the sockets that are opened inside and are still open at the end."""
+        """Record the sockets that are opened inside the block and still open at its end, for `sever`."""
         before = set(_sockets())
         yield
         self._inodes |= set(_sockets()) - before
 
     def sever(self) -> int:
-        """Shut the connections down, those that are still open; return their number. May be called by any thread."""
+        """Shut down the recorded connections that are still open, forget all, and return the number shut down.
+
+        May be called by any thread.
+        """
         count = 0
         for inode, descriptor in _sockets().items():
             if inode in self._inodes:
@@ -42,7 +45,7 @@ class Connections:
 
 
 def _sockets() -> dict[int, int]:
-    """The descriptor of every open socket, by inode."""
+    """Return inode -> descriptor of every socket that this process has open; empty without /proc."""
     found = {}
     for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.is_dir() else ():
         with suppress(OSError):  # closed meanwhile
@@ -53,7 +56,10 @@ def _sockets() -> dict[int, int]:
 
 
 def _shut_down(descriptor: int, inode: int) -> bool:
-    """Shut a connected socket down; listening ones stay as they are, for gloo aborts the process without them."""
+    """Shut down the connected socket at ``descriptor`` if it still has ``inode``, and return whether that was done.
+
+    Listening sockets stay as they are: gloo aborts the process without them.
+    """
     with suppress(OSError):
         held = socket.socket(fileno=os.dup(descriptor))
         with held:

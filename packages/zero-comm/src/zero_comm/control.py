@@ -1,4 +1,4 @@
-"""Small messages that keep the ranks in agreement, and that say what went wrong when they are not."""
+"""Small messages by which the ranks agree, and by which a rank that fails tells the others why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from .errors import CommError, DesyncError, PeerError
 from .flight_recorder import Track
-from .leaving import close_at_exit, leave
+from .leaving import close_at_exit, destroy_group
 from .ledger import Ledger
 from .meeting import meet
 from .tag import Tag
@@ -37,8 +37,11 @@ _FAILED = "failed"
 
 @dataclass(frozen=True)
 class Message:
-    """One rank's words at an agreement point: a kind, a name, the step, plain data (JSON), and, which `Control` fills
-    in, how many micro-batches it has counted, its wish and what it announces (see `Watched`)."""
+    """One rank's message at a point where all ranks agree.
+
+    ``kind``, ``name`` and ``step`` identify the call; ``payload`` is plain data (JSON). `Control` fills in the others
+    from `Watched`: the micro-batches that the rank has counted, its wish and the bits that it announces.
+    """
 
     kind: str
     name: str
@@ -53,19 +56,21 @@ class Message:
         return f"{self.kind} '{self.name}' in step {self.step}{after}"
 
     def same_call(self, other: Message) -> bool:
-        """Return whether both ranks are at the same point (payloads may differ)."""
+        """Return whether kind, name and step are equal: both ranks are at the same call."""
         return (self.kind, self.name, self.step) == (other.kind, other.name, other.step)
 
 
 class Control:
     """Exchanges one `Message` per rank over a CPU (gloo) group; every rank receives all of them in rank order.
 
-    Messages of up to 500 bytes travel in one fixed frame; larger ones announce their size in it and follow.
+    Messages of up to 508 bytes travel in one frame of fixed size. For larger ones the frame holds the size, and the
+    rest follows.
 
     Attributes:
-        topology: which ranks are on one node; all of them until `place`.
-        watched: where this rank is, for a `Watch`.
-        is_torn: an exchange was left before its end, so that this rank's next one would meet another of its peers'.
+        topology: which ranks share a node; all do until `exchange_nodes`.
+        watched: what this rank does and waits for, for its `Watch`.
+        is_torn: an exchange failed half-way, so that this rank's next one would be paired with a different one of its
+            peers.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, ledger: Ledger | None = None) -> None:
@@ -83,7 +88,7 @@ class Control:
         return self._process_group
 
     def reopen(self, process_group: dist.ProcessGroup | None) -> None:
-        """Go on over ``process_group``, of the same ranks, after `close`; `place` and `watch` follow."""
+        """Use ``process_group``, a new one of the same ranks, after `close`; call `exchange_nodes` and `watch` next."""
         self._process_group = process_group
         self._sequence = 0
         self.is_torn = False
@@ -93,13 +98,14 @@ class Control:
         self._name = "" if process_group is None else process_group.group_name
         if process_group is not None:
             self._store = PrefixStore(_FAILURE_KEY, dist.distributed_c10d._get_default_store())
-            self._stays = close_at_exit(self)
+            self._cancel_close_at_exit = close_at_exit(self)
         self._track = Track(self._name)
 
     def meet_again(self, call: str, payload: Any, patience: float) -> list[Any]:
-        """After `close`: return every rank's ``payload`` (plain data) in rank order once all have called this.
+        """After `close`: wait for all ranks to call this, and return every rank's ``payload`` (JSON) in rank order.
 
-        Raises `PeerError` on every rank when one has not come ``patience`` seconds after another; see `meet`.
+        Works without process groups, through the store. Raises `PeerError` on every rank when one has not called it
+        ``patience`` seconds after another; see `meet`.
         """
         if self.world_size == 1:
             return [payload]
@@ -107,7 +113,11 @@ class Control:
         return meet(store, self.rank, self.world_size, call, payload, patience)
 
     def exchange(self, message: Message) -> list[Message]:
-        """Return every rank's message. Raises `PeerError` when a rank is gone, has aborted, or is in `confer`."""
+        """Send ``message`` to every rank and return all ranks' messages in rank order. Collective.
+
+        The ranks may be at different calls; see `agree`. Raises `PeerError` when a rank is gone, has aborted, or is in
+        `confer`.
+        """
         messages = self._exchange(message)
         failed = next(((rank, m) for rank, m in enumerate(messages) if m.kind == _FAILED), None)
         if failed is not None:
@@ -120,10 +130,10 @@ class Control:
         return messages
 
     def confer(self, call: str, step: int, reason: str, payload: Any, patience: float) -> list[Any] | None:
-        """After this rank failed in ``call``: return every rank's payload when all have failed in it, else None.
+        """After this rank failed in ``call``, find out whether all ranks did: return their payloads if so, else None.
 
-        Ranks that are at an `exchange` learn ``reason``. Waits ``patience`` seconds at most; after None this rank has
-        to `abort`.
+        For ranks that are at an `exchange` instead, that call raises `PeerError` with ``reason``. Waits at most
+        ``patience`` seconds. If None is returned, this rank must `abort`.
         """
         try:
             messages = self._exchange(Message(_FAILED, call, step, [reason, payload]), timedelta(seconds=patience))
@@ -133,6 +143,7 @@ class Control:
         return [m.payload[1] for m in messages] if together else None
 
     def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
+        """`exchange` without looking at what the messages say; ``patience``: None waits for the group's timeout."""
         own = self.watched
         message = replace(message, micro_batches=own.micro_batches, wish=own.wish, announced=own.announced)
         fields = [message.kind, message.name, message.step, message.payload, message.micro_batches]
@@ -155,22 +166,23 @@ class Control:
         return [_decode(b) for b in bodies]
 
     def agree(self, message: Message) -> list[Any]:
-        """Exchange ``message`` and return every rank's payload; all ranks must be at the same call.
+        """Exchange ``message`` and return every rank's payload in rank order. Collective.
 
-        Raises `DesyncError` that lists what each rank was doing when they are not.
+        Raises `DesyncError`, which lists every rank's call, when the ranks are at different calls, and `PeerError` as
+        `exchange` does.
         """
         messages = self.exchange(message)
         self.check_same(messages)
         return [m.payload for m in messages]
 
-    def place(self, node: str) -> None:
-        """Tell the other ranks which node this rank is on (any name), and learn theirs. Collective."""
+    def exchange_nodes(self, node: str) -> None:
+        """Set `topology` from every rank's ``node``, the name of the node that it is on. Collective."""
         told = self.agree(Message("topology", "", 0, [node, uuid.uuid4().hex]))
         self.topology = Topology(tuple(name for name, _ in told))
         self._name = f"{self._name} {told[0][1]}"  # groups of an earlier initialisation had the same names
 
     def check_same(self, messages: Sequence[Message]) -> None:
-        """Raise `DesyncError` unless all ``messages`` (in rank order) are of the same call."""
+        """Raise `DesyncError`, which lists the ranks' calls, unless all ``messages`` (by rank) are of one call."""
         if all(m.same_call(messages[0]) for m in messages):
             return
         listing = "\n".join(f"  rank {rank}: {m}" for rank, m in enumerate(messages))
@@ -181,43 +193,52 @@ class Control:
         )
 
     def abort(self, reason: str) -> None:
-        """Leave, and let every rank that waits for this one know why. Does not wait for anybody.
+        """Report ``reason`` to the ranks that wait for this one, and destroy the process group, without waiting.
 
         [Note: the first cause] A message to a rank that is not listening is lost when the sender's process ends, so the
-        reason goes into the store of the process group. The first one stays: ranks that fail because another failed
-        find it there, whichever connection told them that something is wrong.
+        reason goes into the store of the process group. The first reason there is never replaced: a rank that fails
+        because another failed finds it, whichever connection showed it that something is wrong.
         """
-        self.tell(reason)
+        self.report_failure(reason)
         self.close()
 
-    def tell(self, reason: str) -> None:
-        """Leave ``reason`` for the ranks that will miss this one; see `abort`."""
+    def report_failure(self, reason: str) -> None:
+        """Put ``reason`` into the store, unless a rank has reported one before; other ranks' errors then name it.
+
+        See [Note: the first cause].
+        """
         if self._process_group is not None:
             with suppress(RuntimeError):  # the store went with the rank that kept it
                 value = json.dumps([self.rank, f"failed: {reason}"])
                 self._store.compare_set(self._name, "", value)
 
     def give_up(self, reason: str) -> None:
-        """A watch has found that waiting has no end; ``reason`` is what this rank did, for the others and itself."""
+        """Report ``reason``, for which waiting would never end, as why this rank left the others.
+
+        Called by its watch. `explain` names it in this rank's own errors and in the others'.
+        """
         self._verdict = reason
         with suppress(RuntimeError):
             self._store.compare_set(self._name, "", json.dumps([self.rank, reason]))
 
-    def note(self, reason: str) -> None:
-        """Say why this rank may not come back, though nobody waits for it now: `explain` has it until the next
-        `exchange`, unless a rank tells a cause of its own."""
+    def leave_note(self, reason: str) -> None:
+        """Store why this rank may make no further call. The others' `explain` uses it, unless a rank has reported a
+        failure; this rank's next `exchange` deletes it."""
         if self._process_group is not None:
             with suppress(RuntimeError):
                 self._store.set(self._note_key(self.rank), json.dumps([self.rank, reason]))
                 self._noted = True
 
-    def failed(self, reason: str) -> None:
-        """`note` that a call of this rank failed; its watch gives up when others wait and no further call comes."""
-        self.note(f"failed: {reason}")
+    def record_failed_call(self, reason: str) -> None:
+        """Record, here and as a note for the other ranks, that a call of this rank failed.
+
+        If others then wait and this rank makes no further call (`record_call`), its watch gives up.
+        """
+        self.leave_note(f"failed: {reason}")
         self.watched.failed = (reason, time.monotonic())
 
-    def goes_on(self) -> None:
-        """This rank makes another call after one that failed."""
+    def record_call(self) -> None:
+        """Record that this rank makes a call: its watch no longer gives up for one that failed before."""
         self.watched.failed = None
         self.watched.excused = id(sys.exc_info()[1])
 
@@ -225,7 +246,7 @@ class Control:
         return f"{self._name} note {rank}"
 
     def explain(self, error: CommError) -> CommError:
-        """The better error when a rank has told why it left, else ``error``."""
+        """Return a `PeerError` with the reason why a rank left, if one has stored it, else ``error`` itself."""
         if self._process_group is None:
             return error
         notes = (self._note_key(rank) for rank in range(self.world_size) if rank != self.rank)
@@ -242,8 +263,11 @@ class Control:
         return PeerError(f"rank {rank} {reason}; here: {error}")
 
     def watch(self, sever: Callable[[], object], stopped_after: float) -> None:
-        """Start the thread that looks after this rank and those it waits for (see [Note: the watch]); none for a single
-        rank. ``sever`` ends every wait, on this rank and on others. Call it after `place`; `end_watch` stops it."""
+        """Start this rank's watch thread (see [Note: the watch]); do nothing for a single rank.
+
+        ``sever``: called when the watch gives up, to end every wait on this rank and on its peers. ``stopped_after``:
+        see `Watch`. Call this after `exchange_nodes`; `end_watch` stops the thread.
+        """
         if self._process_group is None:
             return
 
@@ -253,23 +277,24 @@ class Control:
 
         store = PrefixStore(self._name, self._store)
         self._watch = Watch(
-            self.watched, store, self.rank, self.world_size, give_up, self.note, stopped_after=stopped_after
+            self.watched, store, self.rank, self.world_size, give_up, self.leave_note, stopped_after=stopped_after
         )
 
     def end_watch(self) -> None:
-        """End the thread of `watch`, if there is one."""
+        """Stop the thread that `watch` started, if there is one."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end()
 
     def close(self) -> None:
-        """Give the process group back."""
+        """Destroy the process group. May be called again."""
         if self._process_group is not None:
-            self._stays()
-            leave(self._process_group)
+            self._cancel_close_at_exit()
+            destroy_group(self._process_group)
             self._process_group = None
 
     def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:
+        """Return every rank's ``body`` (equal lengths). ``doing``: the message that the watch and errors name."""
         if self.world_size > _DIRECT_RANKS:
             received = [torch.empty(len(body), dtype=torch.uint8) for _ in range(self.world_size)]
             self._count(tag, len(body))
@@ -290,14 +315,14 @@ class Control:
         self.watched.waiting = (doing, time.monotonic(), True)
         try:
             began = time.perf_counter()
-            received_by_rank, pending = self._start(body, tag)
+            received_by_rank, pending = self._start_exchange(body, tag)
             before = time.perf_counter()
             with ticket or nullcontext():
                 for peer, arrival in pending:
                     awaited = peer
                     arrival.wait(*(() if patience is None else (patience,)))
             now = time.perf_counter()
-            self.ledger.arrived(tag, now - began, now - before)
+            self.ledger.count_seconds(tag, now - began, now - before)
         except RuntimeError as error:
             who = "a rank" if awaited is None else f"rank {awaited}"
             failure = PeerError(f"{who} left or did not answer while this rank was at {doing}: {error}")
@@ -307,10 +332,12 @@ class Control:
         return [bytes(r.numpy()) for r in received_by_rank]
 
     def _count(self, tag: Tag, nbytes: int) -> None:
+        """Count a message of ``nbytes`` bytes to every other rank."""
         self.ledger.count(tag, nbytes * (self.world_size - 1), nbytes * self.topology.far_peers(self.rank))
 
-    def _start(self, body: bytes, tag: Tag) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
-        """Send ``body`` to every rank and start receiving theirs."""
+    def _start_exchange(self, body: bytes, tag: Tag) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
+        """Start to send ``body`` to every rank and to receive theirs; return the receive buffers by rank, and the
+        pending operations, each with its peer."""
         self._sequence = (self._sequence + 1) % (1 << 30)
         self._count(tag, len(body))
         mine = _tensor(body)
@@ -325,6 +352,7 @@ class Control:
 
 
 def _frame(body: bytes) -> bytes:
+    """Return the frame of fixed size for ``body``: its length, and as much of it as fits."""
     return (len(body).to_bytes(4, "little") + body[: _FRAME_BYTES - 4]).ljust(_FRAME_BYTES, b"\0")
 
 

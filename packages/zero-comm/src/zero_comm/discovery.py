@@ -8,15 +8,15 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_PORTS = (20000, 10000)  # first port and number of ports for jobs whose starter names none; below the ephemeral range
+_PORTS = (20000, 10000)  # first port and number of ports for jobs without MASTER_PORT; below the ephemeral range
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The rank and the sizes that the environment gives this process, and where rank 0 can be reached.
+    """Rank and sizes that this process has by its environment, and where rank 0 can be reached.
 
-    ``source`` names the kind of starter: `torchrun`, `Open MPI`, `PMI`, `Slurm`, `Kubernetes`. ``port`` is a TCP port
-    on ``address``.
+    ``source``: the kind of launcher: `torchrun`, `Open MPI`, `PMI`, `Slurm`, `Kubernetes`. ``local_rank``,
+    ``local_world_size``: rank and number of ranks on this host. ``address``, ``port``: TCP address of rank 0's store.
     """
 
     source: str
@@ -29,12 +29,12 @@ class RankEnvironment:
 
 
 def discover(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
-    """Read the rank from ``environ`` (this process's by default); None when nothing says that there are ranks.
+    """Return the rank that ``environ`` (default: os.environ) gives this process; None if no launcher set one.
 
-    In this order: RANK and WORLD_SIZE (torchrun, zero-launch, Kubernetes' training operator); Open MPI's mpirun; PMI
-    (MPICH, Intel MPI); Slurm's srun with one task per rank; a Kubernetes indexed Job with WORLD_SIZE. MASTER_ADDR and
-    MASTER_PORT are used wherever they are set. Raises ValueError when ranks are on several hosts and nothing says where
-    rank 0 is.
+    Looks, in this order, for RANK and WORLD_SIZE (torchrun, zero-launch, Kubernetes' training operator); Open MPI's
+    mpirun; PMI (MPICH, Intel MPI); Slurm's srun with one task per rank; a Kubernetes indexed Job with WORLD_SIZE.
+    MASTER_ADDR and MASTER_PORT are used wherever they are set. Raises ValueError when ranks are on several hosts and
+    nothing says where rank 0 is.
     """
     env = os.environ if environ is None else environ
     for find in (_torchrun, _open_mpi, _pmi, _slurm, _indexed_job):
@@ -45,7 +45,7 @@ def discover(environ: Mapping[str, str] | None = None) -> RankEnvironment | None
 
 
 def local_rank() -> int:
-    """The number of this process among those of its host; 0 when nothing says so."""
+    """Return this process's rank among the ranks of its host; 0 if no launcher set one."""
     place = discover()
     return 0 if place is None else place.local_rank
 
@@ -68,7 +68,8 @@ def _open_mpi(env: Mapping[str, str]) -> RankEnvironment | None:
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("OMPI_MCA_orte_ess_jobid", "")
     rank, world_size = int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"])
     local, locals_ = int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")), int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
-    return _place(env, "Open MPI", (rank, world_size, local, locals_), job, "mpirun -x MASTER_ADDR=<host of rank 0>")
+    sizes = (rank, world_size, local, locals_)
+    return _rank_environment(env, "Open MPI", sizes, job, "mpirun -x MASTER_ADDR=<host of rank 0>")
 
 
 def _pmi(env: Mapping[str, str]) -> RankEnvironment | None:
@@ -77,7 +78,8 @@ def _pmi(env: Mapping[str, str]) -> RankEnvironment | None:
     rank, world_size = int(env["PMI_RANK"]), int(env["PMI_SIZE"])
     local, locals_ = int(env.get("MPI_LOCALRANKID", "0")), int(env.get("MPI_LOCALNRANKS", "1"))
     job = env.get("PMI_ID", "") or env.get("PMI_PORT", "")
-    return _place(env, "PMI", (rank, world_size, local, locals_), job, "mpiexec -genv MASTER_ADDR <host of rank 0>")
+    sizes = (rank, world_size, local, locals_)
+    return _rank_environment(env, "PMI", sizes, job, "mpiexec -genv MASTER_ADDR <host of rank 0>")
 
 
 def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
@@ -91,21 +93,27 @@ def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
     hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1")
     address = env.get("MASTER_ADDR") or (hosts[0] if len(hosts) > 1 else "127.0.0.1")
     step = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
-    port = int(env["MASTER_PORT"]) if "MASTER_PORT" in env else _port(step)
+    port = int(env["MASTER_PORT"]) if "MASTER_PORT" in env else _port_of_job(step)
     return RankEnvironment("Slurm", rank, world_size, int(env.get("SLURM_LOCALID", "0")), locals_, address, port)
 
 
 def _indexed_job(env: Mapping[str, str]) -> RankEnvironment | None:
     if "JOB_COMPLETION_INDEX" not in env or "WORLD_SIZE" not in env:
         return None
-    place = (int(env["JOB_COMPLETION_INDEX"]), int(env["WORLD_SIZE"]), 0, 1)
-    return _place(env, "Kubernetes", place, "", "MASTER_ADDR, the name of the pod with index 0, in the Job's template")
+    sizes = (int(env["JOB_COMPLETION_INDEX"]), int(env["WORLD_SIZE"]), 0, 1)
+    hint = "MASTER_ADDR, the name of the pod with index 0, in the Job's template"
+    return _rank_environment(env, "Kubernetes", sizes, "", hint)
 
 
-def _place(
-    env: Mapping[str, str], source: str, numbers: tuple[int, int, int, int], job: str, hint: str
+def _rank_environment(
+    env: Mapping[str, str], source: str, sizes: tuple[int, int, int, int], job: str, hint: str
 ) -> RankEnvironment:
-    rank, world_size, local, locals_ = numbers
+    """Add rank 0's address and port to ``sizes`` (rank, world size, local rank, local world size).
+
+    ``job``: an id that all ranks of the job share, from which the port follows without MASTER_PORT. ``hint``: how the
+    user sets MASTER_ADDR, for the ValueError where ranks are on several hosts without it.
+    """
+    rank, world_size, local, locals_ = sizes
     address = env.get("MASTER_ADDR")
     if address is None:
         if locals_ != world_size:
@@ -113,35 +121,36 @@ def _place(
                 f"{source} started {world_size} ranks on several hosts, and nothing says where rank 0 is: set {hint}"
             )
         address = "127.0.0.1"
-    port = int(env["MASTER_PORT"]) if "MASTER_PORT" in env else _port(job)
+    port = int(env["MASTER_PORT"]) if "MASTER_PORT" in env else _port_of_job(job)
     return RankEnvironment(source, rank, world_size, local, locals_, address, port)
 
 
-def _port(job: str) -> int:
-    """The same port on every rank of a job, and most likely another one for another job."""
+def _port_of_job(job: str) -> int:
+    """Return a port that follows from the id ``job``: the same on every rank, most likely another for another job."""
     first, count = _PORTS
     return first + zlib.crc32(job.encode()) % count
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Host names of Slurm's notation: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login."""
+    """Return the host names of a Slurm node list: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login."""
     hosts = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names = [""]
         for literal, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
-            endings = [literal] if literal else [number for piece in ranges.split(",") for number in _numbers(piece)]
+            endings = [literal] if literal else [number for span in ranges.split(",") for number in _expand_range(span)]
             names = [name + ending for name in names for ending in endings]
         hosts += names
     return hosts
 
 
-def _numbers(piece: str) -> list[str]:
-    first, dash, last = piece.partition("-")
+def _expand_range(span: str) -> list[str]:
+    """Return the numbers of `01-03`, padded alike: 01, 02, 03; a single number as it is."""
+    first, dash, last = span.partition("-")
     return [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)] if dash else [first]
 
 
 def expand_counts(text: str) -> list[int]:
-    """Slurm's tasks per node: `2(x3),1` is 2, 2, 2, 1."""
+    """Return the number of tasks on each node from Slurm's notation: `2(x3),1` is 2, 2, 2, 1."""
     counts = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or "1")

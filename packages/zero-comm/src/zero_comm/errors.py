@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 class CommError(RuntimeError):
-    """A collective could not be carried out; the message names its tag."""
+    """A collective failed; the message names its tag."""
 
 
 class PeerError(CommError):
-    """Another rank failed or left; the message names the rank and, when it told, the cause."""
+    """Another rank failed, left or did not answer; the message names the rank and, if it reported one, its reason."""
 
 
 class DesyncError(CommError):
-    """Ranks asked for different things at the same point; the message lists what each asked for."""
+    """Ranks made different calls at the same point; the message lists each rank's call."""

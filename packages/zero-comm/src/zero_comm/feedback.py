@@ -1,4 +1,4 @@
-"""An average over all ranks through a codec, which keeps what was lost for the next time."""
+"""An average over all ranks through a lossy codec, with error feedback: each loss is added to the next average."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .work import Work
 class FeedbackAverage:
     """Averages tensors of ``numel`` elements with error feedback (arXiv 2102.02888, section 4.3).
 
-    Every rank is a worker and a server. As worker it adds what its last messages lost to its tensor and sends slice r
-    of the sum, encoded, to rank r. As server it averages the slices that it got, adds what its last answer lost, and
-    sends that, encoded, to all. So every loss enters a later average, and even one bit per element converges.
+    Every rank is a worker and a server. As a worker it adds the encoding error of its last messages to its tensor and
+    sends slice r of the sum, encoded, to rank r. As a server it averages the slices that it receives, adds the encoding
+    error of its last answer, and sends the result, encoded, to all. So every loss enters a later average, and even one
+    bit per element converges.
 
     Attributes:
-        worker_error: what this rank's messages lost last time, float32 of N*s elements (see `slice_numel`).
-        server_error: what this rank's answer lost, float32 of s elements.
+        worker_error: encoding error of this rank's last messages, float32 of N*s elements (see `slice_numel`).
+        server_error: encoding error of this rank's last answer, float32 of s elements.
     """
 
     def __init__(self, group: Group, codec: Codec, numel: int, device: torch.device) -> None:
@@ -33,13 +34,14 @@ class FeedbackAverage:
 
     @staticmethod
     def slice_numel(numel: int, world_size: int) -> int:
-        """Elements that one rank answers for: s."""
+        """Return s, the number of elements that a rank averages as a server: ``numel`` / ``world_size``, rounded up."""
         return -(-numel // world_size)
 
     def average(self, x: torch.Tensor, tag: Tag) -> Work:
         """Replace ``x`` (float32, ``numel`` elements, contiguous) by the average of all ranks' decoded ``x``.
 
-        The bits are the same on every rank; on a single rank ``x`` stays as it is. Sends 2 (N-1) packets of s elements.
+        `Work.wait` on the result writes ``x``. The bits are the same on every rank; on a single rank ``x`` stays as it
+        is. Sends 2 (N-1) packets of s elements. Raises ValueError when ``x`` has another number of elements.
         """
         if x.numel() != self._numel:
             raise ValueError(f"{tag}: expected {self._numel} elements, as at the first average, got {x.numel()}")
@@ -61,7 +63,8 @@ class FeedbackAverage:
         return Work(tag, buffers=(x, sent, arrived), finish=finish)
 
     def _answer(self, arrived: torch.Tensor, x: torch.Tensor, tag: Tag) -> None:
-        """Average this rank's slice, send it to all, and write everybody's into ``x``."""
+        """Average this rank's slice of all ``arrived`` packets, all-gather the ranks' averages, and write them into
+        ``x``."""
         decoded, total = torch.empty_like(self.server_error), torch.zeros_like(self.server_error)
         for packet in arrived:
             self._packets.read(packet, decoded)
@@ -76,7 +79,7 @@ class FeedbackAverage:
             target.copy_(decoded[: target.numel()])
 
     def _encode(self, compensated: torch.Tensor, packet: torch.Tensor) -> None:
-        """Write ``compensated`` into ``packet``, and leave in it what that lost."""
+        """Encode ``compensated`` into ``packet``, and replace it by the encoding error."""
         self._packets.write(compensated, packet)
         decoded = torch.empty_like(compensated)
         self._packets.read(packet, decoded)

@@ -50,17 +50,21 @@ class FlightRecorder:
         self._count = 0
         self._named: Counter[str] = Counter()
 
-    def label(self, group_name: str) -> bytes:
-        """A name for the entries of a group: its own, with a number from the second group of that name on.
+    def label_group(self, group_name: str) -> bytes:
+        """Return the name (up to 24 bytes) under which a new group's entries are recorded.
 
-        Names come again after torch.distributed was ended and initialised anew.
+        Groups of the same name get a number behind it from the second on: names repeat when torch.distributed is
+        destroyed and initialised again.
         """
         self._named[group_name] += 1
         count = self._named[group_name]
         return (f"{group_name[:18]}" if count == 1 else f"{group_name[:18]}#{count}").encode()[:24]
 
     def record(self, group: bytes, sequence: int, tag: Tag, same_bytes: int) -> int:
-        """Write one entry and return its number."""
+        """Write the entry of a collective that is about to start, and return its number (from 1).
+
+        ``group``: from `label_group`. ``sequence``: of the collective in its group. ``same_bytes``: see `Track.start`.
+        """
         number = self._count + 1
         _SLOT.pack_into(
             self._map,
@@ -78,29 +82,32 @@ class FlightRecorder:
         self._count = self._words[_COUNT] = number
         return number
 
-    def waiting(self, number: int) -> None:
-        """This rank now blocks until entry ``number`` is complete."""
+    def begin_wait(self, number: int) -> None:
+        """Record that this rank now blocks until entry ``number`` is complete."""
         self._words[_WAITING] = number
 
-    def finished(self) -> None:
-        """The entry that this rank waited for is complete."""
+    def end_wait(self) -> None:
+        """Record that the entry for which this rank waited is complete."""
         self._words[_WAITING] = 0
         self._words[_FINISHED] += 1
 
 
 class Track:
-    """The entries of one process group: numbers them, so that ranks can be compared entry by entry.
+    """Numbers the entries of one process group, so that ranks can be compared entry by entry.
 
     Without a flight recorder it does nothing.
     """
 
     def __init__(self, group_name: str) -> None:
         self._recorder = process_recorder()
-        self._group = b"" if self._recorder is None else self._recorder.label(group_name)
+        self._group = b"" if self._recorder is None else self._recorder.label_group(group_name)
         self._sequence = 0
 
     def start(self, tag: Tag, same_bytes: int) -> Ticket | None:
-        """Record a collective that is about to start; ``same_bytes`` must be equal on all ranks (0: may differ)."""
+        """Record a collective that is about to start, and return the ticket to wait with; None without a recorder.
+
+        ``same_bytes``: bytes that must be equal on all ranks, for a reader to compare (0: they may differ).
+        """
         if self._recorder is None:
             return None
         self._sequence += 1
@@ -108,7 +115,7 @@ class Track:
 
 
 class Ticket:
-    """An entry that somebody will wait for: use it as a context around the waiting."""
+    """One entry of the flight recorder: a context manager around the wait for it, which records the wait."""
 
     __slots__ = ("_number", "_recorder")
 
@@ -117,16 +124,16 @@ class Ticket:
         self._number = number
 
     def __enter__(self) -> None:
-        self._recorder.waiting(self._number)
+        self._recorder.begin_wait(self._number)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
-            self._recorder.finished()
+            self._recorder.end_wait()
 
 
 @functools.cache
 def process_recorder() -> FlightRecorder | None:
-    """Return this process's flight recorder, or None when no launcher asked for one."""
+    """Return this process's flight recorder; None if the environment names no file (`RECORDER_VARIABLE`)."""
     path = os.environ.get(RECORDER_VARIABLE)
     if not path:
         return None
@@ -136,11 +143,12 @@ def process_recorder() -> FlightRecorder | None:
 
 @functools.lru_cache(maxsize=4096)
 def _text(text: str) -> bytes:
+    """Return the UTF-8 of ``text``, of a long one its end."""
     return text.encode()[-112:]
 
 
 def call_site() -> bytes:
-    """`train.py:31` of the innermost caller that is in none of the libraries; empty when all are."""
+    """Return `train.py:31` for the innermost caller outside the libraries; empty if there is none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename  # a string keeps its hash, a code object does not
@@ -152,7 +160,7 @@ def call_site() -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def is_library(path: str) -> bool:
-    """Return whether a source file is one of torch's, of this family's or of the interpreter's own."""
+    """Return whether a source file belongs to torch, to the zero packages or to the interpreter's frozen modules."""
     return path.startswith(_LIBRARIES) or any(name in path for name in _FAMILY)
 
 

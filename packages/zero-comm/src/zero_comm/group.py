@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from .errors import CommError, PeerError
 from .flight_recorder import Ticket, Track
-from .leaving import close_at_exit, leave
+from .leaving import close_at_exit, destroy_group
 from .ledger import Ledger
 from .slices import SliceSum, sum_slices
 from .tag import Tag
@@ -22,20 +22,22 @@ _TAG_LIMIT = 1 << 30  # gloo's message tags are 32-bit signed
 
 
 class Group:
-    """All-gather, the one reduction, all-to-all and broadcast over ``process_group``; None stands for a single rank.
+    """All-gather, reduce-scatter, all-to-all and broadcast over ``process_group``; None stands for a single rank.
 
-    Every rank of the group must issue the same calls in the same order. ``topology`` says which of the group's ranks
-    are on one node, for the ledger; by default all are. ``averages``: the reduction divides by the number of ranks;
-    without it the owners get the sum. A backend's own collective is counted as if every rank sent
-    each other rank its slice.
+    Every rank of the group must issue the same calls in the same order. ``topology``: which of the group's ranks share
+    a node, for the ledger; by default all do. ``averages``: `reduce_scatter` divides by the number of ranks; if False,
+    the owners get the sum. ``slice_sum``: sums slices that arrived. ``deterministic``: always sum in rank order, never
+    by a backend's own reduction. ``explain``: replaces an error by one with its cause (`Control.explain`). ``watched``:
+    shows to the watch what this rank waits for. The ledger counts a backend's own collective as if every rank sent its
+    slice to each other rank.
 
-    [Note: direct messages on gloo] gloo's own all-gather and reduce-scatter copy through temporaries and, for the
-    latter, send the bytes of an all-reduce. Here each rank sends its slice to every other rank and receives theirs in
-    place: the formula's bytes, no copy, no worker thread, 0.37 of the time for 64 MiB at two ranks. On NCCL and the
-    like the backend's own collectives are used.
+    [Note: direct messages on gloo] gloo's own all-gather and reduce-scatter copy through temporaries, and its
+    reduce-scatter sends the bytes of an all-reduce. Here each rank sends its slice to every other rank and receives
+    theirs in place: the formula's bytes, no copy, no worker thread, 0.37 of the time for 64 MiB at two ranks. On
+    accelerators (NCCL and others) the backend's own collectives are used.
 
     Attributes:
-        issued: how many collectives this rank has started.
+        issued: number of collectives that this rank has started since the process group was opened.
     """
 
     def __init__(
@@ -64,27 +66,27 @@ class Group:
         self.reopen(process_group)
 
     def reopen(self, process_group: dist.ProcessGroup | None) -> None:
-        """Go on over ``process_group``, of the same ranks, after `close`. Works of before are of no use any more."""
+        """Use ``process_group``, a new one of the same ranks, after `close`. Discard every `Work` of the old one."""
         self._process_group = process_group
         self._sequence = 0
         self.issued = 0
         if process_group is not None:
-            self._stays = close_at_exit(self)
+            self._cancel_close_at_exit = close_at_exit(self)
         self._track = Track("" if process_group is None else process_group.group_name)
 
-    def drop_open(self) -> None:
-        """Forget reductions in several hops that were under way when the process groups ended. Here there are none."""
+    def drop_unfinished(self) -> None:
+        """Do nothing: a reduction here has one hop. See `Reduction.drop_unfinished`."""
 
     def torch_group(self) -> dist.ProcessGroup:
-        """Return torch's process group of these ranks, for calls of your own.
+        """Return torch's process group of these ranks, for the caller's own collectives.
 
-        Where this rank is alone in a larger world, its group is made at the first call, without the other ranks.
-        Raises ValueError after `close`.
+        For a single rank in a larger world the first call makes the group, without the other ranks. Raises ValueError
+        after `close`.
         """
         if self._process_group is not None:
             return self._process_group
         if self.world_size > 1:
-            raise ValueError("the group is closed: its process group was given back")
+            raise ValueError("the group is closed: its process group is destroyed")
         if dist.get_world_size() == 1 and dist.group.WORLD is not None:
             return dist.group.WORLD
         if self._alone is None:
@@ -94,10 +96,12 @@ class Group:
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
         """Fill ``out`` (N*s elements, contiguous) with the ranks' ``shard`` (s elements) in rank order.
 
-        ``shard`` may be this rank's slice of ``out``. Sends s*(N-1) elements.
+        ``shard`` may be this rank's slice of ``out``. Sends s*(N-1) elements. Raises ValueError for other sizes.
         """
         size = shard.numel()
-        _check(out.numel() == size * self.world_size, tag, f"out of {size * self.world_size} elements", out.numel())
+        _check_size(
+            out.numel() == size * self.world_size, tag, f"out of {size * self.world_size} elements", out.numel()
+        )
         mine = out[self.rank * size : (self.rank + 1) * size]
         if not mine.is_set_to(shard):
             mine.copy_(shard)
@@ -105,7 +109,7 @@ class Group:
             return Work(tag)
         self._count(tag, shard.nbytes)
         ticket = self._track.start(tag, out.nbytes)
-        if self._direct(out):
+        if self._uses_direct_messages(out):
             slices = out.view(self.world_size, size)
             return Work(
                 tag,
@@ -129,27 +133,30 @@ class Group:
         )
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """Average the ranks' ``flat`` (N*s elements) into the owners' ``out`` (s elements): the one reduction.
+        """Average the ranks' ``flat`` (N*s elements) and give slice r to rank r, in its ``out`` (s elements).
 
         Slices travel in ``flat``'s dtype, are summed in rank order 0…N-1 in ``out``'s dtype and divided once by N;
-        with ``accumulate`` the average is added to ``out``. ``flat`` is free for reuse when the work is done. Sends
-        s*(N-1) elements. An accelerator's backend may sum in an order of its own where both dtypes are the same; where
-        they differ it would either send ``out``'s wider numbers or sum in ``flat``'s narrower ones.
+        with ``accumulate`` the average is added to ``out``. ``flat`` may be reused once `Work.wait` has returned. Sends
+        s*(N-1) elements. If both dtypes are equal and the group is not ``deterministic``, an accelerator's backend
+        reduces, in its own order. If they differ it is not used: it would either send ``out``'s wider numbers or sum in
+        ``flat``'s narrower dtype. Raises ValueError for other sizes.
         """
         size = out.numel()
-        _check(flat.numel() == size * self.world_size, tag, f"flat of {size * self.world_size} elements", flat.numel())
+        _check_size(
+            flat.numel() == size * self.world_size, tag, f"flat of {size * self.world_size} elements", flat.numel()
+        )
         own = flat[self.rank * size : (self.rank + 1) * size]
         if self.world_size == 1 or size == 0:
             return Work(tag, finish=lambda: self._slice_sum([own], out, divisor=self._divisor, accumulate=accumulate))
         self._count(tag, own.nbytes)
         ticket = self._track.start(tag, flat.nbytes)
-        if not self._direct(flat) and not self._deterministic and flat.dtype == out.dtype:
+        if not self._uses_direct_messages(flat) and not self._deterministic and flat.dtype == out.dtype:
             return self._native_reduce_scatter(flat, out, tag, accumulate, ticket)
         received = flat.new_empty(self.world_size - 1, size)
         parts = list(received.unbind())
         parts.insert(self.rank, own)
         slices = flat.view(self.world_size, size).unbind()
-        if self._direct(flat):
+        if self._uses_direct_messages(flat):
             pending = self._exchange(slices, parts, tag)
         else:
             whole = torch.empty_like(flat)
@@ -173,19 +180,22 @@ class Group:
         )
 
     def all_to_all(self, out: torch.Tensor, flat: torch.Tensor, tag: Tag) -> Work:
-        """Send slice r of ``flat`` to rank r; slice r of ``out`` becomes what rank r sent here.
+        """Send slice r of ``flat`` to rank r, and receive rank r's slice for this rank in slice r of ``out``.
 
-        Both contiguous, of one dtype and N*s elements, in any shape. Sends s*(N-1) elements.
+        Both are contiguous, of one dtype and N*s elements, in any shape. Sends s*(N-1) elements. Raises ValueError for
+        other sizes.
         """
         size = flat.numel() // self.world_size
-        _check(flat.numel() == size * self.world_size, tag, f"flat of {size * self.world_size} elements", flat.numel())
-        _check(out.numel() == flat.numel(), tag, f"out of {flat.numel()} elements", out.numel())
+        _check_size(
+            flat.numel() == size * self.world_size, tag, f"flat of {size * self.world_size} elements", flat.numel()
+        )
+        _check_size(out.numel() == flat.numel(), tag, f"out of {flat.numel()} elements", out.numel())
         if self.world_size == 1 or size == 0:
             out.copy_(flat)
             return Work(tag)
         self._count(tag, size * flat.element_size())
         ticket = self._track.start(tag, flat.nbytes)
-        if self._direct(flat):
+        if self._uses_direct_messages(flat):
             send, receive = flat.view(self.world_size, size).unbind(), out.view(self.world_size, size).unbind()
             receive[self.rank].copy_(send[self.rank])
             pending = self._exchange(send, receive, tag)
@@ -204,7 +214,7 @@ class Group:
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> Work:
-        """Copy rank ``source``'s ``tensor`` (contiguous) to every rank of the group."""
+        """Copy the ``tensor`` (contiguous) of this group's rank ``source`` into every rank's ``tensor``."""
         if self.world_size == 1 or tensor.numel() == 0:
             return Work(tag)
         sent = tensor.nbytes if self.rank == source else 0
@@ -223,23 +233,27 @@ class Group:
         )
 
     def close(self) -> None:
-        """Give the process group back; peers that still wait on it are told that this rank left."""
+        """Destroy the process group; peers that still wait on it get an error. May be called again."""
         if self._process_group is not None:
-            self._stays()
-            leave(self._process_group)
+            self._cancel_close_at_exit()
+            destroy_group(self._process_group)
             self._process_group = None
 
     def _count(self, tag: Tag, slice_bytes: int) -> None:
-        """A slice of so many bytes goes to every other rank."""
+        """Count a collective in which this rank sends ``slice_bytes`` bytes to every other rank."""
         self.ledger.count(tag, (self.world_size - 1) * slice_bytes, self._far_peers * slice_bytes)
 
-    def _direct(self, tensor: torch.Tensor) -> bool:
+    def _uses_direct_messages(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` travels as [Note: direct messages on gloo] says."""
         return tensor.device.type == "cpu"
 
     def _exchange(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: Tag
     ) -> list[tuple[Any, int | None]]:
-        """Send ``send[r]`` to and receive ``receive[r]`` from every other rank r; nearest neighbours first."""
+        """Start to send ``send[r]`` to and receive ``receive[r]`` from every other rank r, nearest neighbours first.
+
+        Return the pending operations, each with its peer; raise PeerError when a peer is known to be gone.
+        """
         self._sequence = (self._sequence + 1) % _TAG_LIMIT
         pending: list[tuple[Any, int | None]] = []
         for distance in range(1, self.world_size):
@@ -257,6 +271,7 @@ class Group:
     def _native_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, accumulate: bool, ticket: Ticket | None
     ) -> Work:
+        """Reduce-scatter by the backend's own collective; equal dtypes only."""
         result = torch.empty_like(out) if accumulate else out
         work = dist.reduce_scatter_tensor(result, flat, group=self._process_group, async_op=True)
         self.issued += 1
@@ -279,8 +294,9 @@ class Group:
         )
 
 
-def _check(condition: bool, tag: Tag, expected: str, got: int) -> None:
-    if not condition:
+def _check_size(fits: bool, tag: Tag, expected: str, got: int) -> None:
+    """Raise ValueError unless ``fits``; ``got`` is the number of elements that the caller passed."""
+    if not fits:
         raise ValueError(
             f"{tag}: expected {expected}, got {got} elements; pad the flat buffer to a multiple of the world size"
         )

@@ -1,4 +1,4 @@
-"""Give process groups back, at the latest when the interpreter is about to end."""
+"""Destroy process groups, at the latest when the interpreter begins to shut down."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ import torch.distributed as dist
 
 
 class Closable(Protocol):
-    """The holder of a process group."""
+    """The holder of a process group, which `close_at_exit` closes."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Destroy the process group; do nothing if that was done before."""
 
 
-def leave(process_group: dist.ProcessGroup) -> None:
-    """Destroy ``process_group``; nothing where the script has destroyed all groups already."""
+def destroy_group(process_group: dist.ProcessGroup) -> None:
+    """Destroy ``process_group``; do nothing if the script has destroyed all groups already."""
     with suppress(ValueError, AssertionError):
         dist.destroy_process_group(process_group)
 
 
 def close_at_exit(holder: Closable) -> Callable[[], None]:
-    """Have ``holder`` closed when the interpreter begins to end, if it is still there; the result takes that back.
+    """Have ``holder`` closed when the interpreter begins to shut down, if it still exists; return a function that
+    cancels this.
 
-    [Note: threads at the end] gloo's threads may still let go of tensors, for which they need the interpreter's lock. A
-    thread that asks for it when the interpreter is being taken down is ended on the spot, and the C++ runtime aborts
-    the process ("terminate called without an active exception"). So the threads are joined before that; unless the
-    process ends by an exception, when one of them may wait for a peer that waits for this process to end.
+    [Note: threads at the end] gloo's threads may still release tensors, for which they need the interpreter's lock. A
+    thread that asks for the lock while the interpreter shuts down is ended on the spot, and the C++ runtime aborts the
+    process ("terminate called without an active exception"). So the threads are joined before that. If the process ends
+    by an exception they are not: one of them may wait for a peer that waits for this process to end.
     """
     reference = weakref.ref(holder)
 

@@ -1,4 +1,4 @@
-"""A meeting of ranks whose process groups are gone, in the store, which waits for nobody longer than agreed."""
+"""A barrier with data, through the store, for ranks whose process groups are gone; it ends within an agreed time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LONGEST_PAUSE = 0.2  # seconds between two looks at the store
 
 
 def meet(store: Store, rank: int, world_size: int, call: str, payload: Any, patience: float) -> list[Any]:
-    """Return every rank's ``payload`` (plain data) in rank order once all ranks have come to ``store``.
+    """Return every rank's ``payload`` (JSON data) in rank order, once all ranks have called this with ``store``.
 
-    The first rank that has waited ``patience`` seconds ends the meeting for good: every rank then raises `PeerError`,
-    which names who was missing, also the one that comes later. ``call`` names what this rank was asked for.
+    The first rank that has waited ``patience`` seconds ends the meeting for good: every rank, also one that comes
+    later, then raises `PeerError`, which names the missing ranks. ``call`` names the user's call in that error.
     """
     try:
         store.set(f"rank {rank}", json.dumps([call, payload]))
@@ -37,7 +37,7 @@ def meet(store: Store, rank: int, world_size: int, call: str, payload: Any, pati
 
 
 def _wait(store: Store, world_size: int, call: str, patience: float) -> None:
-    """Return when the meeting has a verdict; gives one after ``patience`` seconds."""
+    """Wait until the meeting has a verdict; after ``patience`` seconds set one that names the missing ranks."""
     began, pause = time.monotonic(), 0.001
     while not store.check([_VERDICT]):
         if time.monotonic() - began >= patience:
@@ -46,7 +46,7 @@ def _wait(store: Store, world_size: int, call: str, patience: float) -> None:
             store.compare_set(
                 _VERDICT,
                 "",
-                f"{call}: waited {patience:.0f} s for {who} to make the same call after the failure, in vain",
+                f"{call}: waited {patience:.0f} s in vain for {who} to make the same call after the failure",
             )
             return
         time.sleep(pause)

@@ -1,4 +1,4 @@
-"""The ranks that share one copy of the model, and those that repeat it."""
+"""The two-dimensional mesh: ranks that shard one replica of the model, times the replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .slices import SliceSum, sum_slices
 
 
 class Mesh:
-    """The world as (replicate, shard): ``shard_size`` consecutive ranks hold one copy of the model between them.
+    """The world as (replicate, shard): each ``shard_size`` consecutive ranks shard one replica of the model.
 
     ``shard_size`` defaults to the world size. `device_mesh` is torch's own mesh with dimensions ``("replicate",
     "shard")``. Raises ValueError when ``shard_size`` does not divide the world size.
@@ -40,26 +40,29 @@ class Mesh:
 
     @classmethod
     def node_local(cls, *, device: torch.device | None = None) -> Mesh:
-        """One copy of the model per node: the shard axis is the ranks of a node, as the launcher's environment says."""
+        """Return the mesh with one replica per node: its shard size is the environment's local world size.
+
+        If the launcher's environment does not give that size, there is one replica over the whole world.
+        """
         place = discover()
         known = place is not None and (place.source != "torchrun" or "LOCAL_WORLD_SIZE" in os.environ)
         return cls(shard_size=place.local_world_size if place is not None and known else None, device=device)
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """torch's DeviceMesh of shape (replicate, shard); made on first use, on every rank together."""
+        """torch's DeviceMesh of shape (replicate, shard). Its first use makes it, which is collective."""
         if self._device_mesh is None:
             self._device_mesh = DeviceMesh(self.device.type, self._grid, mesh_dim_names=("replicate", "shard"))
         return self._device_mesh
 
     @property
     def shard_ranks(self) -> list[int]:
-        """Global ranks that share this rank's copy of the model, in shard order."""
+        """Global ranks that shard the same replica as this rank, in shard order."""
         return self._grid[self.rank // self.shard_size].tolist()
 
     @property
     def replicate_ranks(self) -> list[int]:
-        """Global ranks that hold the same shard in the other copies."""
+        """Global ranks that hold this rank's shard, itself included, in the order of the replicas."""
         return self._grid[:, self.rank % self.shard_size].tolist()
 
     def open_groups(
@@ -70,8 +73,8 @@ class Mesh:
         deterministic: bool = False,
         ranks_per_node: int | None = None,
     ) -> EngineGroups:
-        """Make the groups of one engine: gathers over the shard axis, reductions over both, control messages over all
-        ranks. Every rank of the world must call it together. See `EngineGroups.open`.
+        """Open the process groups of one engine: gathers over the shard axis, reductions over both axes, control
+        messages over all ranks. Collective over the world. See `EngineGroups.open` for the arguments.
         """
         return EngineGroups.open(
             [list(range(self.world_size))],

@@ -1,4 +1,4 @@
-"""The seam for compressed communication, and encoded slices as messages of a fixed size."""
+"""The interface of codecs for compressed communication, and encoded slices as messages of a fixed size."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ _SCALE_BYTES = 4
 
 
 class Codec(Protocol):
-    """Turns a 1-D floating tensor into fewer bytes and back.
+    """Encodes a 1-D floating tensor in fewer bytes, and decodes it.
 
-    Blocks are anchored at element 0 of ``x``: encode whole shards only.
+    Blocks are anchored at element 0 of ``x``: encode whole shards only. Every rank uses an equal codec.
     """
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(payload, scales)``: uint8 of `payload_nbytes` bytes, float32 of `scales_numel` elements."""
+        """Return ``(payload, scales)`` on ``x``'s device: uint8 of `payload_nbytes` bytes, float32 of `scales_numel`
+        elements. Called for each slice that this rank sends."""
 
     def decode(self, payload: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the decoded values into ``out`` (1-D, any floating dtype)."""
+        """Write the decoded values into ``out`` (1-D, any floating dtype). Called for each encoded slice."""
 
     def payload_nbytes(self, numel: int) -> int:
-        """Bytes of payload for ``numel`` elements."""
+        """Return the bytes of payload of ``numel`` elements; it must depend on ``numel`` alone."""
 
     def scales_numel(self, numel: int) -> int:
-        """Number of float32 scales for ``numel`` elements."""
+        """Return the number of float32 scales of ``numel`` elements; it must depend on ``numel`` alone."""
 
 
 class Packets:
-    """The form in which ``numel`` elements travel through ``codec``: payload, up to three zero bytes, scales.
+    """Encodes and decodes messages of ``numel`` elements: ``codec``'s payload, up to three zero bytes, its scales.
 
     Attributes:
-        nbytes: size of one packet; the same on every rank, because it follows from ``codec`` and ``numel`` alone.
+        nbytes: size of one packet; equal on every rank, because it follows from ``codec`` and ``numel`` alone.
     """
 
     def __init__(self, codec: Codec, numel: int) -> None:
@@ -42,7 +43,7 @@ class Packets:
         self.nbytes = self._scales_start + codec.scales_numel(numel) * _SCALE_BYTES
 
     def empty(self, count: int, device: torch.device) -> torch.Tensor:
-        """Room for ``count`` packets: uint8 of shape (count, nbytes)."""
+        """Return an uninitialised uint8 tensor of shape (count, nbytes) for ``count`` packets."""
         return torch.empty(count, self.nbytes, dtype=torch.uint8, device=device)
 
     def write(self, x: torch.Tensor, packet: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The process groups of one engine, and what travels on which."""
+"""The process groups of one engine: gather, reduce, control, and those between replicas."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .tag import Tag
 from .topology import node_name
 
 Rows = Sequence[Sequence[int]]
-"""Global ranks of every group of one kind; each rank of the world is in one row."""
+"""The global ranks of each group of one kind; each rank of the world is in exactly one row."""
 
 
 @dataclass(frozen=True)
 class _Opening:
-    """With what groups were opened; see `EngineGroups.open`."""
+    """The arguments of `EngineGroups.open` that `EngineGroups.reopen` needs."""
 
     rows: Rows = ()
     ranks_per_node: int | None = None
@@ -40,9 +40,10 @@ class _Opening:
 class EngineGroups:
     """The process groups of one engine: gathers, reductions and control messages never wait for one another.
 
-    ``gather``: the ranks that have one copy of the model between them. ``reduce``: averages over all ranks into that
-    copy's shards. ``control``: all ranks. ``replicate``: the ranks that have this rank's shard in the other copies.
-    ``secondary``: a part of ``gather``'s ranks, inside a node, that can have all weights between them; None without.
+    ``gather``: the ranks that shard this rank's replica of the model. ``reduce``: averages over all ranks, into that
+    replica's shards. ``control``: all ranks. ``replicate``: the ranks that hold this rank's shard in each replica.
+    ``secondary``: the subset of ``gather``'s ranks, inside a node, over which a secondary copy of the weights is
+    sharded (ZeRO++ hpZ); None without one.
     """
 
     gather: Group
@@ -71,32 +72,33 @@ class EngineGroups:
         check: Callable[[Control], None] | None = None,
         stopped_after: float = 60.0,
     ) -> EngineGroups:
-        """The groups of an engine over each of ``rows``; returns those of this rank's row. Every rank of the world must
-        call it together, with the same arguments.
+        """Open the groups of one engine for each of ``rows``, and return those of this rank's row. Collective over the
+        world, with the same arguments on every rank.
 
-        ``averages``: see `Group`. ``ranks_per_node``: see `node_name`.
-        ``shard_size``: so many consecutive ranks of a row have one copy of the
-        model between them, and the others repeat it (default: the whole row). ``secondary_size``: ranks of a
-        secondary group, 1 for none. ``gradient_codec``: reductions travel through it, inside nodes first where blocks
-        of consecutive ranks lie in one, then across, then to other copies of the model, whose averages come back
-        through ``average_codec`` (default: the same). ``check``: called when the ranks of a row can talk and nothing
-        that depends on the arguments is made yet, to make sure that they are the same. ``stopped_after``: seconds
-        without a sign of life after which a rank that others wait for counts as gone. Raises ValueError when a size
-        does not divide a row.
+        ``slice_sum``, ``deterministic``, ``averages``: see `Group`. ``ranks_per_node``: see `node_name`.
+        ``shard_size``: number of consecutive ranks of a row that shard one replica of the model (default: the whole
+        row, so one replica). ``secondary_size``: ranks of a secondary group, 1 for none. ``gradient_codec``: quantizes
+        the reduction, which then runs inside nodes first (where blocks of consecutive ranks share one), then across
+        nodes, then between replicas. ``average_codec``: quantizes the averages that come back from other replicas
+        (default: ``gradient_codec``). ``check``: called once the ranks of a row can exchange messages and before
+        anything that depends on the arguments is made, to compare the arguments. ``stopped_after``: seconds without a
+        heartbeat after which a rank that others wait for counts as gone. Raises ValueError when a size does not divide
+        a row.
         """
         shards = rows if shard_size is None else _blocks(rows, "shard_size", shard_size)
-        parts = _blocks(rows, "secondary_size", secondary_size)
+        secondary_rows = _blocks(rows, "secondary_size", secondary_size)
         book = ledger if ledger is not None else Ledger()
         connections = Connections()
         with connections.recording():
             control = open_control(rows, ledger=book, ranks_per_node=ranks_per_node)
-        control.place(node_name(dist.get_rank(), ranks_per_node))
+        control.exchange_nodes(node_name(dist.get_rank(), ranks_per_node))
         if check is not None:
             check(control)
         control.watch(connections.sever, stopped_after)
         opened: list[tuple[Group, Rows]] = []
 
         def data_group(over: Rows) -> Group:
+            """Open this rank's group of ``over``, and append it to ``opened``."""
             mine = next(row for row in rows if dist.get_rank() in row)
             ranks = [mine.index(rank) for rank in next(row for row in over if dist.get_rank() in row)]
             with connections.recording():
@@ -108,76 +110,82 @@ class EngineGroups:
                 deterministic=deterministic,
                 averages=averages,
                 explain=control.explain,
-                topology=control.topology.of(ranks),
+                topology=control.topology.subset(ranks),
                 watched=control.watched,
             )
             opened.append((group, over))
             return group
 
         gather, replicate = data_group(shards), Group(None, ledger=book)
-        secondary = data_group(parts) if secondary_size > 1 else None
+        secondary = data_group(secondary_rows) if secondary_size > 1 else None
         reduction: Reduction
         if gradient_codec is None:
             reduction = data_group(shards)
         else:
-            block = math.gcd(_common_block(rows, control), len(shards[0]))
+            block = math.gcd(_common_block_size(rows, control), len(shards[0]))
             inside, across = data_group(_blocks(shards, "node", block)), data_group(_columns(shards, block))
             reduction = QuantizedReduce(inside, across, gradient_codec)
         if len(shards) > len(rows):
-            copies = _columns(rows, len(shards[0]))
-            replicate, others = data_group(copies), data_group(copies)
-            reduction = _over_copies(reduction, others, replicate, gradient_codec, average_codec or gradient_codec)
+            replicas = _columns(rows, len(shards[0]))
+            replicate, others = data_group(replicas), data_group(replicas)
+            reduction = _over_replicas(reduction, others, replicate, gradient_codec, average_codec or gradient_codec)
         opening = _Opening(rows, ranks_per_node, stopped_after)
         return cls(gather, reduction, control, replicate, secondary, tuple(opened), connections, opening)
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
-        """Copy ``tensor`` (contiguous) of rank ``source`` of ``control`` to every rank of it."""
-        copy, number = divmod(source, self.gather.world_size)
+        """Copy the ``tensor`` (contiguous) of `control`'s rank ``source`` into every rank's ``tensor``; waits.
+
+        Raises `PeerError` when a rank is gone.
+        """
+        replica, number = divmod(source, self.gather.world_size)
         if self.gather.rank == number:
-            self.replicate.broadcast(tensor, copy, tag).wait()
+            self.replicate.broadcast(tensor, replica, tag).wait()
         self.gather.broadcast(tensor, number, tag).wait()
 
     def abort(self, failure: BaseException, *, when: str = "") -> None:
-        """This rank cannot go on: give all groups back, so that nobody waits for it.
+        """Destroy all groups because this rank cannot go on, so that no rank waits for it. Does not wait.
 
-        The others learn ``failure`` and ``when``, unless a rank has told a cause before.
+        The others' errors name ``failure`` and ``when`` (text behind it), unless a rank has reported a cause before.
         """
-        self.control.tell(f"{type(failure).__name__}: {failure}{when}")
+        self.control.report_failure(f"{type(failure).__name__}: {failure}{when}")
         self._connections.sever()
         self.close()
 
     @property
     def can_reopen(self) -> bool:
-        """Return whether `reopen` can follow `abort`: these groups' ranks are all of the job."""
+        """Return whether `reopen` is possible after `abort`: only if these groups' ranks are all ranks of the job."""
         return len(self._opening.rows) == 1
 
     def meet_again(self, call: str, payload: Any) -> list[Any]:
-        """After `abort`, before `reopen`: return every rank's ``payload`` (plain data) in rank order.
+        """After `abort`: wait for all ranks to call this, and return every rank's ``payload`` (JSON) in rank order.
 
-        Raises `PeerError` on every rank when one has not made a call (named ``call`` here) that comes here within
-        ``stopped_after`` of another.
+        `reopen` follows. ``call`` names the user's call in errors. Raises `PeerError` on every rank when one has not
+        called this ``stopped_after`` seconds (see `open`) after another.
         """
         return self.control.meet_again(call, payload, self._opening.stopped_after)
 
     def reopen(self) -> None:
-        """Make the process groups anew, for the same objects; right after `meet_again`, on every rank."""
+        """Open new process groups for these same objects, right after `meet_again`. Collective.
+
+        Reductions that the failure interrupted are dropped. Raises `PeerError` when a rank fails in it.
+        """
         opening = self._opening
         with starting_together("a new start after a failure"):
             with self._connections.recording():
                 self.control.reopen(open_group(opening.rows, "gloo"))
-            self.control.place(node_name(dist.get_rank(), opening.ranks_per_node))
+            self.control.exchange_nodes(node_name(dist.get_rank(), opening.ranks_per_node))
             self.control.watch(self._connections.sever, opening.stopped_after)
             for group, rows in self._data:
                 with self._connections.recording():
                     group.reopen(open_group(rows))
-        self.reduce.drop_open()
+        self.reduce.drop_unfinished()
 
     def issued(self) -> list[int]:
-        """How many collectives this rank has started on each of its data groups."""
+        """Return the number of collectives that this rank has started on each of its data groups, in a fixed order."""
         return [group.issued for group, _ in self._data]
 
     def close(self) -> None:
-        """Give all process groups back."""
+        """Stop the watch and destroy all process groups. May be called again."""
         self.control.end_watch()
         for group, _ in self._data:
             group.close()
@@ -185,10 +193,10 @@ class EngineGroups:
 
 
 def open_group(rows: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-    """Make a process group of each of ``rows`` and return this rank's; None where its row is this rank alone.
+    """Make a process group for each of ``rows`` and return this rank's; None if its row is this rank alone.
 
-    Every rank of the world must call it together, with the same rows. ``backend``: see torch; in a fake world every
-    group is fake (see [Note: a fake world]).
+    Collective over the world, with the same rows on every rank. ``backend``: as for `torch.distributed.new_group`; in
+    a fake world every group is fake (see [Note: a fake world]).
     """
     mine, rank = None, dist.get_rank()
     if in_fake_world():
@@ -204,9 +212,9 @@ def open_group(rows: Sequence[Sequence[int]], backend: str | None = None) -> dis
 def open_control(
     rows: Sequence[Sequence[int]], *, ledger: Ledger | None = None, ranks_per_node: int | None = None
 ) -> Control:
-    """Return what this rank's row of ``rows`` exchanges messages over. Every rank of the world must call it together.
+    """Open and return the control group of this rank's row of ``rows``. Collective over the world.
 
-    ``ranks_per_node``: see `node_name`; only asked where the world is fake.
+    ``ranks_per_node``: see `node_name`; used only in a fake world.
     """
     group = open_group(rows, "gloo")
     if not in_fake_world():
@@ -216,19 +224,25 @@ def open_control(
     return AlikeControl(group, ledger=ledger, nodes=nodes)
 
 
-def _over_copies(
-    copy: Reduction, across: Group, back: Group, gradient_codec: Codec | None, average_codec: Codec | None
+def _over_replicas(
+    replica: Reduction, across: Group, back: Group, gradient_codec: Codec | None, average_codec: Codec | None
 ) -> ReplicatedReduce:
-    """``copy``'s averages, averaged over the copies of the model, through the codecs where there are some."""
+    """Return the reduction over all replicas from ``replica``'s own, quantized if there are codecs.
+
+    ``across``, ``back``: see `ReplicatedReduce`.
+    """
     if gradient_codec is None or average_codec is None:
-        return ReplicatedReduce(copy, across, back)
+        return ReplicatedReduce(replica, across, back)
     each_alone = QuantizedReduce(Group(None), across, gradient_codec)
-    return ReplicatedReduce(copy, each_alone, QuantizedGather(back, average_codec), rounds=False)
+    return ReplicatedReduce(replica, each_alone, QuantizedGather(back, average_codec), rounds=False)
 
 
-def _common_block(rows: Rows, control: Control) -> int:
-    """The largest block of consecutive ranks that lies inside one node in every row: groups are made over all rows."""
-    block = control.topology.block(control.world_size)
+def _common_block_size(rows: Rows, control: Control) -> int:
+    """Return a size of which blocks of consecutive ranks lie inside one node in every row. Collective over the world.
+
+    All rows need the same size, as every rank takes part in making all groups.
+    """
+    block = control.topology.block_size(control.world_size)
     if len(rows) == 1:
         return block
     everybody = open_control([[rank for row in rows for rank in row]])
@@ -239,7 +253,7 @@ def _common_block(rows: Rows, control: Control) -> int:
 
 
 def _blocks(rows: Rows, what: str, size: int) -> list[Sequence[int]]:
-    """Every row in blocks of ``size`` consecutive ranks."""
+    """Split every row into blocks of ``size`` consecutive ranks; ``what`` names the size in the ValueError."""
     for row in rows:
         if size < 1 or len(row) % size:
             possible = [n for n in range(1, len(row) + 1) if len(row) % n == 0]
@@ -248,5 +262,5 @@ def _blocks(rows: Rows, what: str, size: int) -> list[Sequence[int]]:
 
 
 def _columns(rows: Rows, size: int) -> list[Sequence[int]]:
-    """The ranks that have the same place in every row's blocks of ``size``."""
+    """Return, for each row and each place in a block of ``size`` ranks, the ranks with that place in its blocks."""
     return [row[place::size] for row in rows for place in range(size)]

@@ -1,10 +1,10 @@
-"""The gather and the reduction of `Group` with fewer bytes on the wire: a `Codec` on every message.
+"""The all-gather and the reduce-scatter of `Group` with fewer bytes on the wire: a `Codec` on every message.
 
 [Note: what is quantised] Both follow ZeRO++ (arXiv 2306.10209): qwZ is `QuantizedGather`, qgZ `QuantizedReduce`. In a
-gather every rank decodes every slice, its own too, so all ranks end with the same bits. In the reduction nobody
-encodes what it keeps itself: a rank's own contribution enters the sums as it is, and a single rank loses nothing. So
-an averaged element is off by at most the sum of the codec's bounds of the messages that its terms came in, over the
-world size: with G nodes of L ranks those are (L - 1) G messages of gradients and G - 1 of partial sums.
+gather every rank decodes every slice, its own too, so all ranks end with the same bits. In the reduction a rank does
+not encode its own contribution, which enters the sums exactly, so a single rank loses nothing. The error of an averaged
+element is therefore at most the sum of the codec's error bounds over the messages that carried its terms, divided by
+the world size: with G nodes of L ranks these are (L - 1) G messages of gradients and G - 1 of partial sums.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class QuantizedGather:
         self.world_size = group.world_size
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
-        """Fill ``out`` (N*s elements, floating, contiguous) with what the ranks' ``shard`` (s elements, floating)
-        decode to, in rank order.
+        """Fill ``out`` (N*s elements, floating, contiguous) with the ranks' ``shard`` (s elements, floating), encoded
+        and decoded, in rank order.
 
         ``shard`` may be this rank's slice of ``out`` and is read before this returns; `Work.wait` writes ``out``. The
-        bits are the same on every rank, also on a single one. Sends N-1 packets of s elements.
+        bits are the same on every rank, and also those of a single rank are decoded ones. Sends N-1 packets of s
+        elements. Raises ValueError for other sizes.
         """
         size = shard.numel()
         if out.numel() != size * self.world_size:
@@ -62,8 +63,8 @@ class QuantizedReduce:
     """`Group.reduce_scatter` in two hops with every message encoded by ``codec``: inside the node, then across nodes.
 
     ``inside``: the L ranks of this rank's node; ``across``: the ranks with this rank's number in the G nodes. Rank
-    g*L + l of the reduction is rank l of node g. Any L and G, 1 included, and slices of any length. Whatever else runs
-    on the two groups meanwhile, every rank has to start it at the same point.
+    g*L + l of the reduction is rank l of node g. L and G may be any numbers, 1 included, and slices have any length.
+    If other collectives run on the two groups meanwhile, every rank must start them at the same point.
 
     Attributes:
         rank: this rank's number in the reduction.
@@ -79,14 +80,16 @@ class QuantizedReduce:
         self._open: deque[_QuantizedReduction] = deque()
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """Average the ranks' ``flat`` (1-D, floating, N*s elements) into the owners' ``out`` (s elements).
+        """Average the ranks' ``flat`` (1-D, floating, N*s elements) and give slice r to rank r, in its ``out``
+        (s elements).
 
-        A shorter ``flat`` is taken as followed by zeros. Sums run in rank order, in float32 (float64 for a float64
-        ``out``), and are divided once by N; with ``accumulate`` the average is added to ``out``. Both tensors belong
-        to the reduction until the work is done. Sends G*(L-1) packets of s elements inside the node, G-1 across.
+        A shorter ``flat`` counts as padded with zeros. Sums run in rank order, in float32 (float64 for a float64
+        ``out``), and are divided once by N; with ``accumulate`` the average is added to ``out``. Use neither tensor
+        until `Work.wait` has returned. Sends G*(L-1) packets of s elements inside the node, G-1 across. Raises
+        ValueError for a longer ``flat``.
 
-        The second hop starts in `Work.advance` or `Work.wait`, which take earlier reductions there first: every rank
-        starts and waits in the same order.
+        The second hop starts in `Work.advance` or `Work.wait`, which first start those of earlier reductions. Every
+        rank must start its reductions, and wait for them, in the same order.
         """
         size = out.numel()
         if flat.numel() > size * self.world_size:
@@ -105,21 +108,21 @@ class QuantizedReduce:
 
         return Work(tag, buffers=(flat, out), finish=finish, advance=lambda: self._advance(reduction))
 
-    def drop_open(self) -> None:
-        """See `Group.drop_open`."""
+    def drop_unfinished(self) -> None:
+        """Drop the reductions whose second hop has not started. See `Reduction.drop_unfinished`."""
         self._open.clear()
 
     def _advance(self, until: _QuantizedReduction) -> None:
-        """Take the open reductions to their second hop, in order, up to ``until``."""
+        """Start the second hop of the open reductions, in order, up to and including ``until``."""
         while until in self._open:
             self._open[0].start_across()
             self._open.popleft()
 
 
 class _Hop:
-    """One all-to-all of encoded slices, and the sum of what arrived.
+    """One all-to-all of encoded slices, started by the constructor, and the sums of the slices that arrive.
 
-    ``slices``: of shape (ranks of ``group``, k, s); row r goes to rank r, this rank's own row stays as it is.
+    ``slices``: of shape (ranks of ``group``, k, s); row r goes to rank r. This rank's own row is not encoded.
     """
 
     def __init__(self, group: Group, packets: Packets, slices: torch.Tensor, tag: Tag) -> None:
@@ -136,7 +139,7 @@ class _Hop:
         self._work = group.all_to_all(self._arrived, sent, tag)
 
     def sums(self, dtype: torch.dtype) -> torch.Tensor:
-        """Wait, and return the k sums in rank order: (k, s) in ``dtype``; of a single rank they are its own slices."""
+        """Wait, and return the k sums over all ranks, added in rank order: shape (k, s), in ``dtype``."""
         self._work.wait()
         if len(self._arrived) == 1:
             return self._own.to(dtype)
@@ -153,7 +156,7 @@ class _Hop:
 
 
 class _QuantizedReduction:
-    """One reduction on its way: inside the node, then `start_across`, then `finish`."""
+    """One reduction in flight: the constructor starts the hop inside the node; call `start_across`, then `finish`."""
 
     def __init__(
         self,
@@ -177,14 +180,14 @@ class _QuantizedReduction:
         self._across_hop: _Hop | None = None
 
     def start_across(self) -> _Hop:
-        """Sum over the node and send the sums to their owners, unless that was done before."""
+        """Wait for the sums of the node and start to send them across nodes, once; return that second hop."""
         if self._across_hop is None:
             sums = self._inside_hop.sums(self._dtype)
             self._across_hop = _Hop(self._across, self._packets, sums.unsqueeze(1), self._tag)
         return self._across_hop
 
     def finish(self) -> None:
-        """Sum over the nodes and write the average."""
+        """Wait for the sum over the nodes, and write the average into ``out`` or add it there."""
         total = self.start_across().sums(self._dtype)[0]
         if self._accumulate:
             self._out.add_(total / self._world_size)
@@ -193,4 +196,5 @@ class _QuantizedReduction:
 
 
 def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return ``flat`` followed by zeros up to ``numel`` elements; itself if it has as many."""
     return flat if flat.numel() == numel else torch.cat((flat, flat.new_zeros(numel - flat.numel())))

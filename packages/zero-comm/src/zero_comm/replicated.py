@@ -1,4 +1,4 @@
-"""The reduction where several groups of ranks hold a copy of the model each."""
+"""The reduction over several replicas of the sharded model (MiCS, HSDP)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .work import Work
 
 
 class Reduction(Protocol):
-    """Averages a flat buffer into the owners' slices: `Group` does, and so do its relatives in several hops."""
+    """Averages flat buffers into the owners' slices: `Group`, or a reduction in several hops.
+
+    ``rank``: the slice that this rank owns. ``world_size``: the number of slices.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -20,32 +23,34 @@ class Reduction(Protocol):
     def world_size(self) -> int: ...
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """See `Group.reduce_scatter`."""
+        """Start to average the ranks' ``flat`` into the owners' ``out``; see `Group.reduce_scatter`."""
 
-    def drop_open(self) -> None:
-        """See `Group.drop_open`."""
+    def drop_unfinished(self) -> None:
+        """Forget reductions whose later hops have not started. Called when a failure has ended the process groups and
+        new ones are open: the next reduction must not continue these."""
 
 
 class Gather(Protocol):
-    """Fills a flat buffer with the ranks' slices: `Group` does, and `QuantizedGather`."""
+    """Fills a flat buffer with the ranks' slices: `Group` or `QuantizedGather`."""
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
-        """See `Group.all_gather`."""
+        """Start to fill ``out`` with the ranks' ``shard`` in rank order; see `Group.all_gather`."""
 
 
 class ReplicatedReduce:
-    """`Group.reduce_scatter` over all copies of the model: inside each copy's ranks, then across the copies.
+    """`Group.reduce_scatter` over all replicas of the model: inside each replica's ranks, then across the replicas.
 
-    ``shard``: over the S ranks that share a copy. ``across`` and ``back``: over the R ranks that have the same shard,
-    on two groups of their own. ``rounds``: whether numbers are cast to ``flat``'s dtype before they go to other copies,
-    as they are not where ``across`` and ``back`` have codecs.
+    ``shard``: over the S ranks of a replica. ``across`` and ``back``: over the R ranks that hold the same shard, on two
+    separate groups. ``rounds``: whether numbers are cast to ``flat``'s dtype before they go to other replicas; False
+    where ``across`` and ``back`` have codecs.
 
-    [Note: order of the averages] First that of a copy's ranks in rank order 0…S-1, then that of these R averages in the
-    order of the copies. In between they are no larger than gradients are: what fits the wire once fits it again. The
-    average comes back in the form in which it travels, to its owners too: every copy ends with the same bits.
+    [Note: order of the averages] The first average runs over a replica's ranks, in rank order 0…S-1; the second runs
+    over these R averages, in the order of the replicas. The averages in between are no larger than gradients, so they
+    fit the dtype in which gradients travel. Every rank, the owner too, takes the final average in the form in which it
+    travels, so all replicas end with the same bits.
 
     Attributes:
-        rank, world_size: of ``shard``: who owns which slice.
+        rank, world_size: those of ``shard``; they say who owns which slice.
     """
 
     def __init__(self, shard: Reduction, across: Reduction, back: Gather, *, rounds: bool = True) -> None:
@@ -58,14 +63,16 @@ class ReplicatedReduce:
         self._open: deque[_ReplicatedReduction] = deque()
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """Average ``flat`` (S*s elements) of all S*R ranks into ``out`` (s elements) of its R owners.
+        """Average ``flat`` (S*s elements) of all S*R ranks, and give slice r to its R owners, in their ``out``
+        (s elements).
 
         With ``accumulate`` the average is added to ``out``; sums run in ``out``'s dtype. Sends (S-1)*s elements of
-        ``flat``'s dtype inside the copy, then 2*(R-1)/R*s of the same dtype (s rounded up to a multiple of R) across
-        the copies; packets instead where there are codecs. Every rank starts and waits in the same order.
+        ``flat``'s dtype inside the replica, then 2*(R-1)/R*s of the same dtype (s rounded up to a multiple of R) across
+        the replicas; packets instead where there are codecs. Every rank must start its reductions, and wait for them,
+        in the same order.
         """
-        copies = self._across.world_size
-        partial = out.new_zeros(-(-out.numel() // copies) * copies)
+        replicas = self._across.world_size
+        partial = out.new_zeros(-(-out.numel() // replicas) * replicas)
         first = self._shard.reduce_scatter(flat, partial[: out.numel()], tag)
         reduction = _ReplicatedReduction(first, partial, flat.dtype if self._rounds else out.dtype, tag)
         self._open.append(reduction)
@@ -81,28 +88,29 @@ class ReplicatedReduce:
 
         return Work(tag, buffers=(flat, out), finish=finish, advance=lambda: self._advance(reduction))
 
-    def drop_open(self) -> None:
-        """See `Group.drop_open`."""
+    def drop_unfinished(self) -> None:
+        """Drop the reductions that have not reached their last hop, inside and across the replicas too."""
         self._open.clear()
-        self._shard.drop_open()
-        self._across.drop_open()
+        self._shard.drop_unfinished()
+        self._across.drop_unfinished()
 
     def _advance(self, until: _ReplicatedReduction) -> None:
-        """Take the open reductions to their last hop, in order, up to ``until``."""
+        """Bring the open reductions to their last hop, in order, up to and including ``until``."""
         while until in self._open:
-            self._cross(self._open.popleft())
+            self._average_across(self._open.popleft())
 
-    def _cross(self, reduction: _ReplicatedReduction) -> None:
-        """Average the copies' slices, each rank a part of them, and start to send the parts back."""
+    def _average_across(self, reduction: _ReplicatedReduction) -> None:
+        """Reduce-scatter the replica's slice across the replicas, wait, and start to all-gather the averages."""
         reduction.last.wait()
-        part = reduction.buffer.new_empty(reduction.buffer.numel() // self._across.world_size)
-        reduction.buffer = whole = reduction.buffer.to(reduction.wire)
-        self._across.reduce_scatter(whole, part, reduction.tag).wait()
-        reduction.last = self._back.all_gather(whole, part.to(reduction.wire), reduction.tag)
+        own = reduction.buffer.new_empty(reduction.buffer.numel() // self._across.world_size)
+        reduction.buffer = full = reduction.buffer.to(reduction.wire)
+        self._across.reduce_scatter(full, own, reduction.tag).wait()
+        reduction.last = self._back.all_gather(full, own.to(reduction.wire), reduction.tag)
 
 
 class _ReplicatedReduction:
-    """One on its way: ``last`` is the hop under way, which fills ``buffer``; it goes to other copies in ``wire``."""
+    """One reduction in flight. ``last``: the running hop, which fills ``buffer``. ``wire``: the dtype in which
+    ``buffer`` goes to other replicas."""
 
     def __init__(self, first: Work, buffer: torch.Tensor, wire: torch.dtype, tag: Tag) -> None:
         self.last = first

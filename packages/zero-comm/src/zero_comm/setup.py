@@ -1,4 +1,4 @@
-"""Start torch.distributed when nobody has."""
+"""Initialise torch.distributed if it is not initialised yet."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def init(
 ) -> None:
     """Initialise torch.distributed for ``device`` unless it is already initialised.
 
-    ``device``: the compute device; by default the machine's accelerator, else the CPU. ``backend``: overrides the
-    choice (gloo for the CPU; on an accelerator its own backend with gloo beside it for control messages). Ranks come
-    from the environment of whatever started them (see `discover`: torchrun, zero-launch, Open MPI, PMI, Slurm,
-    Kubernetes); without it a group of one rank is made. Changes no environment variable. Raises ValueError when the
-    ranks are on several hosts and nothing says where rank 0 is.
+    ``device``: the compute device; by default the machine's accelerator, else the CPU. ``backend``: default gloo for
+    the CPU, and for an accelerator its own backend with gloo beside it for control messages. ``timeout``: of
+    collectives; default torch's. The rank comes from the environment that the launcher sets (see `discover`: torchrun,
+    zero-launch, Open MPI, PMI, Slurm, Kubernetes); without one the world is this single rank. Changes no environment
+    variable. Raises ValueError when the ranks are on several hosts and nothing says where rank 0 is.
     """
     if dist.is_initialized():
         return
@@ -40,7 +40,8 @@ def init(
 
 
 def default_device() -> torch.device:
-    """This rank's compute device: accelerator number `local_rank` when there is one, else the CPU."""
+    """Return this rank's compute device: the accelerator with the index of its local rank (modulo their number), or the
+    CPU on a machine without accelerators."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
@@ -50,6 +51,7 @@ def default_device() -> torch.device:
 
 
 def _backend_for(device: torch.device) -> str:
+    """Return the backend argument of `init_process_group`, with gloo for CPU tensors in any case."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"

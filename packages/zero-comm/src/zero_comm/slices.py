@@ -1,4 +1,4 @@
-"""The local sum of the one reduction: slices in rank order or along a tree, in the accumulate dtype, divided once."""
+"""The local sum in a reduce-scatter: slices in rank order or along a tree, in the accumulate dtype, divided once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _BLOCK = 1 << 15  # elements; a block of every slice and of the sum stays in the
 
 
 class SliceSum(Protocol):
-    """Sums equal slices in the order given into ``out``, then divides once by ``divisor``.
+    """Sums slices of equal length into ``out``, in the order given, then divides once by ``divisor``.
+
+    Called when all ranks' slices of a reduce-scatter have arrived, in the thread that waits for it.
 
     ``slices``: N tensors of shape (n,), one dtype. ``out``: shape (n,), the accumulate dtype. With ``accumulate`` the
     quotient is added to ``out`` instead of replacing it. ``out`` may be one of the slices.
@@ -23,7 +25,7 @@ class SliceSum(Protocol):
 
 
 def sum_slices(slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool = False) -> None:
-    """Plain torch `SliceSum`, blocked so that the running sum does not leave the cache."""
+    """Sum ``slices`` in order as `SliceSum` says, in plain torch; in blocks, so that the running sum stays in cache."""
     block = _BLOCK if out.device.type == "cpu" else out.numel()
     scratch = torch.empty(min(block, out.numel()), dtype=out.dtype, device=out.device)
     for start in range(0, out.numel(), block):
@@ -40,8 +42,7 @@ def sum_slices(slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: in
 
 
 class TreeSum:
-    """`SliceSum` along a binary tree: slices 0 and 1, 2 and 3, … are added, then neighbours among these sums, and so
-    on.
+    """`SliceSum` along a binary tree: adds slices 0 and 1, 2 and 3, …, then neighbouring sums, and so on.
 
     ``pair`` adds two slices. The sum of every aligned block of 2^i slices is a node of the tree, so it is the same
     number whether one rank adds the block or several do.
@@ -51,7 +52,10 @@ class TreeSum:
         self._pair = pair
 
     def __call__(self, slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool) -> None:
-        """Sum 2^n slices in ``out``'s dtype, divide once, write or add to ``out``. ValueError for another number."""
+        """Sum 2^n slices in ``out``'s dtype, divide once, and write or add the quotient to ``out``.
+
+        Raises ValueError for another number of slices.
+        """
         if not slices or len(slices) & (len(slices) - 1):
             raise ValueError(f"a binary tree sums a power of two of slices, got {len(slices)}")
         nodes = list(slices)

@@ -1,4 +1,4 @@
-"""The place of this process's main thread, in the user's words."""
+"""The place in the user's code that this process's main thread is at."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ from .flight_recorder import is_library
 
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 _AUTOGRAD = torch.autograd.graph.__file__
-_SMALL = ("barrier", "monitored_barrier", "all_gather_object", "gather_object", "broadcast_object_list", "new_group")
+_WAITING_CALLS = (
+    "barrier",
+    "monitored_barrier",
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "new_group",
+)
 
 
 @dataclass(frozen=True)
 class CodePlace:
-    """``text``: what runs, and from which line of the user's. ``waits``: it can only be waiting for other ranks."""
+    """A place in running code. ``text``: the torch.distributed call, if one runs, and the user's line. ``waits``: that
+    call does little but wait for other ranks."""
 
     text: str
     waits: bool
@@ -30,8 +38,10 @@ class CodePlace:
 
 
 def failed_backward() -> BaseException | None:
-    """Return what a backward pass of torch raised, while the main thread is in the code that handles it, else None.
-    May be called by any thread."""
+    """Return the exception that the main thread is handling, if a backward pass of torch raised it, else None.
+
+    May be called by any thread.
+    """
     handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
     failure = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
     traceback = None if failure is None else failure.__traceback__
@@ -41,7 +51,7 @@ def failed_backward() -> BaseException | None:
 
 
 def place_of_main_thread() -> CodePlace:
-    """Where the main thread is now; may be called by any thread."""
+    """Return the place where the main thread is now. May be called by any thread."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     call, waits, line = "", False, ""
     while frame is not None:
@@ -49,7 +59,7 @@ def place_of_main_thread() -> CodePlace:
         if path.startswith(_DISTRIBUTED):
             name = frame.f_code.co_name
             if name != "wrapper":
-                call, waits = f"torch.distributed.{name}", name in _SMALL
+                call, waits = f"torch.distributed.{name}", name in _WAITING_CALLS
         elif not is_library(path):
             line = f"{os.path.basename(path)}:{frame.f_lineno}"
             break

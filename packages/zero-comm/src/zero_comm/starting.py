@@ -1,4 +1,4 @@
-"""Run what every rank does alone before the first collective, so that a failure of one is raised on all."""
+"""Run each rank's work before the first collective, so that a failure on one rank raises on all."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger("zero_comm")
 
 @contextmanager
 def starting_together(what: str, timeout: timedelta | None = None) -> Iterator[None]:
-    """Run the block on every rank of the world and leave it when all are through; issues no collective itself.
+    """Run the block on every rank of the world, and leave the context when all ranks are through. Issues no collective.
 
-    What the block raises on a rank is raised there. The others raise PeerError, within a second, with that rank's
-    cause; so they do after ``timeout`` (default: 30 minutes), naming the ranks that have not come. ``what`` names the
-    user's call.
+    An exception of the block is raised on its rank; within a second the others raise PeerError with that cause. They
+    also raise PeerError after ``timeout`` (default: 30 minutes), naming the ranks that have not come. ``what`` names
+    the user's call in these errors.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if world_size == 1:
@@ -49,7 +49,10 @@ def starting_together(what: str, timeout: timedelta | None = None) -> Iterator[N
 
 
 def _wait(meeting: Store, store: Store, number: int, what: str, timeout: timedelta) -> None:
-    """Return when all ranks are through; raises PeerError when one has failed."""
+    """Wait until all ranks are through. Raises PeerError when one has failed, or after ``timeout``.
+
+    ``number``: of this call among the process's calls of `starting_together`.
+    """
     world_size, begin, pause, said = dist.get_world_size(), time.monotonic(), 0.001, False
     while meeting.add("through", 0) < world_size:
         if meeting.check(["failed"]):
@@ -57,7 +60,7 @@ def _wait(meeting: Store, store: Store, number: int, what: str, timeout: timedel
             raise PeerError(f"{what}: rank {rank} failed: {reason}")
         waited = time.monotonic() - begin
         if waited > _SPEAK_AFTER_SECONDS and not said:
-            logger.warning("%s: waiting since %.0f s for %s", what, waited, _absent(store, number))
+            logger.warning("%s: has waited %.0f s for %s", what, waited, _absent(store, number))
             said = True
         if waited > timeout.total_seconds():
             raise PeerError(f"{what}: waited {waited:.0f} s for {_absent(store, number)}")
@@ -66,7 +69,7 @@ def _wait(meeting: Store, store: Store, number: int, what: str, timeout: timedel
 
 
 def _absent(store: Store, number: int) -> str:
-    """The ranks that have not made the call yet; those that are in it are slow."""
+    """Describe for a message the ranks that have not begun call ``number``; if all have, say that some are slow."""
     absent = [rank for rank in range(dist.get_world_size()) if store.add(f"calls/{rank}", 0) < number]
     if not absent:
         return "ranks that are slow in it"

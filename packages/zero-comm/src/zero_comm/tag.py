@@ -10,10 +10,9 @@ Phase = Literal["gather", "reduce", "publish", "broadcast", "control", "checkpoi
 
 @dataclass(frozen=True)
 class Tag:
-    """Names one collective: what it does, for which unit or parameter, in which optimizer step.
+    """Names one collective: its phase, the unit or parameter (``name``), and the optimizer step.
 
-    The group that carries it adds its own running number, so that two ranks can tell whether they are at the same
-    point.
+    The flight recorder adds a running number per group, so that two ranks' entries can be compared.
     """
 
     phase: Phase

@@ -26,8 +26,7 @@ torch imports them when a first optimizer is made."""
 
 
 class RanksFailedError(RuntimeError):
-    """One or more ranks raised; the message holds every rank's traceback, `failures` maps rank to its exception
-    text."""
+    """One or more ranks raised. The message holds their tracebacks; `failures` maps rank to traceback text."""
 
     def __init__(self, failures: dict[int, str]) -> None:
         self.failures = failures
@@ -35,23 +34,26 @@ class RanksFailedError(RuntimeError):
 
 
 class _Pool:
-    """Worker processes that stay alive between calls; new ones come from a server that has imported torch and what
-    packages declare, for that costs seconds. They see the environment as it was when the first one was made. They meet
-    in one TCPStore, whose clients are told of a key at once; those of a FileStore look every 10 ms, several times for
-    each group."""
+    """Worker processes that stay alive between calls of `run_ranks`.
+
+    New workers are forked by a server that has imported torch and the modules that packages declare, as these imports
+    take seconds. They see the environment as it was when the first one was made. They share one TCPStore, whose
+    clients learn of a key at once; those of a FileStore poll every 10 ms, several times for each group.
+    """
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*_PRELOADED, *_declared()])
+        self._context.set_forkserver_preload([*_PRELOADED, *_declared_modules()])
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._calls = itertools.count()
 
     def next_prefix(self) -> str:
-        """The part of the store that belongs to one call."""
+        """Return a prefix of the store's keys that no earlier call has used."""
         return f"call {next(self._calls)}"
 
-    def take(self, count: int) -> list[tuple[BaseProcess, Connection]]:
+    def get_workers(self, count: int) -> list[tuple[BaseProcess, Connection]]:
+        """Return ``count`` workers, each with the connection to it; start those that are missing."""
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
@@ -61,6 +63,7 @@ class _Pool:
         return self._workers[:count]
 
     def close(self) -> None:
+        """Kill all workers; the next call starts new ones."""
         for process, connection in self._workers:
             connection.close()
             process.kill()
@@ -68,29 +71,31 @@ class _Pool:
         self._workers.clear()
 
 
-def _declared() -> list[str]:
-    """Modules that packages imported here declare free of side effects: `__import_ahead__`, as for zero-launch."""
+def _declared_modules() -> list[str]:
+    """Return the modules that imported packages declare importable ahead of time (`__import_ahead__`, which zero-launch
+    uses too)."""
     loaded = list(sys.modules.values())
     return [name for module in loaded for name in vars(module).get("__import_ahead__", ())]
 
 
 @functools.cache
 def _pool() -> _Pool:
+    """Return this process's pool, which is closed at exit."""
     pool = _Pool()
     atexit.register(pool.close)
     return pool
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Call ``fn(*args)`` on ``world_size`` processes with torch.distributed (gloo) initialised; return their results
-    by rank.
+    """Call ``fn(*args)`` in ``world_size`` processes with torch.distributed (gloo) initialised, and return the results
+    in rank order.
 
-    ``fn`` and ``args`` must be picklable (a function at module level). Workers run torch with one thread and are
-    reused. Raises `RanksFailedError` with every rank's traceback when one raises, TimeoutError after ``timeout``
-    seconds.
+    ``fn``, ``args`` and the results must be picklable (``fn``: a function at module level). Workers run torch with one
+    thread and are reused. Raises `RanksFailedError` with the tracebacks of all ranks that raised, and TimeoutError
+    when no rank has answered for ``timeout`` seconds.
     """
     pool = _pool()
-    workers = pool.take(world_size)
+    workers = pool.get_workers(world_size)
     prefix = pool.next_prefix()
     for rank, (_, connection) in enumerate(workers):
         connection.send((fn, args, rank, world_size, prefix))
@@ -119,6 +124,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 def _serve(connection: Connection, port: int) -> None:
+    """Run the pool's calls in a worker until the pool closes ``connection``. ``port``: of the pool's TCPStore."""
     torch.set_num_threads(1)
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # no rank leaves a new group while another still connects
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -136,6 +142,7 @@ def _serve(connection: Connection, port: int) -> None:
 
 
 def _run(call: bytes, store: Store) -> Any:
+    """Return the result of one pickled call (function, arguments, rank, world size, prefix of its keys)."""
     fn, args, rank, world_size, prefix = pickle.loads(call)
     dist.init_process_group("gloo", store=PrefixStore(prefix, store), rank=rank, world_size=world_size)
     try:

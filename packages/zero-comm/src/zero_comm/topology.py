@@ -1,4 +1,4 @@
-"""The ranks of each node."""
+"""The assignment of ranks to nodes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Topology:
-    """``nodes[r]`` names the node of a group's rank r; an empty one says that all ranks are on one node."""
+    """The node of each rank of a group: ``nodes[r]`` names rank r's; empty ``nodes`` mean that all ranks share one."""
 
     nodes: tuple[str, ...] = ()
 
     def far_peers(self, rank: int) -> int:
-        """Return the number of ranks that are on another node than ``rank``."""
+        """Return the number of ranks on other nodes than ``rank``'s."""
         return sum(node != self.nodes[rank] for node in self.nodes)
 
-    def of(self, ranks: Sequence[int]) -> Topology:
-        """The topology of a smaller group, given its members' ranks in this one."""
+    def subset(self, ranks: Sequence[int]) -> Topology:
+        """Return the topology of a smaller group, given its members' ``ranks`` in this one."""
         return Topology(tuple(self.nodes[rank] for rank in ranks)) if self.nodes else self
 
-    def block(self, world_size: int) -> int:
-        """The largest divisor of ``world_size`` such that consecutive blocks of so many ranks lie inside one node."""
+    def block_size(self, world_size: int) -> int:
+        """Return the largest divisor of ``world_size`` with which every block of consecutive ranks lies inside one
+        node."""
         if not self.nodes:
             return world_size
         return max(
@@ -38,10 +39,11 @@ ONE_NODE = Topology()
 
 
 def node_name(rank: int, ranks_per_node: int | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """The node of this process, whose global rank is ``rank``; equal names mean the same node.
+    """Return a name for the node of this process, whose global rank is ``rank``; equal names mean the same node.
 
-    With ``ranks_per_node`` the ranks are dealt out in order, so many to a node, wherever they run. Otherwise torchrun's
-    and zero-launch's LOCAL_RANK decides (ranks of a node follow one another there), and without it the host's name.
+    With ``ranks_per_node`` each so many consecutive ranks count as one node, wherever they run. Otherwise the name
+    follows from LOCAL_RANK as torchrun and zero-launch set it (there, a node's ranks are consecutive) or, if that is
+    not set, is the host name. ``environ``: default os.environ.
     """
     env = os.environ if environ is None else environ
     if ranks_per_node is not None:

@@ -1,4 +1,4 @@
-"""A thread beside training that says which rank is missed, and frees the ranks that would wait for ever."""
+"""A thread beside training that logs which rank the others wait for, and ends waits that would never end."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ logger = logging.getLogger("zero_comm")
 _TICK = 0.5  # seconds between two looks at the store
 _ASK_AFTER = 1.0  # seconds of waiting after which a rank asks the others where they are
 _NAME_AFTER = 5.0  # seconds of waiting after which the log says for whom
-_FAILED_FOR = 2.0  # seconds that others wait for a rank that failed and makes no further call
+_FAILED_FOR = 2.0  # seconds that others wait for a rank that failed and makes no further call, before it gives up
 _STUCK_FOR = 3.0  # seconds that all ranks have to wait for one another
 _PEERS_PER_TICK = 32  # bounds the load on the store, which matters only while ranks wait
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Says where one rank is. ``beat``: counts its heartbeats. ``waits``: the message it waits with, else empty.
-    ``where``: what its main thread does outside this package. ``stuck``: that is a wait for other ranks. ``last``: its
-    last call that all ranks took part in. ``micro_batches``: how many it has counted."""
+    """Where one rank is, as its watch answers.
+
+    ``beat``: running number of the answer. ``waits``: the collective or message for which the rank waits, else empty.
+    ``where``: the place of its main thread while it waits for none. ``stuck``: it waits for other ranks, and not for
+    data. ``last``: the last call that all ranks took part in. ``micro_batches``: the number that it has counted.
+    """
 
     beat: int
     waits: str
@@ -47,15 +50,16 @@ class Heartbeat:
 
 
 class Watch:
-    """Looks into ``store`` twice a second, and does nothing else while no rank has waited for a second.
+    """Reads ``store`` twice a second, and does nothing else while no rank has waited for a second.
 
-    [Note: the watch] A rank that waits longer asks for `Heartbeat`s. The ranks answer from this thread, so a slow one
-    that computes answers and is left alone. ``give_up(reason)`` is called, from this thread, where waiting has no end:
-    by a rank that failed, was caught, and makes no further call while others wait (or stays in the ``except`` block
-    of a backward pass that failed before the engine had a part in it); by one that waits outside the
-    engine (in a barrier of the script) while all others wait; and by a rank that waits for one that has not
-    answered for ``stopped_after`` seconds: its process is stopped, or its host. ``note(reason)`` leaves a reason for
-    ranks that miss this one, without giving up.
+    [Note: the watch] A rank that waits longer asks all ranks for `Heartbeat`s. They answer from this thread, so a slow
+    rank that computes answers too, and nothing is done about it. ``give_up(reason)`` is called, from this thread, when
+    a wait would never end:
+    - on a rank that failed, whose script caught the error, and that makes no further call while others wait, or stays
+      in the ``except`` block of a backward pass that failed before the engine took part in it;
+    - on a rank that waits outside the engine (in a barrier of the script) while all others wait too;
+    - on a rank that waits for one that has not answered for ``stopped_after`` seconds: its process or host is stopped.
+    ``note(reason)`` leaves a reason for ranks that will wait for this one, without giving up.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class Watch:
         self._stopped_after = stopped_after
         self._ended = threading.Event()
         self._beat = 0
-        self._asked = self._named = False
+        self._has_asked = self._has_logged = False
         self._seen: dict[int, tuple[Heartbeat | None, float]] = {}
         self._steady: dict[int, tuple[tuple[Any, ...], float]] = {}
         self._looked = 0.0
@@ -91,47 +95,50 @@ class Watch:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop looking."""
+        """Stop the thread, waiting up to 2 s for it."""
         self._ended.set()
         atexit.unregister(self._at_exit)
         if self._thread is not threading.current_thread():
             self._thread.join(2.0)  # the store may not answer any more
 
-    def say_goodbye(self, error: BaseException | None) -> None:
-        """Leave a note for the ranks that may wait: the script of this one has ended, by ``error`` or without."""
+    def note_script_end(self, error: BaseException | None) -> None:
+        """Leave a note for ranks that may wait: this rank's script has ended, by ``error`` or (None) normally."""
         done = self._watched
         if error is None:
             self._note(f"ended its script; its last call was {done.last}, after {done.micro_batches} micro-batches")
         else:
             self._note(f"failed: {type(error).__name__}: {error}")
 
-    def look(self) -> None:
-        """One look; RuntimeError when the store is gone."""
+    def check(self) -> None:
+        """Ask for heartbeats, answer, and give up, as [Note: the watch] says; called every half second.
+
+        Raises RuntimeError when the store is gone.
+        """
         now = time.monotonic()
         waiting = self._watched.waiting
         if waiting is not None and now - waiting[1] >= _ASK_AFTER:
             self._store.set("asked", str(self._rank))
-            self._asked = True
-        elif self._asked:
-            self._asked = self._named = False
+            self._has_asked = True
+        elif self._has_asked:
+            self._has_asked = self._has_logged = False
             self._store.delete_key("asked")
-        if not self._asked and not self._store.check(["asked"]):
+        if not self._has_asked and not self._store.check(["asked"]):
             self._seen.clear()
             self._steady.clear()
             return
-        self._answer()
+        self._write_heartbeat()
         failed = self._failure(now)
-        if failed is not None and not self._asked and now - failed[1] >= _FAILED_FOR:
+        if failed is not None and not self._has_asked and now - failed[1] >= _FAILED_FOR:
             self._give_up(f"failed: {failed[0]}; it made no further call while others waited for it")
             self._ended.set()
             return
         if now - self._looked >= _TICK * self._world_size / _PEERS_PER_TICK:
             self._looked = now
-            self._read(now)
-            self._judge(now, waiting)
+            self._read_heartbeats(now)
+            self._act(now, waiting)
 
     def _failure(self, now: float) -> tuple[str, float] | None:
-        """Return why this rank makes no call, and since when, if it failed."""
+        """Return why this rank failed, and since when, if it has made no call since; else None."""
         failure = failed_backward()
         if self._watched.failed is not None or failure is None or id(failure) == self._watched.excused:
             self._handled = None
@@ -140,7 +147,7 @@ class Watch:
             self._handled = id(failure), now
         return f"{type(failure).__name__}: {failure} (in a backward pass of the script)", self._handled[1]
 
-    def _answer(self) -> None:
+    def _write_heartbeat(self) -> None:
         self._beat += 1
         waiting = self._watched.waiting
         place = CodePlace("", waits=False) if waiting is not None else place_of_main_thread()
@@ -154,7 +161,8 @@ class Watch:
         )
         self._store.set(f"report {self._rank}", json.dumps(asdict(report)))
 
-    def _read(self, now: float) -> None:
+    def _read_heartbeats(self, now: float) -> None:
+        """Read every rank's heartbeat, and keep when each last beat and since when it has been at one place."""
         for rank in range(self._world_size):
             key = f"report {rank}"
             report = Heartbeat(**json.loads(self._store.get(key))) if self._store.check([key]) else None
@@ -166,7 +174,8 @@ class Watch:
                 if rank not in self._steady or self._steady[rank][0] != place:
                     self._steady[rank] = place, now
 
-    def _judge(self, now: float, waiting: tuple[object, float, bool] | None) -> None:
+    def _act(self, now: float, waiting: tuple[object, float, bool] | None) -> None:
+        """Give up or log, by the heartbeats that were read. ``waiting``: see `Watched.waiting`."""
         for rank, (_, since) in self._seen.items():
             if waiting is not None and rank != self._rank and now - since >= self._stopped_after:
                 self._give_up(
@@ -175,8 +184,8 @@ class Watch:
                 )
                 self._ended.set()
                 return
-        if waiting is not None and not self._named and now - waiting[1] >= _NAME_AFTER:
-            self._named = True
+        if waiting is not None and not self._has_logged and now - waiting[1] >= _NAME_AFTER:
+            self._has_logged = True
             logger.warning(
                 "rank %d has waited %.0f s at %s. The others:\n%s",
                 self._rank,
@@ -191,12 +200,14 @@ class Watch:
             self._ended.set()
 
     def _all_stuck(self, now: float) -> bool:
+        """Return whether all ranks answer, and all have waited for other ranks at one place for `_STUCK_FOR`."""
         steady = len(self._steady) == self._world_size and all(
             place[2] and now - since >= _STUCK_FOR for place, since in self._steady.values()
         )
         return steady and all(now - since < _STUCK_FOR for _, since in self._seen.values())
 
     def _listing(self) -> str:
+        """Return a line for each rank: where it is, or for how long it has not answered."""
         lines = []
         for rank, (report, since) in sorted(self._seen.items()):
             silent = time.monotonic() - since
@@ -214,17 +225,18 @@ _ADVICE = (
 
 
 def _run(reference: weakref.ref[Watch], ended: threading.Event) -> None:
-    while not ended.wait(_TICK) and _look(reference):
+    """Check every half second, until ``ended``; the thread's function."""
+    while not ended.wait(_TICK) and _check(reference):
         pass
 
 
-def _look(reference: weakref.ref[Watch]) -> bool:
-    """Have the watch look, if it is still there; whether to go on. Nothing holds the watch between two looks."""
+def _check(reference: weakref.ref[Watch]) -> bool:
+    """Have the watch check once; return False when it, or the store, is gone. Holds no reference to it afterwards."""
     watch = reference()
     if watch is None:
         return False
     try:
-        watch.look()
+        watch.check()
     except RuntimeError as error:  # the store went with the rank that kept it, and connections tell the rest
         logger.debug("the watch ends: %s", error)
         return False
@@ -232,12 +244,12 @@ def _look(reference: weakref.ref[Watch]) -> bool:
 
 
 def _ending(reference: weakref.ref[Watch]) -> Callable[[], None]:
-    """Tell the ranks that may wait, and end the thread of a watch; called when the interpreter begins to end."""
+    """Return the atexit handler of a watch, which leaves a note for ranks that may wait, and ends its thread."""
 
     def at_exit() -> None:
         watch = reference()
         if watch is not None:
-            watch.say_goodbye(getattr(sys, "last_value", None))
+            watch.note_script_end(getattr(sys, "last_value", None))
             watch.end()
 
     return at_exit

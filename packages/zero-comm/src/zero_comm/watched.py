@@ -1,21 +1,21 @@
-"""A rank's signs of life while it trains, for the watch beside it to read."""
+"""The state of a rank that its watch reads while it trains, and that travels with its messages."""
 
 from __future__ import annotations
 
 
 class Watched:
-    """Where a rank's main thread is; setting an attribute is all that training pays for the watch.
+    """Where a rank's main thread is. Setting attributes is the only cost of the watch to training.
 
     Attributes:
-        waiting: what this rank waits for, since when (`time.monotonic`), and whether it is a message, which arrives at
-            once when it was sent, rather than data; None while it does not wait.
+        waiting: (what this rank waits for, since when by `time.monotonic`, whether it is a message and not data; a
+            message arrives at once when it was sent); None while it does not wait.
         last: the last call that all ranks took part in.
-        micro_batches: how many this rank has counted.
-        wish: what this rank wants all ranks to do, a number that goes with every message; the highest counts.
-        agreed: the highest wish so far of any rank. After the same call it is the same on every rank.
+        micro_batches: number of micro-batches that this rank has counted.
+        wish: what this rank wants all ranks to do, as a number that goes with every message; the highest is agreed on.
+        agreed: the highest wish of any rank so far; after the same call, equal on every rank.
         announced: bits that go with every message.
-        heard: the bits that any rank announced with the last call. After the same call they are the same on every rank.
-        failed: why a call of this rank failed, and when; None once another began.
+        heard: the bits that any rank announced with the last call; after the same call, equal on every rank.
+        failed: (why a call of this rank failed, when); None once another call began.
         excused: the `id` of the exception in whose handler this rank began its latest call.
     """
 

@@ -20,15 +20,19 @@ from .watched import Watched
 class Waitable(Protocol):
     """The handle that torch.distributed returns for an asynchronous operation."""
 
-    def wait(self, timeout: timedelta = ..., /) -> object: ...
+    def wait(self, timeout: timedelta = ..., /) -> object:
+        """Block until the operation is complete; raise RuntimeError if it failed, or after ``timeout``."""
 
 
 class Work:
     """A started collective; `wait` finishes it.
 
-    Holds every buffer that the transport may still touch. `wait` may be called again and then does nothing. The
-    finishing computation (for the reduction: the local sum) runs in the thread that waits. ``ledger`` is told how long
-    the transport took, and how long of that was waited for.
+    Holds ``buffers``, which the transport may still touch. ``pending``: the operations to wait for, each with the peer
+    rank that errors name (None: unknown). ``finish``: the computation after the transport (for the reduction: the local
+    sum); runs once, in the thread that waits. ``advance``: starts the last hop of a collective of several hops.
+    ``explain``: replaces an error by one with its cause. ``ticket``: marks the entry in the flight recorder as waited
+    for. ``ledger``: gets the seconds that the transport took and the seconds waited. ``watched``: shows to the watch
+    what this rank waits for.
     """
 
     def __init__(
@@ -58,15 +62,15 @@ class Work:
 
     @property
     def has_hops(self) -> bool:
-        """Return whether `advance` has something to do: several hops, and nobody has taken them to the last one yet."""
+        """Return whether `advance` has something to do: a collective of several hops whose last has not started."""
         return self._advance is not None
 
     def advance(self) -> None:
-        """Take a collective of several hops to its last one, for which other ranks may wait; one of a single hop is
-        there already.
+        """Start the last hop of a collective of several hops; do nothing for a single hop, or when it has started.
 
-        Waits until every rank has started this collective and goes on with it: whoever waits for anything else that
-        another rank starts only after this collective calls it before.
+        Blocks until the earlier hops are complete, for which every rank must have started this collective. Other ranks
+        may wait for the last hop: call this before waiting for anything that another rank starts only after this
+        collective.
         """
         advance, self._advance = self._advance, None
         if advance is not None:
@@ -75,9 +79,9 @@ class Work:
     def wait(self, patience: timedelta | None = None) -> None:
         """Block until the result is in place (on an accelerator: until the current stream is ordered behind it).
 
-        Raises `PeerError` when the transport reports that a rank is gone, or after ``patience``; the group is of no
-        use then, and a further `wait` raises the same at once: gloo waits for ever where it is asked twice for one
-        message.
+        Raises `PeerError` when the transport reports that a rank is gone, or after ``patience`` (None: the group's own
+        timeout). The group is then unusable, and another `wait` raises the same error at once: gloo would block for
+        ever when asked twice for one message.
         """
         if self._failure is not None:
             raise self._failure
@@ -91,7 +95,7 @@ class Work:
                 self._watched.waiting = None
             if self._ledger is not None:
                 now = time.perf_counter()
-                self._ledger.arrived(self.tag, now - self._began, now - before)
+                self._ledger.count_seconds(self.tag, now - self._began, now - before)
         self._pending.clear()
         self._advance = None
         finish, self._finish = self._finish, None
@@ -100,6 +104,7 @@ class Work:
         self._buffers = ()
 
     def _wait_for_transport(self, limit: tuple[timedelta, ...]) -> None:
+        """Wait for all pending operations. ``limit``: the argument of their `wait`, empty for none."""
         for waitable, peer in self._pending:
             try:
                 waitable.wait(*limit)

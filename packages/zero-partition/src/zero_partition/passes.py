@@ -138,7 +138,7 @@ class Passes:
                 self._refuse_in_transform()
                 return False
             self._calls.outermost = name
-            self._control.goes_on()
+            self._control.record_call()
             self._unannounced.pass_begins(trains=torch.is_grad_enabled())
             self._check_frozen()
             if not self._calls.in_backward:
@@ -241,7 +241,7 @@ class Passes:
     def begin_backward(self) -> None:
         """Start a backward pass. Collective if it gathers or reduces."""
         self._liveness.check()
-        self._control.goes_on()
+        self._control.record_call()
         if self._agreement.synced:
             raise PartitionError(
                 "backward was called inside synced(), where ranks may do different things; leave it first"

@@ -63,7 +63,7 @@ class Recovery:
     def announce_failure(self, call: str, failure: BaseException) -> None:
         """Publish ``failure`` as the reason to name on other ranks that wait for this one in vain, if it never calls
         the engine again."""
-        self._groups.control.failed(f"{_describe(failure)} (in {call} of step {self._step.value})")
+        self._groups.control.record_failed_call(f"{_describe(failure)} (in {call} of step {self._step.value})")
 
     def _is_shared(self, call: str, failure: BaseException) -> bool:
         """Return whether all ranks failed in ``call``, after making them issue the same collectives."""

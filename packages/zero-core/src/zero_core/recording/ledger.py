@@ -44,9 +44,9 @@ class RecordedLedger(Ledger):
             pending = self._pending[key] = deque(maxlen=_PENDING)
         pending.append((time.perf_counter(), sent_bytes))
 
-    def arrived(self, tag: Tag, open_seconds: float, waited_seconds: float) -> None:
-        """Add that a collective is over."""
-        super().arrived(tag, open_seconds, waited_seconds)
+    def count_seconds(self, tag: Tag, open_seconds: float, waited_seconds: float) -> None:
+        """Add the times of a finished collective; see `Ledger.count_seconds`."""
+        super().count_seconds(tag, open_seconds, waited_seconds)
         now = time.perf_counter()
         pending = self._pending.get((tag.phase, tag.name))
         nbytes = pending.popleft()[1] if pending else 0
