@@ -99,7 +99,7 @@ class ShardedOptimizer:
             partition.states,
             self._name_in_model,
             partition.readers.wait,
-            partition.groups.control.note,
+            partition.groups.control.leave_note,
         )
         self._tensors = self._guard_tensors(own_hook)
         self._gradients = GradientAgreement(
