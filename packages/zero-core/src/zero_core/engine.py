@@ -102,7 +102,7 @@ class Engine(nn.Module):
         self.module = state.module
         self.training_state = state
         self._parts = parts
-        state.partition.used_by(self)
+        state.partition.set_user(self)
 
     # -- training ----------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class ParkedStates:
         self._optimizer = optimizer
         self._store = store
         self._shown: list[Unit] = []
-        partition.settle()
+        partition.finish_updates()
         found: dict[str, Callable[[], Iterable[tuple[str, torch.Tensor]]]] = {
             "optim_states": lambda: _optimizer_states(optimizer),
             "hp_params": lambda: ((u.name, u.master) for u in partition.units if u.master is not None),

@@ -131,7 +131,7 @@ class DeepSpeedEngine(nn.Module):
             self._named = ZeROOptimizer(core, core.sharded_optimizer, offload)
         if offload is not None:
             adopt(core.module.parameters())
-        core.partition.used_by(self)
+        core.partition.set_user(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and return its output unchanged."""

@@ -46,7 +46,7 @@ def gathered(
     units = _units_of(partition, given)
     watched = modifier_rank is None and not read_only
     runtime.agree("gathered", ",".join(str(u.index) for u in units), None)
-    partition.settle()
+    partition.finish_updates()
     opened = [u for u in units if u.releasable and u.state is UnitState.RELEASED]
     for unit in opened:
         unit.issue_gather(runtime.step, exact=True)
@@ -101,7 +101,7 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
                 if built:
                     built[0].meet(built[1:])
                 for record in built:
-                    record.take_from(modifier_rank)
+                    record.broadcast_from(modifier_rank)
                 for record in released:
                     record.reshard()
         finally:
@@ -117,7 +117,7 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
         return parameter.detach().clone()  # no unit has a place for it
     unit, index = _find(partition, parameter)
     partition.runtime.agree("full parameter", unit.names[index], None)
-    partition.settle()
+    partition.finish_updates()
     partition.runtime.edits.settle_masters([unit])
     if unit.master is not None:
         return _gather_full(partition, unit, index, unit.master)
@@ -155,7 +155,7 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
         raise PartitionError(f"parameter '{unit.names[index]}' is not trained and has no optimizer state")
     if unit.states is not None:
         partition.runtime.agree("full state", f"{unit.names[index]}.{key}", None)
-        partition.settle()
+        partition.finish_updates()
         zeros = torch.zeros(unit.layout.entries[index].shape, device=partition.device)
         return _gather_full_from_tier(partition, unit, unit.states, index, key, zeros)
     held = [o for o in optimizer.fragments if o.unit is unit and o.number == index]
@@ -300,7 +300,7 @@ def _broadcast_value(partition: Partition, unit: Unit, index: int, what: str, va
     if tuple(value.shape) != entry.shape:
         raise PartitionError(f"the new {what} of '{entry.name}' has shape {tuple(value.shape)}, expected {entry.shape}")
     partition.runtime.agree(f"set full {what}", entry.name, None)
-    partition.settle()
+    partition.finish_updates()
     flat = value.detach().to(partition.device).flatten().clone()
     partition.groups.broadcast(flat, 0, Tag("broadcast", entry.name, partition.runtime.step))
     return flat

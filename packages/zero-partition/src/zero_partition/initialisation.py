@@ -150,7 +150,7 @@ class Init:
                 if record is None and shardable and reason_replicated(parameter) is None:
                     record = ShardedParameter(parameter, self._group, self._new_shard, self)
                 if record is not None:
-                    record.named(name)
+                    record.set_name(name)
                     records.append(record)
         self._shard_records(records)
 
@@ -177,7 +177,7 @@ class Init:
                 known.pop(record.number, None)
             if len(set(digests)) > 1:
                 self._differed[record.number] = record.name
-                record.take_from(0)
+                record.broadcast_from(0)
             if any(held):
                 self._kept[record.number] = record
             else:

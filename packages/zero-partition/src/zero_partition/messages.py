@@ -1,7 +1,7 @@
-"""Messages of the ranks of one engine.
+"""Messages that the ranks of one engine exchange.
 
-Each message is a frozen dataclass. `encode` gives plain data, which travels as JSON, and `decode` makes the message of
-what another rank's `encode` gave.
+Each message is a frozen dataclass. `encode` returns it as plain data, which is sent as JSON, and `decode` makes the
+message from what another rank's `encode` returned.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Edits = dict[str, str]
-"""By ``unit.number``: a digest of the values that user code gave a parameter, or the reason of a refusal behind an
-exclamation mark."""
+"""By ``"unit.number"`` of a parameter: a digest of the values that user code gave it, or ``"!"`` and the reason why it
+is refused."""
 
 
 @dataclass
 class StepNumber:
-    """The number of the step under way, which every message and every collective of an engine carries."""
+    """The number of the current step, which every message and every collective of an engine carries."""
 
     value: int = 0
 
 
 class Completion(NamedTuple):
-    """A unit whose gradients are complete, and how many units this rank had gathered for the pass by then."""
+    """A unit whose gradients are complete, and the number of units that this rank had used in the pass by then."""
 
     unit: int
     gathers: int
@@ -31,10 +31,10 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True)
 class ReductionsSeen:
-    """How one rank's last backward pass went.
+    """One rank's observations of its last backward pass, from which the order of reductions is learned.
 
-    ``completions``: in order. ``gathered``: the units that the rank gathered, in order. ``steady``: every unit had as
-    many gradients as in the pass before.
+    ``completions``: in the order in which units became complete. ``gathered``: the units that the rank used, in order
+    of first use. ``steady``: every unit had as many gradients as in the pass before.
     """
 
     completions: Sequence[Completion]
@@ -42,23 +42,23 @@ class ReductionsSeen:
     steady: bool
 
     def encode(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data, for `decode`."""
         return {"finished": list(self.completions), "used": list(self.gathered), "steady": self.steady}
 
     @classmethod
     def decode(cls, data: Mapping[str, Any]) -> ReductionsSeen:
-        """The message that `encode` made ``data`` of."""
+        """Return the message that `encode` turned into ``data``."""
         return cls([Completion(*pair) for pair in data["finished"]], data["used"], data["steady"])
 
 
 @dataclass(frozen=True)
 class Observations:
-    """The words that one rank has for the others at their next meeting, whatever that is about.
+    """One rank's news for the others, which every message carries whatever it is about.
 
-    ``gathers``: by pass, the units that it gathered in order of first use, where they did not follow a learned order.
-    ``reductions``: how its last backward pass went, until an order is settled. ``changed``: units whose shard it alone
-    has written. ``edits``: parameters that user code has changed. ``discards``: a digest of the averaged gradients that
-    were discarded since the last step.
+    ``gathers``: by pass, the units in order of first use, for passes that did not follow a learned order.
+    ``reductions``: observations of its last backward pass, until the order of reductions is settled. ``changed``: units
+    whose shard this rank alone has written. ``edits``: parameters that user code has changed. ``discards``: a digest of
+    the averaged gradients that were discarded since the last step.
     """
 
     gathers: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -68,13 +68,13 @@ class Observations:
     discards: int = 0
 
     def encode(self) -> list[Any]:
-        """Plain data."""
+        """Return plain data, for `decode`."""
         reductions = None if self.reductions is None else self.reductions.encode()
         return [dict(self.gathers), reductions, list(self.changed), self.edits, self.discards]
 
     @classmethod
     def decode(cls, data: Sequence[Any]) -> Observations:
-        """The message that `encode` made ``data`` of."""
+        """Return the message that `encode` turned into ``data``."""
         gathers, reductions, changed, edits, discards = data
         seen = None if reductions is None else ReductionsSeen.decode(reductions)
         return cls(gathers, seen, changed, edits, discards)
@@ -82,10 +82,10 @@ class Observations:
 
 @dataclass(frozen=True)
 class LockStep:
-    """The gather that one rank waits for next, in a backward pass whose order is not known yet.
+    """A rank's progress in a backward pass whose order of reductions is not known yet, and what it waits for.
 
-    ``gather``: position of the gather in the pass's order; -1 for none. ``issued``: gathers issued. ``started``:
-    reductions started. ``done``: all of the rank's gradients are there.
+    ``gather``: position in the pass's order of the gather that the rank is about to wait for; -1 for none. ``issued``:
+    number of gathers issued. ``started``: number of reductions started. ``done``: the rank has all its gradients.
     """
 
     gather: int
@@ -94,38 +94,38 @@ class LockStep:
     done: bool
 
     def encode(self) -> list[Any]:
-        """Plain data."""
+        """Return plain data, for `decode`."""
         return [self.gather, self.issued, self.started, self.done]
 
     @classmethod
     def decode(cls, data: Sequence[Any]) -> LockStep:
-        """The message that `encode` made ``data`` of."""
+        """Return the message that `encode` turned into ``data``."""
         return cls(*data)
 
 
 @dataclass(frozen=True)
 class PassProgress:
-    """How far one rank was in a pass that failed: the gathers and reductions that it has issued."""
+    """The numbers of gathers and reductions that one rank had issued in a pass when it failed."""
 
     gathers: int
     reductions: int
 
     def encode(self) -> list[int]:
-        """Plain data."""
+        """Return plain data, for `decode`."""
         return [self.gathers, self.reductions]
 
     @classmethod
     def decode(cls, data: Sequence[int]) -> PassProgress:
-        """The message that `encode` made ``data`` of."""
+        """Return the message that `encode` turned into ``data``."""
         return cls(*data)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where one rank was when a failure ended the process groups.
+    """One rank's position in training when a failure ended the process groups.
 
-    ``interrupted``: what was writing weights or states, if anything. ``steps``, ``micro_steps``, ``samples``: what its
-    training loop has counted.
+    ``interrupted``: what was writing weights or states at that moment, None for nothing. ``steps``, ``micro_steps``,
+    ``samples``: the counts of its training loop.
     """
 
     interrupted: str | None
@@ -134,44 +134,45 @@ class Standing:
     samples: int
 
     def encode(self) -> list[Any]:
-        """Plain data."""
+        """Return plain data, for `decode`."""
         return [self.interrupted, self.steps, self.micro_steps, self.samples]
 
     @classmethod
     def decode(cls, data: Sequence[Any]) -> Standing:
-        """The message that `encode` made ``data`` of."""
+        """Return the message that `encode` turned into ``data``."""
         return cls(*data)
 
 
 @dataclass(frozen=True)
 class WrittenGradients:
-    """One rank's words about gradients that its user wrote since the last step.
+    """The gradients that one rank's user code has written since the last step.
 
-    ``written``: by unit, the numbers of the parameters whose ``.grad`` was assigned, edited or taken away.
-    ``edited``: by unit, a digest of what in-place changes left of the average (stage 0).
+    ``written``: by unit, the numbers of the parameters whose ``.grad`` was assigned, edited or set to None.
+    ``edited``: by unit, a digest of the averaged gradients after in-place changes (stage 0).
     """
 
     written: Mapping[int, Sequence[int]] = field(default_factory=dict)
     edited: Mapping[int, int] = field(default_factory=dict)
 
     def encode(self) -> list[Any]:
-        """Plain data; empty in an ordinary step."""
+        """Return plain data; an empty list if nothing was written."""
         return [list(self.written.items()), list(self.edited.items())] if self.written or self.edited else []
 
     @classmethod
     def decode(cls, data: Sequence[Any]) -> WrittenGradients:
-        """The message that `encode` made ``data`` of."""
+        """Return the message that `encode` turned into ``data``."""
         return cls(*map(dict, data))
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One rank's knowledge of the gradients of a step.
+    """One rank's facts about the gradients of a step.
 
     ``late``: units with gradients that no reduction has taken. ``square``: the sum of squares of its shards' gradients,
-    as `NormSums.pack` gives it. ``untouched``: by unit, the numbers of the parameters that had no gradient.
-    ``culprit``: the first parameter whose gradient is not finite; empty when all are. ``hooked``: the user has hooks
-    that run before the optimizer's arithmetic, and may fail. ``hyperparameters``: a digest of the groups'.
+    as `NormSums.pack` returns it. ``untouched``: by unit, the numbers of the parameters that had no gradient.
+    ``culprit``: name of the first parameter with a gradient that is not finite; "" if all are finite. ``written``:
+    gradients that user code has written. ``hooked``: the user has optimizer hooks that run before the arithmetic, and
+    may fail. ``hyperparameters``: a digest of the param groups' hyperparameters.
     """
 
     late: Sequence[int]
@@ -183,20 +184,20 @@ class StepReport:
     hyperparameters: int
 
     def encode(self) -> list[Any]:
-        """Plain data."""
+        """Return plain data, for `decode`."""
         untouched = list(self.untouched.items())
         told = [list(self.late), self.square, untouched, self.culprit, self.written.encode()]
         return [*told, self.hooked, self.hyperparameters]
 
     @classmethod
     def decode(cls, data: Sequence[Any]) -> StepReport:
-        """The message that `encode` made ``data`` of."""
+        """Return the message that `encode` turned into ``data``."""
         late, square, untouched, culprit, written, *rest = data
         return cls(late, square, dict(untouched), culprit, WrittenGradients.decode(written), *rest)
 
 
 class TensorFacts(NamedTuple):
-    """One parameter or buffer of a model."""
+    """Description of one parameter or buffer of a model, to compare ranks by."""
 
     name: str
     shape: Sequence[int]
@@ -210,17 +211,20 @@ class TensorFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """One rank's model: its parameters by unit and its buffers, and the first of them on the meta device, if any."""
+    """Description of one rank's model.
+
+    ``tensors``: its parameters, unit by unit, and its buffers. ``on_meta``: name of the first one on the meta device.
+    """
 
     tensors: Sequence[TensorFacts]
     on_meta: str | None
 
     def encode(self) -> list[Any]:
-        """Plain data."""
+        """Return plain data, for `decode`."""
         return [list(self.tensors), self.on_meta]
 
     @classmethod
     def decode(cls, data: Sequence[Any]) -> ModelFacts:
-        """The message that `encode` made ``data`` of."""
+        """Return the message that `encode` turned into ``data``."""
         tensors, on_meta = data
         return cls([TensorFacts(*tensor) for tensor in tensors], on_meta)

@@ -1,4 +1,4 @@
-"""The part of the full model that a rank has, where other ranks compute other parts of the same layers."""
+"""The relation of a rank's model to the full one under tensor parallelism, for norms over the full model."""
 
 from __future__ import annotations
 
@@ -14,63 +14,69 @@ from zero_comm import Control, Message
 from .norm import NormSquared
 from .unit import Unit
 
-_MARKS = ("model_parallel", "tensor_model_parallel")
+_PART_ATTRIBUTES = ("model_parallel", "tensor_model_parallel")
 
 
 class ModelParts(Protocol):
-    """Which parameters this rank counts in a norm of the full model, and how the parts' sums come together."""
+    """Says which parameters this rank counts in a norm of the full model, and adds the sums of the model's parts."""
 
     def norm_of(self, unit: Unit, rank: int, norm: NormSquared) -> NormSquared:
-        """The norm of the gradient shard that ``rank`` (of those that share this part) has of ``unit``."""
+        """Return the function that gives the sum of squares of a gradient shard of ``unit``, with ``norm`` inside.
+
+        ``rank``: whose shard, among the ranks that shard this part of the model.
+        """
 
     def total(self, step: int, square: float, culprit: str) -> tuple[float, str]:
-        """The parts' sum of squares together, and the name of the first gradient that is not finite. Collective."""
+        """Return the sum of all parts' ``square``, and the first ``culprit`` that is not empty. Collective.
+
+        ``culprit``: this part's first parameter with a gradient that is not finite, "" without.
+        """
 
     def holds_part_of(self, parameter: nn.Parameter) -> bool:
-        """Return whether ``parameter`` is a part of one, and other ranks hold the rest."""
+        """Return whether this rank has only a part of ``parameter``, and other ranks of the model hold the rest."""
 
     def abort(self, reason: str) -> None:
-        """This rank cannot go on: tell those with the other parts."""
+        """Tell the ranks with the other parts why this one cannot continue."""
 
     def close(self) -> None:
-        """Give the process group back."""
+        """Leave the process group of the model's parts."""
 
 
 class UnsplitModel:
-    """Every rank has the full model."""
+    """The null `ModelParts`: without tensor parallelism every rank has the full model."""
 
     def norm_of(self, unit: Unit, rank: int, norm: NormSquared) -> NormSquared:
-        """Everything counts."""
+        """Return ``norm``, as all elements count."""
         return norm
 
     def total(self, step: int, square: float, culprit: str) -> tuple[float, str]:
-        """There are no other parts."""
+        """Return ``square`` and ``culprit``, as there are no other parts."""
         return square, culprit
 
     def holds_part_of(self, parameter: nn.Parameter) -> bool:
-        """None is."""
+        """Return False."""
         return False
 
     def abort(self, reason: str) -> None:
-        """There is nobody else to tell."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 class TensorParallelModel:
-    """Ranks of ``control`` compute every layer together (tensor parallelism).
+    """The `ModelParts` of a model whose layers the ranks of ``control`` compute together (tensor parallelism).
 
     DeepSpeed's rule: a parameter with a true attribute ``model_parallel`` or ``tensor_model_parallel`` is a part, and
-    counts on every rank; any other is on all of them the same, and counts on the first one only. A gradient that is
-    not finite makes every rank's total so, wherever it is.
+    counts on every rank; any other is the same on all these ranks, and counts on the first one only. A gradient that is
+    not finite on any rank makes the total of every rank not finite.
     """
 
     def __init__(self, control: Control) -> None:
         self._control = control
 
     def norm_of(self, unit: Unit, rank: int, norm: NormSquared) -> NormSquared:
-        """Of the elements that this rank counts."""
+        """Return ``norm`` on the first rank; on others one that counts the model-parallel parameters only."""
         if self._control.rank == 0:
             return norm
         by_name = dict(zip(unit.names, unit.parameters, strict=True))
@@ -82,31 +88,31 @@ class TensorParallelModel:
         return CountedNorm(norm, spans)
 
     def total(self, step: int, square: float, culprit: str) -> tuple[float, str]:
-        """Sums in rank order, so that every rank has the same digits."""
+        """Return the sum of the parts in rank order, so that every rank gets the same bits, and the first culprit."""
         answers = self._control.agree(Message("the step's norm over the model's parts", "", step, [square, culprit]))
         return sum(answer[0] for answer in answers), next((answer[1] for answer in answers if answer[1]), "")
 
     def holds_part_of(self, parameter: nn.Parameter) -> bool:
-        """By the parameter's attributes."""
-        return any(bool(getattr(parameter, mark, False)) for mark in _MARKS)
+        """Return whether the parameter is marked as a part by one of DeepSpeed's attributes."""
+        return any(bool(getattr(parameter, name, False)) for name in _PART_ATTRIBUTES)
 
     def abort(self, reason: str) -> None:
-        """Tell the ranks that wait for this one's norm why it does not come."""
+        """Tell the ranks that wait for this one's norm why it will not come."""
         self._control.abort(reason)
 
     def close(self) -> None:
-        """Leave the control messages of the model's parts."""
+        """Close the control group of the model's parts."""
         self._control.close()
 
 
 class CountedNorm:
-    """`NormSquared` of the elements in ``spans`` (start, end); NaN when one of the others is not finite."""
+    """A `NormSquared` over the elements in ``spans`` (start, end); NaN if an element outside them is not finite."""
 
     def __init__(self, norm: NormSquared, spans: Sequence[tuple[int, int]]) -> None:
         self._norm = norm
         self._spans = spans
 
     def __call__(self, x: torch.Tensor) -> float:
-        """Sum of squares in float64."""
+        """Return the sum of squares of the counted elements, in float64."""
         counted = sum(self._norm(x[start:end]) for start, end in self._spans)
         return counted if math.isfinite(self._norm(x)) else math.nan

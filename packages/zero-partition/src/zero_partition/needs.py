@@ -1,4 +1,4 @@
-"""Find what an optimizer has to see of the parameters to be right."""
+"""Find out whether an optimizer works on fragments, or needs full parameters or the full model."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _INSTEAD = {
 _REPEATS = 400  # grid blocks: several times what torch gives one thread
 
 PartialNorms = Sequence[tuple[torch.Tensor, tuple[float, ...]]]
-"""For each of the optimizer's tensors, squared norms over its elements."""
+"""For each of the optimizer's tensors, one or more sums of squares over its elements."""
 
 
 class Need(enum.Enum):
-    """The smallest thing that an optimizer is right on: any elements, full parameters, or all of the model."""
+    """The smallest thing on which an optimizer computes correctly: any elements, full parameters, or the full model."""
 
     ELEMENTS = enum.auto()
     PARAMETERS = enum.auto()
@@ -44,44 +44,50 @@ class Need(enum.Enum):
 
 @runtime_checkable
 class NormOptimizer(Protocol):
-    """An elementwise optimizer but for norms of full parameters (LAMB): `step` calls ``reduce_norms`` once, on every
-    rank, with what it has of each tensor, and gets the norms of the parameters that those are parts of, in the same
-    order."""
+    """An optimizer that is elementwise except for norms of full parameters (LAMB).
+
+    On every rank `step` calls ``reduce_norms`` once with the partial norms of its tensors, and gets the norms of the
+    full parameters in the same order. The engine sets ``reduce_norms``.
+    """
 
     reduce_norms: ReduceNorms
 
 
 @runtime_checkable
 class PositionedOptimizer(Protocol):
-    """An optimizer that rounds at random by an element's place (low-precision masters or states): ``positions`` has, by
-    tensor, the place of its first element among those of all parameters, a multiple of `GRID`."""
+    """An optimizer whose random rounding depends on an element's position (low-precision masters or states).
+
+    ``positions``: by tensor, the position of its first element among the elements of all parameters, a multiple of
+    `GRID`. The engine sets it.
+    """
 
     positions: Mapping[torch.Tensor, int]
 
 
 class ReduceNorms(Protocol):
-    """Adds up partial norms over all parts of each parameter. Named as what a LAMB asks for."""
+    """Adds up partial norms over the ranks that hold fragments of a parameter. Named as what a LAMB asks for."""
 
     def __call__(self, partial: PartialNorms, /) -> list[tuple[float, ...]]:
-        """Return the norms in the order of ``partial``. Collective."""
+        """Return the squared norms of the full parameters in the order of ``partial``. Collective."""
 
 
 @runtime_checkable
 class AveragingOptimizer(Protocol):
     """An optimizer that averages over the ranks by itself in some of its steps (1-bit Adam and its relatives).
 
-    It runs at stage 0, on full parameters, and decides alike on every rank.
+    It runs at stage 0, on full parameters, and has to make the same decisions on every rank.
     """
 
     @property
     def wants_own_gradients(self) -> bool:
-        """Return whether the next step takes this rank's own gradients instead of the ranks' average."""
+        """Whether the next step takes this rank's own gradients instead of the ranks' average."""
 
     def connect(self, group: Group) -> None:
-        """Average over ``group`` from now on."""
+        """Average over ``group`` from now on; called once, before the first step."""
 
     def synchronise(self) -> bool:
-        """Bring the weights together where ranks took steps alone; whether they changed. Collective."""
+        """Make weights equal on all ranks after steps that each rank took alone; return whether they changed.
+        Collective."""
 
 
 def refuse_unusable(optimizer: Optimizer) -> None:
@@ -94,12 +100,12 @@ def refuse_unusable(optimizer: Optimizer) -> None:
 
 
 def need_of(optimizer: Optimizer) -> Need:
-    """Find out what ``optimizer`` needs.
+    """Return the smallest thing on which ``optimizer`` computes correctly.
 
-    torch's own elementwise optimizers are known, and so is what says so itself (`NormOptimizer`). Any other is run on
-    small matrices, together and apart, once with the hyperparameters of each group, and gets full parameters at least:
-    what it does with larger ones or in later steps shows nowhere. A class that defines ``elementwise = True`` beside
-    its arithmetic gets fragments, unless it does otherwise on the matrices. Raises `PartitionError` where that fails.
+    torch's own elementwise optimizers, `NormOptimizer` and `AveragingOptimizer` are known. Any other is run on small
+    matrices, together and apart, with the hyperparameters of each group, and gets at least full parameters, as the
+    probe does not show what it does with larger ones or in later steps. A class that defines ``elementwise = True``
+    beside its arithmetic gets fragments, unless the probe disproves it. Raises `PartitionError` if the probe fails.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE:
@@ -114,7 +120,8 @@ def need_of(optimizer: Optimizer) -> Need:
 
 
 def _is_declared(kind: type) -> bool:
-    """Return whether ``elementwise = True`` is said of the arithmetic that ``kind`` has, and not of a parent's."""
+    """Return whether ``elementwise = True`` is declared for the arithmetic that ``kind`` runs, not only for that of a
+    parent which a subclass overrides."""
     steps = [_without_hooks(parent.__dict__["step"]) if "step" in parent.__dict__ else None for parent in kind.__mro__]
     for number, parent in enumerate(kind.__mro__):
         if "elementwise" in parent.__dict__:
@@ -126,10 +133,10 @@ def _is_declared(kind: type) -> bool:
 
 
 def check_repeats(optimizer: Optimizer, need: Need) -> None:
-    """Refuse an optimizer whose bits depend on how its parameters are sharded, which differs between world sizes.
+    """Raise `PartitionError` for an optimizer whose results, bit by bit, depend on how its parameters are sharded.
 
-    An elementwise one is run on a vector that is longer than what one thread takes, whole and split at multiples of the
-    grid. Raises `PartitionError`.
+    An elementwise one is tested on a vector that torch spreads over several threads, once in one piece and once split
+    at multiples of `GRID`. ``need``: what `need_of` returned.
     """
     kind = type(optimizer).__name__
     if isinstance(optimizer, (NormOptimizer, AveragingOptimizer)):
@@ -152,6 +159,7 @@ def check_repeats(optimizer: Optimizer, need: Need) -> None:
 
 
 def _probe(optimizer: Optimizer, group: dict[str, Any]) -> Need:
+    """Find the need of ``optimizer`` by steps on small matrices with the hyperparameters of ``group``."""
     first, second = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
     try:
         whole = _two_steps(optimizer, group, [first])
@@ -177,7 +185,7 @@ def _check_that_matrices_run(
 ) -> None:
     """Raise `PartitionError` with ``failure`` unless the optimizer runs on the elements of ``fragments`` as matrices.
 
-    Where it does, the shape was what it failed on, and it needs full parameters.
+    If it does, only their shape made it fail, and it needs full parameters.
     """
     try:
         _two_steps(optimizer, group, [fragment.view(-1, 3) for fragment in fragments])
@@ -186,7 +194,7 @@ def _check_that_matrices_run(
 
 
 def _refuse_wrapper(optimizer: Optimizer) -> None:
-    """Raise `PartitionError` for an optimizer that steps by others (Lookahead, several in one)."""
+    """Raise `PartitionError` for an optimizer that calls others (Lookahead, several in one)."""
     kind = type(optimizer).__name__
     for name, value in vars(optimizer).items():
         several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
@@ -201,6 +209,7 @@ def _refuse_wrapper(optimizer: Optimizer) -> None:
 
 
 def _failed(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
+    """Return the error for a probe that failed; ``on``: a description of its tensors."""
     return PartitionError(
         f"{type(optimizer).__name__} failed on a small probe, {on}: {error}. At stages 1 to 3 the engine gives an "
         "optimizer other tensors than it was made with: have step() make what it keeps of a parameter p at first use, "
@@ -209,7 +218,10 @@ def _failed(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
 
 
 def _two_steps(optimizer: Optimizer, group: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The flat values after two steps with a group's hyperparameters; a value's gradients depend on it only."""
+    """Return each of ``values``, flattened, after two steps with the hyperparameters of ``group``.
+
+    Steps a copy of ``optimizer`` without its hooks; the gradients of a value depend on that value alone.
+    """
     probe = copy.copy(optimizer)
     for name, value in vars(optimizer).items():  # torch copies none of an optimizer's own attributes
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
@@ -229,9 +241,10 @@ def _two_steps(optimizer: Optimizer, group: dict[str, Any], values: list[torch.T
 
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer class's ``step`` without the hooks of all optimizers, which would take a probe for a step."""
+    """Return an optimizer class's ``step`` without hooks, which would take a probe for a step of training."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    """Return whether the concatenations of two lists of 1-D tensors are equal up to rounding."""
     return bool(torch.allclose(torch.cat(left), torch.cat(right), rtol=1e-6, atol=1e-7))

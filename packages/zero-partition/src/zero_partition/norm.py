@@ -1,4 +1,4 @@
-"""The squared norm of a shard, in float64: in one fixed order, or exact over a grid that no shard boundary crosses."""
+"""Squared norms of shards in float64: added in a fixed order, or added exactly over blocks that no shard splits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 _BLOCK = 1 << 16
 GRID = 256
-"""Elements of a parameter whose squares are added in one fixed order; shard boundaries are multiples of it."""
+"""Elements in a block whose squares are added in a fixed order; under virtual ranks shards consist of whole blocks."""
 
 _SCALE = 1127  # bits behind the binary point of an exact sum: float64's last, and its mantissa in front of that
 _MANTISSA = 53
@@ -19,13 +19,14 @@ _SUMS = 32
 
 
 class NormSquared(Protocol):
-    """Sum of squares of a 1-D floating tensor, accumulated in float64; NaN and inf propagate."""
+    """Returns the sum of squares of a 1-D floating tensor, accumulated in float64; NaN and inf propagate."""
 
     def __call__(self, x: torch.Tensor) -> float: ...
 
 
 def norm_squared(x: torch.Tensor) -> float:
-    """Plain torch `NormSquared`: blocks of 65,536 elements in float64, summed in order."""
+    """Return the sum of squares of ``x`` by plain torch (a `NormSquared`): on the CPU blocks of 65,536 elements, added
+    in order."""
     if x.device.type != "cpu":
         return float(torch.linalg.vector_norm(x, dtype=torch.float64).square())
     total = 0.0
@@ -36,9 +37,9 @@ def norm_squared(x: torch.Tensor) -> float:
 
 
 class ExactSum:
-    """A sum of non-negative float64 numbers without rounding, so their order and grouping change nothing.
+    """A sum of non-negative float64 numbers without rounding, so that their order and grouping do not matter.
 
-    `float` rounds it once; it is not finite when a number added was not.
+    `float` rounds it once. It is NaN or inf if a number in it is.
     """
 
     __slots__ = ("_special", "_units")
@@ -49,7 +50,7 @@ class ExactSum:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> ExactSum:
-        """The sum of a 1-D float64 tensor."""
+        """Return the sum of a 1-D float64 tensor on any device."""
         special = float(values[~values.isfinite()].sum())
         if special != 0.0:
             return cls(special=special)
@@ -67,11 +68,11 @@ class ExactSum:
 
     @classmethod
     def of_parts(cls, parts: Sequence[float]) -> ExactSum:
-        """The sum of what `parts` returned."""
+        """Return the sum of ``parts``, for example those that `parts` returned."""
         return cls.of(torch.tensor(list(parts), dtype=torch.float64))
 
     def parts(self) -> list[float]:
-        """Float64 numbers whose exact sum this is: how it travels."""
+        """Return float64 numbers whose exact sum this is, to be sent; [inf] if it is too large."""
         if self._special != 0.0:
             return [self._special]
         found, units = [], self._units
@@ -97,17 +98,18 @@ class ExactSum:
 
 
 class GridSquares(Protocol):
-    """Sums of squares of the blocks of a 1-D floating tensor of whole grid blocks: float64, one for each.
+    """Returns the sum of squares of each block of `GRID` elements of a 1-D floating tensor, in float64.
 
-    Element i of a block is added to sum i mod 32, in the order of i, and the 32 sums are added in halves; every
-    addition is elementwise, so any device and any vector width gives the same bits.
+    The tensor consists of whole blocks. Element i of a block is added to sum i mod 32, in the order of i, and the 32
+    sums are added in halves. Every addition is elementwise, so the bits are the same on any device and at any vector
+    width.
     """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 def grid_squares(x: torch.Tensor) -> torch.Tensor:
-    """Plain torch `GridSquares`."""
+    """Return the sum of squares of each block of ``x`` by plain torch (a `GridSquares`)."""
     blocks = [x.new_empty(0, dtype=torch.float64)]
     for start in range(0, x.numel(), _BLOCK):
         squares = x[start : start + _BLOCK].double().square().view(-1, GRID // _SUMS, _SUMS)
@@ -121,56 +123,56 @@ def grid_squares(x: torch.Tensor) -> torch.Tensor:
 
 
 class GridNorm:
-    """The squared norm of a 1-D shard of whole grid blocks: the exact sum of what ``squares`` gives."""
+    """Computes the squared norm of a 1-D shard of whole blocks: the exact sum of the blocks' ``squares``."""
 
     def __init__(self, squares: GridSquares = grid_squares) -> None:
         self._squares = squares
 
     def __call__(self, x: torch.Tensor) -> ExactSum:
-        """The sum over all blocks, not rounded."""
+        """Return the sum of squares of ``x``, rounded within its blocks only."""
         return ExactSum.of(self._squares(x))
 
 
 class NormSums(Protocol):
-    """How ranks' sums of squares come together."""
+    """Adds the ranks' sums of squares."""
 
     def zero(self) -> Any:
-        """The sum of nothing."""
+        """Return an empty sum."""
 
     def pack(self, square: Any) -> Any:
-        """A rank's sum as plain data, to travel."""
+        """Return a rank's sum as plain data, to be sent."""
 
     def total(self, packed: Sequence[Any]) -> float:
-        """The sum of what `pack` returned on each rank, in rank order."""
+        """Return the total of the sums that `pack` returned on each rank, given in rank order."""
 
 
 class RankOrderSums:
-    """Floats, added in rank order."""
+    """`NormSums` of floats, added in rank order."""
 
     def zero(self) -> float:
-        """0."""
+        """Return 0."""
         return 0.0
 
     def pack(self, square: float) -> float:
-        """The number itself."""
+        """Return the number itself."""
         return square
 
     def total(self, packed: Sequence[float]) -> float:
-        """Rounded after each addition."""
+        """Return the total, rounded after each addition."""
         return sum(packed, start=0.0)
 
 
 class ExactSums:
-    """`ExactSum`s, rounded once at the end."""
+    """`NormSums` of `ExactSum`s, rounded once at the end."""
 
     def zero(self) -> ExactSum:
-        """0."""
+        """Return an exact 0."""
         return ExactSum()
 
     def pack(self, square: ExactSum) -> list[float]:
-        """Numbers with the same exact sum."""
+        """Return float64 numbers with the same exact sum."""
         return square.parts()
 
     def total(self, packed: Sequence[Sequence[float]]) -> float:
-        """Rounded once."""
+        """Return the exact total, rounded once."""
         return float(ExactSum.of_parts([part for parts in packed for part in parts]))

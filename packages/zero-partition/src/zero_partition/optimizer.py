@@ -1,4 +1,4 @@
-"""A torch optimizer that updates only this rank's fragments, and the transaction around its step."""
+"""Wrap a torch optimizer so that it updates only this rank's fragments, and run its steps on all ranks together."""
 
 from __future__ import annotations
 
@@ -37,8 +37,11 @@ _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step: the global gradient norm before clipping (unscaled), whether the update was taken, and what
-    a step post-hook of the user's ``raised`` on this rank after it."""
+    """The result of a step.
+
+    ``norm``: global norm of the unscaled gradients before clipping. ``taken``: the weights were updated, not the step
+    skipped. ``raised``: exception of a step post-hook of the user's on this rank, after the update.
+    """
 
     norm: float
     taken: bool
@@ -48,17 +51,21 @@ class StepResult:
 class ShardedOptimizer:
     """Wraps any ``torch.optim.Optimizer`` built over the model's parameters.
 
-    The optimizer object stays the user's: its param groups keep their dicts and hyperparameters, only their
-    ``params`` become what this rank updates. So schedulers and ``group["lr"] = …`` work. An elementwise optimizer gets
-    one tensor per parameter and shard; one that needs full parameters (Muon, Adafactor) gets those that this rank
-    owns.
+    The optimizer object stays the user's: its param groups keep their dicts and hyperparameters, and only their
+    ``params`` are replaced by the tensors that this rank updates. So schedulers and ``group["lr"] = …`` work. An
+    elementwise optimizer gets this rank's fragment of each parameter; one that needs full parameters (Muon, Adafactor)
+    gets the full parameters that are assigned to this rank.
 
-    ``clip``: maximal global norm, 0 for off. ``skip_non_finite``: skip the step instead of raising when the norm is
-    not finite and there is no loss scale. ``squares``: what the norm is summed from under virtual ranks. ``parts``:
-    what this rank's model is of the full one.
+    ``clip``: maximal global norm, 0 for off. ``skip_non_finite``: skip the step instead of raising if the norm is not
+    finite and there is no loss scale. ``norm``, ``squares``: compute sums of squares for the norm, the latter under
+    virtual ranks. ``parts``: the relation of this rank's model to the full one under tensor parallelism.
 
-    Raises `PartitionError` naming what is wrong: foreign or duplicate parameters, an optimizer that would be wrong
-    here.
+    Raises `PartitionError`, naming the cause, for foreign or duplicate parameters and for an optimizer that would
+    compute something else on shards than on the full model.
+
+    Attributes:
+        inner: the wrapped optimizer.
+        fragments: the parts of parameters that this rank updates.
     """
 
     def __init__(
@@ -86,7 +93,7 @@ class ShardedOptimizer:
         self._stepping = False
         own_hook = optimizer.register_step_pre_hook(self._refuse_direct_step)
         self._update = update_for(optimizer, partition, full=_needs_full_parameters(optimizer, partition, self._parts))
-        self._adopt(optimizer)
+        self._exchange_parameters(optimizer)
         connect_norms(optimizer, partition, self.fragments)
         connect_positions(optimizer, partition, self.fragments)
         if isinstance(optimizer, AveragingOptimizer):
@@ -106,9 +113,9 @@ class ShardedOptimizer:
             optimizer, self._tensors, partition, self._parts, norm=norm, squares=squares
         )
         partition.runtime.watch_optimizer(optimizer)
-        partition.runtime.on_close(self._states.give_back)
+        partition.runtime.on_close(self._states.restore_plain_state)
         partition.runtime.on_close(AddParamGroup(optimizer, partition).remove)
-        partition.updated_by(self)
+        partition.set_optimizer(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -118,27 +125,27 @@ class ShardedOptimizer:
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's state, by fragment."""
+        """The wrapped optimizer's state, by tensor of its param groups."""
         return self.inner.state
 
     def state_of(self, owned: OwnedFragment) -> Mapping[str, Any]:
-        """The state of a fragment that the wrapped optimizer itself holds: nothing where a tier keeps the states."""
-        return self._states.held_by_optimizer(owned)
+        """Return the state of a fragment that the wrapped optimizer itself holds; empty if a tier keeps the states."""
+        return self._states.state_of(owned)
 
     def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
-        """Have the wrapped optimizer itself hold ``state`` of a fragment, None for nothing."""
-        self._states.replace(owned, state)
+        """Set the state of a fragment that the wrapped optimizer itself holds; None removes it."""
+        self._states.replace_state(owned, state)
 
     def step(self) -> StepResult:
-        """One transaction: agree on overflow and on who had gradients, clip once, update, publish. Collective.
+        """Agree with all ranks on the gradients and their norm, clip, update the weights and publish them. Collective.
 
-        Raises `NonFiniteGradientError` on every rank, naming the first parameter, when the norm is not finite and
-        nothing skips it.
+        The step is skipped if the norm is not finite and there is a loss scale or ``skip_non_finite``. Else raises
+        `NonFiniteGradientError` on every rank then, naming the first parameter.
         """
         runtime = self._partition.runtime
         runtime.held_gradients.refuse_torn("step")
         check_groups(self.inner, [parameter.tensor for parameter in chain.from_iterable(self._listed)])
-        self._states.take()
+        self._states.install_mapping()
         self._tensors.check_states()
         runtime.end_backward()
         runtime.gradient_watch.end()
@@ -158,14 +165,16 @@ class ShardedOptimizer:
                 "loss and the data of this step, lower the learning rate, or set bf16.check_grad_overflow to true to "
                 "skip such steps."
             )
-        raised = self._update_weights(agreed, self._factor(norm)) if finite else None
-        self.loss_scale.update(not finite)  # the step's gradients have the scale of before
+        raised = self._update_weights(agreed, self._gradient_factor(norm)) if finite else None
+        self.loss_scale.update(not finite)  # after the update, whose gradients have the scale from before
         runtime.held_gradients.forget()
         return StepResult(norm, finite, raised)
 
     def _update_weights(self, agreed: AgreedGradients, factor: float) -> Exception | None:
-        """Update and publish; return what a post-hook of the user's raised. A pre-hook that raises on any rank ends the
-        step on all of them, before anything is written."""
+        """Update the weights with gradients times ``factor`` and publish them; return what a user's post-hook raised.
+
+        A pre-hook that raises on any rank ends the step on all ranks, before anything is written.
+        """
         runtime = self._partition.runtime
         raised: list[Exception | None] = []
         self._partition.readers.wait()
@@ -181,7 +190,7 @@ class ShardedOptimizer:
 
                 raised.append(self._step_inner(written, agreed.touched))
 
-            with self._tensors.opened():
+            with self._tensors.unguarded():
                 self._update.run(agreed.touched, factor, step)
             self._partition.publish()
         for index, flags in agreed.touched.items():
@@ -189,32 +198,38 @@ class ShardedOptimizer:
         return raised[0]
 
     def synchronise(self) -> bool:
-        """Bring the weights together where the optimizer let ranks step alone; whether they changed. Collective."""
+        """Make weights equal on all ranks if the optimizer let ranks step alone; return whether they changed.
+        Collective."""
         if not isinstance(self.inner, AveragingOptimizer):
             return False
-        with self._tensors.opened():
+        with self._tensors.unguarded():
             return self.inner.synchronise()
 
     def gradient_norm(self) -> float:
-        """The global norm of the unscaled gradients so far; where ranks keep their own, the root mean square of their
-        norms, which the norm of the average never exceeds. Collective."""
+        """Return the global norm of the unscaled gradients since the last step. Collective.
+
+        If ranks keep their own gradients, it is the root mean square of the ranks' norms, an upper bound of the norm of
+        their average.
+        """
         return math.sqrt(self._gradients.agree().square) / self.loss_scale.scale
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the reduced gradients (clipping outside the step)."""
+        """Multiply the reduced gradients by ``factor`` in place, for clipping outside the step."""
         for gradients in self._partition.runtime.gradients.values():
             if gradients.is_reduced:
                 with gradients.averaged(dirty=True) as averaged:
                     averaged.mul_(factor)
         self._partition.runtime.user_gradients.refresh()
 
-    def _factor(self, norm: float) -> float:
+    def _gradient_factor(self, norm: float) -> float:
+        """Return the factor for the gradients of a step: unscales them, and clips to a global norm of ``clip``."""
         factor = 1.0 / self.loss_scale.scale
         if self.clip > 0:
             factor *= min(1.0, self.clip / (norm + _CLIP_EPSILON))
         return factor
 
     def _step_inner(self, begin: Callable[[], None], touched: Touched) -> Exception | None:
+        """Run the wrapped optimizer's step with ``begin`` before its arithmetic; return what a post-hook raised."""
         self._stepping = True
         try:
             return self._tensors.step(begin, [] if self._partition.states else list(self._updated_elsewhere(touched)))
@@ -222,7 +237,7 @@ class ShardedOptimizer:
             self._stepping = False
 
     def _updated_elsewhere(self, touched: Touched) -> Iterator[nn.Parameter]:
-        """The tensors of parameters that have a gradient and of which this rank updates nothing."""
+        """Yield the tensors of parameters that have a gradient but no fragment on this rank."""
         for parameter in chain.from_iterable(self._listed):
             if parameter.owned is None and (place := self._places.get(parameter.name)) is not None:
                 index, number = place
@@ -230,6 +245,7 @@ class ShardedOptimizer:
                     yield parameter.tensor
 
     def _refuse_direct_step(self, *_: Any) -> None:
+        """Raise `PartitionError` for a step that the engine did not start; a step pre-hook of the wrapped optimizer."""
         if self._stepping:
             return
         tensors = (owned.tensor for owned in self.fragments)
@@ -244,7 +260,10 @@ class ShardedOptimizer:
         )
 
     def _guard_tensors(self, own_hook: RemovableHandle) -> OptimizerTensors:
-        """Have what user code does to the tensors of the param groups count, or be refused."""
+        """Guard the tensors of the param groups, so that what user code does to them takes effect or is refused.
+
+        ``own_hook``: handle of this class's own step pre-hook.
+        """
         partition, runtime = self._partition, self._partition.runtime
         listed = list(chain.from_iterable(self._listed))
 
@@ -266,22 +285,24 @@ class ShardedOptimizer:
             split=partition.options.stage >= 1 and partition.world_size > 1,
             has_gradient=has_gradient,
         )
-        runtime.on_close(tensors.release)
+        runtime.on_close(tensors.remove)
         return tensors
 
     def _name_in_model(self, parameter: nn.Parameter) -> str:
+        """Return the name of a parameter of the partitioned model; "" for any other tensor."""
         found = self._partition.find(parameter)
         return "" if found is None else found[0].names[found[1]]
 
-    def _adopt(self, optimizer: Optimizer) -> None:
-        """Exchange the model's parameters in the param groups for this rank's fragments."""
+    def _exchange_parameters(self, optimizer: Optimizer) -> None:
+        """Replace the model's parameters in the param groups by this rank's fragments, with their share of states that
+        the optimizer has already."""
         old_state = dict(optimizer.state)
         optimizer.state.clear()
         seen: set[int] = set()
         for number, group in enumerate(optimizer.param_groups):
             listed = []
             for position, parameter in enumerate(group["params"]):
-                name, owned = self._own(parameter, number, position, seen)
+                name, owned = self._make_fragment(parameter, number, position, seen)
                 if owned is not None and parameter in old_state:
                     state = sharded_state(old_state[parameter], name, parameter.shape, owned)
                     optimizer.state[owned.tensor] = state
@@ -292,16 +313,19 @@ class ShardedOptimizer:
             self.fragments.extend(parameter.owned for parameter in listed if parameter.owned is not None)
 
     def _empty_like(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The tensor at the place of a parameter of which this rank updates nothing."""
+        """Return an empty tensor for the param groups in place of a parameter without a fragment on this rank."""
         found = self._partition.find(parameter)
         dtype = parameter.dtype if found is None else update_dtype(found[0].plan, self._partition.options.policy)
         empty = torch.empty(0, dtype=dtype, device=self._partition.device)
         return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
-    def _own(
+    def _make_fragment(
         self, parameter: nn.Parameter, group: int, position: int, seen: set[int]
     ) -> tuple[str, OwnedFragment | None]:
-        """The name of a listed parameter, and what this rank updates of it."""
+        """Return the name of a parameter of the param groups, and this rank's fragment of it; None for no fragment.
+
+        ``seen``: ids of the parameters before it. Raises `PartitionError` for duplicate and foreign parameters.
+        """
         where = f"param_groups[{group}]['params'][{position}]"
         if id(parameter) in seen:
             raise PartitionError(
@@ -323,11 +347,14 @@ class ShardedOptimizer:
             )
         unit, index = found
         self._places[unit.names[index]] = unit.index, index
-        return unit.names[index], self._update.own(unit, index)
+        return unit.names[index], self._update.make_fragment(unit, index)
 
 
 def _needs_full_parameters(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
-    """Return whether ``optimizer`` needs full parameters; refuses one that would be wrong on a part of the model."""
+    """Return whether ``optimizer`` needs full parameters.
+
+    Raises `PartitionError` for one that would compute something else on a part of the model than on all of it.
+    """
     split = [
         n
         for unit in partition.units

@@ -1,4 +1,4 @@
-"""State dicts of the user's optimizer: full states of plain torch are sharded, states on a tier are found there."""
+"""Make ``state`` and state dicts of the user's optimizer work with fragments, and with states on a tier."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from .updates import OwnedFragment
 
 StateDict = dict[str, Any]
 _UNGUARDED = frozenset([torch.Tensor, bool, int, float, type(None)])
-_FRAGMENTS = "zero_fragments"  # in a state dict of fragments: by parameter, its elements
+_FRAGMENTS = "zero_fragments"  # in a state dict of fragments: by parameter, the range of elements
 
 
 @dataclass(frozen=True)
 class ListedParameter:
-    """A parameter as the user listed it in a param group: ``tensor`` is there now, with what this rank updates of it,
-    ``owned``; without that it is empty."""
+    """A parameter that the user listed in a param group.
+
+    ``shape``: of the full parameter. ``owned``: this rank's fragment of it, None for none. ``tensor``: stands in the
+    param group instead of the parameter; it is empty without a fragment.
+    """
 
     name: str
     shape: torch.Size
@@ -38,19 +41,19 @@ class ListedParameter:
 
     @property
     def held_shape(self) -> torch.Size:
-        """The shape of what this rank updates."""
+        """Shape of this rank's fragment; (0,) without one."""
         return torch.Size([0]) if self.owned is None else self.owned.shape
 
 
 class OptimizerStates:
-    """Takes the place of ``state``, and hooks into `state_dict` and `load_state_dict`, of an optimizer whose groups
-    hold this rank's fragments.
+    """Replaces ``state``, and hooks into `state_dict` and `load_state_dict`, of an optimizer whose groups hold this
+    rank's fragments.
 
-    ``listed``: by group, the parameters as the user listed them. ``name_of``: the name of a parameter of the model,
-    "" for anything else; ``await_readers`` returns when states may be used; ``tell`` leaves word for the ranks that
-    will miss this one. `load_state_dict` takes what this optimizer's `state_dict` gave on this rank, and what plain
-    torch's gave for the full parameters in the same order, as `state_dict` does at stage 0: of that every rank keeps
-    its part. Anything else is refused by name. Weights and masters are not touched. Nothing communicates.
+    ``listed``: by group, the parameters as the user listed them. ``name_of``: returns the name of a parameter of the
+    model, "" for anything else. ``await_readers``: waits until states may be used. ``tell``: publishes why this rank
+    fails, for ranks that wait for it. `load_state_dict` accepts the `state_dict` of this optimizer on this rank, and
+    that of plain torch for the full parameters in the same order (as at stage 0), of which every rank keeps its part.
+    Anything else is refused by name. Weights and masters are not touched. Nothing communicates.
     """
 
     def __init__(
@@ -68,27 +71,28 @@ class OptimizerStates:
         self._on_tier: TierStates | None = None
         self._held: FragmentStates | None = None
         self._read: Callable[[], None] | None = None
-        self.take()
-        optimizer.register_state_dict_pre_hook(self._begin_state_dict)
-        optimizer.register_state_dict_post_hook(self._complete)
-        optimizer.register_load_state_dict_pre_hook(self._shard)
-        optimizer.register_load_state_dict_post_hook(self.take)
+        self.install_mapping()
+        optimizer.register_state_dict_pre_hook(self._unwatch_for_state_dict)
+        optimizer.register_state_dict_post_hook(self._complete_state_dict)
+        optimizer.register_load_state_dict_pre_hook(self._shard_state_dict)
+        optimizer.register_load_state_dict_post_hook(self.install_mapping)
 
-    def take(self, _optimizer: Optimizer | None = None) -> None:
-        """Have ``optimizer.state`` refuse what would not count, and where a tier keeps the states, read and write
-        there. Do it again where somebody has set another dict: its states count, and fragments that it has nothing of
-        begin anew.
+    def install_mapping(self, _optimizer: Optimizer | None = None) -> None:
+        """Replace ``optimizer.state``, if it is a plain dict, by a mapping that refuses entries without effect.
 
-        Raises `PartitionError` where that has an entry of the model's parameters.
+        If a tier keeps the states, the mapping reads and writes them there, and those of the dict move to the tier;
+        fragments without any start again from nothing. Called at construction, after `load_state_dict` and before each
+        step, as user code may have set another dict. Raises `PartitionError` if that dict has an entry for one of the
+        model's own parameters.
         """
         entries = self._optimizer.state
         if isinstance(entries, TierStates) and entries is not self._on_tier:
             raise PartitionError(
-                "optimizer.state was set to the mapping that it was before another one: that shows what the tier has "
-                "now (offload_optimizer), not what it had then. Keep copy.deepcopy(optimizer.state) and set that."
+                "optimizer.state was set to a mapping that it had earlier: that shows what the tier has now "
+                "(offload_optimizer), not what it had then. Keep copy.deepcopy(optimizer.state) and set that."
             )
         if self._on_tier is not None and entries is self._on_tier:
-            self._on_tier.take_assigned()
+            self._on_tier.store_assigned()
         if type(entries) not in (dict, defaultdict):  # a save that still reads the states has a mapping of its own
             return
         if self._tier is None:
@@ -105,23 +109,24 @@ class OptimizerStates:
         states.update((key, value) for key, value in entries.items() if not isinstance(key, torch.Tensor))
         self._optimizer.state = self._on_tier = states  # type: ignore[assignment]
 
-    def give_back(self) -> None:
-        """Give the optimizer a plain dict of the states that it keeps itself."""
+    def restore_plain_state(self) -> None:
+        """Make ``optimizer.state`` a plain dict again, with the states that the optimizer itself holds; those on a
+        tier are left out."""
         if isinstance(self._optimizer.state, FragmentStates):
             self._optimizer.state = FragmentStates.copy(self._optimizer.state)
         elif isinstance(self._optimizer.state, TierStates):
             self._optimizer.state = defaultdict(dict)
 
-    def held_by_optimizer(self, owned: OwnedFragment) -> Mapping[str, Any]:
-        """The state of a fragment that the optimizer itself holds: nothing where a tier keeps the states."""
+    def state_of(self, owned: OwnedFragment) -> Mapping[str, Any]:
+        """Return the state of a fragment that the optimizer itself holds; empty if a tier keeps the states."""
         if self._tier is not None:
             return {}
         states = self._optimizer.state
         kept = dict.get(states, owned.tensor) if isinstance(states, FragmentStates) else states.get(owned.tensor)
-        return _plainly(kept) if kept else {}
+        return _plain_state(kept) if kept else {}
 
-    def replace(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
-        """Have the optimizer itself hold ``state`` of a fragment, None for nothing."""
+    def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
+        """Set the state of a fragment that the optimizer itself holds; None removes it."""
         states: Any = self._optimizer.state
         if state is not None:
             states[owned.tensor] = state
@@ -129,20 +134,22 @@ class OptimizerStates:
             del states[owned.tensor]
 
     def watch(self, read: Callable[[], None]) -> None:
-        """Call ``read`` before states that the optimizer holds are looked at, until `unwatch`."""
+        """Call ``read`` before code reads states that the optimizer holds, until `unwatch`."""
         self._read = read
         if self._held is not None:
             self._held.watch(read)
 
     def unwatch(self) -> None:
-        """Let states be looked at."""
+        """Stop calling the function that `watch` was given."""
         self._read = None
         if self._held is not None:
             self._held.unwatch()
 
-    def show_all(self) -> Iterable[tuple[Any, Any]]:
-        """Have an entry for each listed parameter, where any has one, in the order of the param groups, and return
-        them."""
+    def list_all(self) -> Iterable[tuple[Any, Any]]:
+        """Add an entry for every listed parameter, if any has one, in the order of the param groups; return `entries`.
+
+        Parameters that other ranks update get a `StateElsewhere`, so that all ranks see the same keys.
+        """
         held = self._held
         if held:
             known = dict(dict.items(held))
@@ -156,19 +163,21 @@ class OptimizerStates:
         return self.entries()
 
     def _step_of_any(self) -> Any:
-        """A copy of the count of steps that this rank's states have; 0 where none counts."""
+        """Return a copy of ``step`` of any state on this rank; 0 if none has one."""
         counted = (kept["step"] for _, kept in self.entries() if isinstance(kept, dict) and "step" in kept)
         return copy.deepcopy(next(counted, torch.zeros(())))
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
-        """Each fragment that the optimizer holds states of, with these."""
+        """Return (tensor, state) for each fragment whose state the optimizer itself holds."""
         return () if self._held is None else dict.items(self._held)
 
-    def _begin_state_dict(self, _optimizer: Optimizer) -> None:
+    def _unwatch_for_state_dict(self, _optimizer: Optimizer) -> None:
+        """Stop watching while torch builds a state dict; `_complete_state_dict` watches again."""
         if self._held is not None:
             self._held.unwatch()
 
     def _move_to_tier(self, entries: Mapping[Any, Any], tier: StateTier) -> None:
+        """Replace the tier's states by those in ``entries``; fragments without an entry start again from nothing."""
         fresh: dict[str, dict[str, Any]] = {}
         anew: list[str] = []
         for owned in self._fragments():
@@ -191,14 +200,16 @@ class OptimizerStates:
     def _fragments(self) -> list[OwnedFragment]:
         return [listed.owned for group in self._listed for listed in group if listed.owned is not None]
 
-    def _complete(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-        """`state_dict` says which fragments its states are of, has none of what other ranks update, which torch's
-        optimizers would miss a count of steps in, and has the tier's moments; 8-bit ones, which torch's format has no
-        room for, are left out."""
+    def _complete_state_dict(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+        """Return ``state_dict`` with the ranges of its fragments and the tier's moments.
+
+        Entries of parameters that other ranks update are removed, as torch's optimizers would miss ``step`` in them.
+        8-bit moments are left out, as torch's format has no room for their scales.
+        """
         if self._held is not None and self._read is not None:
             self._held.watch(self._read)
         elsewhere = {number for number, one in enumerate(chain.from_iterable(self._listed)) if one.owned is None}
-        kept = {number: _plainly(state) for number, state in state_dict["state"].items() if number not in elsewhere}
+        kept = {number: _plain_state(state) for number, state in state_dict["state"].items() if number not in elsewhere}
         state_dict = {**state_dict, "state": kept}
         if any(parameter.held_shape != parameter.shape for parameter in chain.from_iterable(self._listed)):
             state_dict = {**state_dict, _FRAGMENTS: self._ranges()}
@@ -210,16 +221,21 @@ class OptimizerStates:
         for name, kept in self._tier.states(list(number)):
             moments = {kind: value for kind, value in kept.items() if kind != "master"}
             if moments.keys() != {"step"} and not any(kind.endswith("_scale") for kind in moments):
-                state[number[name]] = self._on_tier.of(name).shown(moments) if self._on_tier is not None else moments
+                on_tier = self._on_tier
+                state[number[name]] = moments if on_tier is None else on_tier.state_of(name).shown(moments)
         return {**state_dict, "state": state}
 
-    def _shard(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict | None:
+    def _shard_state_dict(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict | None:
+        """Return ``state_dict`` with this rank's part of full states; None if its states are of fragments already.
+
+        Raises `PartitionError` if it does not fit the optimizer.
+        """
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
-        states = {number: _plainly(state) for number, state in state_dict["state"].items()}
-        if _counts(saved) != _counts(self._listed):
+        states = {number: _plain_state(state) for number, state in state_dict["state"].items()}
+        if _group_sizes(saved) != _group_sizes(self._listed):
             raise PartitionError(
-                f"optimizer.load_state_dict: expected param groups of {_counts(self._listed)} parameters, as the "
-                f"optimizer was made with, got {_counts(saved)}. Nothing was changed."
+                f"optimizer.load_state_dict: expected param groups of {_group_sizes(self._listed)} parameters, as the "
+                f"optimizer was made with, got {_group_sizes(saved)}. Nothing was changed."
             )
         self._check_fragments(state_dict.get(_FRAGMENTS))
         numbered = list(zip(chain.from_iterable(saved), chain.from_iterable(self._listed), strict=True))
@@ -234,12 +250,12 @@ class OptimizerStates:
         return {**state_dict, "state": sharded}
 
     def _ranges(self) -> dict[str, list[int]]:
-        """By parameter, the elements of it that this rank updates: the first one, and the first one behind."""
+        """Return, by parameter name, the range [first, end) of its elements that this rank updates."""
         fragments = [owned.fragment for owned in self._fragments()]
         return {f.entry.name: [f.param_offset, f.param_offset + f.length] for f in fragments}
 
     def _check_fragments(self, saved: dict[str, list[int]] | None) -> None:
-        """Refuse states of fragments that are not this rank's."""
+        """Raise `PartitionError` if the ranges in a state dict are not this rank's; None, for full states, passes."""
         here = self._ranges()
         if saved is None or saved == here:
             return
@@ -252,7 +268,7 @@ class OptimizerStates:
         )
 
     def _refuse_left_out(self, states: Mapping[Any, Any]) -> None:
-        """A state dict without the moments that are 8-bit on the tier would silently reset them."""
+        """Raise `PartitionError` for an empty state dict if the tier has 8-bit moments, which it would reset."""
         if self._tier is None or states:
             return
         for owned in self._fragments():
@@ -265,7 +281,11 @@ class OptimizerStates:
 
 
 def sharded_state(state: Mapping[str, Any], name: str, shape: torch.Size, owned: OwnedFragment) -> dict[str, Any]:
-    """The part of a full parameter's optimizer state that belongs to a fragment. Raises `PartitionError`."""
+    """Return the part of a full parameter's optimizer state that belongs to a fragment.
+
+    Tensors of the parameter's ``shape`` are sliced, others copied. Raises `PartitionError` for a tensor of another
+    shape unless the fragment is the full parameter.
+    """
     start, end = owned.fragment.param_offset, owned.fragment.param_offset + owned.fragment.length
     whole = owned.fragment.length == shape.numel()
 
@@ -285,8 +305,8 @@ def sharded_state(state: Mapping[str, Any], name: str, shape: torch.Size, owned:
     return defaultdict(dict, part) if isinstance(state, defaultdict) else part
 
 
-def _plainly(state: Any) -> Any:
-    """A state with plain tensors of the same memory, or itself where it has no guarded ones."""
+def _plain_state(state: Any) -> Any:
+    """Return ``state`` with plain tensors of the same memory instead of guarded ones; itself if it has none."""
     if isinstance(state, dict) and _UNGUARDED.issuperset(map(type, state.values())):
         return state
     return tree_map(plain, state) if any(isinstance(leaf, GuardedTensor) for leaf in tree_leaves(state)) else state
@@ -297,8 +317,8 @@ def _described(elements: list[int] | None) -> str:
 
 
 def _fits(parameter: ListedParameter, state: Mapping[str, Any]) -> bool:
-    """Return whether a state is of what this rank updates of a parameter; one of a full parameter may have shapes of
-    the optimizer's own."""
+    """Return whether the tensors in ``state`` have the shape of this rank's fragment; states of a full parameter may
+    have other shapes, of the optimizer's choice."""
     shape = parameter.held_shape
     return not any(
         isinstance(value, torch.Tensor)
@@ -309,5 +329,5 @@ def _fits(parameter: ListedParameter, state: Mapping[str, Any]) -> bool:
     )
 
 
-def _counts(groups: Sequence[Sequence[Any]]) -> list[int]:
+def _group_sizes(groups: Sequence[Sequence[Any]]) -> list[int]:
     return [len(group) for group in groups]

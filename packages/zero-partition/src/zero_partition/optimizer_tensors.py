@@ -1,16 +1,17 @@
-"""The class that the tensors in an optimizer's param groups have outside its step.
+"""Guard the tensors in an optimizer's param groups against uses that would have no effect, or differ between ranks.
 
-[Note: what user code does to fragments] The param groups hold this rank's fragments, so what user code does to the
-tensors that it finds there would act on a part of a parameter, on some ranks only, or on nothing: their ``.grad`` is
-None while the engine holds the gradients, weights that forward reads lie elsewhere at stages 1 and 2 or with masters
-of their own, and where a tier or another rank holds the values these are placeholders. So outside the optimizer's step
-fragments have a class whose ``__torch_function__`` refuses by name what would not count. In the step fragments are
-plain parameters; in the user's step hooks they have their gradients, and writes count.
+[Note: what user code does to fragments] The param groups hold this rank's fragments. User code that works on these
+tensors would act on a part of a parameter, on some ranks only, or on nothing: their ``.grad`` is None while the engine
+holds the gradients, weights that forward reads lie elsewhere at stages 1 and 2 or beside separate masters, and if a
+tier or another rank holds the values, the tensors are placeholders. So outside the optimizer's step fragments have a
+class whose ``__torch_function__`` refuses, by name, uses without an effect. In the step fragments are plain parameters;
+in the user's step hooks they have their gradients, and writes take effect.
 
-[Note: a part in the place of the whole] Where other ranks may hold the rest of a parameter, a mean, an index or a
-branch on ``(p > 1).any()`` would be another number on each rank. What works element by element is the same for a part
-and for the whole; so that alone is taken, its results are guarded alike, and anything else is refused. The shape of a
-part is the parameter's to whoever asks. Optimizer states are guarded so when somebody looks at them (`guard_states`).
+[Note: a part in the place of the whole] If other ranks may hold the rest of a parameter, a mean, an index or a branch
+on ``(p > 1).any()`` would be another number on each rank. Only elementwise operations give the same on a part as on the
+full parameter. So only these are allowed, their results are guarded in the same way, and anything else is refused. A
+fragment reports its parameter's full shape. Optimizer states are guarded in the same way once code reads them
+(`OptimizerTensors._guard_states`).
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ from .host_facts import exchange_classes
 from .step_hook_watch import StepHookWatch
 from .torch_calls import FACTS, SHAPES, VIEWS, attribute_of, name_of
 
-RELEASED = "_zero_released_fragment"  # instead of its reference, when the engine is gone: the parameter's name
+RELEASED = "_zero_released_fragment"  # attribute of a fragment of a destroyed engine: its parameter's name
 _OF_THE_GRAPH = frozenset(["register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"])
 _OPTIMIZER = "torch.optim.optimizer"
 
 
 class Phase(enum.Enum):
-    """Where the optimizer is."""
+    """What runs now, as far as the optimizer is concerned."""
 
     IDLE = enum.auto()  # between steps: the engine holds the gradients
     HOOKS = enum.auto()  # the user's step hooks run: fragments that are here have their gradients
@@ -59,30 +60,28 @@ class Phase(enum.Enum):
 
 
 class WatchedStates(Protocol):
-    """The optimizer's states, by tensor of its param groups."""
+    """The states that an optimizer itself holds, by tensor of its param groups; `OptimizerStates` is one."""
 
     def watch(self, read: Callable[[], None]) -> None:
-        """Call ``read`` before states are looked at, until `unwatch`."""
+        """Call ``read`` before code reads states, until `unwatch`."""
 
     def unwatch(self) -> None:
-        """Let states be looked at."""
+        """Stop calling the function that `watch` was given."""
 
-    def show_all(self) -> Iterable[tuple[Any, Any]]:
-        """List parameters whose states other ranks have as well, and return each tensor with its states, in memory that
-        the optimizer has itself."""
+    def list_all(self) -> Iterable[tuple[Any, Any]]:
+        """Add entries for parameters whose states other ranks hold; return `entries`."""
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
-        """Each tensor with its states, in memory that the optimizer has itself."""
+        """Return (tensor, state) for each tensor whose state the optimizer itself holds."""
 
 
 class OptimizerTensors:
-    """Guards the tensors of ``optimizer``'s param groups and states, and in step hooks the ``model``'s parameters;
-    ``named``: each tensor with its parameter's name and full shape.
+    """Guards the tensors of ``optimizer``'s param groups and states, and in step hooks the ``model``'s parameters.
 
-    ``own_hook``: the handle of a step pre-hook of the engine's own; other hooks of the same kind are the user's.
-    ``values_here``: the tensors hold the values that the optimizer updates, at least in its step; ``stay``: between
-    steps too. ``split``: other ranks may hold other parts. ``has_gradient``: whether the engine holds a gradient of a
-    parameter.
+    ``named``: each tensor with its parameter's name and full shape. ``own_hook``: handle of a step pre-hook that the
+    engine has registered; the others are the user's. ``values_here``: the tensors hold the values that the optimizer
+    updates, at least in its step; ``stay``: between steps too. ``split``: other ranks may hold other parts of the
+    parameters. ``has_gradient``: returns whether the engine holds a gradient of the parameter of a name.
     """
 
     def __init__(
@@ -118,15 +117,15 @@ class OptimizerTensors:
             hooks.move_to_end(self._own_hooks[1].id, last=False)  # the first one of all
         for tensor, name, shape in named:
             tensor.__dict__[REFERENCE] = FragmentReference(self, name, shape, is_updated=True)
-        self._close(Phase.IDLE)
+        self._guard(Phase.IDLE)
 
     @property
     def is_on(self) -> bool:
-        """Return whether tensors are guarded now."""
+        """Whether the tensors are guarded now, that is outside the optimizer's arithmetic."""
         return self._phase is not Phase.STEP
 
     def check_states(self) -> None:
-        """Raise `PartitionError` for a state, set by user code, of another parameter or of all of one."""
+        """Raise `PartitionError` if user code has set a state to that of another parameter, or to one of full shape."""
         if not self._states_seen:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -137,26 +136,26 @@ class OptimizerTensors:
                         _check_state(reference, tensor, kind, value)
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """A context in which the tensors are plain parameters, where their values are here."""
-        self._open()
+    def unguarded(self) -> Iterator[None]:
+        """A context in which tensors that hold values are plain parameters, for the engine's own work."""
+        self._unguard()
         try:
             yield
         finally:
-            self._close(Phase.IDLE)
+            self._guard(Phase.IDLE)
 
     @property
     def is_hooked(self) -> bool:
-        """Return whether the user has hooks that run before the optimizer's arithmetic, its own or of all
-        optimizers."""
+        """Whether the user has registered step pre-hooks, on this optimizer or for all optimizers."""
         hooks = self._own_hook.hooks_dict_ref()
         return bool(optimizers._global_optimizer_pre_hooks) or (hooks is not None and len(hooks) > 2)
 
     def step(self, begin: Callable[[], None], updated_elsewhere: Sequence[nn.Parameter] = ()) -> Exception | None:
-        """Have the optimizer step, inside `opened`: the user's step pre-hooks, ``begin``, its arithmetic, the user's
-        post-hooks. Return what one of these raised: the update itself is done then.
+        """Run the user's step pre-hooks, ``begin``, the optimizer's arithmetic, and the user's post-hooks.
 
-        ``updated_elsewhere``: empty tensors whose parameters other ranks update; pre-hooks find empty gradients.
+        Return the exception of a post-hook, after which the update is complete; any other is raised. Call it inside
+        `unguarded`. ``updated_elsewhere``: empty tensors whose parameters other ranks update; hooks find empty
+        gradients in them.
         """
         self._updated, self._depth, self._elsewhere = False, 0, updated_elsewhere
         if not self.is_hooked:
@@ -167,24 +166,25 @@ class OptimizerTensors:
                 self._forget_empty()
         for tensor in updated_elsewhere:
             tensor.grad = torch.empty_like(tensor)
-        self._close(Phase.HOOKS)
+        self._guard(Phase.HOOKS)
 
-        def open_and_begin(*_: Any) -> None:
+        def unguard_and_begin(*_: Any) -> None:
             self.check_states()
-            self._open()
+            self._unguard()
             for tensor in updated_elsewhere:
                 tensor.grad = None
             begin()
 
-        opening = self._optimizer.register_step_pre_hook(open_and_begin)  # the last one of all
+        handle = self._optimizer.register_step_pre_hook(unguard_and_begin)  # the last one of all
         try:
             return self._step_inner()
         finally:
-            opening.remove()
-            self._open()
+            handle.remove()
+            self._unguard()
             self._forget_empty()
 
     def _step_inner(self) -> Exception | None:
+        """Call the optimizer's step; return what it raised after its arithmetic, raise what it raised before."""
         try:
             self._optimizer.step()
         except Exception as error:
@@ -194,16 +194,18 @@ class OptimizerTensors:
         return None
 
     def _forget_empty(self) -> None:
-        """Take the gradients away that hooks found of parameters which other ranks update."""
+        """Remove the empty gradients of tensors whose parameters other ranks update."""
         with torch._C.DisableTorchFunctionSubclass():
             for tensor in self._elsewhere:
                 tensor.grad = None
         self._elsewhere = ()
 
     def _note_entered(self, *_: Any) -> None:
+        """Count a call of ``step`` that begins; a step pre-hook."""
         self._depth += 1
 
     def _note_updated(self, *_: Any) -> None:
+        """Record that the arithmetic is done, and guard the tensors for the user's post-hooks; the first post-hook."""
         self._updated = True
         self._depth -= 1
         hooks = self._own_hooks[1].hooks_dict_ref()
@@ -211,11 +213,11 @@ class OptimizerTensors:
         if self._depth == 0 and self._phase is Phase.STEP and (others or optimizers._global_optimizer_post_hooks):
             for tensor in self._elsewhere:
                 tensor.grad = torch.empty_like(tensor)
-            self._close(Phase.HOOKS)
+            self._guard(Phase.HOOKS)
 
-    def release(self) -> None:
-        """The engine is gone: the tensors are plain parameters for good."""
-        self._open()
+    def remove(self) -> None:
+        """Make the tensors plain parameters for good, remembering their names, and remove the hooks."""
+        self._unguard()
         for hook in self._own_hooks:
             hook.remove()
         exchange_classes(self._tensors, _plain)
@@ -223,13 +225,14 @@ class OptimizerTensors:
             tensor.__dict__[RELEASED] = tensor.__dict__.pop(REFERENCE).name
 
     def used(self, reference: FragmentReference, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Torch function ``func`` gets a guarded tensor.
+        """Raise `PartitionError` if torch function ``func`` would not do to a guarded tensor what it would do to the
+        full parameter.
 
-        Raises `PartitionError` where it would do something else than with the full parameter.
+        Called before ``func`` runs; ``reference``: of one of its guarded arguments.
         """
         name, attribute, call = reference.name, attribute_of(func), name_of(func)
         if attribute == "grad" and call == "__get__":
-            self._gradient_read(name)
+            self._check_gradient_read(name)
         elif attribute == "grad" and call == "__set__":
             if not self._in_hooks and (args[1] is not None or self._has_gradient(name)):
                 self._refuse_gradient(name, "written")
@@ -269,13 +272,16 @@ class OptimizerTensors:
 
     @property
     def _in_hooks(self) -> bool:
+        """Whether the user's step hooks run and the tensors have values that hooks may write."""
         return self._phase is Phase.HOOKS and self._values_here
 
     @property
     def _readable(self) -> bool:
+        """Whether the tensors have their values now."""
         return self._values_here and (self._stay or self._phase is not Phase.IDLE)
 
-    def _gradient_read(self, name: str) -> None:
+    def _check_gradient_read(self, name: str) -> None:
+        """Refuse a read of ``.grad`` while the engine holds the gradient, except by torch's own optimizer code."""
         if not self._in_hooks and self._has_gradient(name) and _reader() != _OPTIMIZER:  # zero_grad, after the engine's
             self._refuse_gradient(name, "read")
 
@@ -298,13 +304,14 @@ class OptimizerTensors:
 
     @staticmethod
     def _writes(call: str, attribute: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+        """Return whether a torch function writes a guarded tensor of the param groups (not of a state)."""
         if call == "__set__":
             return attribute == "data" and isinstance(args[0], FragmentTensor)
         references = map(guard_of, written_by(call, args, keywords))
         return any(reference is not None and reference.is_updated for reference in references)
 
-    def _open(self, *_: Any) -> None:
-        """The optimizer's arithmetic begins."""
+    def _unguard(self, *_: Any) -> None:
+        """Make tensors with values, and states, plain tensors, for the optimizer's arithmetic."""
         self._phase = Phase.STEP
         self._model.end()
         if self._values_here:
@@ -316,7 +323,8 @@ class OptimizerTensors:
                 del one.__dict__[REFERENCE]
             exchange_classes(values, _unguarded)
 
-    def _close(self, phase: Phase) -> None:
+    def _guard(self, phase: Phase) -> None:
+        """Guard the tensors and states in ``phase`` (IDLE or HOOKS); for hooks guard the model's parameters too."""
         self._phase = phase
         if phase is Phase.HOOKS:
             self._model.begin(updated=self._updated)
@@ -328,12 +336,12 @@ class OptimizerTensors:
             self._guard_states()
 
     def _guard_states(self) -> None:
-        """Guard the states that are like the tensors that they are of: somebody looks at them, or has."""
+        """Guard states of the same size as their tensor, from the first time that code reads states."""
         if not self.split:
             return
         self._states_seen = True
         with torch._C.DisableTorchFunctionSubclass():
-            for tensor, kept in self._states.show_all():
+            for tensor, kept in self._states.list_all():
                 reference = tensor.__dict__.get(REFERENCE) if isinstance(tensor, nn.Parameter) else None
                 if reference is None:
                     continue
@@ -343,11 +351,13 @@ class OptimizerTensors:
                         value.__dict__[REFERENCE] = dataclasses.replace(reference, is_updated=False)
 
     def _state_values(self) -> Iterator[Any]:
+        """Yield every value in the states that the optimizer itself holds."""
         for _, kept in self._states.entries():
             yield from tree_leaves(dict(kept) if isinstance(kept, dict) else kept)
 
 
 def _check_state(reference: FragmentReference, tensor: torch.Tensor, kind: str, value: Any) -> None:
+    """Raise `PartitionError` if ``value`` is another parameter's state, or of full shape while ``tensor`` is a part."""
     for one in tree_leaves(value):
         check_same_parameter(reference.name, kind, one)
         if type(one) is torch.Tensor and one.dim() and one.shape == reference.shape and tensor.numel() != one.numel():
@@ -360,7 +370,7 @@ def _check_state(reference: FragmentReference, tensor: torch.Tensor, kind: str, 
 
 
 def left_by_an_engine(tensor: torch.Tensor) -> str | None:
-    """Return the name of the parameter that ``tensor`` was a fragment of in an engine that is gone; None for others."""
+    """Return the name of the parameter of which ``tensor`` was a fragment in a destroyed engine; None for others."""
     return tensor.__dict__.get(RELEASED)
 
 
@@ -377,7 +387,7 @@ def _guarded(kind: type) -> type:
 
 
 def _reader() -> str:
-    """The module that reads a gradient."""
+    """Return the name of the module that reads a gradient: the first caller outside this package."""
     frame: FrameType = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("zero_partition"):
         frame = frame.f_back
@@ -385,6 +395,7 @@ def _reader() -> str:
 
 
 def _needs_values(call: str, attribute: str) -> bool:
+    """Return whether a torch function, or the attribute that it gets, needs a tensor's values, not only its facts."""
     if call == "__get__":
         return attribute in VIEWS
     return call != "detach" and call not in FACTS and call not in SHAPES

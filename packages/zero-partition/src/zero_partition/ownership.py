@@ -1,4 +1,4 @@
-"""Remember the engine that a parameter belongs to."""
+"""Attributes by which a parameter refers to its partition, or to the `Init` that has sharded it."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ from torch import nn
 _OWNER = "_zero_partition"  # the one attribute that a parameter of an engine carries
 _RECORD = "_zero_sharded"  # the one attribute that a parameter carries, from Init until a unit owns it
 GradientAccess = Literal["read", "cancelled", "written"]
-"""What is done to a parameter's ``grad``; cancelled: it is set to None."""
+"""How user code accesses a parameter's ``grad``; "cancelled": it sets it to None."""
 _OWNER_OF = operator.attrgetter(_OWNER)
 
 
 class Owner(Protocol):
-    """The questions that the parameters of a `Partition` ask of it."""
+    """The interface through which classes of parameters call their `Partition`."""
 
     def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Gather ``parameter`` whenever ``module`` runs."""
+        """Gather ``parameter`` whenever ``module`` runs from now on."""
 
     def gradient_accessed(self, parameter: nn.Parameter, access: GradientAccess, /) -> None:
-        """Take note of what is done to ``parameter.grad``."""
+        """Record, or refuse, an access to ``parameter.grad``; called just before it happens."""
 
     def lend_data(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """Return what user code gets for ``parameter.data``: an alias of ``data``, of which writes are found."""
+        """Return an alias of ``data`` for user code that reads ``parameter.data``, so that writes through it are
+        found."""
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
-        """Gather a released parameter that ``call`` reads or writes, or raise by name."""
+        """Gather ``parameter`` if it is released, or raise by name; called just before torch function ``call`` uses its
+        values. ``writes``: it writes them."""
 
     def gathers_for_copies(self, parameter: nn.Parameter) -> bool:
-        """Return True when a copy of ``parameter`` made now has to be preceded by `unsharded`, on every rank."""
+        """Return whether code that copies ``parameter`` now has to open `unsharded` first, on every rank."""
 
     def unsharded(self, parameter: nn.Parameter) -> AbstractContextManager[None]:
-        """A context in which ``parameter`` is gathered. Collective."""
+        """Return a context in which ``parameter`` is gathered. Collective."""
 
 
 class InitRecord(Protocol):
-    """The answers for a parameter that an `Init` has sharded, and that no engine owns yet."""
+    """The record of a parameter that an `Init` has sharded and no engine owns yet."""
 
     @property
     def name(self) -> str:
         """The parameter's name, for messages."""
 
     def forget(self) -> None:
-        """An engine owns the parameter from now on."""
+        """Stop referring to the parameter, which an engine owns from now on."""
 
     def twin(self, kind: type[nn.Parameter]) -> nn.Parameter:
-        """A parameter of the class ``kind``, released, with a shard that is a copy of this one's."""
+        """Return a new released parameter of the class ``kind`` whose shard is a copy of this one's."""
 
 
 class _Reference:
-    """Says which partition a parameter belongs to; copies and pickles of the parameter belong to none."""
+    """A weak reference from a parameter to its partition; copies and pickles of the parameter get None instead."""
 
     def __init__(self, owner: Owner) -> None:
         self.owner = weakref.ref(owner)
@@ -69,13 +71,13 @@ class _Reference:
 
 
 def find_owner(parameter: object) -> Owner | None:
-    """The owner of a parameter, if it has one."""
+    """Return the owner of a parameter; None if it has none, if it is gone, or if ``parameter`` is no parameter."""
     reference = getattr(parameter, _OWNER, None) if isinstance(parameter, nn.Parameter) else None
     return None if reference is None else reference.owner()
 
 
 def all_owned(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether every parameter carries an owner, which may be gone."""
+    """Return whether every parameter refers to an owner, even one that is gone."""
     try:
         deque(map(_OWNER_OF, parameters), maxlen=0)
     except AttributeError:
@@ -84,31 +86,31 @@ def all_owned(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def without_owner(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the user's attributes of ``parameter``."""
+    """Return the attributes of ``parameter`` except the reference to its owner."""
     return {name: value for name, value in parameter.__dict__.items() if name != _OWNER}
 
 
 def init_record(parameter: object) -> Any:
-    """The `InitRecord` of a parameter that an `Init` has sharded and no engine owns yet, else None."""
+    """Return the `InitRecord` of a parameter that an `Init` has sharded and no engine owns yet, else None."""
     return getattr(parameter, _RECORD, None) if isinstance(parameter, nn.Parameter) else None
 
 
-def note_record(parameter: nn.Parameter, record: InitRecord) -> None:
-    """Note that ``record`` answers for ``parameter``."""
+def attach_record(parameter: nn.Parameter, record: InitRecord) -> None:
+    """Attach ``record`` to ``parameter``, where `init_record` finds it."""
     setattr(parameter, _RECORD, record)
 
 
-def forget_record(parameter: nn.Parameter) -> None:
-    """A unit owns the parameter from now on."""
+def detach_record(parameter: nn.Parameter) -> None:
+    """Detach the parameter's `InitRecord`, as a unit owns the parameter from now on; it must have one."""
     init_record(parameter).forget()
     delattr(parameter, _RECORD)
 
 
 def own(parameter: nn.Parameter, owner: Owner) -> None:
-    """Note that ``parameter`` belongs to ``owner`` now."""
+    """Make ``parameter`` refer, weakly, to ``owner``."""
     setattr(parameter, _OWNER, _Reference(owner))
 
 
 def disown(parameter: nn.Parameter) -> None:
-    """Note that ``parameter`` belongs to no partition any more."""
+    """Remove the reference from ``parameter`` to its owner; nothing if it has none."""
     parameter.__dict__.pop(_OWNER, None)

@@ -1,4 +1,4 @@
-"""Shard a model over ranks, and gather it again: the composition of this package."""
+"""Shard a model over ranks and gather it again; this file puts the parts of the package together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .host_facts import is_plain, storage_address
 from .layout import Layout, UnitLayout
 from .leaves import LeafTree
 from .live import LiveElements
-from .ownership import GradientAccess, disown, find_owner, forget_record, own
+from .ownership import GradientAccess, detach_record, disown, find_owner, own
 from .planning import PartitionOptions, agree_on_model, kept_fp32, plan_sharding, unit_layout, update_dtype
 from .residency import DeviceResidency, Readers, Residency
 from .route import Route, Secondary
@@ -33,24 +33,27 @@ from .units import UnitPlan, check_trainable_shards, replicated_parameters
 
 
 class UpdatesWeights(Protocol):
-    """The call that a `Partition` makes of the optimizer that updates it."""
+    """An optimizer that updates the weights of a `Partition`."""
 
     def synchronise(self) -> bool:
-        """Bring the weights together where ranks took steps alone; return True when they changed. Collective."""
+        """Make weights equal on all ranks after steps that each rank took alone; return whether they changed.
+
+        Called before anything but training reads or writes the weights. Collective.
+        """
 
 
 class Partition:
     """A model sharded over the ranks of ``groups``, unit by unit; made by `partition`.
 
     Attributes:
-        layout: which rank owns which elements.
+        layout: maps parameters to units, and elements to ranks.
         units: the units at run time, in module order.
-        runtime: the passes.
+        runtime: runs the forward and backward passes.
         replicated: parameter name -> why it is replicated on every rank.
-        states: the tier that keeps masters, moments and gradients; None where they are on the device.
-        readers: who reads shards, masters and states beside training.
-        rank, world_size: among the ranks that shard one replica of the model: whose shards these are.
-        data_rank, data_world_size: among all ranks, those of other replicas too.
+        states: the tier that keeps masters, moments and gradients; None if they are on the device.
+        readers: background readers of shards, masters and states.
+        rank, world_size: among the ranks that shard one replica of the model.
+        data_rank, data_world_size: among the ranks of all replicas.
     """
 
     def __init__(
@@ -115,67 +118,70 @@ class Partition:
                 self.add_use(module, parameter)
 
     def find(self, parameter: nn.Parameter) -> tuple[Unit, int] | None:
-        """The unit that holds ``parameter`` and its number there; None when no unit does."""
+        """Return the unit that holds ``parameter`` and the parameter's number there; None if no unit does."""
         return self._by_parameter.get(id(parameter))
 
     @property
     def optimizer(self) -> UpdatesWeights | None:
-        """The optimizer that updates this partition, None when there is none."""
+        """The optimizer that updates this partition; None if there is none, or it is gone."""
         return None if self._optimizer is None else self._optimizer()
 
     @property
     def user(self) -> object:
-        """The object that trains with this partition, None when nobody has said so."""
+        """The object that trains with this partition (an engine), set by `set_user`; None without, or if it is gone."""
         return None if self._user is None else self._user()
 
-    def updated_by(self, optimizer: UpdatesWeights) -> None:
-        """Take note that ``optimizer`` updates this partition."""
+    def set_optimizer(self, optimizer: UpdatesWeights) -> None:
+        """Remember ``optimizer``, weakly, as the one that updates this partition."""
         self._optimizer = weakref.ref(optimizer)
 
-    def used_by(self, user: object) -> None:
-        """Take note that ``user`` trains with this partition."""
+    def set_user(self, user: object) -> None:
+        """Remember ``user``, weakly, as the object that trains with this partition."""
         self._user = weakref.ref(user)
 
     def owned_ranks(self) -> range:
-        """The ranks whose shards this rank's optimizer updates: all at stage 0, else its own."""
+        """Return the ranks whose shards this rank's optimizer updates: all at stage 0, else only this one."""
         return range(self.world_size) if self.options.stage == 0 else range(self.rank, self.rank + 1)
 
     def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Gather ``parameter`` whenever ``module``, which is part of the model, runs."""
+        """Gather ``parameter`` whenever ``module`` runs; nothing if either is not part of the model."""
         found = self.find(parameter)
         name = self._names.get(id(module))
         if found is not None and name is not None:
             self.runtime.add_use(name, module, found[0])
 
     def gradient_accessed(self, parameter: nn.Parameter, access: GradientAccess, /) -> None:
-        """Take note of what is done to ``parameter.grad``."""
+        """Record an access of user code to ``parameter.grad``, or refuse it in a step hook of the optimizer."""
         if self.runtime.step_hook_watch.is_on:
             self.runtime.step_hook_watch.gradient_used(parameter)
         elif access != "written":
             self.runtime.gradient_watch.accessed(parameter, cancels=access == "cancelled")
 
     def lend_data(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """Return what user code gets for ``parameter.data``: an alias of ``data``, of which writes are found."""
+        """Return an alias of ``data`` for user code that reads ``parameter.data``; writes through it are found."""
         unit, number = self._by_parameter[id(parameter)]
         return unit.edits.lend(number, data)
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
-        """Gather a released parameter that ``call`` reads or writes, or raise by name."""
+        """Gather ``parameter``, of which ``call`` (a torch function's name) uses the values, if it is released.
+
+        ``writes``: the call writes them. Raises `PartitionError` or `ReleasedParameterError` for refused uses.
+        """
         if self.runtime.step_hook_watch.is_on:
             self.runtime.step_hook_watch.values_used(parameter, call, writes=writes)
         self.runtime.released_use.used(parameter, call, writes=writes)
 
     def gathers_for_copies(self, parameter: nn.Parameter) -> bool:
-        """Return True when a copy of ``parameter`` made now has to be preceded by `unsharded`, on every rank."""
+        """Return whether code that copies ``parameter`` now has to open `unsharded` first, on every rank."""
         found = self.find(parameter)
         return found is not None and not self.runtime.gathers.active and not found[0].pinned
 
     @contextmanager
     def unsharded(self, parameter: nn.Parameter) -> Iterator[None]:
-        """Have ``parameter`` gathered inside the block, to be read. Outside passes. Collective."""
+        """A context, outside passes, in which ``parameter`` is gathered for reading. Collective."""
         unit, _ = self._by_parameter[id(parameter)]
         self.runtime.agree("gathered", str(unit.index), None)
-        self.settle()
+        self.finish_updates()
         unit.issue_gather(self.runtime.step, exact=True)
         unit.wait_gather()
         try:
@@ -184,16 +190,19 @@ class Partition:
             unit.release()
 
     def publish(self) -> None:
-        """Write the updated weights back to where forward reads them."""
+        """Write the updated weights of all units back to where forward reads them, and wait. Collective."""
         step = self.runtime.step
         works = [work for unit in self.units if (work := unit.publish(step)) is not None]
         for work in works:
             work.wait()
         self.runtime.edits.published()
 
-    def settle(self) -> None:
-        """Have the weights of the last step everywhere, also where the tier updates beside the passes or ranks step
-        alone. Collective."""
+    def finish_updates(self) -> None:
+        """Wait for updates that still run and publish their weights, so that all ranks have those of the last step.
+
+        Such updates are a tier's, which run during passes, and steps that ranks took alone. Waits for `readers`.
+        Collective.
+        """
         self.readers.wait()
         with self.runtime.writing("a step beside training"):
             finished = self.states is not None and self.states.finish()
@@ -201,7 +210,7 @@ class Partition:
                 self.publish()
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes of model state that this rank holds now, by kind, without the optimizer's states."""
+        """Return the bytes of model state that this rank holds in memory now, by kind, without optimizer states."""
         seen: set[int] = set()
 
         def nbytes(tensor: torch.Tensor | None) -> int:
@@ -229,13 +238,14 @@ class Partition:
         }
 
     def close(self, *, unshard: bool = True) -> None:
-        """Bring all parameters back in one piece and remove every hook. Collective; after a failure only the latter.
+        """Gather all parameters for good, remove every hook, and close the tiers. Collective.
 
-        With ``unshard`` false released parameters stay placeholders: for models that fit only in parts.
+        After a failure nothing is gathered, and nothing is collective. With ``unshard`` false released parameters stay
+        placeholders, for models that do not fit into memory unsharded.
         """
         if not self.runtime.failed:
             self.runtime.agree("close", "", None)
-            self.settle()
+            self.finish_updates()
             self.runtime.held_gradients.hide()
             for unit in self.units:
                 if unit.releasable and unshard:
@@ -252,6 +262,7 @@ class Partition:
                 unwatch_data(parameter)
 
     def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:
+        """Build a unit, with rank 0's values or those that `Init` has sharded, and free the parameters' own memory."""
         elsewhere = self.world_size > 1 or not isinstance(self.residency, DeviceResidency)
         releasable = self.options.stage >= 3 and not plan.persistent and elsewhere
         unit = Unit(
@@ -276,13 +287,14 @@ class Partition:
             parameter.data = torch.empty(0, dtype=plan.dtype, device=self.device)
             equal = equal and record is not None and not record.is_full
             if record is not None:
-                forget_record(parameter)
+                detach_record(parameter)
         if not equal:
             self.groups.broadcast(source, 0, Tag("broadcast", plan.name))
         unit.init_from_full(source, dtype, full_master=self.options.stage == 0)
         return unit
 
     def _route(self, plan: UnitPlan, layout: UnitLayout, *, releasable: bool) -> Route:
+        """Return how a unit is gathered; codecs and secondary shards are for releasable units only."""
         group, near = self.groups.gather, self.groups.secondary
         if not releasable:
             return Route(group)
@@ -290,7 +302,7 @@ class Partition:
         return Route(group, codec=codec, secondary=None if near is None else Secondary(near, layout))
 
     def _shard_needs(self, plans: list[UnitPlan]) -> list[ShardNeeds]:
-        """Return what a tier has to keep for this rank's shards of the trained units."""
+        """Describe this rank's shards of the trained units to the tier that will keep their states."""
         return [
             ShardNeeds(layout, plan, self.rank, self._accumulate_dtype(plan))
             for plan, layout in zip(plans, self.layout.units, strict=True)
@@ -315,11 +327,12 @@ class Partition:
         )
 
     def _leaves(self) -> LeafTree | None:
+        """Return the tree that sums micro-batches under virtual ranks; None without them."""
         ranks = self.options.virtual_ranks
         return LeafTree(ranks // self.data_world_size, ranks) if ranks else None
 
     def _share_buffers(self, model: nn.Module) -> None:
-        """Every rank starts with rank 0's buffers and replicated parameters, on the compute device."""
+        """Move buffers and replicated parameters to the compute device, with rank 0's values. Collective."""
         for name, module in model.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is None:
@@ -340,7 +353,8 @@ class Partition:
                 self.groups.broadcast(parameter.data, 0, Tag("broadcast", name))
 
     def _buffer_dtype(self, name: str, buffer: torch.Tensor) -> torch.dtype:
-        """In half precision buffers follow the parameters, as in ``model.to(dtype)``, unless kept in float32."""
+        """Return the dtype of a buffer in the engine: in half precision that of the parameters, as in
+        ``model.to(dtype)``, unless the policy says otherwise or the buffer is kept in float32."""
         policy = self.options.policy
         if not buffer.is_floating_point() or name in self._kept_fp32:
             return buffer.dtype
@@ -350,7 +364,7 @@ class Partition:
 
 
 def owner_of(parameter: object) -> Partition | None:
-    """The partition that a parameter belongs to, if any."""
+    """Return the partition that a parameter belongs to; None if it belongs to none, or ``parameter`` is none."""
     owner = find_owner(parameter)
     return owner if isinstance(owner, Partition) else None
 
@@ -365,13 +379,13 @@ def partition(
     residency: Residency | None = None,
     make_states: MakeStates | None = None,
 ) -> Partition:
-    """Shard ``model`` in place over ``groups`` and install the hooks that bring its parameters when modules compute.
+    """Shard ``model`` in place over ``groups`` and install the hooks that gather its parameters when modules compute.
 
-    ``trainable``: the parameters that an optimizer will update (default: all that require gradients). ``residency``:
-    where shards live (default: on the device). ``make_states``: makes the tier for masters, moments and gradients
-    (default: on the device; stages 1 to 3). Parameters keep their identity. Every rank ends up with rank 0's
-    values. Collective. Raises `PartitionError` by name when ranks have different models or a parameter cannot be
-    sharded.
+    ``device``: where modules compute (default: the CPU). ``trainable``: the parameters that an optimizer will update
+    (default: all that require gradients). ``residency``: keeps the shards (default: on the device). ``make_states``:
+    makes the tier for masters, moments and gradients at stages 1 to 3 (default: they are on the device). Parameters
+    keep their identity. Every rank ends up with rank 0's values. Collective. Raises `PartitionError` by name if ranks
+    have different models or a parameter cannot be sharded.
     """
     chosen = None if trainable is None else {id(p) for p in trainable}
     where = device if device is not None else torch.device("cpu")
@@ -387,6 +401,7 @@ def partition(
 
 
 def _refuse_owned(model: nn.Module) -> None:
+    """Raise `PartitionError` if a parameter of ``model`` belongs to a partition already."""
     for name, parameter in model.named_parameters():
         if owner_of(parameter) is not None:
             raise PartitionError(f"parameter '{name}' belongs to an engine already; call that engine's destroy() first")

@@ -53,7 +53,7 @@ from .interleaving import Interleaving
 from .recovery import Recovery, add_advice
 from .reducer import Reducer
 from .released_use import ReleasedUse
-from .saved_views import SavedViews, name_refused_tracing, name_refused_transform
+from .saved_views import SavedViews, explain_refused_tracing, explain_refused_transform
 from .training_loop import TrainingLoop
 from .unannounced import UnannouncedUse
 from .unit import Unit
@@ -220,14 +220,14 @@ class Passes:
         self._edits.forward_ends()
         self._gradient_watch.resume(hidden=self._unannounced.trains)
         if failure is not None:
-            name_refused_tracing(failure, self._units[0].names[0])
+            explain_refused_tracing(failure, self._units[0].names[0])
         if not self._sharded:
             return
         self._saved.close()
         if failure is not None:
             absent = self._absent()
             if absent is not None:
-                name_refused_transform(failure, absent.names[0])
+                explain_refused_transform(failure, absent.names[0])
             self.failed_in(FORWARD, failure)
             return
         self._gatherer.end()

@@ -1,4 +1,4 @@
-"""Placeholders of released parameters: the true shape over a single NaN."""
+"""Placeholders of released parameters: tensors of the parameter's shape over a single NaN."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .released import mark_released
 
 
 class Placeholders:
-    """Zero-stride views of one NaN per parameter, and the proof that nobody wrote them.
+    """The placeholders of a unit's parameters: zero-stride views of one NaN per parameter.
 
-    ``parameters``: (name, parameter) of one unit, all of one dtype and device. Shape, numel and iteration over a
-    placeholder are truthful, memory is one element; reading gives NaN; most writes raise in torch (overlapping
-    memory), `fill_` and `zero_` do not, and neither does assigning ``.data``: `verify` finds those.
+    ``parameters``: (name, parameter) of one unit; ``dtype`` and ``device`` are the placeholders'. A placeholder has the
+    parameter's shape and numel but one element of memory, and reads NaN. Most writes raise in torch (overlapping
+    memory); `fill_`, `zero_` and assigning ``.data`` do not, but `verify` finds those.
     """
 
     def __init__(
@@ -30,27 +30,27 @@ class Placeholders:
         self._views = [self._nans[i].expand(p.shape) for i, p in enumerate(self._parameters)]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The NaNs, one tensor of as many elements as there are parameters."""
+        """Return the memory of all placeholders: one 1-D tensor with a NaN per parameter."""
         return [self._nans]
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """The views that the parameters are while they are released."""
+        """The placeholder of each parameter, in order."""
         return self._views
 
     def install(self) -> None:
-        """Make every parameter of the unit its placeholder."""
+        """Replace every parameter's values by its placeholder, and mark the parameters as released."""
         with torch._C.DisableTorchFunctionSubclass():
             install(self._parameters, self._views)
             mark_released(self._parameters)
 
     def installed(self) -> bool:
-        """Return True when every parameter is its placeholder."""
+        """Return whether every parameter is its placeholder now, with the placeholder's dtype."""
         with torch._C.DisableTorchFunctionSubclass():
             return are_set_to(self._parameters, self._views) and dtypes(self._parameters) == self._dtypes
 
     def verify(self) -> None:
-        """Raise `ReleasedParameterError` by name when a parameter is not its untouched placeholder any more."""
+        """Raise `ReleasedParameterError`, naming the first one, if a released parameter was replaced or written."""
         if not self.installed():
             raise self._replaced()
         if not bool(torch.isnan(self._nans).all()):
@@ -61,6 +61,7 @@ class Placeholders:
             )
 
     def _replaced(self) -> ReleasedParameterError:
+        """Return the error for the first parameter that is not its placeholder."""
         with torch._C.DisableTorchFunctionSubclass():
             pairs = enumerate(zip(self._parameters, self._views, strict=True))
             number = next(n for n, (p, view) in pairs if not p.is_set_to(view) or p.dtype is not view.dtype)

@@ -23,18 +23,20 @@ from .units import UnitLimits, UnitPlan, plan_units
 
 @dataclass(frozen=True)
 class PartitionOptions:
-    """How to shard and when to move; sizes in elements.
+    """How to shard a model, and when to gather and reduce it; sizes in elements.
 
     ``stage``: optimizer state is sharded when >= 1, gradients when >= 2, parameters when >= 3. At stages 0 and 1 the
     backward passes of one step add up locally before they are reduced; with ``reduce_each_micro_batch`` they are
-    reduced one by one as stages 2 and 3 do, which makes all stages bitwise equal. ``alignment``: shard boundaries are
-    multiples of it where there are enough elements; ``entry_alignment``: so are they and the beginnings of parameters,
-    always, which states in blocks need. ``is_leaf``: whether a module (by name) is gathered together with its children
-    whatever its size. ``weight_codec``, ``frozen_codec``: what passes gather units with and without
-    trained parameters through at stage 3; weights that stay gathered travel as they are. ``virtual_ranks``: so many
-    micro-batches, a power of two, make a step at any number of ranks that divides it, with the same bits (leaves.py);
-    0 for off. It needs a reduction that sums along a tree, and ``entry_alignment`` a multiple of `GRID`.
-    ``keeps_float64``: parameters that the model holds in float64 stay so, whatever the policy says of the others.
+    reduced one by one as at stages 2 and 3, which makes all stages bitwise equal. ``prefetch_numel``: elements in
+    flight ahead of their use at most; ``max_live_numel``: gathered elements at most; ``bucket_numel``: elements of
+    gradients in flight at most. ``compute_dtypes``: by parameter name, exceptions from the policy's dtype at stage 3.
+    ``alignment``: shard boundaries are multiples of it in units with enough elements; ``entry_alignment``: shard
+    boundaries and the offsets of parameters are always multiples of it, as block-wise states need. ``is_leaf``: whether
+    a module (by name) is gathered together with its children whatever its size. ``weight_codec``, ``frozen_codec``:
+    quantize the gathers of trained and of frozen units at stage 3; units that are never released are not quantized.
+    ``virtual_ranks``: number of micro-batches in a step, a power of two, for the same bits at any number of ranks that
+    divides it (leaves.py); 0 for off. It needs a reduction that sums along a tree, and an ``entry_alignment`` that is a
+    multiple of `GRID`. ``keeps_float64``: parameters that the model holds in float64 stay so, whatever the policy says.
     """
 
     stage: int
@@ -55,13 +57,16 @@ class PartitionOptions:
 
     @property
     def reduces_each(self) -> bool:
-        """Return whether every backward pass reduces (else only the last one before a step)."""
+        """Whether every backward pass reduces (else only the last one before a step)."""
         return self.stage >= 2 or self.reduce_each_micro_batch or self.virtual_ranks > 0
 
 
 def kept_fp32(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
-    """Return what stays in float32: the policy's choice, and layers with running statistics, which bfloat16 cannot
-    average."""
+    """Return the names of parameters and buffers that stay in float32 in a model trained in half precision.
+
+    They are the policy's choice and layers with running statistics, as bfloat16 is too coarse for running averages.
+    Empty if the policy's dtype has 32 bits or more.
+    """
     if policy.param_dtype.itemsize >= 4:
         return frozenset()
     layers = {n: m for n, m in model.named_modules() if isinstance(m, _NormBase) and m.track_running_stats}
@@ -72,8 +77,11 @@ def kept_fp32(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 def plan_sharding(
     model: nn.Module, options: PartitionOptions, trainable: set[int] | None, kept: frozenset[str]
 ) -> list[UnitPlan]:
-    """The units of a model. ``trainable``: identities of the parameters to train, None for all that require gradients;
-    ``kept``: names of what stays in float32."""
+    """Return the units of ``model`` in module order.
+
+    ``trainable``: ids of the parameters to train, None for all that require gradients. ``kept``: names of the
+    parameters that stay in float32.
+    """
     policy = options.policy
 
     def is_trained(parameter: nn.Parameter) -> bool:
@@ -94,7 +102,7 @@ def plan_sharding(
 
 
 def unit_layout(plan: UnitPlan, world_size: int, options: PartitionOptions) -> UnitLayout:
-    """Where the parameters of a unit lie in its flat buffer, sharded over ``world_size`` ranks."""
+    """Lay out the parameters of a unit in its flat buffer, sharded over ``world_size`` ranks."""
     total = sum(math.prod(p.shape) for p in plan.parameters.values())
     blocks = options.entry_alignment
     wished = math.lcm(options.alignment, blocks)
@@ -104,14 +112,18 @@ def unit_layout(plan: UnitPlan, world_size: int, options: PartitionOptions) -> U
 
 
 def update_dtype(plan: UnitPlan, policy: PrecisionPolicy) -> torch.dtype:
-    """Frozen weights and those kept wider than the policy's are updated, if at all, as they are."""
+    """Return the dtype of a unit's masters: the policy's, or the unit's own if it is frozen or already wider than the
+    policy's parameter dtype."""
     if not plan.trainable or plan.dtype.itemsize > policy.param_dtype.itemsize:
         return plan.dtype
     return policy.update_dtype
 
 
 def agree_on_model(model: nn.Module, plans: list[UnitPlan], control: Control) -> None:
-    """Refuse, by the first name, to train different models together, and models without values. Collective."""
+    """Check that all ranks have the same model, with values. Collective.
+
+    Raises `PartitionError` on every rank that names the first difference, or the first tensor on the meta device.
+    """
     mine = [
         TensorFacts(name, list(p.shape), str(p.dtype), plan.trainable)
         for plan in plans
@@ -131,7 +143,10 @@ def agree_on_model(model: nn.Module, plans: list[UnitPlan], control: Control) ->
 
 
 def _refuse_meta(names: list[str | None]) -> None:
-    """``names``: by rank, the first parameter or buffer that is on the meta device."""
+    """Raise `PartitionError` for the first rank with a tensor on the meta device.
+
+    ``names``: by rank, its first parameter or buffer on the meta device, None without.
+    """
     for rank, name in enumerate(names):
         if name is not None:
             raise PartitionError(
@@ -143,6 +158,7 @@ def _refuse_meta(names: list[str | None]) -> None:
 
 
 def _first_difference(expected: Sequence[TensorFacts], got: Sequence[TensorFacts]) -> str:
+    """Describe the first difference of two models as part of an error message."""
     for ours, theirs in zip(expected, got, strict=False):
         if ours != theirs:
             return f"one has {ours} where the other has {theirs}"

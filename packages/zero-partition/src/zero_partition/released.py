@@ -1,10 +1,10 @@
-"""The class that a parameter has while it is released: torch functions that need its values ask for them first.
+"""The class that a parameter has while it is released, which gathers it before torch functions use its values.
 
-[Note: the class of a released parameter] A placeholder reads NaN, and nobody notices before the loss does. So release
-gives a parameter a subclass of its own class, and gather takes it away again, as torch does with its lazy parameters.
-torch calls ``__torch_function__`` of that subclass before it computes: facts such as ``shape`` are answered from the
-placeholder, anything else asks the runtime, which gathers the unit or raises by name. ``p.data`` and ``p.detach()``
-give tensors that do the same. A gathered parameter has its own class: computing with it costs what it costs in torch.
+[Note: the class of a released parameter] A placeholder reads NaN, which would go unnoticed until the loss is NaN. So
+release gives a parameter a subclass of its own class, and gather restores its class, as torch does with its lazy
+parameters. torch calls ``__torch_function__`` of that subclass before it computes: facts such as ``shape`` are read
+from the placeholder, and anything else asks the runtime, which gathers the unit or raises by name. ``p.data`` and
+``p.detach()`` are tensors that do the same. A gathered parameter has its own class, so it computes without overhead.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .host_facts import exchange_classes, is_fake
 from .ownership import find_owner, init_record
 from .torch_calls import FACTS, VIEWS, attribute_of, name_of, writes
 
-_PRESENT = "_zero_present_class"
-WATCHED = "_zero_watched_class"  # of a class of data_watch.py: the user's class that it stands for
+_PRESENT = "_zero_present_class"  # attribute of a class of released parameters: their class while gathered
+WATCHED = "_zero_watched_class"  # attribute of a class made by data_watch.py: the user's class that it stands for
 _SHAPED_LIKE = frozenset("expand_as reshape_as type_as view_as".split())
 _FORMAT = "memory_format"
 _PARAMETER = "torch.nn.parameter"
@@ -35,11 +35,13 @@ _CASTS = frozenset("bfloat16 cpu cuda double float half to type".split())
 
 
 class ReleasedValues(torch.Tensor):
-    """The tensor that ``data`` and ``detach()`` of a released parameter give: it computes with the values that the
-    parameter has then. Pickles of it are plain tensors of NaN.
+    """The tensor that ``data`` and ``detach()`` of a released parameter return.
+
+    Torch functions compute with the values that the parameter has when they are called. Pickles are plain tensors of
+    NaN.
 
     Attributes:
-        parameter: whose values these are.
+        parameter: the parameter whose values these are.
     """
 
     parameter: nn.Parameter
@@ -48,12 +50,12 @@ class ReleasedValues(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Ask for the values before ``func`` computes with them."""
+        """Gather the parameter, or raise by name, before ``func`` computes with its values."""
         return _call(cls, func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if find_owner(self.parameter) is None and init_record(self.parameter) is not None:
-            _ask(self, "a pickle", writes=False)
+            _gathered_value(self, "a pickle", writes=False)
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -62,41 +64,42 @@ class ReleasedValues(torch.Tensor):
 
 
 def mark_released(parameters: Sequence[nn.Parameter]) -> None:
-    """Have torch functions ask for the values of ``parameters``, which are placeholders now."""
+    """Give ``parameters`` the class of released parameters, so that torch functions gather them before use."""
     exchange_classes(parameters, _released_class)
 
 
 def mark_present(parameters: Sequence[nn.Parameter]) -> None:
-    """Give ``parameters`` their own classes back: their values are here."""
+    """Give ``parameters`` their own classes back, as their values are present."""
     exchange_classes(parameters, _present_class)
 
 
 def is_released(parameter: nn.Parameter) -> bool:
-    """Return True when torch functions ask for the values of ``parameter``."""
+    """Return whether ``parameter`` has the class of released parameters."""
     return hasattr(type(parameter), _PRESENT)
 
 
 def unwatched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The user's class of a parameter that has ``kind`` now, released, watched, both or none."""
+    """Return the user's class of a parameter whose class is ``kind`` now: released, watched, both or neither."""
     present = _present_class(kind)
     found: type[nn.Parameter] = getattr(present, WATCHED, present)
     return found
 
 
 def released_like(kind: type[nn.Parameter], present: type[nn.Parameter]) -> type[nn.Parameter]:
-    """``present``, or where ``kind`` is the class of released parameters, the one that released parameters of
-    ``present`` have."""
+    """Return ``present``, or the class of its released parameters if ``kind`` is a class of released parameters."""
     return _released_class(present) if hasattr(kind, _PRESENT) else present
 
 
 @functools.cache
 def _present_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class that parameters of class ``kind`` have while gathered."""
     present: type[nn.Parameter] = getattr(kind, _PRESENT, kind)
     return present
 
 
 @functools.cache
 def _released_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the subclass of ``kind`` that its parameters have while released."""
     if hasattr(kind, _PRESENT):
         return kind
     body = {"__torch_function__": classmethod(_call), "__module__": __name__, _PRESENT: kind}
@@ -110,7 +113,10 @@ def _released_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def detached(parameter: nn.Parameter) -> torch.Tensor:
-    """``parameter.detach()`` for classes of parameters that are the engine's."""
+    """Return ``parameter.detach()``, for parameters of a class that the engine has made.
+
+    `nn.Parameter(p)` gets a tensor of ``p``'s own class, which it expects.
+    """
     values = torch.Tensor.detach(parameter)
     if torch.compiler.is_compiling():
         return values
@@ -122,13 +128,14 @@ def detached(parameter: nn.Parameter) -> torch.Tensor:
 def _call(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Call a torch function some of whose arguments are released."""
+    """Call a torch function with gathered parameters in place of released ones, or with placeholders if it needs no
+    values: ``__torch_function__`` of released parameters."""
     keywords = kwargs or {}
     if func is torch.autograd.grad:
         return func(*_by_gradient_edge(args), **dict(zip(keywords, _by_gradient_edge(keywords.values()), strict=True)))
     report_gradient_access(func, args)
     name = name_of(func)
-    if name == "__set__" and attribute_of(func) == "data" and not _holds(args[1]):
+    if name == "__set__" and attribute_of(func) == "data" and not _is_released_value(args[1]):
         mark_present([args[0]])  # from now on it has the values that it was given
     if _needs_no_values(func, name, args, keywords):
         keywords = _without_format(keywords) if name in _CASTS else keywords
@@ -143,16 +150,16 @@ def _call(
     written = [keywords.get("out"), target if writes(name) else None]
 
     def with_values(value: Any) -> Any:
-        if not _holds(value):
+        if not _is_released_value(value):
             return value
-        return _ask(value, name, writes=any(value is target for target in written))
+        return _gathered_value(value, name, writes=any(value is target for target in written))
 
     args, keywords = tree_map(with_values, (args, keywords))
     return func(*args, **keywords)
 
 
 def report_gradient_access(func: Any, args: Sequence[Any]) -> None:
-    """Tell the engine of a parameter what is done to its ``grad``; anything else is not reported."""
+    """Report to a parameter's owner if torch function ``func`` reads, sets or deletes its ``grad``; else do nothing."""
     if getattr(func, "__self__", None) is not torch.Tensor.grad or not isinstance(args[0], nn.Parameter):
         return
     if (owner := find_owner(args[0])) is None:
@@ -164,32 +171,36 @@ def report_gradient_access(func: Any, args: Sequence[Any]) -> None:
 
 
 def _parameter_of(value: object) -> nn.Parameter | None:
-    """The parameter that has to be gathered before torch computes with ``value``."""
+    """Return the released parameter that has to be gathered before torch computes with ``value``; None for none."""
     if isinstance(value, ReleasedValues):
         return value.parameter
     return value if isinstance(value, nn.Parameter) and hasattr(type(value), _PRESENT) else None
 
 
-def _holds(value: object) -> bool:
+def _is_released_value(value: object) -> bool:
+    """Return whether ``value`` is a released parameter or a `ReleasedValues`."""
     return _parameter_of(value) is not None
 
 
 def _needs_no_values(func: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Return whether torch function ``func``, called ``name``, gives the right result with placeholders."""
     if name == "__get__":
         return attribute_of(func) not in VIEWS
     if name == "__set__":
-        return not _holds(args[1]) or args[1] is args[0] or _parameter_of(args[1]) is _parameter_of(args[0])
+        return not _is_released_value(args[1]) or args[1] is args[0] or _parameter_of(args[1]) is _parameter_of(args[0])
     if name in _CASTS:
         return _changes_nothing(name, args, keywords)
     if name in _SHAPED_LIKE:  # of itself: how torch finds the node that accumulates
-        return not _holds(args[0]) or args[0] is args[1]
+        return not _is_released_value(args[0]) or args[0] is args[1]
     return name in FACTS or name == "detach"
 
 
 def _changes_nothing(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether a cast gives the tensor itself, as ``module.to`` of the present dtype and device does, or needs
-    only the dtype of a released argument. A memory format changes nothing: a unit's parameters are contiguous."""
-    if not _holds(args[0]):
+    """Return whether a cast returns the tensor itself (``module.to`` of the present dtype and device), or no tensor.
+
+    A memory format changes nothing, as a unit's parameters are contiguous.
+    """
+    if not _is_released_value(args[0]):
         return True
     with torch._C.DisableTorchFunctionSubclass():
         like = torch.empty([1] * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
@@ -203,25 +214,27 @@ def _without_format(keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_gradient_edge(arguments: Any) -> list[Any]:
-    """The arguments of `torch.autograd.grad` with the place of a released parameter in the graph for itself."""
+    """Return arguments of `torch.autograd.grad` with released parameters replaced by their gradient edges."""
 
     def edge(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(edge(item) for item in value)
-        return get_gradient_edge(value) if isinstance(value, nn.Parameter) and _holds(value) else value
+        return get_gradient_edge(value) if isinstance(value, nn.Parameter) and _is_released_value(value) else value
 
     return [edge(argument) for argument in arguments]
 
 
 def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """A deep copy of a released parameter, with its values; of one that no engine owns yet, sharded like it. Collective
-    outside passes of an engine."""
+    """Return a deep copy of a released parameter, gathered; of one that no engine owns yet, a copy that is sharded too.
+
+    Collective outside passes of an engine.
+    """
     if id(parameter) not in memo:
         owner, record = find_owner(parameter), init_record(parameter)
         if owner is None and record is not None:
             memo[id(parameter)] = record.twin(unwatched(type(parameter)))
         elif owner is None or not owner.gathers_for_copies(parameter):
-            values = _ask(parameter, "deepcopy", writes=False)
+            values = _gathered_value(parameter, "deepcopy", writes=False)
             memo[id(parameter)] = unwatched(type(parameter))(values.detach().clone(), parameter.requires_grad)
         else:
             with owner.unsharded(parameter):
@@ -231,6 +244,7 @@ def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Param
 
 
 def _without_engine(parameter: nn.Parameter, call: str) -> ReleasedParameterError:
+    """Return the error for a use of a released parameter that no engine owns."""
     record = init_record(parameter)
     if record is None:
         return ReleasedParameterError(
@@ -245,9 +259,11 @@ def _without_engine(parameter: nn.Parameter, call: str) -> ReleasedParameterErro
 
 
 @outside_modes  # whether a use meets a released parameter may differ between forward and its recomputation
-def _ask(value: Any, call: str, *, writes: bool) -> torch.Tensor:
-    """Return what to compute with in the place of ``value``; raises `ReleasedParameterError` where its values cannot
-    come."""
+def _gathered_value(value: Any, call: str, *, writes: bool) -> torch.Tensor:
+    """Gather the parameter of ``value`` for torch function ``call``, and return the tensor to compute with instead.
+
+    ``writes``: the call writes it. Raises `ReleasedParameterError` if it cannot be gathered.
+    """
     parameter: Any = _parameter_of(value)
     owner = find_owner(parameter)
     if owner is not None:

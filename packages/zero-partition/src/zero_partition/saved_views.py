@@ -1,4 +1,4 @@
-"""Bring a unit back before backward reads a view of it that autograd saved in forward."""
+"""Gather a unit before backward reads a view of it that autograd saved in forward."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .unit import Unit
 
 
 class SavedViews:
-    """Saved-tensor hooks that make backward ask for a unit before it reads a saved view of it.
+    """Saved-tensor hooks that make backward gather a unit before it reads a saved view of it.
 
-    Other tensors go through the hooks that were active outside, if any (save_on_cpu and the like), else are saved as
-    they are; torch does not check the versions of what goes through hooks, so this does.
+    Other tensors go through the hooks that were active before `open`, if any (save_on_cpu and the like), else are saved
+    as they are. torch does not check the versions of tensors that go through hooks, so this class does.
 
-    ``unit_of_storage``: finds the gathered unit by the address of its memory. ``before_backward``: gathers units that
-    backward is about to read.
+    ``unit_of_storage``: returns the gathered unit whose memory is at an address, else None. ``before_backward``:
+    gathers units that backward is about to read.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class SavedViews:
         self._context: saved_tensors_hooks | None = None
 
     def open(self) -> None:
-        """Start catching what autograd saves in this thread. Raises `PartitionError` where torch is told not to."""
+        """Install the hooks in this thread until `close`. Raises `PartitionError` where torch has them disabled."""
         why = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
         if why is not None:
             raise PartitionError(
@@ -48,20 +48,20 @@ class SavedViews:
         self._context.__enter__()
 
     def open_in_backward(self) -> None:
-        """Start catching what autograd saves of a forward that backward computes again, unless checkpointing catches it
-        itself: what it keeps are views, whose memory stays."""
+        """Install the hooks for a forward that backward recomputes, unless activation checkpointing has its own hooks
+        there: it keeps the views themselves, whose memory stays."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None or getattr(outer[0], "__module__", "") != REPLAYING:
             self.open()
 
     def close(self) -> None:
-        """Stop; tensors saved so far keep their hooks."""
+        """Remove the hooks; tensors saved so far are still unpacked by them. Nothing if they are not installed."""
         if self._context is not None:
             self._context.__exit__(None, None, None)
             self._context = None
 
     def _make_pack(self, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Callable[[torch.Tensor], Any]:
-        """Return the hook that saves a view of a unit as a note of it, and leaves the rest to the hooks outside."""
+        """Return the pack hook: saves a view of a unit as a `_SavedView`, and leaves other tensors to ``outer``."""
         find = self._unit_of_storage
         # checkpointing around the engine counts what is saved, and sees these views when it runs forward again
         is_counted = outer is not None and getattr(outer[0], "__module__", "") == REPLAYING
@@ -77,6 +77,7 @@ class SavedViews:
         return pack if outer is None else functools.update_wrapper(pack, outer[0], assigned=(), updated=())
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor that was packed, with its unit gathered; raise if it was written since."""
         if isinstance(packed, tuple):
             saved: torch.Tensor = packed[0]
             if saved._version != packed[1]:
@@ -99,6 +100,8 @@ class SavedViews:
 
 
 class _SavedView:
+    """A saved view of a unit's flat buffer; while it exists, it is counted in the unit's `FlatMemory`."""
+
     __slots__ = ("holds", "memory", "tensor", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
@@ -115,7 +118,7 @@ class _SavedView:
 
 
 def _refuse_changed(tensor: torch.Tensor, version: int) -> NoReturn:
-    """Raise for a saved tensor that was written since, as torch does without hooks."""
+    """Raise the RuntimeError that torch raises for a saved tensor that was written since; ``version``: when saved."""
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
         f"of {tensor.dtype} and shape {list(tensor.shape)} is at version {tensor._version}; expected version "
@@ -124,6 +127,8 @@ def _refuse_changed(tensor: torch.Tensor, version: int) -> NoReturn:
 
 
 class _SavedOuter:
+    """A tensor that was packed by hooks of user code, with their unpack hook."""
+
     __slots__ = ("_packed", "_unpack")
 
     def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
@@ -142,9 +147,9 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def name_refused_transform(failure: BaseException, name: str) -> None:
-    """Where torch refused a transform of torch.func because of `SavedViews`, say the name of a parameter that is
-    gathered by them, and what to write."""
+def explain_refused_transform(failure: BaseException, name: str) -> None:
+    """If ``failure`` is torch's refusal of a torch.func transform because of `SavedViews`, replace its text by one that
+    names parameter ``name`` and says what to write; else do nothing."""
     if isinstance(failure, RuntimeError) and "saved tensor hooks" in str(failure):
         failure.args = (
             "torch.func.grad, vjp, jacrev and hessian cannot run inside a forward that gathers sharded parameters such "
@@ -153,9 +158,9 @@ def name_refused_transform(failure: BaseException, name: str) -> None:
         )
 
 
-def name_refused_tracing(failure: BaseException, name: str) -> None:
-    """Where torch could not trace a parameter because of its class, say its ``name`` or that of one like it, and what
-    to write."""
+def explain_refused_tracing(failure: BaseException, name: str) -> None:
+    """If ``failure`` is torch's inability to trace the class of a parameter, replace its text by one that names
+    parameter ``name`` and says what to write; else do nothing."""
     if isinstance(failure, TypeError) and "ProxyTorchDispatchMode" in str(failure):
         failure.args = (
             "torch.func.linearize and make_fx cannot trace a forward inside an engine, whose parameters such as "

@@ -1,4 +1,4 @@
-"""The agreed orders of gathers and reductions: pure arithmetic over unit numbers."""
+"""The agreed order of a pass's gathers: pure arithmetic over unit numbers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 
 def merge_orders(observed: Iterable[Sequence[int]]) -> list[int]:
-    """One order out of what each rank observed (rank order); every rank computes the same result.
+    """Merge the orders that the ranks observed, given in rank order, into one; every rank computes the same result.
 
-    Rank 0's order is kept; a unit that only later ranks used is put behind the unit that preceded it there. Repeats
-    count once.
+    The first order is kept; a unit that only later ones have is inserted behind its predecessor there. Repeats of a
+    unit are ignored.
     """
     merged: list[int] = []
     for order in observed:
@@ -24,7 +24,12 @@ def merge_orders(observed: Iterable[Sequence[int]]) -> list[int]:
 
 
 class GatherSchedule:
-    """The order in which one pass gathers units, each at most once, and how far this rank has issued it."""
+    """The order in which one pass gathers units, each at most once.
+
+    Attributes:
+        order: the units, by index.
+        issued: number of gathers that this rank has issued in the running pass.
+    """
 
     def __init__(self, order: Sequence[int]) -> None:
         self.order = list(order)
@@ -32,25 +37,25 @@ class GatherSchedule:
         self.issued = 0
 
     def restart(self) -> None:
-        """Begin a new pass."""
+        """Begin a new pass, in which no gather is issued yet."""
         self.issued = 0
 
     def position(self, unit: int) -> int:
-        """Place of a unit in the order; -1 when it is not in it."""
+        """Return the index of ``unit`` in the order; -1 if the pass does not gather it."""
         return self._index.get(unit, -1)
 
     def pending_until(self, unit: int) -> list[int] | None:
-        """Units to issue, in order, so that ``unit`` is among the issued; None when the pass cannot issue it (any
-        more)."""
+        """Return the units whose gathers have to be issued, in order, up to that of ``unit``; None if the pass does not
+        gather it or has issued it already."""
         index = self._index.get(unit)
         if index is None or index < self.issued:
             return None
         return self.order[self.issued : index + 1]
 
     def remaining(self) -> list[int]:
-        """Units not yet issued in this pass, in order."""
+        """Return the units whose gathers are not issued yet, in order."""
         return self.order[self.issued :]
 
     def advance(self, count: int) -> None:
-        """Note that ``count`` more units have been issued."""
+        """Count ``count`` more gathers as issued."""
         self.issued += count

@@ -1,4 +1,4 @@
-"""torch.jit modules, which take no hooks: the module around them reports for them."""
+"""torch.jit modules, which take no hooks, so that hooks of the module around them are used instead."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def takes_hooks(module: nn.Module) -> bool:
 
 
 def report_by_enclosing_modules(model: nn.Module, plans: Iterable[UnitPlan], *, released: bool) -> None:
-    """Replace scripted members of ``plans`` by the innermost modules around them that take hooks and are called.
+    """Replace scripted members of ``plans`` by the innermost enclosing modules that take hooks and are called.
 
-    ``released``: parameters are sharded. Raises `PartitionError` where ``model`` itself is scripted then: nothing says
-    when it runs.
+    ``released``: parameters are sharded (stage 3). Raises `PartitionError` if so and ``model`` itself is scripted, as
+    no hook tells when it runs.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for plan in plans:
@@ -40,5 +40,5 @@ def report_by_enclosing_modules(model: nn.Module, plans: Iterable[UnitPlan], *, 
 
 
 def reports_calls(module: nn.Module) -> bool:
-    """Return whether hooks on ``module`` say when it runs; lists and dicts of modules are never called."""
+    """Return whether hooks on ``module`` tell when it runs; not those on lists and dicts, which are never called."""
     return takes_hooks(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))

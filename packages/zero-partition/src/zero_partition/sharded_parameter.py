@@ -13,33 +13,39 @@ from torch import nn
 from zero_comm import Group, Tag
 
 from .host_facts import is_fake
-from .ownership import init_record, note_record
+from .ownership import attach_record, init_record
 from .placeholder import Placeholders
 from .released import mark_present
 from .shared_storage import held_elsewhere
 
 
 class NewShard(Protocol):
-    """Makes the memory of a shard: 1-D, ``numel`` elements of any value."""
+    """Allocates the memory of a shard: a 1-D tensor of ``numel`` elements of any value."""
 
     def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, /) -> torch.Tensor: ...
 
 
 class _Context(Protocol):
-    """The `Init` in which a parameter was sharded, while it is open."""
+    """The open `Init` context in which a parameter was sharded."""
 
     def meet(self, records: list[ShardedParameter]) -> None:
         """Raise `DesyncError` on every rank where not all are about to gather ``records``. Collective."""
 
 
 class _Numbers:
-    """Numbers records in the order of creation."""
+    """Numbers the `ShardedParameter` records in the order of creation.
+
+    Attributes:
+        next: the number that the next record gets.
+        records: by number, the records that still exist.
+    """
 
     def __init__(self) -> None:
         self.next = 0
         self.records: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
 
-    def take(self, record: ShardedParameter) -> int:
+    def assign(self, record: ShardedParameter) -> int:
+        """Register ``record`` and return its number."""
         number, self.next = self.next, self.next + 1
         self.records[number] = record
         return number
@@ -49,17 +55,19 @@ _NUMBERS = _Numbers()
 
 
 class ShardedParameter:
-    """A parameter of which this rank holds 1/N: ``shard`` (1-D, padded), in the dtype that the user's code asked for
-    until `convert`.
+    """The record of a parameter that `Init` has sharded: this rank's ``shard`` (1-D, padded to 1/N of the elements).
 
-    It is full at first. `reshard` takes the present values and releases it, `gather` makes it full again so that code
-    can work on it. ``context``: the `Init` that has sharded it.
+    The parameter is full at first. `reshard` stores the shard of its present values and makes it a placeholder;
+    `gather` makes it full again. Its dtype is that of the user's code until `convert`. Copies and pickles of the
+    parameter have no record.
 
-    Copies and pickles of the parameter carry none.
+    ``group``: the ranks that have a shard each. ``new_shard``: allocates shards. ``context``: the `Init` that has
+    sharded it, None for none.
 
     Attributes:
-        name: the parameter's, as far as it is known, for messages.
+        name: the parameter's name as far as it is known, for messages.
         number: position in the order of creation, which is the same on all ranks inside an `Init`.
+        is_full: the parameter has its full values, not a placeholder.
         pinned: the user has gathered it.
     """
 
@@ -72,10 +80,10 @@ class ShardedParameter:
         self._shard: torch.Tensor | None = None
         self.name = f"of shape {tuple(parameter.shape)}"
         self._is_named = False
-        self.number = _NUMBERS.take(self)
+        self.number = _NUMBERS.assign(self)
         self.is_full = True
         self.pinned = False
-        note_record(parameter, self)
+        attach_record(parameter, self)
 
     def __deepcopy__(self, _memo: dict[int, object]) -> None:
         return None
@@ -83,19 +91,19 @@ class ShardedParameter:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
-    def named(self, name: str) -> None:
-        """The parameter is called ``name`` from where code looks now; the one from furthest up stays."""
+    def set_name(self, name: str) -> None:
+        """Set the parameter's name, unless the present one has more components and so is from an outer module."""
         if not self._is_named or name.count(".") >= self.name.count("."):
             self.name, self._is_named = name, True
 
     @property
     def numel(self) -> int:
-        """Elements of the full parameter."""
+        """Number of elements of the full parameter."""
         return self._shape.numel()
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's slice (1-D, padded with zeros), of the present values where the parameter is full."""
+        """This rank's shard (1-D, padded with zeros); sliced from the present values if the parameter is full."""
         parameter = self._parameter()
         if parameter is None or not self.is_full:
             assert self._shard is not None
@@ -109,7 +117,7 @@ class ShardedParameter:
         return shard
 
     def reshard(self) -> None:
-        """Keep this rank's slice and make the parameter a placeholder; nothing when it is one already."""
+        """Store this rank's shard of the present values and make the parameter a placeholder, if it is full."""
         parameter = self._parameter()
         if parameter is None or not self.is_full:
             return
@@ -118,51 +126,54 @@ class ShardedParameter:
             self._release(parameter, self.shard)
 
     def forget_changes(self) -> None:
-        """Make the parameter a placeholder again with the values that it had when it was sharded last."""
+        """Make a full parameter a placeholder again and keep the shard from before, dropping changes since."""
         parameter = self._parameter()
         if parameter is not None and self.is_full and self._shard is not None:
             with torch._C.DisableTorchFunction():
                 self._release(parameter, self._shard)
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Have a released parameter in ``dtype`` from now on; a full one, in whose memory other tensors are, keeps its
-        own until a unit takes its values."""
+        """Convert the shard of a released parameter to ``dtype``; does nothing to a full one, whose memory other
+        tensors may share."""
         parameter = self._parameter()
         if parameter is not None and not self.is_full and self.shard.dtype != dtype:
             shard = self._new_shard(self.shard.numel(), dtype, self.shard.device)
             self._release(parameter, shard.copy_(self.shard))
 
     def forget(self) -> None:
-        """An engine owns the parameter from now on, also where the user has it gathered."""
+        """Stop referring to the parameter, which an engine owns from now on, even if the user has gathered it."""
         self._parameter = _nothing
 
     def twin(self, kind: type[nn.Parameter]) -> nn.Parameter:
-        """A parameter of the class ``kind``, released, with a shard that is a copy of this released one's."""
+        """Return a new released parameter of the class ``kind`` whose shard is a copy of this released one's."""
         original = self._parameter()
         assert original is not None
         with torch._C.DisableTorchFunction():
             made = kind(torch.empty_like(original.data), original.requires_grad)  # a placeholder's strides: one element
             record = ShardedParameter(made, self._group, self._new_shard, self._context())
             shard = self._new_shard(self.shard.numel(), self.shard.dtype, self.shard.device)
-            record.named(f"a copy of {self.name}")
+            record.set_name(f"a copy of {self.name}")
             record._release(made, shard.copy_(self.shard))
         return made
 
     def _release(self, parameter: nn.Parameter, shard: torch.Tensor) -> None:
+        """Keep ``shard`` and make ``parameter`` a placeholder of its dtype."""
         self._shard = shard
         self._placeholder = Placeholders([(self.name, parameter)], shard.dtype, shard.device)
         self._placeholder.install()
         self.is_full = False
 
     def meet(self, others: Sequence[ShardedParameter]) -> None:
-        """Raise `DesyncError` on every rank, while the context is open, where not all are about to gather this
-        parameter and ``others``. Collective."""
+        """Check, while the `Init` is open, that all ranks are about to gather this parameter and ``others``.
+
+        Raises `DesyncError` on every rank if not. Collective.
+        """
         context = self._context()
         if context is not None:
             context.meet([self, *others])
 
     def gather(self) -> None:
-        """Make the parameter full, in memory of its own. Collective."""
+        """Make a released parameter full, in memory of its own. Collective."""
         parameter = self._parameter()
         if parameter is not None and not self.is_full:
             with torch._C.DisableTorchFunction():
@@ -171,8 +182,8 @@ class ShardedParameter:
                 parameter.data = values
             self.is_full = True
 
-    def take_from(self, rank: int) -> None:
-        """Give every rank the values that ``rank`` has in the full parameter. Collective."""
+    def broadcast_from(self, rank: int) -> None:
+        """Replace the values of the full parameter by those of ``rank`` on every rank. Collective."""
         parameter = self._parameter()
         if parameter is not None and self.is_full:
             with torch._C.DisableTorchFunction():
@@ -186,12 +197,12 @@ class ShardedParameter:
 
     @property
     def kind(self) -> str:
-        """The parameter's present dtype and shape."""
+        """The parameter's present dtype and shape as text, to compare ranks by; "" if it is gone."""
         parameter = self._parameter()
         return "" if parameter is None else f"{parameter.dtype} {tuple(parameter.shape)}"
 
     def digest(self) -> str:
-        """A hash of the full parameter's values; "" where it has no memory."""
+        """Return a hash of the full parameter's values; "" if it is gone or a fake tensor."""
         parameter = self._parameter()
         with torch._C.DisableTorchFunction():
             if parameter is None or is_fake(parameter.data):
@@ -200,7 +211,10 @@ class ShardedParameter:
         return hashlib.sha256(values.data).hexdigest()[:16]
 
     def read(self) -> torch.Tensor:
-        """Return the full values in the parameter's shape; the parameter itself stays as it is. Collective."""
+        """Return the full values in the parameter's shape, without changing the parameter. Collective if released.
+
+        Raises `ReleasedParameterError` if the placeholder was written.
+        """
         parameter = self._parameter()
         if self.is_full and parameter is not None:
             return parameter.data
@@ -221,17 +235,17 @@ def _nothing() -> None:
 
 
 def records_by_number(numbers: Sequence[int]) -> list[ShardedParameter]:
-    """The records that have ``numbers`` on this rank, without those that it has not or no more."""
+    """Return the records with these ``numbers`` on this rank; numbers without a record are left out."""
     return [record for number in numbers if (record := _NUMBERS.records.get(number)) is not None]
 
 
 def next_number() -> int:
-    """The number that the next record gets."""
+    """Return the number that the next record gets."""
     return _NUMBERS.next
 
 
 def number_from(number: int) -> None:
-    """Have the next record get ``number``, which no record has."""
+    """Number the next records from ``number`` on; no record may have one of these numbers."""
     _NUMBERS.next = number
 
 
@@ -245,5 +259,5 @@ def shared_with_others(records: Sequence[ShardedParameter]) -> list[bool]:
 
 
 def in_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return ``numel`` elements of any value (a `NewShard`)."""
+    """Return an uninitialised 1-D tensor on ``device`` (a `NewShard`)."""
     return torch.empty(numel, dtype=dtype, device=device)

@@ -13,7 +13,12 @@ from .host_facts import is_fake, is_plain, sharers, storage_address
 
 
 @dataclass(frozen=True)
-class _Named:
+class _NamedTensor:
+    """A parameter or buffer and the bytes that it spans in its storage: from ``first`` to before ``end``.
+
+    ``kind``: "parameter" or "buffer". ``storage``: the storage's address.
+    """
+
     kind: str
     name: str
     tensor: torch.Tensor
@@ -23,12 +28,12 @@ class _Named:
 
 
 def refuse_shared_storage(model: nn.Module) -> None:
-    """Raise `PartitionError`, naming both, when a parameter shares elements with another parameter or a buffer.
+    """Raise `PartitionError`, naming both, if a parameter shares elements with another parameter or a buffer.
 
-    In plain torch a write to one is a write to the other; once parameters live in flat buffers they would drift apart.
-    Buffers among themselves stay as they are. One parameter under several names is tied by identity, which stays.
+    In plain torch a write to one is a write to the other; parameters in flat buffers would diverge. Buffers may share
+    memory with each other, and one parameter may have several names (tied weights).
     """
-    by_storage: dict[int, list[_Named]] = {}
+    by_storage: dict[int, list[_NamedTensor]] = {}
     for named in _tensors(model):
         by_storage.setdefault(named.storage, []).append(named)
     for group in by_storage.values():
@@ -44,11 +49,13 @@ def refuse_shared_storage(model: nn.Module) -> None:
 
 
 def held_elsewhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Return for each parameter whether a tensor or array that is none of ``parameters`` is in its memory, or one of
-    them shares an element with it: what is written there is written to the parameter."""
-    by_storage: dict[int, list[_Named]] = {}
+    """Return for each parameter whether writes to another tensor or array could change it.
+
+    That is so if one that is none of ``parameters`` uses its storage, or if one of them shares elements with it.
+    """
+    by_storage: dict[int, list[_NamedTensor]] = {}
     for number, parameter in enumerate(parameters):
-        for named in _place("parameter", str(number), parameter.data):
+        for named in _byte_range("parameter", str(number), parameter.data):
             by_storage.setdefault(named.storage, []).append(named)
     held = [False] * len(parameters)
     for group in by_storage.values():
@@ -60,14 +67,15 @@ def held_elsewhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
     return held
 
 
-def _tensors(model: nn.Module) -> Iterator[_Named]:
+def _tensors(model: nn.Module) -> Iterator[_NamedTensor]:
     for name, parameter in model.named_parameters():
-        yield from _place("parameter", name, parameter.data)
+        yield from _byte_range("parameter", name, parameter.data)
     for name, buffer in model.named_buffers():
-        yield from _place("buffer", name, buffer)
+        yield from _byte_range("buffer", name, buffer)
 
 
-def _place(kind: str, name: str, tensor: torch.Tensor) -> Iterator[_Named]:
+def _byte_range(kind: str, name: str, tensor: torch.Tensor) -> Iterator[_NamedTensor]:
+    """Yield the tensor with its bytes, or nothing for one without strided memory of its own."""
     if not is_plain(tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return
     if tensor.numel() > 1 and not any(tensor.stride()):
@@ -76,11 +84,14 @@ def _place(kind: str, name: str, tensor: torch.Tensor) -> Iterator[_Named]:
     size = tensor.element_size()
     first = int(tensor.storage_offset()) * size
     end = first + (int(last) + 1) * size
-    yield _Named(kind, name, tensor, storage_address(tensor), first, end)
+    yield _NamedTensor(kind, name, tensor, storage_address(tensor), first, end)
 
 
-def _overlapping(group: list[_Named]) -> tuple[_Named, _Named] | None:
-    """The first two, sorted by their beginnings, that share an element and are not both buffers."""
+def _overlapping(group: list[_NamedTensor]) -> tuple[_NamedTensor, _NamedTensor] | None:
+    """Return the first two that share an element and are not both buffers; None if there are none.
+
+    ``group``: tensors of one storage, sorted by their first bytes.
+    """
     for index, one in enumerate(group):
         for other in group[index + 1 :]:
             if other.first >= one.end:
@@ -90,8 +101,8 @@ def _overlapping(group: list[_Named]) -> tuple[_Named, _Named] | None:
     return None
 
 
-def _share_elements(one: _Named, other: _Named) -> bool:
-    """Return whether two tensors whose bytes interleave have an element in common; of two dtypes they count as one."""
+def _share_elements(one: _NamedTensor, other: _NamedTensor) -> bool:
+    """Return whether two tensors whose byte ranges overlap have an element in common; True if their dtypes differ."""
     if one.tensor.dtype is not other.tensor.dtype:
         return True
     start = min(one.first, other.first) // one.tensor.element_size()

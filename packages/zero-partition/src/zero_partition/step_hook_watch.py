@@ -1,10 +1,10 @@
-"""Refuse what user code does to the model's parameters in the optimizer's step hooks and would not count.
+"""Refuse uses of the model's parameters in the optimizer's step hooks that would have no effect or read old values.
 
-[Note: the model's parameters in step hooks] There the tensors of the param groups are what the optimizer works on: the
-gradients are theirs, and the new weights reach the model only when the hooks are done. Code that reads ``p.grad`` of
-the model would find None, code that reads its weights after the update would find those from before it, and what it
-writes would be overwritten. So for that time, and only where the user has such hooks, the model's parameters have a
-subclass of their class that refuses these by name. Released parameters have one already (released.py) and ask here too.
+[Note: the model's parameters in step hooks] In step hooks the optimizer works on the tensors of the param groups: these
+have the gradients, and the new weights reach the model only after the hooks. Code that reads ``p.grad`` of the model
+would find None, code that reads its weights after the update would find the old ones, and its writes would be
+overwritten. So while such hooks of the user's run, the model's parameters have a subclass of their class that refuses
+these uses by name. Released parameters have one already (released.py), and their uses are checked here too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _INSTEAD = (
 
 
 class StepHookWatch:
-    """Watches the parameters of ``units`` from `begin` to `end`."""
+    """Refuses uses of the parameters of ``units``, while step hooks run, from `begin` to `end`.
+
+    ``gradients``: those of trained units, by unit index.
+    """
 
     def __init__(self, units: Sequence[Unit], gradients: Mapping[int, UnitGradients]) -> None:
         self._parameters = [parameter for unit in units for parameter in unit.parameters]
@@ -45,29 +48,30 @@ class StepHookWatch:
 
     @property
     def is_on(self) -> bool:
-        """Return whether the user's hooks run."""
+        """Whether the user's step hooks run now."""
         return self._updated is not None
 
     def begin(self, *, updated: bool) -> None:
-        """The user's hooks run; ``updated``: the optimizer's arithmetic is done."""
+        """Start refusing uses, as the user's hooks run; ``updated``: they are post-hooks, after the arithmetic."""
         self._updated = updated
         exchange_classes(self._parameters, _hooked_class)
 
     def end(self) -> None:
-        """The hooks are done."""
+        """Stop refusing uses and give the parameters their own classes back."""
         if self.is_on:
             self._updated = None
             exchange_classes(self._parameters, _outside_class)
 
     def gradient_used(self, parameter: nn.Parameter) -> None:
-        """Refuse a use of ``p.grad`` where the optimizer has the gradient."""
+        """Raise `PartitionError` for a use of ``parameter.grad`` while the optimizer's tensor has the gradient."""
         unit, number = self._places[id(parameter)]
         gradients = self._gradients.get(unit.index)
         if gradients is not None and gradients.touched[number] and is_for_the_user():
             self._refuse(parameter, "p.grad", "the optimizer has the gradient")
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
-        """Refuse a use of values that are not, or would not stay, those of the model."""
+        """Raise `PartitionError` if ``call`` would read old weights of ``parameter``, or write weights that would be
+        overwritten (``writes``)."""
         unit, _ = self._places[id(parameter)]
         if not unit.plan.trainable or (self._updated and unit.master is unit.flat):
             return
@@ -85,13 +89,14 @@ class StepHookWatch:
 
 @functools.cache
 def _outside_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class that a parameter of class ``kind`` has outside step hooks."""
     return released_like(kind, getattr(kind, _PLAIN)) if hasattr(kind, _PLAIN) else kind
 
 
 @functools.cache
 def _hooked_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """A subclass of ``kind`` whose torch functions ask a `StepHookWatch`; ``kind`` itself where it has torch functions
-    of its own."""
+    """Return a subclass of ``kind`` whose torch functions are checked by `StepHookWatch`; ``kind`` itself if it has a
+    ``__torch_function__`` already."""
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return kind
     body = {
@@ -110,6 +115,7 @@ def _hooked_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 def _call(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
+    """Check the uses of parameters by torch function ``func``, then run it: ``__torch_function__`` in step hooks."""
     keywords, attribute, call = kwargs or {}, attribute_of(func), name_of(func)
     report_gradient_access(func, args)
     if _uses_values(attribute, call):
@@ -122,6 +128,7 @@ def _call(
 
 
 def _uses_values(attribute: str, call: str) -> bool:
+    """Return whether a torch function reads or writes values, not only facts such as the shape."""
     if call in ("__get__", "__set__"):
         return attribute in VIEWS or attribute == "data"
     return call not in FACTS and call not in SHAPES

@@ -1,4 +1,4 @@
-"""Many views of one flat tensor, made by one call of torch instead of two for each."""
+"""Slice one flat tensor into many views with one call of torch instead of two for each view."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class Stretches:
-    """Views of ``places`` of 1-D tensors of ``numel`` elements; makes none before it is called.
+    """Slices 1-D tensors of ``numel`` elements into views of the same ``places``, each time it is called.
 
-    ``places``: (first element, first behind), in any order; they do not overlap. ``shapes``: of the views, by place;
+    ``places``: the views' ranges [first, end), in any order, without overlap. ``shapes``: the views' shapes, by place;
     without them the views are 1-D.
     """
 
@@ -32,7 +32,7 @@ class Stretches:
             self._sizes.append(numel - behind)
 
     def __call__(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The views of ``flat``, in the order of the places."""
+        """Return the views of ``flat``, in the order of the places."""
         parts = flat.split_with_sizes(self._sizes)
         views = map(parts.__getitem__, self._parts)
         return list(views if self._shapes is None else map(torch.Tensor.view, views, self._shapes))

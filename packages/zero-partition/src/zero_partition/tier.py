@@ -1,4 +1,4 @@
-"""The seam behind which masters, moments and gradients live on some tier."""
+"""The interface of tiers that keep masters, moments and gradients, and update the weights."""
 
 from __future__ import annotations
 
@@ -15,83 +15,95 @@ from .units import UnitPlan
 
 
 class StateTier(Protocol):
-    """Keeps what the optimizer needs of this rank's shards, and updates them.
+    """Keeps the masters, moments and gradients of this rank's shards, and updates the weights.
 
-    Shards go by their unit's name, fragments by their parameter's name (below stage 0 a rank has one of each). A step:
-    `borrow_gradient` and `give_back_gradient` (or `add_gradient`) once per reduction, `gradient` to look at them,
-    `step` unless it is skipped, `clear_gradients`. The weights are lent by `Residency`.
+    Shards are named by their unit, fragments by their parameter (at stages 1 to 3, where a rank has one of each). A
+    step: `borrow_gradient` and `give_back_gradient` (or `add_gradient`) once per reduction, `gradient` to read or
+    change it, `step` unless it is skipped, `clear_gradients`. The weights are borrowed from a `Residency`.
 
     Attributes:
-        writes: how often something else than a step has written masters or moments.
+        writes: number of writes to masters or moments by anything but a step.
     """
 
     @property
     def writes(self) -> int: ...
 
     def borrow_gradient(self, shard: str, /) -> tuple[torch.Tensor, bool]:
-        """Host memory to reduce into (1-D, the shard's elements), and whether it holds the sum so far."""
+        """Return host memory to reduce into (1-D, the shard's elements), and whether it holds the sum so far."""
 
     def give_back_gradient(self, shard: str, /) -> None:
-        """Give back what was borrowed: it holds the gradient now."""
+        """End `borrow_gradient`: the memory holds the shard's gradient now."""
 
     def add_gradient(self, shard: str, gradient: torch.Tensor, /) -> None:
-        """Add a shard's reduced gradient (1-D, any device) to the sum so far."""
+        """Add a shard's reduced gradient (1-D, on any device) to the sum so far."""
 
     def has_gradient(self, shard: str, /) -> bool:
-        """Return whether there is a gradient since `clear_gradients`."""
+        """Return whether the shard has got a gradient since `clear_gradients`."""
 
     def gradient(self, shard: str, /, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
-        """A context with the gradient in host memory; ``dirty``: it will be changed."""
+        """Return a context with the shard's gradient in host memory; ``dirty``: the caller will change it."""
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
 
     def step(self, *, grad_scale: float = 1.0, absent: Collection[str] = ()) -> None:
-        """Update all shards that have a gradient, but for the fragments that are ``absent``; write the weights."""
+        """Update masters, moments and weights of all shards that have a gradient; may return before it is done.
+
+        ``grad_scale``: factor for the gradients. ``absent``: fragments to leave out.
+        """
 
     def finish(self) -> bool:
-        """Wait for an update that still runs after `step`; whether there was one, and so the weights are newer now."""
+        """Wait for an update that still runs after `step`; return whether there was one, so that weights changed."""
 
     def weights_changed(self, shard: str, /) -> None:
-        """Somebody else wrote a shard's weights: masters that do not round to them take them over."""
+        """Note that something other than `step` wrote a shard's weights.
+
+        Before they are used next, masters that do not round to the weights have to be replaced by them.
+        """
 
     def kinds(self, fragment: str, /) -> tuple[str, ...]:
-        """Return the kinds that are kept for a fragment: ``master`` unless it is updated in place, and its moments."""
+        """Return the kinds of values kept for a fragment: ``master`` unless it is updated in place, and its moments."""
 
     def held(self, fragment: str, /) -> tuple[int, dict[str, torch.dtype]]:
-        """Steps taken by a fragment, and the dtypes of what is kept for it now, by kind; a kind ``<moment>_scale`` has
-        one item for every 256 elements."""
+        """Return the number of steps that a fragment has taken, and by kind the dtype of the values kept for it now.
+
+        A kind ``<moment>_scale`` has one element for every 256 elements of the moment.
+        """
 
     def states(
         self, fragments: Collection[str] | None = None, /, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Yield (fragment, copies of what is kept, 1-D in host memory, and ``step``); those without anything are left
-        out, and masters whose weights were changed since, unless ``stale_masters`` are asked for. ``decoded``: 8-bit
-        moments as the float32 values that they stand for, without scales."""
+        """Yield (fragment, {kind: value}) with ``step`` and copies of the kept values, 1-D in host memory.
+
+        ``fragments``: names, None for all; those without any values are left out. Masters whose weights were changed
+        since are left out unless ``stale_masters``. ``decoded``: give 8-bit moments as float32 values, without scales.
+        """
 
     def write(self, states: Mapping[str, Mapping[str, Any]], /) -> None:
-        """Replace what is kept for the fragments named: any of their kinds, and ``step``."""
+        """Replace the given kinds of values, and ``step``, of the given fragments; other kinds stay."""
 
     def restart(self, fragments: Collection[str], /) -> None:
-        """Have the fragments named begin anew with their next step; masters stay."""
+        """Drop the moments and the step count of the given fragments; masters stay."""
 
     def reset(self) -> None:
-        """Begin anew, as if there had been no step."""
+        """Drop the moments and the step counts of all fragments, as if there had been no step."""
 
     def flush(self) -> None:
-        """Return when everything is on its tier."""
+        """Wait until everything that was written has reached its tier."""
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes held, by kind."""
+        """Return the bytes held, by kind."""
 
     def close(self) -> None:
-        """Let everything go."""
+        """Free everything."""
 
 
 @dataclass(frozen=True)
 class ShardNeeds:
-    """The needs of one unit's shard on this rank from a `StateTier`: its layout, plan and rank, and the dtype in which
-    gradients are kept."""
+    """Description, for a `StateTier`, of one unit's shard whose states it has to keep.
+
+    ``rank``: number of the shard in ``layout``. ``gradient_dtype``: the dtype in which gradients are accumulated.
+    """
 
     layout: UnitLayout
     plan: UnitPlan
@@ -100,6 +112,6 @@ class ShardNeeds:
 
 
 class MakeStates(Protocol):
-    """Makes the tier for this rank's shards, before any of them exists; ``residency`` will lend their weights."""
+    """Makes the tier for this rank's shards, before the shards exist; ``residency`` will keep their weights."""
 
     def __call__(self, shards: Sequence[ShardNeeds], residency: Residency, /) -> StateTier: ...

@@ -1,10 +1,10 @@
-"""``optimizer.state`` where a tier keeps the states: reads bring what the tier has, writes go to it.
+"""``optimizer.state`` for states that a tier keeps: reading loads them from the tier, writing stores them there.
 
-[Note: states on a tier] The optimizer's own dict is empty then. In its place is a mapping from fragments to mappings
-from kinds to tensors. Such a tensor is a window on the tier: each torch function that gets it, or a view of it, finds
-the values that are there now, and what it writes goes there. Nothing is brought before somebody asks, so a step costs
-nothing. A window on what the optimizer no longer has (``state.clear()``, another state loaded) keeps its last values,
-as a tensor that left a plain dict does. Memory taken by address (``data_ptr``, a storage) is a copy.
+[Note: states on a tier] The optimizer's own dict is empty then. It is replaced by a mapping from fragments to mappings
+from kinds to tensors. Such a tensor is a window on the tier: a torch function that gets it, or a view of it, reads the
+tier's present values, and writes go to the tier. Nothing is loaded before code asks for it, so a step costs nothing. A
+window on a state that the optimizer no longer has (``state.clear()``, another state loaded) keeps its last values, like
+a tensor that was removed from a plain dict. Memory taken by address (``data_ptr``, a storage) is a copy.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _STEP, _MASTER, _SCALE = "step", "master", "_scale"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _told(method: _Method) -> _Method:
-    """``method`` of a `TierState`, whose refusals reach the other ranks too: they may hold nothing of the parameter."""
+def _publishes_refusal(method: _Method) -> _Method:
+    """Decorate a method of `TierState` to publish a `PartitionError` that it raises to the other ranks, which may have
+    no part of the parameter and so no error of their own."""
 
     @functools.wraps(method)
     def wrapped(self: TierState, *args: Any) -> Any:
@@ -47,13 +48,15 @@ def _told(method: _Method) -> _Method:
 
 
 class TierStates(MutableMapping[Any, Any]):
-    """The states of this rank's fragments, by fragment, on ``tier``; pickles and deep copies are plain dicts.
+    """Maps the optimizer's tensors to the states of this rank's fragments on ``tier``; copies are plain dicts.
 
-    ``fragments``: in the order of the param groups, what this rank updates of each trained parameter, None for nothing.
-    Iteration has the fragments that have moments; asking for another gives an empty state, as a ``defaultdict`` does.
-    Other keys are kept as in a dict. ``name_of``: the name of a parameter of the model, which is refused, "" for
-    anything else; ``await_readers`` returns when nobody else uses the tier; ``tell`` leaves word for the ranks that
-    will miss this one. Nothing communicates.
+    Iteration yields the tensors whose fragments have moments; looking up another one gives an empty state, as in a
+    ``defaultdict``. Keys other than tensors are kept as in a dict. Nothing communicates.
+
+    ``fragments``: by tensor, in the order of the param groups, this rank's fragment of each trained parameter, None for
+    none. ``name_of``: returns the name of a parameter of the model, which is refused as a key, "" for anything else.
+    ``await_readers``: waits until nothing else reads the tier. ``tell``: publishes why this rank fails, for ranks that
+    wait for it.
     """
 
     def __init__(
@@ -119,11 +122,11 @@ class TierStates(MutableMapping[Any, Any]):
         return sum(1 for _ in self)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict: ``default`` for a fragment without moments."""
+        """Return the state at ``key``; ``default`` for a fragment without moments."""
         return self[key] if key in self else default
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As of a dict; what comes back is a plain dict of copies."""
+        """Remove the state at ``key`` and return it as a plain dict of copies; arguments as of ``dict.pop``."""
         if key not in self and default:
             return default[0]
         value = self[key]
@@ -132,28 +135,28 @@ class TierStates(MutableMapping[Any, Any]):
         return value
 
     def copy(self) -> defaultdict[Any, Any]:
-        """The states as they are now, in plain dicts of copies."""
+        """Return the present states as plain dicts of copies."""
         return defaultdict(dict, {k: v.copy() if isinstance(v, TierState) else v for k, v in self.items()})
 
     __copy__ = copy
 
     def _step_of_any(self) -> Any:
-        """A copy of the count of steps that this rank's states have; 0 where none counts."""
+        """Return a copy of ``step`` of any state on this rank; 0 if none has one."""
         counted = (state[_STEP] for state in self._by_name.values() if _STEP in state)
         return copy.deepcopy(next(counted, torch.zeros(())))
 
-    def take_assigned(self) -> None:
-        """Have the tier take what was written into tensors after they were assigned."""
+    def store_assigned(self) -> None:
+        """Store again tensors that user code has assigned and then written; called before each step."""
         self._deleted.clear()
         for state in self._assigned.values():
-            state.take_assigned()
+            state.store_assigned()
 
-    def of(self, name: str) -> TierState:
-        """The state of this rank's fragment of the parameter ``name``."""
+    def state_of(self, name: str) -> TierState:
+        """Return the state of this rank's fragment of the parameter ``name``."""
         return self._by_name[name]
 
     def detach(self) -> None:
-        """The optimizer has other states from now on: tensors of these keep their last values."""
+        """Disconnect all tensors taken from these states from the tier, as the optimizer has other states now."""
         for state in self._by_name.values():
             state.detach()
 
@@ -167,18 +170,19 @@ class TierStates(MutableMapping[Any, Any]):
         return f"{type(self).__name__}(of {len(self)} fragments)"
 
     def _on_tier(self, key: object) -> bool:
+        """Return whether ``key`` is a tensor of a trained parameter; raise `PartitionError` for the model's own."""
         if isinstance(key, nn.Parameter):
             refuse_parameter(self._name_of(key))
         return key in self._states
 
 
 class TierState(MutableMapping[str, Any]):
-    """One fragment's state on a tier, by kind: ``step`` and its moments, in the fragment's shape; empty before its
-    first step.
+    """Maps kinds to the values of one fragment's state on a tier: ``step`` and its moments, in the fragment's shape;
+    empty before its first step.
 
-    Values that are assigned are copied to the tier, and once more where their tensor was written since, as its version
-    counter tells. ``assigned``: this state is in it while it watches such tensors. Raises `PartitionError` for what the
-    tier has no room for.
+    Assigned values are copied to the tier, and copied again if their tensor is written later, as its version counter
+    shows. Raises `PartitionError` for values that the tier cannot keep. ``assigned``: by parameter name, the states
+    with such tensors; this one adds itself. The other arguments are as in `TierStates`.
     """
 
     def __init__(
@@ -202,7 +206,7 @@ class TierState(MutableMapping[str, Any]):
 
     @property
     def reference(self) -> FragmentReference | None:
-        """What these states stand for, None where nothing guards them."""
+        """The guard's reference for tensors of this state; None if nothing guards them."""
         found = self._owned.tensor.__dict__.get(REFERENCE)
         return None if found is None else dataclasses.replace(found, is_updated=False)
 
@@ -212,12 +216,12 @@ class TierState(MutableMapping[str, Any]):
         return self._shown(kind, self.read)
 
     def items(self) -> ItemsView[str, Any]:
-        """All kinds with their values, of one read."""
+        """Return all kinds with their values, from one read of the tier."""
         kept = self._kept() if len(self) else {}
         return {kind: self._shown(kind, kept.__getitem__) for kind in self}.items()
 
     def values(self) -> ValuesView[Any]:
-        """All values, of one read."""
+        """Return all values, from one read of the tier."""
         return dict(self.items()).values()
 
     def __setitem__(self, kind: str, value: Any) -> None:
@@ -231,7 +235,7 @@ class TierState(MutableMapping[str, Any]):
         self._windows.pop(kind, None)
         self._watch({kind: value})
 
-    @_told
+    @_publishes_refusal
     def __delitem__(self, kind: str) -> None:
         raise PartitionError(
             f"the optimizer's state '{kind}' of parameter '{self.name}' is on a tier (offload_optimizer), which keeps "
@@ -248,14 +252,14 @@ class TierState(MutableMapping[str, Any]):
         return len(self._kinds())
 
     def clear(self) -> None:
-        """Begin anew with the next step."""
+        """Drop the moments and the step count; tensors taken from here keep their last values."""
         self._step_given = False
         self.detach()
         self._await_readers()
         self._tier.restart([self.name])
 
     def replace(self, state: Any) -> None:
-        """Have the kinds and values of the mapping ``state``, and no others; the rest begins anew."""
+        """Replace the whole state by the kinds and values of the mapping ``state``; kinds not in it are dropped."""
         given = dict(state.items()) if isinstance(state, MutableMapping) else dict(state)
         packed = self._packed(given)
         self.clear()
@@ -265,22 +269,22 @@ class TierState(MutableMapping[str, Any]):
         self._watch(given)
 
     def copy(self) -> dict[str, torch.Tensor]:
-        """A plain dict of plain copies."""
+        """Return a plain dict of plain copies."""
         return {kind: plain_value(value).clone() for kind, value in self.items()}
 
     __copy__ = copy
 
     def shown(self, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``kept``, which the tier has just given, as windows on it that nothing guards."""
+        """Return ``kept``, which was just read from the tier, as windows on it that nothing guards."""
         return {kind: self._shown(kind, kept.__getitem__, is_guarded=False) for kind in kept}
 
     def detach(self) -> None:
-        """Tensors that were taken from here keep their last values, and those that were assigned are no longer it."""
+        """Disconnect tensors taken from here, which keep their last values, and stop watching assigned ones."""
         self._windows.clear()
         self._assigned.clear()
 
-    def take_assigned(self) -> None:
-        """Have the tier take what was written into tensors after they were assigned."""
+    def store_assigned(self) -> None:
+        """Store again assigned tensors that were written since; forget those that no longer exist."""
         for kind, (reference, version) in list(self._assigned.items()):
             value = reference()
             if value is None:
@@ -290,25 +294,26 @@ class TierState(MutableMapping[str, Any]):
                 self.write({kind: value})
 
     def _watch(self, given: Mapping[str, Any]) -> None:
+        """Remember the plain tensors among assigned values with their versions, for `store_assigned`."""
         plain = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and not isinstance(v, TierValue)}
         self._assigned |= {kind: (weakref.ref(value), value._version) for kind, value in plain.items()}
         if plain:
             self._all_assigned[self.name] = self
 
     def has(self, window: TierWindow) -> bool:
-        """Return whether ``window`` shows what is here."""
+        """Return whether ``window`` still shows a value of this state."""
         return self._windows.get(window.kind) is window and window.kind in self
 
     def version(self) -> tuple[int, int]:
-        """Another number when the tier may have other values."""
+        """Return a pair of counts that differs from an earlier one if the tier may have other values since."""
         return self._tier.writes, self._tier.held(self.name)[0]
 
     def read(self, kind: str) -> torch.Tensor:
-        """A copy of what the tier has now."""
+        """Return a 1-D copy of the tier's present value of ``kind``."""
         return self._kept()[kind]
 
     def write(self, state: dict[str, Any]) -> None:
-        """Put ``state`` on the tier; kinds that are not given stay."""
+        """Write the values in ``state`` to the tier; kinds that are not given stay."""
         packed = self._packed(state)
         self._await_readers()
         self._tier.write({self.name: packed})
@@ -323,13 +328,15 @@ class TierState(MutableMapping[str, Any]):
         return repr(dict(self.items()))
 
     def _kinds(self) -> list[str]:
+        """Return ``step`` and the kinds of moments; empty before the fragment's first step."""
         held = self._tier.held(self.name)[1]
         moments = [kind for kind in held if kind != _MASTER and not kind.endswith(_SCALE)]
         return [_STEP, *moments] if moments else []
 
-    @_told
+    @_publishes_refusal
     def _kept(self) -> dict[str, torch.Tensor]:
-        self.take_assigned()
+        """Return copies of all values on the tier, by kind. Raises `PartitionError` for 8-bit moments."""
+        self.store_assigned()
         held = self._tier.held(self.name)[1]
         if any(kind.endswith(_SCALE) for kind in held):
             raise PartitionError(
@@ -341,6 +348,7 @@ class TierState(MutableMapping[str, Any]):
         return dict(self._tier.states([self.name]))[self.name]
 
     def _shown(self, kind: str, value: Callable[[str], torch.Tensor], *, is_guarded: bool = True) -> TierValue:
+        """Return the value of ``kind`` for user code; ``value`` reads it if there is no window on it yet."""
         window = self._windows.get(kind)
         if window is None:
             self._windows[kind] = window = TierWindow(self, kind, self._in_shape(kind, value(kind)))
@@ -349,9 +357,12 @@ class TierState(MutableMapping[str, Any]):
     def _in_shape(self, kind: str, value: torch.Tensor) -> torch.Tensor:
         return value if kind == _STEP else value.view(self._owned.shape)
 
-    @_told
+    @_publishes_refusal
     def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` as the tier takes it; refuses what it does not."""
+        """Return ``state`` in the tier's format: 1-D tensors on the host, and ``step`` as an int.
+
+        Raises `PartitionError` for kinds, sizes and other parameters' states that the tier cannot keep.
+        """
         kinds = {
             _STEP,
             *(kind for kind in self._tier.kinds(self.name) if kind != _MASTER and not kind.endswith(_SCALE)),
@@ -372,7 +383,7 @@ class TierState(MutableMapping[str, Any]):
         return packed
 
     def _check_own(self, kind: str, value: Any) -> None:
-        """Refuse a value that is, or was computed from, a state of another parameter."""
+        """Raise `PartitionError` if ``value`` is, or was computed from, another state or another parameter's."""
         window = value.window if isinstance(value, TierValue) else None
         if window is not None and (window.state is not self or window.kind != kind):
             raise PartitionError(

@@ -1,4 +1,4 @@
-"""Tensors that show values of an optimizer's states on a tier; [Note: states on a tier] in tier_states.py."""
+"""Tensors that show values of an optimizer's states on a tier; see [Note: states on a tier] in tier_states.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .torch_calls import SHAPES, attribute_of, is_elementwise, name_of, writes
 
 
 class ShownState(Protocol):
-    """One fragment's state on a tier."""
+    """One fragment's state on a tier, as a `TierWindow` uses it; `TierState` is one."""
 
     @property
     def name(self) -> str:
@@ -21,54 +21,54 @@ class ShownState(Protocol):
 
     @property
     def reference(self) -> FragmentReference | None:
-        """What the state stands for, None where nothing guards it."""
+        """The guard's reference for tensors of this state; None if nothing guards them."""
 
     def has(self, window: TierWindow) -> bool:
-        """Return whether ``window`` shows what is here."""
+        """Return whether ``window`` still shows a value of this state."""
 
     def version(self) -> tuple[int, int]:
-        """Another number when the tier may have other values."""
+        """Return a pair of counts that differs from an earlier one if the tier may have other values since."""
 
     def read(self, kind: str) -> torch.Tensor:
-        """A copy of what the tier has now."""
+        """Return a copy of the tier's present value of ``kind``."""
 
     def write(self, state: dict[str, Any]) -> None:
-        """Put ``state`` on the tier; kinds that are not given stay."""
+        """Write the values in ``state`` to the tier; kinds that are not given stay."""
 
-    def take_assigned(self) -> None:
-        """Have the tier take what was written into tensors after they were assigned."""
+    def store_assigned(self) -> None:
+        """Store again assigned tensors that were written since."""
 
 
 class TierWindow:
-    """Memory that shows one value of a `TierState`."""
+    """Memory that mirrors the value of one kind of a `TierState`."""
 
     def __init__(self, state: ShownState, kind: str, values: torch.Tensor) -> None:
         self.state, self.kind, self.values = state, kind, values
         self._version = state.version()
 
     def show(self, alias: torch.Tensor, *, is_guarded: bool = True) -> TierValue:
-        """``alias`` of this window's memory, as user code gets it."""
+        """Return ``alias``, a tensor in this window's memory, as a `TierValue` for user code."""
         shown = alias.as_subclass(TierValue)
         shown.window, shown.is_guarded = self, is_guarded
         return shown
 
     def is_shown_by(self, value: Any) -> bool:
-        """Return whether ``value`` is all of this window."""
+        """Return whether ``value`` is this window's full tensor."""
         return isinstance(value, TierValue) and value.window is self and plain_value(value).is_set_to(self.values)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is in this window's memory."""
+        """Return whether ``tensor`` shares this window's memory."""
         return tensor.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
 
     def refresh(self) -> None:
-        """Have the values of the tier, where they are others by now."""
-        self.state.take_assigned()
+        """Copy the tier's values into this memory if they may have changed; nothing if the state has no such window."""
+        self.state.store_assigned()
         if self._version != self.state.version() and self.state.has(self):
             self.values.copy_(self.state.read(self.kind).view_as(self.values))
             self._version = self.state.version()
 
     def write_back(self) -> None:
-        """Have the tier take these values."""
+        """Write this memory's values to the tier; nothing if the state has no such window any more."""
         if self.state.has(self):
             self.state.write({self.kind: self.values})
             self._version = self.state.version()
@@ -77,6 +77,8 @@ class TierWindow:
 def _call(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
+    """Run torch function ``func`` on fresh values of the tier, and write back what it wrote: `TierValue`'s
+    ``__torch_function__``."""
     keywords, call = kwargs or {}, name_of(func)
     found = check_use(func, args, keywords)
     if found and (fact := attribute_of(func) or call) in SHAPES:
@@ -119,7 +121,7 @@ class TierValue(GuardedTensor, torch.Tensor):
     is_guarded: bool
 
     def fragment_reference(self) -> FragmentReference | None:
-        """Return what this stands for, None where nothing guards it."""
+        """Return the guard's reference for this tensor; None if nothing guards it."""
         return self.window.state.reference if self.is_guarded else None
 
     __torch_function__: ClassVar[Any] = classmethod(_call)
@@ -134,6 +136,6 @@ class TierValue(GuardedTensor, torch.Tensor):
 
 
 def plain_value(value: torch.Tensor) -> torch.Tensor:
-    """``value``, or where it is a `TierValue` a plain tensor of the memory that shows it."""
+    """Return ``value`` as a plain tensor of the same memory; itself if it is not guarded."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.as_subclass(torch.Tensor) if isinstance(value, GuardedTensor) else value

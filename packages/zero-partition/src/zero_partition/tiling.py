@@ -1,4 +1,4 @@
-"""Linear layers in tiles that come and go one by one: memory-centric tiling."""
+"""Linear layers in tiles that are gathered and released one by one: memory-centric tiling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .errors import PartitionError
 
 
 class TiledLinear(nn.Module):
-    """A linear layer cut into ``in_splits`` x ``out_splits`` tiles, each a linear layer of its own.
+    """A linear layer split into ``in_splits`` x ``out_splits`` tiles, each a linear layer of its own.
 
     Under stage 3 a tile is a unit (or part of one): only one tile of weights is present at a time, so a layer larger
     than the allowed memory computes (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3). Input (..., in_features),
@@ -41,7 +41,7 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, in_splits: int = 1, out_splits: int = 1) -> TiledLinear:
-        """The same layer in tiles, with copies of its weights."""
+        """Return a tiled layer with copies of the weights of ``linear``, which computes the same."""
         weight = linear.weight
         tiled = cls(
             linear.in_features,
@@ -62,11 +62,11 @@ class TiledLinear(nn.Module):
         return tiled
 
     def tile(self, row: int, column: int) -> nn.Linear:
-        """The tile that maps input tile ``column`` to output tile ``row``."""
+        """Return the tile that maps slice ``column`` of the input to slice ``row`` of the output."""
         return cast(nn.Linear, self.tiles[row * len(self.in_sizes) + column])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer tile by tile."""
+        """Return the layer's output for ``x``, computed tile by tile."""
         inputs = torch.split(x, self.in_sizes, dim=-1)
         outputs = []
         for row in range(len(self.out_sizes)):
@@ -78,6 +78,7 @@ class TiledLinear(nn.Module):
 
 
 def _sizes(which: str, features: int, splits: int) -> list[int]:
+    """Return the sizes of ``splits`` nearly equal slices of ``features``; ``which``: "in" or "out", for the error."""
     if not 1 <= splits <= features:
         raise PartitionError(
             f"TiledLinear: expected 1 to {features} {which}_splits for {features} features, got {splits}"

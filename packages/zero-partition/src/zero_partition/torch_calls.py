@@ -1,4 +1,4 @@
-"""The effect on its arguments of each torch function that ``__torch_function__`` sees, by its name."""
+"""Classify the torch functions that ``__torch_function__`` gets by name: what they need, and what they write."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _ITEM_WRITES = frozenset("__iadd__ __iand__ __idiv__ __imul__ __ior__ __isub__ _
 
 
 def name_of(func: Any) -> str:
-    """The function's own name; ``__get__``, ``__set__`` and ``__delete__`` for what an attribute does."""
+    """Return the function's own name; for a use of an attribute ``__get__``, ``__set__`` or ``__delete__``."""
     return getattr(func, "__name__", str(func))
 
 
 def attribute_of(func: Any) -> str:
-    """The attribute that ``func`` reads or sets, "" where it is none."""
+    """Return the name of the attribute that ``func`` reads, sets or deletes; "" if it does none of these."""
     return getattr(func.__self__, "__name__", "") if name_of(func) in ("__get__", "__set__", "__delete__") else ""
 
 
@@ -49,8 +49,10 @@ def writes(name: str) -> bool:
 
 
 def is_elementwise(name: str) -> bool:
-    """Return whether each element of what the function called ``name`` gives or writes comes from the elements at the
-    same place; a part of a tensor and the whole are alike to it then."""
+    """Return whether the function called ``name`` computes each element from the elements at the same position only.
+
+    Such a function does the same to a part of a tensor as to all of it.
+    """
     if name.startswith("__"):
         operator = name.strip("_")
         return operator in _OPERATORS or (operator[:1] in ("r", "i") and operator[1:] in _OPERATORS)

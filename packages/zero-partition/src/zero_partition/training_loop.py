@@ -1,4 +1,4 @@
-"""The seam behind which the training loop says what its backward passes mean."""
+"""The interface through which a partition asks its training loop what backward passes are for."""
 
 from __future__ import annotations
 
@@ -6,73 +6,77 @@ from typing import Protocol
 
 
 class TrainingLoop(Protocol):
-    """Answers the partition's questions about the next backward pass; an engine has one."""
+    """A loop of backward passes and steps that drives a partition; an engine has one."""
 
     def reduces_now(self) -> bool:
         """Return whether a backward pass that begins now reduces its gradients; the same on every rank."""
 
     def refuse_plain_backward(self) -> str | None:
-        """Return why ``loss.backward()`` cannot be called now, None when it can."""
+        """Return why ``loss.backward()`` cannot be called now, for an error; None if it can."""
 
     def refuse_written_gradients(self) -> str | None:
-        """Return why the user's own gradients cannot be taken now, None when they can."""
+        """Return why user code may not write ``.grad`` now, for an error; None if it may."""
 
     def position(self) -> tuple[int, int, int]:
-        """Return the optimizer steps, micro-batches and samples that were counted."""
+        """Return the numbers of optimizer steps, micro-batches and samples so far."""
 
     def go_back(self, micro_steps: int, samples: int) -> None:
-        """Begin the step anew, after so many micro-batches and samples; the step before is done on every rank."""
+        """Restart the current step: set the counts to those at its beginning.
+
+        Called after a failure, when all ranks have completed the step before. The arguments are the smallest counts of
+        any rank.
+        """
 
 
 class EveryPassReduces:
-    """The loop of a partition that no engine drives: each backward pass reduces, and nothing is refused."""
+    """The `TrainingLoop` of a partition without an engine: each backward pass reduces, and nothing is refused."""
 
     def reduces_now(self) -> bool:
-        """It does."""
+        """Return True."""
         return True
 
     def refuse_plain_backward(self) -> str | None:
-        """Nothing is refused."""
+        """Return None, as nothing is refused."""
         return None
 
     def refuse_written_gradients(self) -> str | None:
-        """Nothing is refused."""
+        """Return None, as nothing is refused."""
         return None
 
     def position(self) -> tuple[int, int, int]:
-        """Nothing is counted."""
+        """Return zeros, as nothing is counted."""
         return 0, 0, 0
 
     def go_back(self, micro_steps: int, samples: int) -> None:
-        """Nothing was counted."""
+        """Do nothing, as nothing is counted."""
 
 
 class FollowedLoop:
-    """Asks the loop that drives a partition: `EveryPassReduces` until `follow` names another."""
+    """Forwards to the loop that drives a partition: `EveryPassReduces` until `follow` sets another."""
 
     def __init__(self) -> None:
         self._loop: TrainingLoop = EveryPassReduces()
 
     def follow(self, loop: TrainingLoop) -> None:
-        """Ask ``loop`` from now on."""
+        """Forward to ``loop`` from now on."""
         self._loop = loop
 
     def reduces_now(self) -> bool:
-        """As the loop says."""
+        """Return the loop's answer."""
         return self._loop.reduces_now()
 
     def refuse_plain_backward(self) -> str | None:
-        """As the loop says."""
+        """Return the loop's answer."""
         return self._loop.refuse_plain_backward()
 
     def refuse_written_gradients(self) -> str | None:
-        """As the loop says."""
+        """Return the loop's answer."""
         return self._loop.refuse_written_gradients()
 
     def position(self) -> tuple[int, int, int]:
-        """As the loop has counted."""
+        """Return the loop's counts of steps, micro-batches and samples."""
         return self._loop.position()
 
     def go_back(self, micro_steps: int, samples: int) -> None:
-        """Have the loop begin its step anew."""
+        """Have the loop restart its current step."""
         self._loop.go_back(micro_steps, samples)

@@ -1,4 +1,4 @@
-"""Uses of parameters that no hook announces, and which unit a parameter belongs to."""
+"""Gather units for uses of parameters that no module hook announces."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .unit import Unit, UnitState
 
 
 class UnannouncedUse:
-    """Gathers units for code that reads a parameter where no hook has announced it.
+    """Gathers the unit of a parameter that code reads although no module hook has gathered it.
 
     Attributes:
-        trains: gradients are enabled in the running forward, or were in the last one.
+        trains: gradients are enabled in the running forward pass, or were in the last one.
     """
 
     def __init__(
@@ -39,15 +39,16 @@ class UnannouncedUse:
         self._thread: int | None = None
 
     def pass_begins(self, *, trains: bool) -> None:
-        """A forward pass begins on this thread; whether gradients are enabled."""
+        """Make this thread, which begins a forward pass, the only one that may gather; ``trains``: gradients are
+        enabled."""
         self.trains = trains
         self._thread = threading.get_ident()
 
     def gather(self, unit: Unit) -> None:
-        """Return when the parameters of a releasable unit are full; in a pass or outside.
+        """Gather a releasable unit and wait for it, in a pass or outside.
 
         Raises `CommError` after a failure, and `ReleasedParameterError` on a thread that neither began the last forward
-        pass nor runs a backward pass: what it gathers would not be what the other ranks gather at that moment.
+        pass nor runs a backward pass: its gathers would not be in the order that the ranks have agreed on.
         """
         self._liveness.check()
         if self._thread not in (None, threading.get_ident()) and torch._C._current_graph_task_id() == -1:
@@ -62,19 +63,21 @@ class UnannouncedUse:
             self._reducer.mark_ran(unit.index)
 
     def unit_of(self, parameter: nn.Parameter) -> Unit | None:
-        """The releasable unit of ``parameter``, if it has one."""
+        """Return the releasable unit of ``parameter``; None if it has none."""
         return self._unit_of.get(id(parameter))
 
     def parameter_read(self, parameter: nn.Parameter) -> None:
-        """Code asked a module for a parameter: gather it when a pass of this engine runs on this rank. After a failure
-        it gets the placeholder, with which nothing can be computed."""
+        """Gather ``parameter``, which code has read from a module, if a pass runs and has not used its unit yet.
+
+        After a failure nothing is gathered, and the code gets the placeholder.
+        """
         unit = self.unit_of(parameter)
         runs = self._gathers.active and not self._liveness.failed
         if unit is not None and runs and not self._gathers.is_used(unit):
             self.gather(unit)
 
     def refuse_pickle(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise when one of the parameters is released: what would be written down is NaN."""
+        """Raise `ReleasedParameterError` if one of ``parameters`` is released, as a pickle would hold NaN."""
         for parameter in parameters:
             unit = self.unit_of(parameter)
             if unit is not None and unit.state is not UnitState.GATHERED:

@@ -1,4 +1,4 @@
-"""An interface for tools that hear when units compute."""
+"""An interface for tools that are called when units compute."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from .unit import Unit
 
 
 class UnitWatch(Protocol):
-    """Told on this rank, on the thread that computes; calls of modules nest. Recomputing in backward is not told."""
+    """A tool that is called when units compute: on this rank, on the thread that computes.
+
+    Calls for modules nest, as the modules do. Forwards that backward recomputes are left out.
+    """
 
     def enters(self, units: Sequence[Unit]) -> None:
-        """A module that uses ``units`` begins its forward; their parameters are gathered."""
+        """Called when a module that uses ``units`` begins its forward, after their parameters were gathered."""
 
     def leaves(self, units: Sequence[Unit]) -> None:
-        """That module's forward is over, or raised; the units are still gathered."""
+        """Called when that module's forward has returned or raised, before the units are released."""
 
     def backward_done(self, unit: Unit) -> None:
-        """Autograd has finished the last of the unit's gradients in this pass, and its reduction may have begun."""
+        """Called when autograd has finished the last of the unit's gradients in this pass; its reduction may have
+        started."""
 
 
 class WatchedUnits:
-    """The one who is told of units, None where nobody is: `Runtime.watch_units` names one."""
+    """Holds the `UnitWatch` that is called, None without one; `Runtime.watch_units` sets it."""
 
     def __init__(self) -> None:
         self.watch: UnitWatch | None = None

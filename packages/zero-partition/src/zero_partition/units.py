@@ -17,8 +17,11 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class UnitLimits:
-    """Bounds in elements: units are opened above ``max_numel``, small leftovers are merged up to ``min_numel``;
-    parameters below ``persistence_threshold`` elements are persistent."""
+    """Bounds, in elements, for dividing a model into units.
+
+    Module subtrees above ``max_numel`` are divided further; neighbouring small units are merged up to ``min_numel``;
+    parameters below ``persistence_threshold`` are persistent.
+    """
 
     max_numel: int = 64_000_000
     min_numel: int = 250_000
@@ -27,9 +30,10 @@ class UnitLimits:
 
 @dataclass
 class UnitPlan:
-    """One unit before any tensor is made: parameters of one dtype, all trainable or all frozen.
+    """The plan of one unit, before its tensors exist: parameters of one dtype, all trainable or all frozen.
 
-    ``members``: the modules whose forward uses the unit; it may be released when all of them have run.
+    ``parameters``: by name. ``members``: by name, the modules whose forward uses the unit; it may be released when all
+    of them have run.
     """
 
     name: str
@@ -42,7 +46,10 @@ class UnitPlan:
 
 @dataclass
 class _Group:
-    """A run of the module tree that will become one unit per dtype and trainability."""
+    """Neighbouring modules of the tree that will become one unit for each dtype, trainability and persistence.
+
+    ``mergeable``: it may be merged with a neighbour.
+    """
 
     name: str
     members: dict[str, nn.Module] = field(default_factory=dict)
@@ -65,9 +72,10 @@ def plan_units(
     """Return the units of ``model`` in module order.
 
     A subtree that fits ``limits.max_numel`` and is an element of a ModuleList, Sequential or ModuleDict is a unit;
-    larger subtrees are opened, unless ``is_leaf``; what is left over is merged while it stays below ``min_numel``.
-    ``dtype_of`` decides the dtype a parameter is computed with. Parameters that cannot be sharded (empty, not floating
-    point, tensor subclasses) are left out; `replicated_parameters` lists them.
+    larger subtrees are divided, unless ``is_leaf`` (by name and module); the remaining modules are merged up to
+    ``limits.min_numel``. ``trainable``: returns whether a parameter is trained. ``dtype_of``: returns the dtype in
+    which a parameter, by name, computes. Parameters that cannot be sharded (empty, not floating point, tensor
+    subclasses) are left out; `replicated_parameters` lists them.
     """
     owners = _owners(model)
     groups = _merge(_walk("", model, limits, is_leaf), limits)
@@ -91,13 +99,13 @@ def plan_units(
 
 
 def replicated_parameters(model: nn.Module) -> dict[str, str]:
-    """Name -> reason, for parameters that are replicated on every rank and that no unit holds."""
+    """Return, by name, the parameters that no unit can hold, so that they are replicated, with the reasons."""
     found = ((name, reason_replicated(p)) for name, p in model.named_parameters())
     return {name: reason for name, reason in found if reason is not None}
 
 
 def reason_replicated(parameter: nn.Parameter) -> str | None:
-    """Return why a parameter cannot be part of a flat buffer, or None."""
+    """Return why a parameter cannot be part of a flat buffer; None if it can."""
     values = parameter.data
     if not is_plain(values) and type(values) is not ReleasedValues:  # the latter: Init has built and sharded it
         return f"it is a tensor subclass ({type(values).__name__})"
@@ -111,7 +119,7 @@ def reason_replicated(parameter: nn.Parameter) -> str | None:
 
 
 def check_trainable_shards(model: nn.Module) -> None:
-    """Refuse by name what would train on every rank without being reduced."""
+    """Raise `PartitionError` for a replicated parameter that requires gradients, as these would not be reduced."""
     for name, parameter in model.named_parameters():
         reason = reason_replicated(parameter)
         if reason is not None and parameter.requires_grad and parameter.numel() > 0:
@@ -122,7 +130,7 @@ def check_trainable_shards(model: nn.Module) -> None:
 
 
 def _owners(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
-    """id of parameter -> the modules that own it directly, by name (tied parameters have several)."""
+    """Return, by id of a parameter, the modules that own it directly, by name; tied parameters have several."""
     owners: dict[int, dict[str, nn.Module]] = {}
     for module_name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -134,7 +142,7 @@ def _owners(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
 def _walk(
     name: str, module: nn.Module, limits: UnitLimits, is_leaf: Callable[[str, nn.Module], bool]
 ) -> Iterator[_Group]:
-    """Yield groups in module order: own parameters first, then children, opening what is too large."""
+    """Yield groups in module order: the module's own parameters first, then its children, divided if too large."""
     own = {_join(name, key): p for key, p in module._parameters.items() if p is not None}
     if own:
         yield _Group(name or "root", {name: module}, own)
@@ -153,7 +161,7 @@ def _walk(
 
 
 def _merge(groups: Iterator[_Group], limits: UnitLimits) -> list[_Group]:
-    """Join neighbouring small leftovers so that no collective is tiny."""
+    """Merge neighbouring small groups, so that no collective is tiny."""
     merged: list[_Group] = []
     for group in groups:
         last = merged[-1] if merged else None
@@ -166,6 +174,7 @@ def _merge(groups: Iterator[_Group], limits: UnitLimits) -> list[_Group]:
 
 
 def _named_parameters(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of ``module`` and its submodules, named as in the model."""
     for name, parameter in module.named_parameters():
         yield _join(prefix, name), parameter
 
@@ -175,6 +184,7 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _unit_name(group: str, dtype: torch.dtype, trainable: bool, persistent: bool) -> str:
+    """Return a unit's name, for example "layers.0 [bfloat16, frozen]"."""
     marks = (
         [str(dtype).removeprefix("torch.")] + ([] if trainable else ["frozen"]) + (["persistent"] if persistent else [])
     )

@@ -1,4 +1,4 @@
-"""Run the optimizer's arithmetic over what a rank owns."""
+"""Run the optimizer's arithmetic over the parts of parameters that a rank updates."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from .tier import StateTier
 from .unit import Unit
 
 Touched = Mapping[int, Sequence[bool]]
-"""By unit, for each of its parameters, whether any rank had a gradient."""
+"""By index of a unit, for each of its parameters, whether any rank had a gradient."""
 
 
 @dataclass(frozen=True)
 class OwnedFragment:
-    """The part of one parameter that this rank updates: ``tensor`` is the optimizer's parameter, ``number`` the
-    parameter's position in its unit."""
+    """The part of one parameter that this rank updates.
+
+    ``number``: position of the parameter in ``unit``. ``tensor``: stands for it in the optimizer's param groups.
+    """
 
     unit: Unit
     number: int
@@ -36,42 +38,48 @@ class OwnedFragment:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of ``tensor``, which gives user code its parameter's."""
+        """The true shape of ``tensor``, which shows user code the full parameter's shape instead."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.tensor.shape
 
     @property
     def reduced_start(self) -> int:
-        """First element in the unit's master and reduced gradient."""
+        """Offset of the fragment in the unit's master and reduced gradient, in elements."""
         return start_in_reduced(self.unit, self.fragment)
 
 
 class OptimizerStep(Protocol):
-    """Calls the optimizer's `step`: the user's pre-hooks, ``begin``, its arithmetic, the user's post-hooks."""
+    """Runs the optimizer's `step`: the user's pre-hooks, ``begin``, the arithmetic, the user's post-hooks."""
 
     def __call__(self, begin: Callable[[], None] | None = None, /) -> None: ...
 
 
 class Update(Protocol):
-    """The step of a transaction, after all ranks agreed that it is taken."""
+    """A way to run the optimizer: on fragments, on full parameters, or on a tier."""
 
-    def own(self, unit: Unit, number: int) -> OwnedFragment | None:
-        """Return what this rank updates of the unit's parameter ``number``."""
+    def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
+        """Make and keep the fragment that this rank updates of the unit's parameter ``number``; None if there is none.
+
+        Called once for each parameter in the param groups, before the first `run`.
+        """
 
     def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
-        """Give the owned tensors their gradients times ``factor``, none where no rank had one; call ``step``; have
-        the units' masters hold the new weights. Collective."""
+        """Update the units' masters. Collective; called after all ranks have agreed that the step is taken.
+
+        Gives the fragments' tensors their gradients times ``factor`` (none to those that no rank touched), calls
+        ``step``, and stores the new weights in the masters.
+        """
 
 
 def start_in_reduced(unit: Unit, fragment: Fragment) -> int:
-    """First element of a fragment in the unit's master and reduced gradient, which are full at stage 0."""
+    """Return the offset of a fragment in the unit's master and reduced gradient, which are full at stage 0, else this
+    rank's shard."""
     full = unit.master is not None and unit.master.numel() == unit.layout.numel
     return (fragment.rank * unit.layout.shard_numel if full else 0) + fragment.shard_offset
 
 
 class FragmentUpdate:
-    """The optimizer's parameters are views of the masters: of this rank's fragments, or at stage 0 of full
-    parameters."""
+    """Updates fragments in place: the optimizer's tensors are views of the masters, at stage 0 of full parameters."""
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
@@ -79,8 +87,8 @@ class FragmentUpdate:
         self._views: list[torch.Tensor] = []
         self._of_unit: dict[int, tuple[list[OwnedFragment], Stretches]] = {}
 
-    def own(self, unit: Unit, number: int) -> OwnedFragment | None:
-        """Return what this rank updates of the unit's parameter ``number``."""
+    def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
+        """Return this rank's fragment (at stage 0 the full parameter), a view of the master; None if there is none."""
         entry = unit.layout.entries[number]
         fragment = (
             Fragment(entry, 0, 0, entry.offset, entry.numel)
@@ -99,7 +107,7 @@ class FragmentUpdate:
 
     @torch.no_grad()
     def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
-        """Step in place: the masters are what the optimizer updates."""
+        """Give the tensors views of the reduced gradients and step; the masters are updated in place."""
         gradients = self._partition.runtime.gradients
         if sum(len(fragments) for fragments, _ in self._of_unit.values()) != len(self.fragments):
             self._of_unit = dict(self._by_unit())
@@ -112,18 +120,19 @@ class FragmentUpdate:
                 if present[owned.number]:
                     tensor = owned.tensor
                     tensor.grad = gradient if tensor.dtype is dtype else gradient.to(tensor.dtype)
-        step_with(self.fragments, factor, step)
-        self._take_assigned()
+        scale_and_step(self.fragments, factor, step)
+        self._copy_assigned()
 
-    def _take_assigned(self) -> None:
-        """Bring what a step assigned (``p.data = values``) to the masters, and have the tensors show these again."""
+    def _copy_assigned(self) -> None:
+        """Copy values that a step assigned (``p.data = values``) into the masters, and make the tensors views of the
+        masters again."""
         for owned, view in zip(self.fragments, self._views, strict=True):
             if owned.tensor.data_ptr() != view.data_ptr():
                 view.copy_(owned.tensor)
                 owned.tensor.data = view
 
     def _by_unit(self) -> Iterator[tuple[int, tuple[list[OwnedFragment], Stretches]]]:
-        """Yield each unit's index, its fragments, and their places in its reduced gradient."""
+        """Yield each unit's index with its fragments and what slices them out of the unit's reduced gradient."""
         for index in dict.fromkeys(owned.unit.index for owned in self.fragments):
             fragments = [owned for owned in self.fragments if owned.unit.index == index]
             places = [(o.reduced_start, o.reduced_start + o.fragment.length) for o in fragments]
@@ -133,11 +142,11 @@ class FragmentUpdate:
 
 
 class ParameterUpdate:
-    """For optimizers that need full parameters while masters are sharded: every parameter has one rank that updates
-    it and keeps its state.
+    """Updates full parameters while masters are sharded: each parameter has one rank that updates it and keeps its
+    state.
 
-    A step gathers a unit's gradients and masters, updates each parameter at its owner, and sends it to all; that is
-    three times the bytes of an all-gather of the unit. Between steps the optimizer's parameters are placeholders.
+    A step gathers a unit's gradients and masters, updates each parameter at its owner, and broadcasts it, which is
+    three times the traffic of an all-gather of the unit. Between steps the optimizer's tensors are placeholders.
     """
 
     def __init__(self, partition: Partition) -> None:
@@ -146,8 +155,8 @@ class ParameterUpdate:
         self._listed: dict[int, set[int]] = {}
         self.fragments: list[OwnedFragment] = []
 
-    def own(self, unit: Unit, number: int) -> OwnedFragment | None:
-        """Return the full parameter at its owner, nothing on other ranks."""
+    def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
+        """Return the full parameter on the rank that updates it, None on other ranks."""
         if unit.master is None:
             return None
         self._listed.setdefault(unit.index, set()).add(number)
@@ -162,20 +171,21 @@ class ParameterUpdate:
 
     @torch.no_grad()
     def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
-        """Bring the owned parameters and gradients, step, send the results."""
+        """Gather the masters and gradients of touched units, step, and broadcast the new parameters."""
         units = [self._partition.units[index] for index in sorted(self._listed) if index in touched]
         placeholders = [(owned.tensor, owned.tensor.data) for owned in self.fragments]
         try:
             for unit in units:
-                self._bring(unit, touched[unit.index])
-            step_with(self.fragments, factor, step)
+                self._gather_owned(unit, touched[unit.index])
+            scale_and_step(self.fragments, factor, step)
             for unit in units:
-                self._send(unit, touched[unit.index])
+                self._broadcast_updated(unit, touched[unit.index])
         finally:
             for tensor, placeholder in placeholders:
                 tensor.data = placeholder
 
-    def _bring(self, unit: Unit, touched: Sequence[bool]) -> None:
+    def _gather_owned(self, unit: Unit, touched: Sequence[bool]) -> None:
+        """Gather a unit's masters and gradients, and give this rank's parameters of it their values and gradients."""
         group, tag = self._partition.groups.gather, Tag("gather", unit.name, self._partition.runtime.step)
         reduced, master = self._partition.runtime.gradients[unit.index].reduced, unit.master
         if reduced is None or master is None:
@@ -191,7 +201,8 @@ class ParameterUpdate:
                 gradient = gradients[entry.offset : entry.end].view(entry.shape)
                 owned.tensor.grad = gradient.to(owned.tensor.dtype, copy=True)
 
-    def _send(self, unit: Unit, touched: Sequence[bool]) -> None:
+    def _broadcast_updated(self, unit: Unit, touched: Sequence[bool]) -> None:
+        """Broadcast each touched parameter of a unit from its owner, and copy this rank's part into the master."""
         group, rank = self._partition.groups.gather, self._partition.rank
         mine = {owned.number: owned.tensor.data for owned in self.fragments if owned.unit is unit}
         shard = unit.master
@@ -210,16 +221,18 @@ class ParameterUpdate:
 
 
 class TierUpdate:
-    """The shards' tier does the arithmetic; the optimizer object is asked for its groups, and its parameters are
-    placeholders. Its `step` runs without gradients, for whoever listens to it."""
+    """Has the tier of the shards do the arithmetic, with the hyperparameters of the optimizer's groups.
+
+    The optimizer's tensors are placeholders. Its `step` runs without gradients, only for its hooks.
+    """
 
     def __init__(self, partition: Partition, states: StateTier) -> None:
         self._partition = partition
         self._states = states
         self.fragments: list[OwnedFragment] = []
 
-    def own(self, unit: Unit, number: int) -> OwnedFragment | None:
-        """Return the part of the parameter in this rank's shard."""
+    def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
+        """Return the part of the parameter in this rank's shard, with a placeholder; None if there is none."""
         fragment = unit.layout.fragment_of(unit.layout.entries[number], self._partition.rank)
         if unit.states is None or fragment is None:
             return None
@@ -231,7 +244,7 @@ class TierUpdate:
         return owned
 
     def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
-        """Step on the tier; the new weights are in the shards."""
+        """Step on the tier, which writes the new weights into the shards."""
         absent = {
             owned.fragment.entry.name
             for owned in self.fragments
@@ -241,14 +254,14 @@ class TierUpdate:
 
 
 class NormReduction:
-    """Adds up an optimizer's partial norms over the ranks, in rank order; at stage 0 they are of full parameters."""
+    """Adds up an optimizer's partial norms over the ranks, in rank order; at stage 0 they are complete already."""
 
     def __init__(self, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
         self._partition = partition
         self._key = {id(o.tensor): f"{o.unit.index}.{o.number}" for o in fragments}
 
     def __call__(self, partial: PartialNorms) -> list[tuple[float, ...]]:
-        """Norms of full parameters, in the order of ``partial``. Collective."""
+        """Return the norms of the full parameters in the order of ``partial``. Collective."""
         if self._partition.options.stage == 0:
             return [tuple(norms) for _, norms in partial]
         mine = {self._key[id(tensor)]: list(norms) for tensor, norms in partial}
@@ -260,8 +273,8 @@ class NormReduction:
         return [totals[self._key[id(tensor)]] for tensor, _ in partial]
 
 
-def step_with(fragments: Sequence[OwnedFragment], factor: float, step: OptimizerStep) -> None:
-    """Scale the gradients of the owned tensors, step, take the gradients away."""
+def scale_and_step(fragments: Sequence[OwnedFragment], factor: float, step: OptimizerStep) -> None:
+    """Multiply the gradients of the fragments' tensors by ``factor``, call ``step``, and set them to None."""
     gradients = [owned.tensor.grad for owned in fragments if owned.tensor.grad is not None]
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
@@ -273,7 +286,10 @@ def step_with(fragments: Sequence[OwnedFragment], factor: float, step: Optimizer
 
 
 def update_for(optimizer: Optimizer, partition: Partition, *, full: bool) -> Update:
-    """Choose how ``optimizer`` runs; ``full``: it needs full parameters at every stage."""
+    """Return the way to run ``optimizer``: on the tier if there is one, else on fragments or full parameters.
+
+    ``full``: it needs full parameters at every stage.
+    """
     if partition.states is not None:
         return TierUpdate(partition, partition.states)
     if full and partition.options.stage >= 1:
@@ -282,20 +298,20 @@ def update_for(optimizer: Optimizer, partition: Partition, *, full: bool) -> Upd
 
 
 def connect_positions(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
-    """Under virtual ranks, have an optimizer that rounds by elements' places do it alike at any number of ranks."""
+    """Under virtual ranks, give a `PositionedOptimizer` positions of elements that are the same at any world size."""
     if partition.options.virtual_ranks and isinstance(optimizer, PositionedOptimizer):
         positions = element_positions((unit.layout for unit in partition.units if unit.plan.trainable), GRID)
         optimizer.positions = {o.tensor: positions[o.fragment.entry.name] + o.fragment.param_offset for o in fragments}
 
 
 def connect_norms(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
-    """Have an optimizer that needs norms of full parameters get them from all ranks."""
+    """Give a `NormOptimizer` the function that adds up its partial norms over all ranks."""
     if isinstance(optimizer, NormOptimizer):
         optimizer.reduce_norms = NormReduction(partition, fragments)
 
 
 def _balanced_owners(partition: Partition) -> dict[str, int]:
-    """Parameter name -> the rank that updates it: the largest first, each to the rank with the fewest elements."""
+    """Return, by parameter name, the rank that updates it: largest first, each to the rank with the fewest elements."""
     load = [0] * partition.world_size
     owners = {}
     trained = [entry for unit in partition.units if unit.plan.trainable for entry in unit.layout.entries]

@@ -1,4 +1,4 @@
-"""Gradients where the user sees and writes them: the parameters' ``.grad``."""
+"""Show averaged gradients in the parameters' ``.grad``, and take gradients that user code writes there."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .unit_edits import without_torch_function
 
 
 class UserGradients:
-    """Shows averaged gradients in ``.grad`` (stage 0) and takes over what the user leaves there (every stage).
+    """Shows averaged gradients in ``.grad`` (stage 0) and takes gradients that user code writes there (every stage).
 
-    [Note: written gradients] What a rank's user leaves in ``p.grad`` is that rank's gradient of ``p``: it takes the
-    place of all that backward has given since the last step, later passes add to it, and it is averaged over the ranks
-    like autograd's own. ``None`` is no gradient. Both are found by comparing with what the engine left there, where a
-    pass or a step begins. A parameter that backward gave a gradient is written on every rank or on none: a part of an
-    average cannot be taken back.
+    [Note: written gradients] A gradient that user code writes to ``p.grad`` on a rank is that rank's gradient of ``p``:
+    it replaces all that backward has given since the last step, later passes add to it, and it is averaged over the
+    ranks like autograd's own. ``None`` means no gradient. Both are found when a pass or a step begins, by comparing
+    ``p.grad`` with what the engine left there. A parameter with a gradient from backward has to be written on every
+    rank or on none, as one rank's part of an average cannot be replaced.
 
-    ``loop`` says whether gradients may be written now.
+    ``loop``: says whether gradients may be written now.
 
     Attributes:
-        discards: a digest of what was discarded since the last step after it was reduced; the same on every rank.
+        discards: a digest of the averaged gradients discarded since the last step; the same on every rank.
     """
 
     def __init__(self, gradients: Sequence[UnitGradients], loop: TrainingLoop) -> None:
@@ -48,7 +48,7 @@ class UserGradients:
 
     @without_torch_function
     def show(self) -> None:
-        """Where this rank keeps full averaged gradients (stage 0), make them the parameters' ``.grad``."""
+        """Make full averaged gradients, of units that keep them (stage 0), the parameters' ``.grad``."""
         self._casts.clear()
         for index, gradients in self._gradients.items():
             shown: list[torch.Tensor | None] = []
@@ -73,7 +73,7 @@ class UserGradients:
 
     @without_torch_function
     def hide(self) -> None:
-        """Take the averaged gradients off the parameters again: autograd would add to them in place."""
+        """Set every ``.grad`` that `show` has set to None, as autograd would add to the averages in place."""
         for index in self._shown:
             for parameter in self._gradients[index].unit.parameters:
                 parameter.grad = None
@@ -84,10 +84,10 @@ class UserGradients:
 
     @without_torch_function
     def take(self, *, stepping: bool = False) -> None:
-        """Take over what the user has left in ``.grad`` since the engine last looked. Does not communicate.
+        """Make gradients that user code has written to ``.grad`` this rank's gradients. Does not communicate.
 
-        ``stepping``: no backward pass follows before the step; in-place changes that turn out to be the same on every
-        rank can stay where they are.
+        ``stepping``: no backward pass follows before the step, so in-place changes of averages can stay if they are the
+        same on every rank; else they are reduced again. Raises `PartitionError` if gradients may not be written now.
         """
         if self._is_as_left():
             if not stepping and self._edited:
@@ -113,7 +113,7 @@ class UserGradients:
         self._note_left()
 
     def report(self) -> WrittenGradients:
-        """Return what this rank's user wrote since the last step."""
+        """Return the gradients that user code on this rank has written since the last step."""
         return WrittenGradients(
             {index: sorted(numbers) for index, numbers in self._written.items()},
             {index: self._gradients[index].digest() for index in sorted(self._edited)},
@@ -121,9 +121,9 @@ class UserGradients:
 
     @without_torch_function
     def settle(self, reports: Sequence[WrittenGradients]) -> bool:
-        """Have in-place changes that differ between ranks averaged; returns whether there are any, to be reduced.
+        """Queue in-place changes that differ between ranks for another reduction; return whether there are any.
 
-        ``reports``: every rank's, in rank order. Raises `PartitionError` on every rank where only some ranks made any.
+        ``reports``: every rank's, in rank order. Raises `PartitionError` on every rank if only some ranks made changes.
         """
         edited = {index for report in reports for index in report.edited}
         for index in sorted(edited):
@@ -140,9 +140,11 @@ class UserGradients:
         return bool(apart)
 
     def check(self, reports: Sequence[WrittenGradients], untouched: Sequence[Mapping[int, Sequence[int]]]) -> None:
-        """Refuse, on every rank alike, gradients that some ranks have written and others have from backward.
+        """Raise `PartitionError` on every rank for a gradient that some ranks have written and others have from
+        backward.
 
-        ``untouched``: by rank and unit, the numbers of the parameters that have no gradient there.
+        ``reports``: every rank's, in rank order. ``untouched``: by rank and unit, the numbers of the parameters that
+        have no gradient there.
         """
         for index in sorted({index for report in reports for index in report.written}):
             wrote = [set(report.written.get(index, ())) for report in reports]
@@ -162,7 +164,7 @@ class UserGradients:
 
     @without_torch_function
     def discard(self, parameters: Iterable[nn.Parameter] | None, *, set_to_none: bool) -> None:
-        """Forget the gradients of ``parameters`` (None: of all), or with ``set_to_none`` false make them zeros."""
+        """Discard the gradients of ``parameters`` (None: of all), or with ``set_to_none`` false make them zeros."""
         numbers = self._numbers(parameters)
         if not numbers:
             return
@@ -182,19 +184,20 @@ class UserGradients:
             self.discards = zlib.crc32(f"{what} {set_to_none}".encode(), self.discards) or 1
 
     def forget(self) -> None:
-        """A step is over: nothing is written or discarded yet before the next one."""
+        """Forget, after a step, which gradients were written or discarded; ``.grad`` stays as it is."""
         self._written.clear()
         self._edited.clear()
         self.discards = 0
 
     def reset(self) -> None:
-        """Forget everything, also what the parameters' ``.grad`` holds."""
+        """Forget all gradients and all records of them, and set every ``.grad`` to None."""
         self._clear()
         self.forget()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
+        """Forget all gradients, and set every ``.grad`` to None."""
         with torch._C.DisableTorchFunctionSubclass():
             if any_gradient(self._parameters):
                 for parameter in self._parameters:
@@ -206,7 +209,7 @@ class UserGradients:
         self._edited.clear()
 
     def _is_as_left(self) -> bool:
-        """Return whether every ``.grad`` is what the engine left there, unchanged."""
+        """Return whether every ``.grad`` is the tensor, or None, that the engine left there, unchanged."""
         if not self._shown:
             return not any_gradient(self._parameters)
         if self._casts or not gradients_are(self._parameters, self._left):
@@ -214,39 +217,43 @@ class UserGradients:
         return not any(map(self._was_edited, self._shown))
 
     def _note_left(self) -> None:
-        """The engine has put into ``.grad``, or taken away, what `_shown` says."""
+        """Store what the engine has left in each ``.grad``, for `_is_as_left` to compare with."""
         if self._shown:
             nothing = itertools.repeat(None)
             units = ((g.unit.parameters, self._shown.get(index, nothing)) for index, g in self._gradients.items())
             self._left = [shown for parameters, seen in units for _, shown in zip(parameters, seen, strict=False)]
 
     def _version(self, index: int) -> int | None:
-        """The version of what is shown of a unit: its parameters' gradients are views of one tensor, and share it."""
+        """Return the version counter that a unit's shown averages share, as views of one tensor; None without any."""
         casts = self._casts.get(index, {})
         shown = enumerate(self._shown.get(index, ()))
         return next((t._version for number, t in shown if t is not None and number not in casts), None)
 
     def _note_version(self, index: int) -> None:
+        """Store the present version counter of the unit's shown averages, if there are any."""
         version = self._version(index)
         if version is not None:
             self._versions[index] = version
 
     def _was_edited(self, index: int) -> bool:
+        """Return whether the unit's shown averages were written in place since `_note_version`."""
         version = self._version(index)
         return version is not None and version != self._versions[index]
 
     def _was_cast_edited(self, index: int, number: int, shown: torch.Tensor | None) -> bool:
-        """Return whether what is shown is a cast copy that was changed in place, which nobody sees in the unit."""
+        """Return whether ``shown`` is a cast copy of a parameter's average that was changed in place; such a change
+        does not show in the unit's version counter."""
         known = self._casts.get(index, {}).get(number)
         return known is not None and shown is not None and shown._version != known
 
     def _check_allowed(self, name: str) -> None:
+        """Raise `PartitionError`, naming parameter ``name``, if user code may not write gradients now."""
         refusal = self._loop.refuse_written_gradients()
         if refusal is not None:
             raise PartitionError(f"the gradient of parameter '{name}' was written: {refusal}")
 
     def _replace(self, gradients: UnitGradients, number: int, gradient: torch.Tensor | None) -> None:
-        """``gradient`` instead of all that there is of this parameter."""
+        """Make ``gradient`` (None: no gradient) this rank's gradient of a parameter instead of all from backward."""
         unit = gradients.unit
         gradients.discard([number])
         if gradient is not None:
@@ -258,7 +265,7 @@ class UserGradients:
         self._written.setdefault(unit.index, set()).add(number)
 
     def _resend(self, units: Iterable[int]) -> None:
-        """Take what is shown of ``units`` for this rank's gradient from now on, to be averaged again."""
+        """Make the shown averages of ``units`` this rank's own gradients, to be reduced again."""
         for index in sorted(units):
             gradients = self._gradients[index]
             for number, shown in enumerate(self._shown.get(index, ())):
@@ -268,6 +275,7 @@ class UserGradients:
         self._note_left()
 
     def _numbers(self, parameters: Iterable[nn.Parameter] | None) -> Mapping[int, Sequence[int]]:
+        """Return, by unit, the numbers of ``parameters`` (None: of all) there; units without any are left out."""
         if parameters is None:
             return {index: range(len(g.unit.parameters)) for index, g in self._gradients.items()}
         chosen = {id(p) for p in parameters}

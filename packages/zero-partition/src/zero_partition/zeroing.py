@@ -1,4 +1,4 @@
-"""`zero_grad` of the user's own objects also forgets what the engine holds."""
+"""Make `zero_grad` of the user's optimizer and modules also discard the gradients that the engine holds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 
 class Discard(Protocol):
-    """Forgets gradients that the engine holds."""
+    """Discards gradients that the engine holds; with ``set_to_none`` false makes them zeros."""
 
     def __call__(self, *, set_to_none: bool) -> None: ...
 
 
 class ZeroGrad:
-    """The `zero_grad` of one object, an optimizer or a module, while an engine holds its parameters' gradients.
+    """Replaces `zero_grad` of one object, an optimizer or a module, while an engine holds its parameters' gradients.
 
-    It stands in the object's own ``__dict__``, as torch's schedulers do with ``optimizer.step``; no class is changed.
+    It is in the object's own ``__dict__``, as torch's schedulers do with ``optimizer.step``; no class is changed.
     Copies and pickles of the object have the method of their class.
     """
 
@@ -30,12 +30,13 @@ class ZeroGrad:
         owner.__dict__["zero_grad"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forget the gradients, or with ``set_to_none`` (the first argument) false have zeros where there are any."""
+        """Discard the engine's gradients, or zero them if ``set_to_none`` (the first argument) is false, and call the
+        object's own `zero_grad`."""
         self._discard(set_to_none=bool(args[0] if args else kwargs.get("set_to_none", True)))
         return self._own(*args, **kwargs)
 
     def remove(self) -> None:
-        """Give the object its own method back."""
+        """Restore the object's own `zero_grad`, unless something else has replaced this one."""
         owner = self._owner()
         if owner is None or owner.__dict__.get("zero_grad") is not self:
             return
@@ -53,17 +54,20 @@ class ZeroGrad:
 
 
 def watch_modules(model: nn.Module, discard: Callable[..., None]) -> list[ZeroGrad]:
-    """Have every module of ``model`` that holds parameters call ``discard(parameters, set_to_none=…)`` in its
-    `zero_grad`; with None for parameters where they are all of the model's."""
+    """Make `zero_grad` of every module of ``model`` that has parameters call ``discard(parameters, set_to_none=…)``.
 
-    def of(module: nn.Module) -> Discard:
+    ``parameters`` is None for all of the model's. Return the replacements, to be removed later.
+    """
+
+    def discard_for(module: nn.Module) -> Discard:
         reference = weakref.ref(module)
 
-        def forget(*, set_to_none: bool) -> None:
+        def discard_of_module(*, set_to_none: bool) -> None:
             found = reference()
             whole = found is model
             discard(None if found is None or whole else found.parameters(), set_to_none=set_to_none)
 
-        return forget
+        return discard_of_module
 
-    return [ZeroGrad(module, of(module)) for module in model.modules() if any(True for _ in module.parameters())]
+    holders = (module for module in model.modules() if any(True for _ in module.parameters()))
+    return [ZeroGrad(module, discard_for(module)) for module in holders]

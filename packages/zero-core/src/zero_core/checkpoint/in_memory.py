@@ -41,7 +41,7 @@ class InMemory:
             return False
         memory, parts = self._open(), state.partition
         parts.runtime.agree("copy into node memory", "", None)  # the folder may differ from node to node
-        parts.settle()
+        parts.finish_updates()
         files = TierFiles(state, self._offloading, memory.directory)
         named = named_parameters(state.module)
         intervals = StateIntervals(state, files, False, named, replicated=memory.leads, replicas=True)

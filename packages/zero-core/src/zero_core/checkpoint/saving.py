@@ -93,7 +93,7 @@ class Saver:
         _refuse_inside_accumulation([accumulated for accumulated, _, _ in answers], state)
         _refuse_restructured([name for _, name, _ in answers])
         _refuse_unsavable([value for _, _, value in answers])
-        parts.settle()
+        parts.finish_updates()
         group = coordinator_of(state)
         node = socket.gethostname() if self._per_node else None
         leads = parts.data_rank == 0 if node is None else _leads(group, node)
