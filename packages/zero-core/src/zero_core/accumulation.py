@@ -1,4 +1,4 @@
-"""The boundaries of an accumulation of micro-batches, and the backward passes it allows."""
+"""Gradient accumulation: which micro-batch ends a step, and which backward passes reduce gradients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .state import TrainingState
 
 
 class Accumulation:
-    """Counts the micro-batches of a step, and answers the partition's questions about backward passes.
+    """Counts the micro-batches of a step, and tells the partition which backward passes reduce (its `TrainingLoop`).
 
-    ``on_restart``: called when a step begins anew.
+    ``on_restart``: called when an accumulation is discarded and starts again.
 
     Attributes:
-        scaled: whether the user has scaled a loss, for backward passes of their own before the next step.
+        scaled: the user has called `Engine.scale` since the last step, for backward passes of their own.
     """
 
     def __init__(self, state: TrainingState, on_restart: Callable[[], None]) -> None:
@@ -33,19 +33,19 @@ class Accumulation:
         return self._state.counters.accumulated + 1 >= self._state.sizes.steps
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """Decide whether the current micro-batch ends an accumulation; holds until set again."""
+        """Override whether a micro-batch ends an accumulation, for the current one and all that follow."""
         self._boundary = is_boundary
 
     def virtual_rank(self) -> int:
-        """Return the number of the present micro-batch among those of the step on all ranks."""
+        """Return the index of the current micro-batch among those of all ranks in this step."""
         parts = self._state.partition
         return self._state.counters.accumulated * parts.data_world_size + parts.data_rank
 
-    def count(self) -> bool:
-        """Count a micro-batch; return whether it ended the accumulation. Raises `UsageError`."""
+    def count_micro_batch(self) -> bool:
+        """Count a micro-batch and its samples; return whether it ended the accumulation. Raises `UsageError`."""
         state, boundary = self._state, self.is_boundary()
         counters = state.counters
-        state.micro_batches.before_step(counters.accumulated, boundary=boundary)
+        state.micro_batches.check_step(counters.accumulated, boundary=boundary)
         counters.accumulated = 0 if boundary else counters.accumulated + 1
         counters.micro_steps += 1
         state.groups.control.watched.micro_batches = counters.micro_steps
@@ -55,17 +55,17 @@ class Accumulation:
         return boundary
 
     def restart(self) -> None:
-        """Begin a new accumulation with the next micro-batch; gradients are the caller's affair."""
+        """Begin a new accumulation with the next micro-batch; the caller clears the gradients."""
         self._state.counters.accumulated, self.scaled = 0, False
         self._on_restart()
 
     def position(self) -> tuple[int, int, int]:
-        """Return the optimizer steps, micro-batches and samples that were counted."""
+        """Return the optimizer steps, micro-batches and samples counted since the start of training."""
         counters = self._state.counters
         return counters.global_steps, counters.micro_steps, counters.global_samples
 
     def go_back(self, micro_steps: int, samples: int) -> None:
-        """Begin the step anew, after so many micro-batches and samples."""
+        """Begin the step again, with the counters set to ``micro_steps`` and ``samples`` (of all ranks)."""
         self.restart()
         counters = self._state.counters
         counters.micro_steps, counters.global_samples = micro_steps, samples
@@ -73,7 +73,7 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Have backward passes inside only add up gradients on this rank. Raises `UsageError` above stage 1."""
+        """Accumulate gradients inside the block without reducing them. Raises `UsageError` at stages 2 and 3."""
         options = self._state.partition.options
         if options.reduces_each:
             raise UsageError(
@@ -87,7 +87,7 @@ class Accumulation:
             self._synchronises = before
 
     def reduces_now(self) -> bool:
-        """Return whether a backward pass that begins now reduces its gradients."""
+        """Return whether a backward pass that begins now reduces its gradients; false for inference."""
         if self._state.optimizer is None:
             return False
         if self._state.partition.options.reduces_each:
@@ -95,16 +95,16 @@ class Accumulation:
         return self._synchronises and self.is_boundary()
 
     def refuse_plain_backward(self) -> str | None:
-        """Return why ``loss.backward()`` cannot be counted; None when it can."""
+        """Return why ``loss.backward()``, without the engine, is refused; None if it is allowed."""
         if self._state.loss_scale() != 1.0 and not self.scaled:
             return (
                 "loss.backward() does not scale the loss, but fp16 needs it: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        return self._state.micro_batches.no_plain_backward()
+        return self._state.micro_batches.refuse_plain_backward()
 
     def refuse_written_gradients(self) -> str | None:
-        """Return why the user's own gradients cannot be taken; None when they can."""
+        """Return why gradients that the user has written are refused; None if they are accepted."""
         if self._state.config.virtual_ranks:
             return (
                 "with deterministic.across_world_sizes gradients come from backward alone, each virtual rank's by "

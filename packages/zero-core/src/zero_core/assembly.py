@@ -1,4 +1,4 @@
-"""From a model and a configuration to an engine."""
+"""`initialize`: build an engine from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -56,16 +56,15 @@ def initialize(
     """Shard ``model`` over all ranks and return ``(engine, optimizer, dataloader, scheduler)``. Collective.
 
     ``config``: a dict, the path of a JSON file, or a `Config`.
-    ``optimizer``: a torch optimizer over the model's parameters, or a function of parameters that makes one; without it
-    the configuration's. ``model_parameters``: what to train. ``lr_scheduler``: an object or a function of the
-    optimizer. ``training_data``: samples by number, of which each rank gets its own in micro-batches, shuffled, made by
-    ``collate_fn`` (default: torch's). ``mpu``: who shares a layer with whom, in tensor parallelism; states are sharded
-    over its data-parallel groups only (see `model_parallel`). ``device``: by default this rank's accelerator, else the
-    CPU.
+    ``optimizer``: a torch optimizer over the model's parameters, or a function that makes one from parameters; by
+    default the one that the configuration names. ``model_parameters``: the parameters or param groups to train; by
+    default all that require gradients. ``lr_scheduler``: a schedule, or a function that makes one from the optimizer.
+    ``training_data``: a map-style data set; the returned data loader yields this rank's micro-batches of it, shuffled
+    and collated by ``collate_fn`` (default: torch's). ``mpu``: the tensor-parallel groups; states are sharded over its
+    data-parallel groups only (see `model_parallel`). ``device``: by default this rank's accelerator, else the CPU.
 
-    Initialises torch.distributed when nobody has. ``engine.module`` is ``model``; its parameters keep their identity,
-    and get rank 0's values. Raises `ConfigError`, `UsageError` or `zero_partition.PartitionError`, each naming what
-    is wrong.
+    Initialises torch.distributed if it is not initialised. ``engine.module`` is ``model``; its parameters keep their
+    identity and get rank 0's values. Raises `ConfigError`, `UsageError` or `zero_partition.PartitionError`.
     """
     where = torch.device(device) if device is not None else None
     if config is None:
@@ -97,8 +96,8 @@ def assemble(
     device: torch.device | None = None,
     dialect: Dialect | None = None,
 ) -> Engine:
-    """Do what `initialize` does, with a configuration that ``load`` resolves for a number of ranks. ``dialect``: what
-    checkpoints hold for readers of another library's names. Collective."""
+    """Return the engine that `initialize` would make. ``load``: returns the configuration for a number of data-parallel
+    ranks. ``dialect``: adds another library's names to checkpoints. Collective."""
     init(device)
     with starting_together("zero_core.initialize"):
         if not isinstance(model, nn.Module):
@@ -115,14 +114,14 @@ def assemble(
         ledger = ledger_for(resolved, dist.get_rank())
         if record is not None:
             ledger = record.ledger(ledger)
-    with starting_together("zero_core.initialize"):  # nobody goes on, fails and leaves while others still connect
+    with starting_together("zero_core.initialize"):  # no rank may fail and exit while others still connect
         groups = open_groups(resolved, place.data_rows, ledger)
         model_part = place.open()
-    resolved = resolved.with_absolute_paths()  # the script may go to another folder
-    with _told_to_all(groups, model_part):
+    resolved = resolved.with_absolute_paths()  # the script may change its working directory
+    with _abort_all_on_failure(groups, model_part):
         torch_optimizer = build_optimizer(optimizer, resolved, model, model_parameters, on)
         agree_on_hyperparameters(groups.control, torch_optimizer)
-        options = _options(resolved, model)
+        options = _partition_options(resolved, model)
         sink = None if record is None else record.sink()
         offloading = Offloading(resolved, model, dist.get_rank(), on, supervisor().budget, sink)
         parts = partition(
@@ -130,11 +129,11 @@ def assemble(
             groups,
             options,
             device=on,
-            trainable=_trained(torch_optimizer),
+            trainable=_parameters_of(torch_optimizer),
             residency=offloading.parameter_store(options.policy.param_dtype),
             make_states=offloading.state_tier(torch_optimizer),
         )
-        sharded = _shard(torch_optimizer, parts, resolved, model_part)
+        sharded = _sharded_optimizer(torch_optimizer, parts, resolved, model_part)
         state = TrainingState(
             module=model,
             partition=parts,
@@ -148,7 +147,7 @@ def assemble(
             attached=Attached(scheduler=build_scheduler(lr_scheduler, resolved, torch_optimizer)),
         )
         engine = Engine(state, compose(state, offloading, dialect or OwnDialect(), collate_fn, record))
-        _introduce(state)
+        _report_start(state)
         if training_data is not None:
             engine.training_dataloader = engine.data_loader(training_data)
         engine.observer = supervisor().observer(engine)
@@ -156,6 +155,7 @@ def assemble(
 
 
 def _refuse_lazy(model: nn.Module) -> None:
+    """Raise `UsageError` for a model with parameters or buffers of torch's lazy modules, which have no shape yet."""
     lazy = next((name for name, value in (*model.named_parameters(), *model.named_buffers()) if is_lazy(value)), None)
     if lazy is not None:
         raise UsageError(
@@ -164,8 +164,8 @@ def _refuse_lazy(model: nn.Module) -> None:
         )
 
 
-def _introduce(state: TrainingState) -> None:
-    """Log the start-up report; with ``dump_state`` print everything."""
+def _report_start(state: TrainingState) -> None:
+    """Log the start-up report on rank 0; with ``dump_state`` also print it, the configuration and the memory table."""
     if state.reports:
         logger.info("%s", startup_report(state.config, state.partition))
         if state.config.dump_state:
@@ -174,8 +174,8 @@ def _introduce(state: TrainingState) -> None:
 
 
 @contextmanager
-def _told_to_all(groups: EngineGroups, model_part: ModelPart) -> Iterator[None]:
-    """Raise on every rank what fails on one of them, with its cause: no rank waits for one that has given up."""
+def _abort_all_on_failure(groups: EngineGroups, model_part: ModelPart) -> Iterator[None]:
+    """If the block fails on this rank, abort the collectives of all ranks with the cause, so that none waits."""
     try:
         yield
     except BaseException as failure:
@@ -184,7 +184,7 @@ def _told_to_all(groups: EngineGroups, model_part: ModelPart) -> Iterator[None]:
         raise
 
 
-def _options(config: Config, model: nn.Module) -> PartitionOptions:
+def _partition_options(config: Config, model: nn.Module) -> PartitionOptions:
     zero = config.zero_optimization
     policy = precision_policy(config)
     weight_codec, frozen_codec = weight_codecs(config)
@@ -214,18 +214,18 @@ def _options(config: Config, model: nn.Module) -> PartitionOptions:
 
 
 def _autocast_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
-    """Under torch_autocast, the dtype that each parameter is gathered in."""
+    """Return the dtype in which each parameter is gathered under torch_autocast, by name; empty without autocast."""
     section = config.torch_autocast
     if not section.enabled:
         return {}
     return autocast_dtypes(model, parse_dtype(section.dtype or "bf16"), eligible=autocast_modules(config))
 
 
-def _trained(optimizer: Optimizer | None) -> list[nn.Parameter]:
+def _parameters_of(optimizer: Optimizer | None) -> list[nn.Parameter]:
     return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _shard(
+def _sharded_optimizer(
     optimizer: Optimizer | None, parts: Partition, config: Config, model_part: ModelPart
 ) -> ShardedOptimizer | None:
     if optimizer is None:

@@ -1,8 +1,8 @@
-"""The command `zero-core`: look at a configuration, and what other packages add to it.
+"""The command `zero-core`: check a configuration, and the commands that other packages add.
 
-A package adds a command by an entry point of the group `zero_core.commands`: `NAME = "module:function"`, where the
-function gets argparse's subparsers and gives the parser's namespace a `run(namespace)` that returns the exit status.
-Starting `zero-core` imports neither torch nor pydantic; a command imports what it needs.
+A package adds a command by an entry point of the group `zero_core.commands`: `NAME = "module:function"`. The function
+gets argparse's subparsers and adds a parser whose default `run` is a function from the parsed namespace to the exit
+status. Starting `zero-core` imports neither torch nor pydantic; a command imports what it needs.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from zero_config.command import add_config_command
 from zero_core import __version__
 from zero_core.errors import UsageError
 
-_ELSEWHERE = {"verify": "zero-verify"}
-"""Commands and the packages that bring them, to be named where one is not installed."""
+_PACKAGE_OF_COMMAND = {"verify": "zero-verify"}
+"""Commands of other packages, for the error message where a package is not installed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0 good, 1 what was checked is not, 2 a wrong call.
+    """Run one command and return the exit status: 0 for success, 1 if a check failed, 2 for a usage error.
 
-    ``arguments``: the words after the program's name; by default those of the process. What follows ``--`` is for the
+    ``arguments``: the words after the program's name, by default this process's. Those after ``--`` are passed to the
     script that the command runs.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     split = words.index("--") if "--" in words else len(words)
-    package = _ELSEWHERE.get(words[0]) if words else None
-    if package is not None and words[0] not in _added().names:
+    package = _PACKAGE_OF_COMMAND.get(words[0]) if words else None
+    if package is not None and words[0] not in _command_entry_points().names:
         print(f"zero-core {words[0]} is in {package}, which is not installed: pip install {package}", file=sys.stderr)
         return 2
     parser = _parser()
@@ -44,13 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"zero-core {options.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing is left to flush at exit
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe; leave nothing to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
 
 
-def _added() -> EntryPoints:
+def _command_entry_points() -> EntryPoints:
     return entry_points(group="zero_core.commands")
 
 
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"zero-core {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_config_command(commands)
-    for entry in _added():
+    for entry in _command_entry_points():
         entry.load()(commands)
     return parser
 

@@ -1,4 +1,4 @@
-"""Things that versions of torch lack, one function each, which names the version."""
+"""Replacements for functions that older versions of torch lack; each names the version."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def memory_allocated(device: torch.device) -> int:
-    """Return the bytes of tensors on a device. `torch.accelerator` tells since torch 2.9, the own module before."""
+    """Return the bytes of live tensors on ``device``: `torch.accelerator` has it from torch 2.9 on."""
     if TORCH < (2, 9):
         return int(torch.get_device_module(device).memory_allocated(device))
     return int(torch.accelerator.memory_allocated(device))
 
 
 def max_memory_allocated(device: torch.device) -> int:
-    """Return the most bytes so far. `torch.accelerator` tells since torch 2.9, the own module before."""
+    """Return the peak of `memory_allocated` so far, in bytes: `torch.accelerator` has it from torch 2.9 on."""
     if TORCH < (2, 9):
         return int(torch.get_device_module(device).max_memory_allocated(device))
     return int(torch.accelerator.max_memory_allocated(device))

@@ -1,4 +1,4 @@
-"""The parts of an engine, put together: the one place that knows which part needs which."""
+"""Construct the parts of an engine: the one place that knows which part needs which others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The parts an `Engine` delegates to; each takes what it needs of the `TrainingState`, none the engine."""
+    """The parts to which an `Engine` delegates; each depends on the `TrainingState`, none on the engine."""
 
     accumulation: Accumulation
     audit: Auditor
@@ -44,7 +44,7 @@ class EngineParts:
     training: Training
 
     def close(self, state: TrainingState, unshard: bool) -> None:
-        """Finish checkpoints, unshard parameters unless ``unshard`` is false, leave the groups, then stop recording."""
+        """Finish checkpoints, remove hooks, ``unshard`` or not, close the groups, then monitor and instruments."""
         try:
             self.checkpoints.close()
         finally:
@@ -63,7 +63,7 @@ def compose(
     collate_fn: Callable[[list[Any]], Any] | None,
     record: RunRecord | None,
 ) -> EngineParts:
-    """Make the parts of one engine over ``state``. Collective."""
+    """Return the parts of one engine over ``state``; ``record``: the run record to write, if any. Collective."""
     config = state.config
     monitor = build_monitor(config, dist.get_rank())
     instruments = instruments_for(state, monitor)

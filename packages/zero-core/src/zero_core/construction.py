@@ -26,7 +26,7 @@ from .model_parallel import model_parallel
 from .supervision import supervisor
 from .swap_folders import check_swap_folders
 
-_LEAST_FILE = 1 << 20  # bytes; smaller shards stay in memory, as a process may map only so many files
+_MIN_FILE_NBYTES = 1 << 20  # smaller shards stay in memory, as the number of mappings of a process is limited
 
 __all__ = [
     "Init",
@@ -39,22 +39,22 @@ __all__ = [
 
 
 def gathered(parameters: Any, modifier_rank: int | None = None) -> AbstractContextManager[None]:
-    """Have ``parameters`` gathered inside the block: of any engine, or of a model built inside `Init`. Collective.
+    """Gather ``parameters``, of any engine or of a model built inside `Init`, for the block. Collective.
 
-    One parameter or an iterable; None and plain tensors in it are ignored. With ``modifier_rank`` that rank's changes
-    become every rank's at exit. Without it an engine keeps changes that are the same on all ranks and refuses others;
-    what `Init` has sharded and no engine owns yet loses them.
+    ``parameters``: one or an iterable; None and plain tensors in it are ignored. ``modifier_rank``: the rank whose
+    changes become every rank's at exit. Without it, an engine keeps changes that are equal on all ranks and refuses
+    others; parameters of `Init` that no engine owns yet lose them.
     """
     return gathered_anywhere(parameters, modifier_rank)
 
 
 class Init:
-    """Context manager: parameters of modules built inside are sharded as soon as their module is attached.
+    """Context manager that shards parameters of modules built inside, as soon as a module is attached to its parent.
 
-    ``config``: as for `initialize`; without one, or below stage 3, the context does nothing. ``enabled``: false
-    switches it off. ``mpu``: as for `initialize`. Initial values equal those that one process with the same seed
-    draws. With ``offload_param`` on NVMe the shards wait in files of ``nvme_path``, so that the model need not fit in
-    all ranks' memory either. Named as `zero_partition.Init`, which it makes from the configuration. Collective.
+    ``config``, ``mpu``, ``device``: as for `initialize`. The context does nothing without a ``config``, below stage 3,
+    and when ``enabled`` is false. Initial values equal those that one process with the same seed draws. With
+    ``offload_param`` on NVMe the shards are in files below ``nvme_path``, so that the model may exceed the memory of
+    all ranks. Named as `zero_partition.Init`, which it makes from the configuration. Collective.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Init:
 
 
 def shards_in(config: Config) -> NewShard | None:
-    """Shards in files where parameters will live in files; None for memory."""
+    """Return the function that allocates shards in files for ``offload_param`` on NVMe; None to use memory."""
     section = config.zero_optimization.offload_param
     if section.device != "nvme" or section.nvme_path is None:
         return None
@@ -95,7 +95,7 @@ def shards_in(config: Config) -> NewShard | None:
 
     def new_shard(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
-        if device.type != "cpu" or nbytes < _LEAST_FILE:
+        if device.type != "cpu" or nbytes < _MIN_FILE_NBYTES:
             return torch.empty(numel, dtype=dtype, device=device)
         with tempfile.NamedTemporaryFile(dir=folder, prefix="init-") as file:  # the mapping outlives the name
             file.truncate(nbytes)

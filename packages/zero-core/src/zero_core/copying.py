@@ -1,4 +1,4 @@
-"""Refuse copies and pickles of an engine, which is tied to its process and to the other ranks: methods of it."""
+"""Methods of `Engine` that refuse deep copies and pickles: an engine is tied to its process and the other ranks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ T = TypeVar("T")
 
 
 def share(engine: T) -> T:
-    """Return a shallow copy, which shares everything with the engine."""
+    """Return a shallow copy of ``engine``, which shares every attribute with it (`copy.copy`)."""
     other = type(engine).__new__(type(engine))
     other.__dict__.update(engine.__dict__)
     return other
 
 
 def refuse_copy(_engine: object, _memo: dict[int, Any]) -> NoReturn:
-    """Raise `UsageError`: the model can be copied instead."""
+    """Raise `UsageError` for `copy.deepcopy`, naming the model as what to copy instead."""
     raise _refusal("copied", "Copy the model, on every rank: copy.deepcopy(engine.module), which has the full values.")
 
 
 def refuse_pickle(_engine: object, _protocol: Any) -> NoReturn:
-    """Raise `UsageError`: checkpoints and weights can be written instead."""
+    """Raise `UsageError` for `pickle`, naming the calls that write a checkpoint or the weights instead."""
     raise _refusal(
         "pickled",
         "Write what training goes on from by engine.save_checkpoint(folder), the full weights by "

@@ -1,4 +1,4 @@
-"""The data loader that `initialize` makes: each rank its own samples, and a position that checkpoints hold."""
+"""The data loader that `initialize` makes: each rank's own samples, with a position that checkpoints save."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _Batch = TypeVar("_Batch")
 class RankSampler(Sampler[int]):
     """The samples of one rank, in the order of torch's DistributedSampler, from any position of an epoch.
 
-    ``size``: samples of the whole data set. ``shuffle``: by ``seed + epoch``, the same on every rank. All ranks get
-    the same number; where the samples do not suffice the last ranks get the order's first ones again.
+    ``size``: samples of the full data set. ``shuffle``: by ``seed + epoch``, the same on every rank. All ranks get the
+    same number; if they do not divide evenly, the first samples of the order are repeated for the last ranks.
 
     The position counts samples over all ranks, so it means the same at any number of ranks.
     """
@@ -35,10 +35,10 @@ class RankSampler(Sampler[int]):
         self._begun = False
         self._loaded = False
         self.loads = 0
-        """How often a position was loaded."""
+        """Number of positions loaded so far."""
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch."""
+        """Return the samples of this rank in a full epoch."""
         return math.ceil(self.size / self.ranks)
 
     def __iter__(self) -> Iterator[int]:
@@ -48,10 +48,8 @@ class RankSampler(Sampler[int]):
         return iter(rest[self.rank :: self.ranks])
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next pass; a position that was loaded in that same epoch is kept.
-
-        Going back behind a position that was loaded is said: the data of these epochs come again.
-        """
+        """Begin ``epoch`` with the next iteration; a position loaded in the same epoch is kept. Warns when it goes back
+        to an epoch before a loaded position, as that repeats data."""
         if self._loaded and not self._begun and epoch < self.epoch and self.rank == 0:
             logger.warning(
                 "set_epoch(%d) goes back from the checkpoint's position, epoch %d: data that were seen come again; to "
@@ -63,23 +61,24 @@ class RankSampler(Sampler[int]):
         self._begun = self._loaded = False
 
     def begin(self) -> None:
-        """A pass begins: after a pass that was left early, the next epoch's."""
+        """Prepare for an iteration: move to the next epoch if the last iteration was left before its end."""
         if self._begun:
             self.set_epoch(self.epoch + 1)
         self._begun = True
 
-    def advance(self, per_rank: int, least: int) -> None:
-        """Every rank was given ``per_rank`` samples more; an epoch with fewer than ``least`` per rank left is over."""
+    def advance(self, per_rank: int, min_left: int) -> None:
+        """Record that every rank has drawn ``per_rank`` more samples; begin the next epoch if fewer than ``min_left``
+        per rank are left."""
         self._position += per_rank * self.ranks
-        if math.ceil((self.size - self._position) / self.ranks) < least:
+        if math.ceil((self.size - self._position) / self.ranks) < min_left:
             self.set_epoch(self.epoch + 1)
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next sample is, as plain numbers."""
+        """Return the position of the next sample: epoch, samples drawn in it by all ranks, seed, and data set size."""
         return {"epoch": self.epoch, "position": self._position, "seed": self.seed, "size": self.size}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken, at any number of ranks. Raises `UsageError` for other data."""
+        """Continue from a `state_dict`, of any number of ranks. Raises `UsageError` for a data set of another size."""
         if state["size"] != self.size:
             raise UsageError(
                 f"training_data has {self.size} samples, but the checkpoint's position is sample {state['position']} "
@@ -98,11 +97,11 @@ class RankSampler(Sampler[int]):
 
 
 class StepSampler(RankSampler):
-    """The batches of one rank where ``virtual_ranks`` micro-batches of ``batch_size`` samples make up a step.
+    """The batches of one rank where V = ``virtual_ranks`` micro-batches of ``batch_size`` samples make up a step.
 
-    Virtual rank v has samples v, v + V, … of the epoch's order, and this rank's micro-batch j is virtual rank
-    j ``ranks`` + ``rank``: so each virtual rank sees the same samples at any number of ranks. An epoch ends with a
-    step. Iterates over lists of samples. The position counts whole steps.
+    Virtual rank v has samples v, v + V, … of the epoch's order. This rank's micro-batch j is that of virtual rank
+    j * ``ranks`` + ``rank``, so each virtual rank sees the same samples at any number of ranks. An epoch ends with a
+    step. Iterates over lists of sample numbers. The position moves once per step, by the samples of all virtual ranks.
     """
 
     def __init__(
@@ -111,10 +110,10 @@ class StepSampler(RankSampler):
         super().__init__(size, rank, ranks, shuffle=shuffle)
         self.virtual_ranks = virtual_ranks
         self._batch_size, self._drop_last = batch_size, drop_last
-        self._handed_out = 0
+        self._drawn_in_step = 0
 
     def __len__(self) -> int:
-        """Batches of this rank in a whole epoch."""
+        """Return the batches of this rank in a full epoch."""
         samples = math.ceil(self.size / self.virtual_ranks)
         steps = samples // self._batch_size if self._drop_last else math.ceil(samples / self._batch_size)
         return steps * (self.virtual_ranks // self.ranks)
@@ -131,35 +130,35 @@ class StepSampler(RankSampler):
                 yield step[virtual_rank::count]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next pass; a position that was loaded in that same epoch is kept."""
-        self._handed_out = 0
+        """Begin ``epoch`` with the next iteration; a position loaded in the same epoch is kept."""
+        self._drawn_in_step = 0
         super().set_epoch(epoch)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on with the step that would have followed when `state_dict` was taken, at any number of ranks."""
-        self._handed_out = 0
+        """Continue with the first batch of the step at which `state_dict` was taken, at any number of ranks."""
+        self._drawn_in_step = 0
         super().load_state_dict(state)
 
-    def advance(self, per_rank: int, least: int) -> None:
-        """Every rank was given one batch more."""
-        self._handed_out += 1
-        if self._handed_out == self.virtual_ranks // self.ranks:
-            self._handed_out = 0
+    def advance(self, per_rank: int, min_left: int) -> None:
+        """Record that every rank has drawn one more micro-batch; the position moves when the step is complete."""
+        self._drawn_in_step += 1
+        if self._drawn_in_step == self.virtual_ranks // self.ranks:
+            self._drawn_in_step = 0
             self._position += per_rank * self.virtual_ranks
-            if math.ceil((self.size - self._position) / self.virtual_ranks) < least:
+            if math.ceil((self.size - self._position) / self.virtual_ranks) < min_left:
                 self.set_epoch(self.epoch + 1)
 
 
 class RankLoader(Generic[_Batch]):
-    """Batches of this rank's samples; iterating again begins the next epoch, shuffled anew.
+    """Batches of this rank's samples; iterating again begins the next epoch, shuffled again.
 
     Attributes:
         dataset, batch_size (samples per batch and rank), collate_fn: as given.
-        data_sampler: a `RankSampler`, or the sampler that was given; `set_epoch` of it chooses the epoch.
+        data_sampler: a `RankSampler`, or the sampler that was given; its `set_epoch` chooses the epoch.
 
-    The position follows the batches that were handed out, not those that workers prepared ahead. An iteration that has
-    begun cannot go on when a position is loaded: it raises `UsageError`. A sampler of the
-    user's own keeps its position itself: its ``state_dict`` and ``load_state_dict`` are called where it has them.
+    The position counts the batches that were yielded, not those that workers have prepared. Loading a position ends an
+    iteration that has begun: it raises `UsageError`. A user's own sampler keeps its position itself, by its
+    ``state_dict`` and ``load_state_dict`` if it has them.
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class RankLoader(Generic[_Batch]):
         self.batch_size = batch_size
         self.collate_fn = collate_fn
         self.data_sampler = sampler
-        self._least = batch_size if drop_last else 1
+        self._min_left = batch_size if drop_last else 1
         self._workers_seed = torch.Generator()
         batching: dict[str, Any] = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last}
         if isinstance(sampler, StepSampler):
@@ -192,7 +191,7 @@ class RankLoader(Generic[_Batch]):
         )
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the batches of a full epoch."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[_Batch]:
@@ -210,16 +209,16 @@ class RankLoader(Generic[_Batch]):
                     "over the loader was under way, which would go on with other batches than the checkpoint's next "
                     "ones: begin a new one after loading, with iter(loader) or a new RepeatingLoader(loader)"
                 )
-            sampler.advance(self.batch_size, self._least)
+            sampler.advance(self.batch_size, self._min_left)
             yield batch
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Where the next batch is, as plain data; None when the sampler cannot say."""
+        """Return the position of the next batch as plain data; None if the sampler has no ``state_dict``."""
         taken = getattr(self.data_sampler, "state_dict", None)
         return None if taken is None else {"sampler": taken()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the batch that would have followed when `state_dict` was taken."""
+        """Continue with the batch that followed when `state_dict` was taken. Raises `UsageError` if it cannot."""
         load = getattr(self.data_sampler, "load_state_dict", None)
         if load is None:
             raise UsageError(
@@ -230,7 +229,7 @@ class RankLoader(Generic[_Batch]):
 
 
 class RepeatingLoader(Generic[_Batch]):
-    """Iterates over ``loader`` for ever, from its start whenever it ends. Raises StopIteration for an empty one."""
+    """Iterates over ``loader`` forever, restarting it whenever it ends. Raises StopIteration if it is empty."""
 
     def __init__(self, loader: Iterable[_Batch]) -> None:
         self.loader = loader
@@ -262,11 +261,10 @@ def rank_loader(
     workers: int = 0,
     virtual_ranks: int = 0,
 ) -> RankLoader[Any]:
-    """A loader of ``batch_size`` samples per batch for ``rank`` of ``ranks``; pinned memory only for accelerators.
+    """Return a loader of ``batch_size`` samples per batch for ``rank`` of ``ranks``; on the CPU it pins no memory.
 
-    With ``virtual_ranks`` batches follow one another as a `StepSampler` says, unless there is a ``sampler``.
-
-    Raises `UsageError` for data without a length or without items by number.
+    ``virtual_ranks``: if not 0, and without a ``sampler``, a `StepSampler` draws the batches. Raises `UsageError` for a
+    data set that is not map-style (``__len__`` and ``__getitem__``).
     """
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not sized:

@@ -1,4 +1,4 @@
-"""Attributes that another object holds."""
+"""`Delegated`: a descriptor for attributes that another object holds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 class Delegated(Generic[T]):
-    """An attribute of one object that is read from, and written to, another: ``holder`` is the way there, as in
-    ``"state.counters"``, ``name`` what it is called there, by default the same."""
+    """An attribute that is read from and written to another object. ``holder``: the path to that object, as in
+    ``"state.counters"``. ``name``: the attribute's name there, by default the same."""
 
     def __init__(self, holder: str, name: str | None = None) -> None:
         self._holder = attrgetter(holder)

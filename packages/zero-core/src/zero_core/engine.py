@@ -1,4 +1,4 @@
-"""The engine: one model, its parts, and the calls of a training loop."""
+"""`Engine`: the calls of a training loop, each delegated to one part."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ class Engine(nn.Module):
     Attributes:
         module: the user's model.
         optimizer: the torch optimizer, its param groups live; None for inference.
-        sharded_optimizer: the transaction around it.
+        sharded_optimizer: wraps it: its step clips, updates the shards and publishes, on all ranks or on none.
         lr_scheduler: stepped after each optimizer step that was taken; may be assigned.
-        training_dataloader: the loader of `initialize`'s ``training_data``; may be assigned (see `data_loader`). Its
-            position is part of a checkpoint.
+        training_dataloader: the loader whose position is part of a checkpoint, by default over `initialize`'s
+            ``training_data``; may be assigned (see `data_loader`).
         config: the user's configuration as given (a dict); ``resolved_config`` has every value.
         device: where the model computes.
         partition: which rank owns what.
         global_steps, micro_steps, skipped_steps, global_samples: counters since the start of training.
         ledger: bytes sent, by phase and unit.
-        monitor: where numbers are written; ``monitor.write_events([("name", value, samples)])`` adds your own.
-        instruments: what is timed, counted and printed.
-        checkpointing: where `zero_core.checkpointing.checkpoint` keeps activations inside this engine's forward.
-        observer: told of losses and steps; may be assigned.
-        audit: compares what ranks hold, every ``audit_every`` steps.
+        monitor: writes metrics; ``monitor.write_events([("name", value, samples)])`` adds your own.
+        instruments: timers, profilers and reports.
+        checkpointing: stores the inputs of `zero_core.checkpointing.checkpoint` inside this engine's forward.
+        observer: called with each loss and step result; may be assigned.
+        audit: compares weights and states between ranks, every ``audit_every`` steps.
         load_report: what the last `load_checkpoint` did to each name (a `zero_ckpt.LoadReport`); None before.
-        model_part: what this rank's model is of the full one, under an mpu.
-        offloading: what is not on the device; `offloading.table()` is the overlap report.
-        compiled_modules: names of what `compile` has compiled, each as one graph unless its own code breaks it.
-        training_state: what the parts of the engine share.
+        model_part: the part of the full model that this rank trains, under an mpu.
+        offloading: the tiers that are not on the device; `offloading.table()` is the overlap report.
+        compiled_modules: names of the modules that `compile` compiled, each as one graph unless its code has breaks.
+        training_state: the state that the parts of the engine share.
     """
 
     module: nn.Module
@@ -107,7 +107,7 @@ class Engine(nn.Module):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module and return its output unchanged. A failure is told to all ranks."""
+        """Run the module and return its output. If it fails where others may wait for this rank, every rank raises."""
         return self._parts.training.forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -119,18 +119,18 @@ class Engine(nn.Module):
         return self._parts.training.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` (a scalar) times the loss scale, for a backward pass of your own: ``engine.scale(loss).backward()``.
-        It is not divided by the accumulation steps. Holds for the backward passes before the next `step`."""
+        """Return ``loss`` (a scalar) times the loss scale, for ``engine.scale(loss).backward()``. It is not divided by
+        the accumulation steps. Allows plain backward passes under fp16 until the next `step`."""
         return self._parts.training.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At the accumulation boundary: agree, clip, update, publish, step the scheduler (with ``lr_kwargs``), and save
-        where ``checkpoint.interval`` says so. Otherwise only count the micro-batch. Raises `NonFiniteGradientError` on
-        every rank, weights unchanged, when a gradient is not finite and no loss scale is in use."""
+        """Count the micro-batch. At the accumulation boundary also clip the gradients, update and publish the weights,
+        step the scheduler (with ``lr_kwargs``), and save if ``checkpoint.interval`` is due. Raises
+        `NonFiniteGradientError` on every rank, weights unchanged, for a non-finite gradient without a loss scale."""
         self._parts.training.step(stepping_with(lr_kwargs))
 
     def step_without_schedule(self) -> None:
-        """As `step`; the learning rate is left to the caller."""
+        """Do what `step` does, without stepping the learning-rate scheduler."""
         self._parts.training.step(lambda _scheduler: None)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -138,29 +138,29 @@ class Engine(nn.Module):
         return self._parts.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide yourself whether the current micro-batch ends an accumulation; holds until set again."""
+        """Override whether a micro-batch ends an accumulation, for the current one and all that follow."""
         self._parts.accumulation.set_boundary(is_boundary)
 
     def virtual_rank(self) -> int:
-        """The number of the present micro-batch among those of the step on all ranks: j N + r for micro-batch j of rank
-        r of N. Under ``deterministic.across_world_sizes`` what it computes depends on nothing else of the three."""
+        """Return the index of the current micro-batch among those of all ranks in this step: j N + r for micro-batch j
+        of rank r of N. Under ``deterministic.across_world_sizes`` its results depend on j, r and N only through it."""
         return self._parts.accumulation.virtual_rank()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only add up gradients on this rank (stages 0 and 1)."""
+        """Accumulate gradients inside the block without reducing them. Raises `UsageError` at stages 2 and 3."""
         return self._parts.accumulation.no_sync()
 
     @contextmanager
     def synced(self) -> Iterator[None]:
-        """Ranks may call the engine a different number of times inside, without backward: generation, evaluation. Who
-        is done waits at the end and takes part in gathering parameters for the others. Collective."""
+        """Let ranks call forward a different number of times inside the block (generation, evaluation; no backward). A
+        rank that reaches the end first takes part in the others' gathers until all are done. Collective."""
         self.training_state.check_open("synced")
-        with self._parts.failures.told_to_all(), self.partition.runtime.synced():
+        with self._parts.failures.abort_all_on_failure(), self.partition.runtime.synced():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients collected so far (`step` does it by itself), or have zeros instead, as the module's and
-        the optimizer's own ``zero_grad`` do. On every rank at the same point."""
+        """Clear the gradients accumulated so far (zero them if ``set_to_none`` is false), as the module's and the
+        optimizer's ``zero_grad`` do. `step` does it too. On every rank at the same point."""
         self.module.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -174,7 +174,7 @@ class Engine(nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """torch.compile the module, from its next call on: as one graph at stages 0 to 2, unit by unit at stage 3.
+        """Apply torch.compile to the module from its next call on: as one graph at stages 0 to 2, by unit at stage 3.
 
         ``compile_kwargs``: for `torch.compile`. Raises `UsageError` for DeepCompile's ``schedule``, for compiled
         autograd, and at stage 3 for modes that use CUDA graphs.
@@ -196,10 +196,10 @@ class Engine(nn.Module):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int = 0,
     ) -> RankLoader[Any]:
-        """A loader of this rank's samples of ``dataset``, shuffled for ``route="train"`` (see `RankLoader`).
+        """Return a loader of this rank's samples of ``dataset``, shuffled for ``route="train"`` (see `RankLoader`).
 
         ``batch_size``: samples per batch and rank, by default the micro-batch. ``num_local_io_workers``: processes that
-        prepare batches ahead. Raises `UsageError` for data without samples by number.
+        prepare batches ahead. Raises `UsageError` for a data set that is not map-style.
         """
         workers = num_local_io_workers
         return self._parts.loaders.make(dataset, batch_size, route, pin_memory, data_sampler, collate_fn, workers)
@@ -207,14 +207,14 @@ class Engine(nn.Module):
     def destroy(self, unshard: bool = True) -> None:
         """Unshard the parameters, remove all hooks and leave the process groups. Collective.
 
-        ``unshard``: false leaves sharded parameters released, for models that do not fit on one rank. Waits for saves
-        behind training, and raises `zero_ckpt.CheckpointError` when one failed.
+        ``unshard``: false leaves sharded parameters released, for models that do not fit on one rank. Waits for
+        checkpoints that are written behind training. Raises `zero_ckpt.CheckpointError` if one failed.
         """
         if not self.training_state.lifetime.destroyed:
             self.training_state.lifetime.destroyed = True
             self._parts.close(self.training_state, unshard)
 
-    # -- checkpoints, and states that wait elsewhere -----------------------------------------------------------------
+    # -- checkpoints, and states moved off the device ----------------------------------------------------------------
 
     def save_checkpoint(
         self,
@@ -224,11 +224,11 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything needed to go on into ``save_dir/tag`` (default ``global_step{N}``), atomically. Collective.
+        """Write the full training state to ``save_dir/tag`` (default ``global_step{N}``), atomically; return true.
 
-        ``client_state`` is plain data and comes back from `load_checkpoint`. Raises `zero_ckpt.CheckpointError` on
-        every rank. With ``checkpoint.writer.decoupled`` it returns once the state is copied into host memory; a failed
-        save then raises from a later `step`, `save_checkpoint`, `load_checkpoint` or `destroy`.
+        ``client_state``: plain data, which `load_checkpoint` returns. With ``checkpoint.writer.decoupled`` the call
+        returns before the files are written; a failed save then raises from a later `step`, `save_checkpoint`,
+        `load_checkpoint` or `destroy`. Collective. Raises `zero_ckpt.CheckpointError` on every rank.
         """
         self._parts.checkpoints.save(
             save_dir, tag, client_state or {}, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
@@ -247,11 +247,9 @@ class Engine(nn.Module):
     ) -> tuple[str, dict[str, Any]]:
         """Load ``load_dir/tag`` (default: the newest complete one), of any world size and stage; return (path, client).
 
-        ``custom_load_fn(src=tensors by name, dst=module)`` loads the weights instead of names that fit: it runs on
-        every rank with the module unsharded, and what it leaves there on rank 0 counts. What was loaded, converted,
-        defaulted and ignored is in `load_report`.
-
-        Collective. Raises `zero_ckpt.CheckpointError` on every rank: there is never a silent fresh start.
+        ``custom_load_fn(src=tensors by name, dst=module)`` loads the weights instead of the match by name: it runs on
+        every rank with the module unsharded, and every rank gets rank 0's result. `load_report` says what was loaded,
+        converted, defaulted and ignored. Collective. Raises `zero_ckpt.CheckpointError` on every rank.
         """
         wanted = Wanted(
             strict=load_module_strict,
@@ -263,10 +261,10 @@ class Engine(nn.Module):
         return self._parts.checkpoints.load(load_dir, tag, wanted)
 
     def resume(self, load_dir: str | os.PathLike[str]) -> Resumed | None:
-        """Load the newest state of this job, at any world size, and say where training goes on; None for a first start.
+        """Load the newest state of this job, of any world size, and return where it continues; None if there is none.
 
-        It is the newest copy in the nodes' memory (``checkpoint.in_memory``), where one is complete and not older than
-        the newest checkpoint in ``load_dir``, else that checkpoint. A damaged copy is passed over with a warning.
+        The newest copy in the nodes' memory (``checkpoint.in_memory``) is loaded if it is complete and not older than
+        the newest checkpoint in ``load_dir``, else that checkpoint, also (with a warning) if the copy cannot be loaded.
         Collective. Raises `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded.
         """
         return self._parts.checkpoints.resume(load_dir)
@@ -274,51 +272,51 @@ class Engine(nn.Module):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Move this rank's model states to ``device`` ("cpu" or "nvme") until `reload_states`; the engine does nothing
-        else meanwhile. Collective.
+        """Move this rank's model states to ``device`` ("cpu" or "nvme"). Until `reload_states` most calls of the engine
+        raise `UsageError`. Collective.
 
-        ``include``: among `zero_core.parking.KINDS`, by default all. "nvme": the configuration's first `nvme_path`.
-        ``non_blocking`` is a hint. Raises `UsageError`.
+        ``include``: among `zero_core.parking.KINDS`, by default all. "nvme" means the configuration's first
+        `nvme_path`. ``non_blocking`` is accepted and ignored. Raises `UsageError`.
         """
         self._parts.parking.offload(include, str(getattr(device, "value", device)), pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` took away; nothing happens when nothing is away."""
+        """Move back the states that `offload_states` moved; do nothing if there are none. Collective."""
         self._parts.parking.reload()
 
     # -- full values: every call is collective -----------------------------------------------------------------------
 
     def gathered(self, parameters: Any, modifier_rank: int | None = None) -> AbstractContextManager[None]:
-        """Have ``parameters`` full inside the block (see `zero_partition.gathered`). Collective."""
+        """Gather ``parameters`` in full for the block (see `zero_partition.gathered`). Collective."""
         return self._parts.full.gathered(parameters, modifier_rank)
 
     def full_param(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of the full parameter in the optimizer's precision. Collective."""
+        """Return a copy of the full parameter in the optimizer's precision. Collective."""
         return self._parts.full.param(parameter)
 
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the full averaged gradient, or None when no rank has one. Collective."""
+        """Return a copy of the full averaged gradient; None if no rank has one. Collective."""
         return self._parts.full.grad(parameter)
 
     def full_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        """A copy of the full optimizer state ``key`` of a parameter. Collective."""
+        """Return a copy of the full optimizer state ``key`` of a parameter. Collective."""
         return self._parts.full.state(parameter, key)
 
     def set_full_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Replace a parameter, its master included, by rank 0's ``value``. Collective."""
+        """Replace a parameter and its master by rank 0's full ``value``. Collective."""
         self._parts.full.set_param(parameter, value)
 
     def set_full_grad(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Replace the averaged gradient of a parameter by rank 0's ``value`` until the next step. Collective."""
+        """Replace the averaged gradient of a parameter by rank 0's full ``value`` until the next step. Collective."""
         self._parts.full.set_grad(parameter, value)
 
     def set_full_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
-        """Replace the optimizer state ``key`` of a parameter by rank 0's ``value``. Collective."""
+        """Replace the optimizer state ``key`` of a parameter by rank 0's full ``value``. Collective."""
         self._parts.full.set_state(parameter, key, value)
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """On rank 0 the module's state dict with full values, in the module's dtypes and in host memory; None on other
-        ranks. Collective. One unit is gathered at a time. Tied parameters share their storage."""
+        """Return the module's state dict with full values in its own dtypes, in host memory, on rank 0; None on other
+        ranks. Gathers one unit at a time. Tied parameters share their storage. Collective."""
         return self._parts.full.state_dict(exclude_frozen_parameters)
 
     def save_16bit_model(
@@ -327,69 +325,69 @@ class Engine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write `consolidated_state_dict` with torch.save to ``save_dir/save_filename``, complete or not at all; true.
+        """Write `consolidated_state_dict` with torch.save to ``save_dir/save_filename``, atomically; return true.
         Collective. For other formats save a checkpoint and use ``zero-ckpt convert``."""
         self._parts.full.save(save_dir, save_filename, exclude_frozen_parameters)
         return True
 
-    # -- facts: no call communicates ---------------------------------------------------------------------------------
+    # -- properties of the run: no call communicates -----------------------------------------------------------------
 
     def train_batch_size(self) -> int:
-        """Samples per optimizer step over all ranks."""
+        """Return the samples per optimizer step over all ranks."""
         return self.training_state.sizes.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per micro-batch and rank."""
+        """Return the samples per micro-batch and rank."""
         return self.training_state.sizes.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
+        """Return the micro-batches per optimizer step."""
         return self.training_state.sizes.steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples per step by accumulating more or fewer micro-batches, from the next step on. Call it
-        between steps, on every rank. Raises `UsageError` when micro-batches do not make up the size."""
+        """Accumulate as many micro-batches per step as ``train_batch_size`` samples over all ranks need. Call it
+        between steps, on every rank. Raises `UsageError` for a size that is no multiple of a micro-batch per rank."""
         self.training_state.sizes.set_train(train_batch_size)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
+        """Return the learning rate of each param group."""
         return self.training_state.learning_rates()
 
     def loss_scale(self) -> float:
-        """The factor that the loss is multiplied with before backward."""
+        """Return the factor by which the loss is multiplied before backward."""
         return self.training_state.loss_scale()
 
     def get_global_grad_norm(self) -> float | None:
-        """Global norm of the last step's gradients before clipping; None before the first step."""
+        """Return the global norm of the last step's gradients before clipping; None before the first step."""
         return self.training_state.counters.norm
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step` at a boundary updated the weights."""
+        """Return whether the last `step` at a boundary updated the weights; false before the first."""
         last = self.training_state.counters.last
         return last is not None and last.taken
 
     def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
+        """Return the ZeRO stage, 0 to 3."""
         return self.partition.options.stage
 
     def config_report(self) -> str:
-        """Every configuration value with its origin, as a table."""
+        """Return every configuration value with its origin, as a table."""
         return report.config_report(self.resolved_config)
 
     def memory_report(self, by: Literal["kind", "unit", "tier"] = "kind") -> dict[str, int]:
-        """Bytes of model state that this rank holds now, by kind, by unit or by tier (device, host, nvme)."""
+        """Return the bytes of model state that this rank holds now, by kind, unit or tier (device, host, nvme)."""
         return report.memory_report(self.training_state, by)
 
     def memory_table(self) -> str:
-        """MiB of model state that this rank holds now: one line per unit and tier, one column per kind."""
+        """Return the MiB of model state that this rank holds now: one line per unit and tier, one column per kind."""
         return memory_table(memory_rows(self.partition, self.sharded_optimizer))
 
     def communication_table(self) -> str:
-        """Collectives and MiB that this rank sent since the start, by phase and by unit or parameter."""
+        """Return the collectives and MiB that this rank sent since the start, by phase and by unit or parameter."""
         return communication_table(self.ledger, steps=self.global_steps)
 
     def report(self) -> Report:
-        """The page of this run so far, which a notebook shows; ``.save(path)`` writes it. Needs ``run_record.path``."""
+        """Return the report of this run so far, for a notebook or ``.save(path)``. Needs ``run_record.path``."""
         return report_of(self.resolved_config, self.instruments)
 
     def __getattr__(self, name: str) -> Any:

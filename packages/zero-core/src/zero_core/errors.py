@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class UsageError(ValueError):
-    """A call or an argument that cannot work; the message names it, what was expected and what to do."""
+    """A call or argument that cannot work; the message names it, says what was expected, and what to do instead."""
 
 
 class AuditError(RuntimeError):
-    """Ranks hold something else than they must (`audit_every`); the message names rank, parameter and step."""
+    """Ranks hold values that differ where they must agree (`audit_every`); names rank, parameter and step."""

@@ -1,4 +1,4 @@
-"""Tell the other ranks of a failure inside one of the engine's calls."""
+"""Contexts that abort the other ranks when one of the engine's calls fails on this one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .state import TrainingState
 
 
 class Failures:
-    """Contexts around what an engine does: what fails on one rank is told to those that could wait for it."""
+    """Contexts around an engine's calls, which decide which ranks fail when this rank fails inside."""
 
     def __init__(self, state: TrainingState, accumulation: Accumulation) -> None:
         self._state = state
@@ -24,7 +24,8 @@ class Failures:
 
     @contextmanager
     def may_be_caught(self, call: str) -> Iterator[None]:
-        """A failure that the user may catch: the engine goes on where no other rank can be waiting for this one."""
+        """If the block fails, abort all ranks, unless none can be waiting for this one: then the user may catch the
+        exception and go on with the engine. ``call``: the engine's method, for messages."""
         try:
             yield
         except BaseException as failure:
@@ -38,9 +39,9 @@ class Failures:
             raise
 
     @contextmanager
-    def told_to_all(self) -> Iterator[None]:
-        """A failure of this rank ends the engine on all ranks, each naming it; refusals that all ranks raise together
-        do not, nor does what fails where there is no other rank."""
+    def abort_all_on_failure(self) -> Iterator[None]:
+        """If the block fails on this rank, abort the engine on all ranks, each naming the cause; not for errors that
+        all ranks raise together, nor if there is no other rank."""
         runtime = self._state.partition.runtime
         try:
             yield
@@ -61,5 +62,5 @@ class Failures:
             raise
 
     def step(self) -> AbstractContextManager[None]:
-        """The context of an optimizer step: may be caught where this rank is alone, else told to all."""
-        return self.may_be_caught("step") if self._state.is_alone else self.told_to_all()
+        """Return an optimizer step's context: `may_be_caught` if this rank is alone, else `abort_all_on_failure`."""
+        return self.may_be_caught("step") if self._state.is_alone else self.abort_all_on_failure()

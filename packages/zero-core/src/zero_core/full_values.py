@@ -1,4 +1,4 @@
-"""Full values of sharded things: parameters, gradients, states, and the weights of a model for saving."""
+"""Full values of sharded parameters, gradients and optimizer states, and the full state dict of a model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .state import TrainingState
 
 
 class FullValues:
-    """Brings sharded values together. Every call is collective."""
+    """Gathers and sets full values of what is sharded. Every call is collective."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
 
     @contextmanager
     def gathered(self, parameters: Any, modifier_rank: int | None) -> Iterator[None]:
-        """Have ``parameters`` full inside the block (see `zero_partition.gathered`)."""
+        """Gather ``parameters`` in full for the block (see `zero_partition.gathered`)."""
         with gathered(self._state.partition, parameters, modifier_rank):
             yield
 
@@ -43,7 +43,7 @@ class FullValues:
         return full_parameter(self._state.partition, parameter)
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return a copy of the full averaged gradient; None when no rank has one."""
+        """Return a copy of the full averaged gradient; None if no rank has one."""
         self._state.check_open("full_grad")
         return full_gradient(self._state.partition, parameter)
 
@@ -52,25 +52,23 @@ class FullValues:
         return full_state(self._state.partition, self._state.check_trainable("full_state"), parameter, key)
 
     def set_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Replace a parameter, its master included, by rank 0's ``value``."""
+        """Replace a parameter and its master by rank 0's full ``value``."""
         self._state.check_open("set_full_param")
         set_full_parameter(self._state.partition, parameter, value)
 
     def set_grad(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Replace the averaged gradient of a parameter by rank 0's ``value`` until the next step."""
+        """Replace the averaged gradient of a parameter by rank 0's full ``value`` until the next step."""
         self._state.check_open("set_full_grad")
         set_full_gradient(self._state.partition, parameter, value)
 
     def set_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
-        """Replace the optimizer state ``key`` of a parameter by rank 0's ``value``."""
+        """Replace the optimizer state ``key`` of a parameter by rank 0's full ``value``."""
         optimizer = self._state.check_trainable("set_full_state")
         set_full_state(self._state.partition, optimizer, parameter, key, value)
 
     def state_dict(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
-        """Return the module's state dict with full values in host memory on rank 0, None on other ranks.
-
-        One unit is gathered at a time. Tied parameters share their storage.
-        """
+        """Return the module's state dict with full values in host memory on rank 0, None on other ranks. Gathers one
+        unit at a time. Tied parameters share their storage."""
         self._state.check_open("consolidated_state_dict")
         module, parts = self._state.module, self._state.partition
         copies: dict[int, torch.Tensor] = {}
@@ -93,7 +91,7 @@ class FullValues:
         return {name: tensors[name] for name in stored if name in tensors}
 
     def save(self, save_dir: str | os.PathLike[str], filename: str, exclude_frozen: bool) -> None:
-        """Write `state_dict` with torch.save to ``save_dir/filename``, complete or not at all. Raises `UsageError`."""
+        """Write `state_dict` with torch.save to ``save_dir/filename``, atomically. Raises `UsageError`."""
         if Path(filename).suffix == ".safetensors":
             raise UsageError(
                 f"save_16bit_model(save_filename={filename!r}): this call writes torch.save's format; "

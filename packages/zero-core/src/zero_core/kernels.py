@@ -1,4 +1,4 @@
-"""The native kernels in the shapes that the other packages ask for."""
+"""Adapters from the native kernels to the interfaces of zero-comm, zero-partition and zero-precision."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NativeSliceSum:
     """`zero_comm.SliceSum` by the CPU kernel; tensors elsewhere are summed by torch."""
 
     def __call__(self, slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool) -> None:
-        """Sum in the order given in float32 (float64 for float64), divide once, write or add to ``out``."""
+        """Sum ``slices`` in their order, in float32 (float64 for float64), as `zero_comm.SliceSum` describes."""
         if out.device.type != "cpu":
             sum_slices(slices, out, divisor=divisor, accumulate=accumulate)
             return
@@ -57,7 +57,7 @@ class NativeNormSquared:
     """`zero_partition.NormSquared` by the CPU kernel; tensors elsewhere by torch."""
 
     def __call__(self, x: torch.Tensor) -> float:
-        """Sum of squares in float64, in an order that depends on the length only."""
+        """Return the sum of squares of ``x`` in float64, added in an order that depends on its length only."""
         if x.device.type != "cpu":
             return norm_squared(x)
         return kernels.l2_norm_squared(x.data_ptr(), x.numel(), dtype=_DTYPES[x.dtype], threads=_threads(x))
@@ -67,7 +67,7 @@ class NativeGridSquares:
     """`zero_partition.GridSquares` by the CPU kernel; tensors elsewhere by torch."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The sums of squares of the blocks, with the bits of plain torch."""
+        """Return the float64 sums of squares of blocks of `GRID` elements of ``x``, bitwise equal to plain torch's."""
         if x.device.type != "cpu":
             return grid_squares(x)
         found = torch.empty(x.numel() // GRID, dtype=torch.float64)
@@ -78,10 +78,10 @@ class NativeGridSquares:
 
 
 class NativeBlockQuantizer:
-    """`zero_precision.BlockQuantizer` by the CPU kernels, with the bits of plain torch.
+    """`zero_precision.BlockQuantizer` by the CPU kernels, bitwise equal to plain torch.
 
-    Plain torch itself encodes fp8_e5m2 and what holds a NaN or an infinity; `DeviceBlockQuantizer` serves tensors
-    elsewhere.
+    Plain torch encodes fp8_e5m2 and tensors with a NaN or an infinity; `DeviceBlockQuantizer` encodes tensors on other
+    devices.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class NativeBlockQuantizer:
         self._elsewhere = DeviceBlockQuantizer()
 
     def quantize_blocks(self, x: torch.Tensor, format: BlockFormat, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Payload (uint8) and scales (float32) of the contiguous 1-D ``x``."""
+        """Return payload (uint8) and scales (float32, one per ``block`` elements) of the contiguous 1-D ``x``."""
         if x.device.type != "cpu":
             return self._elsewhere.quantize_blocks(x, format, block)
         if format not in _CODES:
@@ -112,7 +112,7 @@ class NativeBlockQuantizer:
     def dequantize_blocks(
         self, payload: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat, block: int
     ) -> None:
-        """Write code x scale into ``out``."""
+        """Write the decoded values (code times scale, block by block) to the 1-D ``out``."""
         if out.device.type != "cpu":
             self._elsewhere.dequantize_blocks(payload, scales, out, format, block)
             return
@@ -134,27 +134,27 @@ class NativeBlockQuantizer:
             out.copy_(target)
 
     def describe(self, device: torch.device) -> str:
-        """In words, what encodes tensors on ``device``."""
+        """Return the name of the implementation that encodes tensors on ``device``, for reports."""
         return "CPU kernels" if device.type == "cpu" else self._elsewhere.describe(device)
 
 
 def slice_sum() -> SliceSum:
-    """The local sum of the one reduction."""
+    """Return the local sum that reduce-scatters use."""
     return NativeSliceSum()
 
 
 def norm() -> NormSquared:
-    """The sum of squares for the global norm."""
+    """Return the sum of squares for the global gradient norm."""
     return NativeNormSquared()
 
 
 def squares() -> GridSquares:
-    """The sums of squares of blocks, for a norm that does not depend on the number of ranks."""
+    """Return the sums of squares of blocks, for a norm that does not depend on the number of ranks."""
     return NativeGridSquares()
 
 
 def block_quantizer() -> NativeBlockQuantizer:
-    """The arithmetic of block codecs."""
+    """Return the quantizer for block codecs."""
     return NativeBlockQuantizer()
 
 

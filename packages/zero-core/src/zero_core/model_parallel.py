@@ -1,4 +1,4 @@
-"""Ranks that compute one layer together, as an mpu says (the model-parallel object of DeepSpeed and Megatron)."""
+"""Tensor parallelism as an mpu describes it (the model-parallel object of DeepSpeed and Megatron)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _OTHER_AXES = {
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """This rank's place among the parts of the model: part ``rank`` of ``size``.
+    """The part of the model that this rank trains: part ``rank`` of ``size``.
 
     ``data_rows``, ``model_rows``: the global ranks of every data-parallel and of every model-parallel group; each rank
-    is in one row of both. ``group``: the mpu's own model-parallel group.
+    is in one row of each. ``group``: the mpu's own model-parallel group; None without an mpu.
     """
 
     rank: int
@@ -44,11 +44,11 @@ class ModelParallel:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that train the same part of the model."""
+        """Return the number of ranks that train the same part of the model."""
         return len(self.data_rows[0])
 
     def open(self) -> ModelPart:
-        """Make the groups in which the parts agree. Collective over all ranks."""
+        """Make the process groups between the parts, and return this rank's part. Collective over all ranks."""
         if self.size == 1:
             return ModelPart(self, UnsplitModel(), None)
         control = Control(open_group(self.model_rows, "gloo"))
@@ -57,11 +57,11 @@ class ModelParallel:
 
 
 class ModelPart:
-    """This rank's part of the model in one engine: its norms, its files, and what all parts do together.
+    """This rank's part of the model in one engine: its gradient norm, its files, its agreement with other parts.
 
     Attributes:
-        place: which part it is.
-        norms: the rule by which the parts' gradient norms come together.
+        place: the part's number and its ranks.
+        norms: combines the gradient norms of all parts.
     """
 
     def __init__(self, place: ModelParallel, norms: ModelParts, everybody: Control | None) -> None:
@@ -71,11 +71,11 @@ class ModelPart:
 
     @property
     def coordinator(self) -> Coordinator | None:
-        """All ranks of all parts; None where the ranks of this part are all."""
+        """Return the coordinator of the ranks of all parts; None if there is one part only."""
         return None if self._everybody is None else DistCoordinator(self._everybody.process_group)
 
     def folder(self, root: Path) -> Path:
-        """Where this part's files are under ``root``: a tree of its own where there are several parts.
+        """Return the folder of this part's files: ``root`` if there is one part, else a subfolder of it.
 
         Raises `MismatchError` when ``root`` holds checkpoints of a model in another number of parts.
         """
@@ -89,7 +89,8 @@ class ModelPart:
 
     @contextmanager
     def together(self, call: str) -> Iterator[None]:
-        """Have ``call`` fail on every rank, with the cause, when it fails on those of one part. Collective."""
+        """If the block raises `CheckpointError` on the ranks of one part, raise it on the ranks of all parts.
+        ``call``: its name in the message. Collective."""
         failure: CheckpointError | None = None
         try:
             yield
@@ -104,25 +105,26 @@ class ModelPart:
             raise failure
 
     def abort(self, failure: BaseException) -> None:
-        """Tell the ranks that wait for this one in another part why it does not come."""
+        """Make the ranks of other parts that wait for this one raise, with ``failure`` as the cause."""
         reason = f"{type(failure).__name__}: {failure}"
         self.norms.abort(reason)
         if self._everybody is not None:
             self._everybody.abort(reason)
 
     def close(self) -> None:
-        """Give the groups back."""
+        """Destroy the process groups between the parts."""
         self.norms.close()
         if self._everybody is not None:
             self._everybody.close()
 
 
 def model_parallel(mpu: Any) -> ModelParallel:
-    """Return what ``mpu`` says of all ranks; without one, every rank has the full model. Collective over all ranks.
+    """Return this rank's part of the model, as ``mpu`` describes it; the full model if it is None. Collective over all
+    ranks.
 
     Reads ``get_data_parallel_group()`` and the group, rank and world size called ``tensor_model_parallel``,
-    ``slice_parallel`` or ``model_parallel``, the first that is there. Raises `UsageError` on every rank for an mpu
-    without them, for groups that do not fit together, and for axes other than tensor parallelism.
+    ``slice_parallel`` or ``model_parallel``, the first that exists. Raises `UsageError` on every rank if they are
+    missing, for groups that form no grid, and for axes other than tensor parallelism.
     """
     world = list(range(dist.get_world_size()))
     if mpu is None:
@@ -141,19 +143,20 @@ def model_parallel(mpu: Any) -> ModelParallel:
     if refusal is not None:
         raise UsageError(f"mpu: {refusal}")
     data_rows, model_rows = (sorted({tuple(rows[axis]) for rows in told}) for axis in (0, 1))
-    rank, size = _ask(mpu, "rank")(), _ask(mpu, "world_size")()
-    return ModelParallel(rank, size, data_rows, model_rows, _ask(mpu, "group")())
+    rank, size = _getter(mpu, "rank")(), _getter(mpu, "world_size")()
+    return ModelParallel(rank, size, data_rows, model_rows, _getter(mpu, "group")())
 
 
 def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
-    """The group of ranks that compute one layer together, by any of an mpu's names for it; None without an mpu."""
+    """Return the mpu's tensor-parallel group, under any of its names; None without an mpu. Raises `UsageError`."""
     if mpu is None:
         return None
-    group: dist.ProcessGroup | None = _ask(mpu, "group")()
+    group: dist.ProcessGroup | None = _getter(mpu, "group")()
     return group
 
 
-def _ask(mpu: Any, what: str) -> Callable[[], Any]:
+def _getter(mpu: Any, what: str) -> Callable[[], Any]:
+    """Return the mpu's method for ``what`` ("rank", "world_size" or "group") of its tensor-parallel group."""
     names = [prefix + what for prefix in _TENSOR_PARALLEL]
     for name in names:
         if hasattr(mpu, name):
@@ -163,22 +166,22 @@ def _ask(mpu: Any, what: str) -> Callable[[], Any]:
 
 
 def _rows_of(mpu: Any) -> list[list[int]]:
-    """Global ranks of this rank's data-parallel and model-parallel group."""
+    """Return the global ranks of this rank's data-parallel and of its model-parallel group."""
     for name, axis in _OTHER_AXES.items():
         if hasattr(mpu, name) and getattr(mpu, name)() > 1:
             ranks = getattr(mpu, name)()
             raise UsageError(f"{name}() is {ranks}, but {axis} is not supported; only tensor parallelism is")
     if not hasattr(mpu, "get_data_parallel_group"):
         raise UsageError(f"expected an object with get_data_parallel_group, got {type(mpu).__name__}")
-    model = dist.get_process_group_ranks(_ask(mpu, "group")())
-    rank, size = _ask(mpu, "rank")(), _ask(mpu, "world_size")()
+    model = dist.get_process_group_ranks(_getter(mpu, "group")())
+    rank, size = _getter(mpu, "rank")(), _getter(mpu, "world_size")()
     if size != len(model) or model.index(dist.get_rank()) != rank:
         raise UsageError(f"rank {rank} of {size} does not fit its model-parallel group of the global ranks {model}")
     return [dist.get_process_group_ranks(mpu.get_data_parallel_group()), model]
 
 
 def _misfit(told: list[list[list[int]]]) -> str | None:
-    """Why the ranks' groups are not the rows and columns of one grid; None when they are."""
+    """Return why ``told``, `_rows_of` by rank, are not the rows and columns of one grid; None if they are."""
     for rank, (data, model) in enumerate(told):
         for axis, row in (("data", data), ("model", model)):
             for other in row:

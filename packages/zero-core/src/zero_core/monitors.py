@@ -1,6 +1,6 @@
-"""Write the numbers of a run: CSV files, TensorBoard, Weights & Biases, Comet.
+"""Write the metrics of a run to CSV files, TensorBoard, Weights & Biases or Comet.
 
-A client is imported when its section of the configuration is enabled, on rank 0 alone.
+A client library is imported on rank 0 only, if its section of the configuration is enabled.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ Event = tuple[str, float, int]
 
 
 class Monitor(Protocol):
-    """Takes the numbers of a run.
+    """Writes the metrics of a run.
 
     Call order: any number of `write_events`, with sample numbers that do not decrease; then `close`.
     """
 
     @property
     def enabled(self) -> bool:
-        """Return whether events go anywhere."""
+        """Return whether events are written at all."""
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write ``events``, all of them of one step."""
+        """Write ``events``, which are all of one step."""
 
     def close(self) -> None:
-        """Finish what was written."""
+        """Flush and close the outputs."""
 
 
 class NoMonitor:
-    """Takes nothing: no monitor was asked for, or this is not rank 0."""
+    """Writes nothing: no monitor is enabled, or this is not rank 0."""
 
     enabled = False
 
@@ -48,7 +48,7 @@ class NoMonitor:
 
 
 class Monitors:
-    """Several monitors as one."""
+    """Forwards to several monitors."""
 
     enabled = True
 
@@ -56,7 +56,7 @@ class Monitors:
         self._monitors = list(monitors)
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Hand ``events`` to every monitor."""
+        """Write ``events`` to every monitor."""
         for monitor in self._monitors:
             monitor.write_events(events)
 
@@ -69,7 +69,7 @@ class Monitors:
 class CsvMonitor:
     """Appends to ``folder/Train_Samples_train_loss.csv`` and so on, with the columns step and the name's last part.
 
-    What was written is in the file at once. Raises OSError when ``folder`` cannot be written.
+    Every event is flushed at once. Raises OSError when ``folder`` cannot be written.
     """
 
     enabled = True
@@ -112,7 +112,7 @@ class TensorBoardMonitor:
         self._writer = SummaryWriter(log_dir=str(folder))
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write one scalar per event; all are in the file afterwards."""
+        """Write one scalar per event, and flush."""
         for name, value, samples in events:
             self._writer.add_scalar(name, value, samples)
         self._writer.flush()
@@ -123,9 +123,9 @@ class TensorBoardMonitor:
 
 
 class WandbMonitor:
-    """Logs to a new run. What the client reads from the environment (WANDB_MODE, WANDB_DIR …) holds.
+    """Logs to a new run of Weights & Biases; WANDB_MODE, WANDB_DIR and so on in the environment apply.
 
-    ``settings``: the run's configuration, shown beside it.
+    ``settings``: the configuration to show with the run.
     """
 
     enabled = True
@@ -136,7 +136,7 @@ class WandbMonitor:
         self._run = wandb.init(project=project, group=group, entity=team, config=dict(settings))
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Log all events of one number of samples together."""
+        """Log the events, those with the same number of samples in one call."""
         steps: dict[int, dict[str, float]] = {}
         for name, value, samples in events:
             steps.setdefault(samples, {})[name] = value
@@ -151,8 +151,8 @@ class WandbMonitor:
 class CometMonitor:
     """Logs to a Comet experiment.
 
-    ``interval``: each name is logged when so many samples have passed since the last time. ``start``: arguments of
-    ``comet_ml.start``; those that are None come from Comet's own settings.
+    ``interval``: the least number of samples between two events of one name that are logged. ``start``: arguments of
+    ``comet_ml.start``; None means Comet's own setting.
     """
 
     enabled = True
@@ -168,7 +168,7 @@ class CometMonitor:
         self._experiment.log_parameters(dict(settings))
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Log the events that are due."""
+        """Log the events whose name was last logged at least ``interval`` samples ago; drop the others."""
         for name, value, samples in events:
             last = self._logged.get(name)
             if last is None or samples - last >= self._interval:
@@ -176,16 +176,16 @@ class CometMonitor:
                 self._experiment.log_metric(name, value, step=samples)
 
     def close(self) -> None:
-        """End the experiment and wait until it is stored."""
+        """End the experiment and wait until it is uploaded."""
         self._experiment.end()
 
 
 _CLIENTS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""Section, which is also the name of the extra -> the client's module."""
+"""Client module by configuration section, which is also the name of the extra."""
 
 
 def check_clients(config: Config) -> None:
-    """Raise ImportError when the client of an enabled monitor is not installed; every rank asks and raises."""
+    """Raise ImportError, on every rank, if the client library of an enabled monitor is not installed."""
     for section, module in _CLIENTS.items():
         if getattr(config, section).enabled and find_spec(module) is None:
             raise ImportError(
@@ -194,7 +194,7 @@ def check_clients(config: Config) -> None:
 
 
 def build_monitor(config: Config, rank: int) -> Monitor:
-    """The monitors that ``config`` enables; on other ranks than 0 one that takes nothing."""
+    """Return the monitor for what ``config`` enables; a `NoMonitor` on ranks other than 0."""
     monitors = _enabled(config) if rank == 0 else []
     if not monitors:
         return NoMonitor()

@@ -1,4 +1,4 @@
-"""The tiers of shards, masters, moments and gradients when the configuration says that they leave the device."""
+"""The tiers of shards, masters, moments, gradients and activations that the configuration offloads."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
 _BLOCK = 256
 Sink = Callable[[str, str, float, float, int, bool], object]
-"""Takes what moves between tiers; see `zero_offload.Trace`."""
+"""Receives each transfer between tiers; see `zero_offload.Trace`."""
 _STATE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class Offloading:
-    """The tiers of one engine: decides what leaves the device, as `zero_optimization.offload_*` and `offload` say.
+    """Makes the tiers of one engine, as `zero_optimization.offload_*` and `offload` say.
 
-    ``budget``: of a number of processes on this host.
+    ``budget``: returns a memory budget for one of a number of processes on this host. ``sink``: receives transfers.
 
     Call order: `parameter_store`, `state_tier` before the model is sharded; then `forward` around every forward pass,
     `after_step` after every step, `close`.
 
     Attributes:
-        trace: what moved when; None unless `offload.report`, `offload.trace` or a ``sink`` asks for it.
-        update: the optimizer's side on its tier; None where that is the device.
-        store: where parameter shards are; None where that is the device.
-        processes: how many share this host's memory and drives.
+        trace: records transfers; None unless `offload.report`, `offload.trace` or a ``sink`` needs it.
+        update: the optimizer update on its tier; None while it is on the device.
+        store: the store of parameter shards; None if they are on the device.
+        processes: the number of ranks that share this host's memory and drives.
     """
 
     def __init__(
@@ -82,19 +82,17 @@ class Offloading:
         self._budget = self.new_budget()
         self._activations = self._activation_tier(model)
         self._steps = 0
-        self._saved = section.trace is None
+        self._trace_saved = section.trace is None
 
     def new_budget(self) -> HostBudget:
-        """Return a budget of which nothing is taken yet."""
+        """Return an unused budget for this process."""
         return self._make_budget(self.processes)
 
     # -- before the model is sharded -----------------------------------------------------------------------------
 
     def parameter_store(self, dtype: torch.dtype) -> Residency | None:
-        """The store for shards of ``dtype`` that `offload_param` asks for; None for the device.
-
-        Raises `BudgetError` where they do not fit.
-        """
+        """Make and return the store that `offload_param` asks for, for shards of ``dtype``; None for the device. Raises
+        `BudgetError` if they do not fit."""
         section = self._config.zero_optimization.offload_param
         nbytes = -(-self._numel // shard_ranks(self._config)) * dtype.itemsize
         if section.device == "nvme" and self._config.zero_optimization.stage == 3:
@@ -106,9 +104,9 @@ class Offloading:
         return self.store
 
     def state_tier(self, optimizer: Optimizer | None) -> MakeStates | None:
-        """Return what makes the tier that `offload_optimizer` asks for; None for the device.
+        """Return the function that makes the tier for `offload_optimizer`; None for the device.
 
-        Raises `UsageError` at stage 0, and for what there is no kernel for.
+        Raises `UsageError` at stage 0, for an optimizer without a CPU kernel, and for a ratio that is not possible.
         """
         zero = self._config.zero_optimization
         section = zero.offload_optimizer
@@ -129,10 +127,10 @@ class Offloading:
         return lambda shards, residency: self._make_update(optimizer, shards, residency)
 
     def _make_update(self, optimizer: Optimizer, shards: Sequence[ShardNeeds], residency: Residency) -> StateTier:
-        groups = _groups_of(optimizer)
+        groups = _group_of_parameter(optimizer)
         section = self._config.zero_optimization.offload_optimizer
         in_host = self._device.type == "cpu" or self._config.zero_optimization.offload_param.device != "none"
-        plans = list(_plans(shards, groups, in_host))
+        plans = list(_shard_plans(shards, groups, in_host))
         tier_options = self._tier_options("nvme" if section.device == "nvme" else "host")
         common: dict[str, Any] = {"device": self._device, "budget": self._budget, "trace": self.trace}
         if self._config.offload.delayed_update:
@@ -180,7 +178,8 @@ class Offloading:
     # -- while training ----------------------------------------------------------------------------------------------
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Send what autograd saves inside to where `offload.activations` says; the model's parameters stay."""
+        """Return a context that moves the tensors saved by autograd to the tier of `offload.activations`, apart from
+        the model's parameters."""
         return nullcontext() if self._activations is None else self._activations
 
     def _activation_tier(self, model: nn.Module) -> offload_activations | None:
@@ -203,7 +202,7 @@ class Offloading:
         )
 
     def parking_store(self, device: str, pin: bool) -> HostStore | NvmeStore:
-        """An empty store for states that are not needed for a while. Raises `UsageError`."""
+        """Return an empty store on ``device`` ("cpu" or "nvme") for `Engine.offload_states`. Raises `UsageError`."""
         if device == "cpu":
             return HostStore(device=self._device, pin=pin)
         if device != "nvme":
@@ -219,23 +218,23 @@ class Offloading:
         return NvmeStore(path, device=self._device, prefix=f"parked.rank{self._rank}", engine=_io_engine(self._config))
 
     def after_step(self, step: int) -> None:
-        """Say what moved when that is due, and write the trace's file once its steps are over."""
+        """Print the transfers if a report is due after ``step`` steps; write the trace file after its last step."""
         if self.trace is None:
             return
         section, every = self._config.offload, self._config.steps_per_print
         self._steps += 1
-        if not self._saved and self._steps == section.trace_steps:
-            self._save()
+        if not self._trace_saved and self._steps == section.trace_steps:
+            self._save_trace()
         due = every is None or (every != float("inf") and step % int(every) == 0)
         if section.report and due:
             if self._rank == 0:
                 say(self.table())
-            if self._saved:
+            if self._trace_saved:
                 self.trace.clear()
 
     def table(self) -> str:
-        """Return what moved since the last report, hop by hop: bytes, bandwidth, the share that nobody waited for; and
-        what was written to drives."""
+        """Return the transfers since the last report as a table, per hop: bytes, bandwidth, overlapped fraction; then
+        the bytes written to drives."""
         lines = [] if self.trace is None else [self.trace.table()]
         for name, tier in (("optimizer", self.update), ("parameters", self.store)):
             if isinstance(tier, (OffloadedUpdate, DelayedUpdate, NvmeStore)) and tier.bytes_written():
@@ -246,20 +245,20 @@ class Offloading:
         return "\n".join(lines)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of activations that wait for backward now, by tier."""
+        """Return the bytes of offloaded activations that wait for backward now, by tier."""
         return {} if self._activations is None else self._activations.memory()
 
     def close(self) -> None:
-        """Write what there is of a trace whose steps are not over, and remove the files of activations."""
+        """Write the trace if it was not written yet, and remove the files of activations."""
         if self._activations is not None:
             self._activations.close()
         if self.trace is not None:
-            if not self._saved:
-                self._save()
+            if not self._trace_saved:
+                self._save_trace()
             self.trace.close()
 
-    def _save(self) -> None:
-        self._saved = True
+    def _save_trace(self) -> None:
+        self._trace_saved = True
         if self.trace is not None and self._config.offload.trace is not None:
             target = Path(self._config.offload.trace)
             target = target.with_name(f"{target.stem}.rank{self._rank}{target.suffix or '.json'}")
@@ -270,18 +269,18 @@ class Offloading:
 
 
 def state_block(config: Config) -> int:
-    """Elements of a parameter that share something in the states on a tier: 256 share a scale of 8-bit states."""
+    """Return the elements of a parameter that its states on a tier keep together: 256 for 8-bit states, else 1."""
     return _BLOCK if config.offload.state_dtype == "int8" else 1
 
 
 def need_disk(budget: HostBudget, purpose: str, nbytes: int, paths: Sequence[str]) -> None:
-    """Add ``nbytes`` in files, striped over ``paths``, to what ``budget`` will check."""
+    """Add a need for ``nbytes`` in files striped over ``paths`` to ``budget``; ``purpose``: its name in messages."""
     for path in paths:
         budget.need(purpose, -(-nbytes // len(paths)), "disk", path=path)
 
 
 def shard_ranks(config: Config) -> int:
-    """How many ranks have one copy of the model between them."""
+    """Return the number of ranks over which one replica of the model is sharded."""
     size = config.zero_optimization.mics_shard_size
     return size if size > 0 else config.world_size
 
@@ -293,11 +292,8 @@ def _open_store(
     dtype: torch.dtype,
     trace: Trace | None,
 ) -> HostStore | NvmeStore | None:
-    """An empty store of the kind that `zero_optimization.offload_param` asks for; None for the device. Its sizes in
-    elements are of ``dtype``.
-
-    One rank that computes in host memory keeps its parameters there without a store.
-    """
+    """Return an empty store of the kind that `zero_optimization.offload_param` asks for; None for the device. The
+    configuration's sizes count elements of ``dtype``. A single rank on the CPU needs no store in host memory."""
     zero = config.zero_optimization
     section = zero.offload_param
     if section.device == "none" or zero.stage < 3:
@@ -319,13 +315,13 @@ def _open_store(
     )
 
 
-def _groups_of(optimizer: Optimizer) -> dict[int, int]:
-    """id of parameter -> number of its param group."""
+def _group_of_parameter(optimizer: Optimizer) -> dict[int, int]:
+    """Return the index of the param group of each parameter, by the parameter's `id`."""
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
-def _plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: bool) -> list[ShardPlan]:
-    """One plan per trained unit."""
+def _shard_plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: bool) -> list[ShardPlan]:
+    """Return one plan per trained unit. ``groups``: `_group_of_parameter`; ``in_host``: shards are in host memory."""
     plans, positions = [], element_positions((shard.layout for shard in shards), _BLOCK)
     for shard in shards:
         fragments = tuple(
@@ -358,7 +354,8 @@ def _parameter(shard: ShardNeeds, name: str) -> nn.Parameter:
 
 
 def _io_engine(config: Config) -> Any:
-    """An I/O engine with the settings of the `aio` section where it is given; None lets the store choose."""
+    """Return an I/O engine with the settings of the `aio` section, None (the store's own choice) if all are defaults.
+    Raises `MissingExtraError`."""
     defaults = type(config.aio)().model_dump()
     given = {key: value for key, value in config.aio.model_dump().items() if value != defaults[key]}
     if not given:

@@ -32,11 +32,11 @@ def build_optimizer(
     parameters: Parameters | None,
     device: torch.device,
 ) -> Optimizer | None:
-    """Return the user's optimizer, the one that their function makes, or the one that the configuration names.
+    """Return the user's optimizer, the one that the user's function makes, or the one that the configuration names.
 
-    ``parameters``: what to train; by default all of ``model`` that require gradients. ``device``: where the shards
-    will be; on the CPU the names mean the kernels' optimizers, else torch's fused ones. None when neither names an
-    optimizer.
+    ``parameters``: the parameters or param groups to train, by default all that require gradients. ``device``: where
+    the shards will be; on the CPU the names mean the optimizers of zero-optim-kernels, else torch's fused ones. None if
+    neither the user nor the configuration names an optimizer. Raises `UsageError`.
     """
     if isinstance(given, Optimizer):
         return given
@@ -139,8 +139,8 @@ def _refuse_half_states(half_states: bool, name: str) -> None:
 
 
 def _over_stand_ins(kind: Callable[..., Optimizer], parameters: Any, arguments: dict[str, Any]) -> Optimizer:
-    """Build a kernels' optimizer over empty float32 tensors, then list the parameters: what it checks of them is true
-    of the fragments that it will get, and need not be of released or half-precision parameters."""
+    """Return the optimizer ``kind`` of zero-optim-kernels over ``parameters``. It is built over empty float32 tensors,
+    as its checks apply to the fragments it will get, not to released or half-precision parameters."""
     groups = parameters if any(isinstance(p, dict) for p in parameters) else [{"params": parameters}]
     listed = [list(group["params"]) for group in groups]
     stand_ins = [
@@ -153,6 +153,6 @@ def _over_stand_ins(kind: Callable[..., Optimizer], parameters: Any, arguments: 
 
 
 def _stand_in(parameter: Any) -> Any:
-    """An empty parameter, with the name that ``parameter`` may come with."""
+    """Return an empty parameter in the form of ``parameter``: a parameter, or a pair of its name and it."""
     empty = nn.Parameter(torch.empty(0))
     return (parameter[0], empty) if isinstance(parameter, tuple) else empty

@@ -1,4 +1,4 @@
-"""Model states that wait in host memory or in files while something else needs the device."""
+"""Move model states to host memory or files while other work needs the device, and back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Parking:
         self._parked: ParkedStates | None = None
 
     def offload(self, include: Iterable[Any] | None, device: str, pin: bool) -> None:
-        """Move the kinds ``include`` to ``device`` ("cpu" or "nvme"); the engine does nothing else until `reload`."""
+        """Move the kinds ``include`` (None: all of `KINDS`) to ``device`` ("cpu" or "nvme") until `reload`.
+        ``pin``: into pinned host memory. Raises `UsageError`."""
         state = self._state
         state.check_open("offload_states")
         kinds = kinds_of(include)
@@ -38,17 +39,17 @@ class Parking:
         state.lifetime.parked = True
 
     def reload(self) -> None:
-        """Bring back what `offload` took away; nothing happens when nothing is away."""
+        """Move back the states that `offload` moved; do nothing if there are none."""
         if self._parked is not None:
             self._parked.bring_back()
             self._parked, self._state.lifetime.parked = None, False
 
 
 class ParkedStates:
-    """Takes the bytes of chosen states off the device into ``store``; `bring_back` puts them where they were.
+    """Moves the bytes of states of the ``kinds`` off the device into ``store``; `bring_back` restores them.
 
-    Storages keep their identity and are emptied, so every view of them is right again afterwards. Parameters that
-    the user could read meanwhile are placeholders of NaN. What a tier keeps already stays there.
+    Storages keep their identity and are emptied, so that all views of them are valid again afterwards. Parameters that
+    the user could read meanwhile are placeholders of NaN. States that are on a tier already stay there.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ParkedStates:
         self.nbytes = park(self._held, store)
 
     def bring_back(self) -> None:
-        """Everything is where it was; may be called twice."""
+        """Move all states back to where they were; idempotent."""
         unpark(self._held, self._store)
         self._held.clear()
         self._store.close()
@@ -104,10 +105,8 @@ class ParkedStates:
 
 
 def kinds_of(include: Iterable[Any] | None) -> set[str]:
-    """The names in ``include`` (strings, or an enumeration's members); all when it is None.
-
-    Raises `UsageError` for another.
-    """
+    """Return the names in ``include`` (strings, or members of an enumeration); all of `KINDS` if it is None. Raises
+    `UsageError` for a name that is not among them."""
     if include is None:
         return set(KINDS)
     names = {str(getattr(item, "value", item)) for item in include}

@@ -1,4 +1,4 @@
-"""Set up data loaders and the compiled module before training."""
+"""Data loaders of an engine, and compilation of its module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROUTES = ("train", "eval", "predict")
 
 
 class Loaders:
-    """Makes loaders of this rank's samples. ``collate_fn``: of loaders that are not given another."""
+    """Makes data loaders of this rank's samples. ``collate_fn``: the default of all of them."""
 
     def __init__(self, state: TrainingState, collate_fn: Callable[[list[Any]], Any] | None) -> None:
         self._state = state
@@ -29,7 +29,7 @@ class Loaders:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         workers: int = 0,
     ) -> RankLoader[Any]:
-        """Return a loader as `Engine.data_loader` describes it. Raises `UsageError`."""
+        """Return the loader that `Engine.data_loader` describes. Raises `UsageError`."""
         if route not in _ROUTES:
             raise UsageError(f"engine.data_loader(route=…): expected 'train', 'eval' or 'predict', got {route!r}")
         state = self._state
@@ -59,7 +59,7 @@ def compile_module(
     schedule: Any,
     compiled_autograd_enabled: bool,
 ) -> None:
-    """Compile the module as one graph, or unit by unit where parameters are released; note the names in ``state``."""
+    """Compile the module as `Engine.compile` describes; set ``state.compiled`` to the names of the compiled modules."""
     state.check_open("compile")
     options = dict(compile_kwargs or {})
     if schedule is not None:

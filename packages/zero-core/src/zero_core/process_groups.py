@@ -1,4 +1,4 @@
-"""The process groups of an engine: who is in them, what travels through them, and that ranks are configured alike."""
+"""The process groups of an engine and their codecs, and the check that all ranks have the same configuration."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ _PER_RANK = (
     "zero_optimization.offload_param.nvme_path",
     "zero_optimization.offload_optimizer.nvme_path",
 )
-"""What a rank may decide alone: where it reports, and its own disks."""
+"""Keys that may differ between ranks: reports, and each node's own disks."""
 
 
 def agree_on_configuration(control: Control, config: Config) -> None:
-    """Raise `ConfigError` on every rank, naming each key that differs and its values by rank, unless the ranks of
-    ``control`` have the same configuration. Collective."""
+    """Raise `ConfigError` on every rank of ``control``, naming each key that differs and its values by rank, unless the
+    configurations are equal apart from `_PER_RANK`. Collective."""
     own = {path: value for path, value in _leaves("", config.to_plain()) if not _is_per_rank(path)}
     _agree(control, "configuration", own, "give every rank the same configuration")
 
 
 def agree_on_hyperparameters(control: Control, optimizer: Optimizer | None) -> None:
-    """The same for the param groups of the optimizer: rates, decay and what else is a number or a word. Collective."""
+    """Raise `ConfigError` on every rank unless the optimizers have the same class and the same numbers and strings in
+    their param groups (learning rate, weight decay and so on). Collective."""
     groups = [] if optimizer is None else optimizer.param_groups
     own: dict[str, Any] = {"optimizer": None if optimizer is None else type(optimizer).__name__}
     for number, group in enumerate(groups):
@@ -61,6 +62,7 @@ def agree_on_hyperparameters(control: Control, optimizer: Optimizer | None) -> N
 
 
 def _agree(control: Control, what: str, own: dict[str, Any], action: str) -> None:
+    """Raise `ConfigError` on every rank unless all pass equal values ``own``, by path. ``action``: the advice in it."""
     texts = {path: repr(value) for path, value in own.items()}
     digest = hashlib.blake2b(json.dumps(texts, sort_keys=True).encode(), digest_size=16).hexdigest()
     if len(set(control.agree(Message("initialize", what, 0, digest)))) == 1:
@@ -76,7 +78,7 @@ def _agree(control: Control, what: str, own: dict[str, Any], action: str) -> Non
 
 
 def _by_rank(values: list[str]) -> str:
-    """`0.1 on ranks 0, 2 and 0.2 on rank 1`."""
+    """Return values given by rank as text: `0.1 on ranks 0, 2 and 0.2 on rank 1`."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
@@ -87,6 +89,7 @@ def _by_rank(values: list[str]) -> str:
 
 
 def _leaves(prefix: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the values in nested dicts that are no dicts themselves, with their dotted paths."""
     if not isinstance(value, dict) or not value:
         return [(prefix, value)]
     return [leaf for key, item in value.items() for leaf in _leaves(f"{prefix}.{key}" if prefix else str(key), item)]
@@ -101,10 +104,8 @@ _BLOCK: dict[BlockFormat, int] = {"int8": 256, "fp8_e4m3": 256, "int4": 512}
 
 
 def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -> EngineGroups:
-    """The groups of an engine over its data-parallel ``rows``. Collective over all ranks of the world.
-
-    Raises `ConfigError` on every rank of a row where their configurations differ.
-    """
+    """Return the process groups of an engine over its data-parallel ``rows`` of global ranks. Raises `ConfigError` on
+    every rank of a row in which configurations differ. Collective over the world."""
     zero = config.zero_optimization
     return EngineGroups.open(
         rows,
@@ -123,7 +124,7 @@ def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -
 
 
 def weight_codecs(config: Config) -> tuple[Codec | None, Codec | None]:
-    """Return the codecs through which units with and without trained parameters are gathered at stage 3."""
+    """Return the codecs for gathering trained units and frozen units at stage 3; None to gather unquantized."""
     zero = config.zero_optimization
     codec = _codec(config.comm.weight_codec)
     return (
@@ -133,7 +134,7 @@ def weight_codecs(config: Config) -> tuple[Codec | None, Codec | None]:
 
 
 def codec_lines(config: Config, device: torch.device) -> list[str]:
-    """Which codecs a run uses and what encodes on ``device``, in words; empty without codecs."""
+    """Return a line for the start-up report on the codecs in use and their implementation; no line without codecs."""
     zero, comm = config.zero_optimization, config.comm
     used = []
     if zero.stage >= 3 and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
@@ -144,7 +145,7 @@ def codec_lines(config: Config, device: torch.device) -> list[str]:
 
 
 def shard_alignment(config: Config) -> int:
-    """Elements of which shard boundaries are multiples, so that a codec's blocks are whole."""
+    """Return the number of elements that shard boundaries are multiples of, so that no codec's block is divided."""
     zero, comm = config.zero_optimization, config.comm
     blocks = [64]
     if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:

@@ -1,4 +1,4 @@
-"""Reports of an engine about itself: once at the start, and when it is asked."""
+"""Reports of an engine: at the start, of its configuration, and of its memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .state import TrainingState
 
 
 def startup_report(config: Config, partition: Partition) -> str:
-    """Stage, ranks, units, batch sizes, the dtype table, and every configuration value that is not a default."""
+    """Return stage, ranks, units, batch sizes, dtypes, codecs, replicated parameters and changed settings as text."""
     options, layout = partition.options, partition.layout
     persistent = sum(u.plan.persistent for u in partition.units)
     lines = [
-        f"ZeRO stage {options.stage}, {partition.data_world_size} rank(s) on {partition.device}" + _copies(partition),
+        f"ZeRO stage {options.stage}, {partition.data_world_size} rank(s) on {partition.device}" + _replicas(partition),
         f"{layout.used_numel:,} parameters in {len(layout.units)} units ({persistent} persistent), "
         f"{layout.numel - layout.used_numel:,} elements of padding",
         f"batch {config.train_batch_size} = {config.train_micro_batch_size_per_gpu} "
         f"x {config.gradient_accumulation_steps} accumulation x {partition.data_world_size} rank(s)",
-        *_rule(config),
+        *_elastic_rule(config),
         str(options.policy),
         *codec_lines(config, partition.device),
     ]
@@ -35,15 +35,16 @@ def startup_report(config: Config, partition: Partition) -> str:
     return "\n".join(lines)
 
 
-def _rule(config: Config) -> list[str]:
+def _elastic_rule(config: Config) -> list[str]:
+    """Return the line on what elastic training keeps at another number of ranks; none if it is off."""
     if config.elastic.batch_size is None:
         return []
     kept = "the samples of a step" if config.elastic.batch_size == "keep_global_batch" else "the samples of a rank"
     return [f"elastic.batch_size = {config.elastic.batch_size}: at another number of ranks {kept} stay the same"]
 
 
-def _copies(partition: Partition) -> str:
-    """How many copies of the model the ranks have, and which ranks keep one inside a node."""
+def _replicas(partition: Partition) -> str:
+    """Return the number of replicas of the model and the size of secondary shards as text; empty without either."""
     groups = partition.groups
     found = ""
     if groups.replicate.world_size > 1:
@@ -56,7 +57,7 @@ def _copies(partition: Partition) -> str:
 
 
 def config_report(config: Config) -> str:
-    """Every configuration value with its origin, as a table."""
+    """Return every configuration value with its origin, as a table."""
     rows = [(r.path, repr(r.value), r.provenance, r.note) for r in config.report()]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join(
@@ -65,7 +66,7 @@ def config_report(config: Config) -> str:
 
 
 def memory_report(state: TrainingState, by: Literal["kind", "unit", "tier"]) -> dict[str, int]:
-    """Bytes of model state that this rank holds now, by kind, by unit or by tier. Raises `UsageError`."""
+    """Return the bytes of model state that this rank holds now, by kind, unit or tier. Raises `UsageError`."""
     if by not in ("kind", "unit", "tier"):
         raise UsageError(f"engine.memory_report(by=…): expected 'kind', 'unit' or 'tier', got {by!r}")
     found = dict.fromkeys(MEMORY_KINDS, 0) if by == "kind" else {}

@@ -1,4 +1,4 @@
-"""Build the learning rate schedule that the user gave or the configuration names."""
+"""Build the learning rate scheduler that the user gave or the configuration names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _METHODS = ("step", "get_last_lr", "state_dict", "load_state_dict")
 
 
 def stepping_with(lr_kwargs: object) -> Callable[[Scheduler], None]:
-    """Return what steps a schedule with the arguments ``lr_kwargs``, a dict or None.
+    """Return a function that calls a scheduler's ``step(**lr_kwargs)``; ``lr_kwargs``: a dict or None.
 
     Raises `UsageError` for anything else, such as the closure that torch's optimizers take.
     """
@@ -40,11 +40,11 @@ def build_scheduler(
     config: Config,
     optimizer: Optimizer | None,
 ) -> Scheduler | None:
-    """Return the user's schedule, what their function makes of `optimizer`, or what `config.scheduler` names.
+    """Return the user's scheduler, the one that the user's function makes, or the one that `config.scheduler` names.
 
-    What is given wins over the configuration; None when neither names a schedule. Raises `UsageError` when there is no
-    optimizer to drive, when the schedule drives other param groups than those of `optimizer`, when it needs an argument
-    at every step, or when its class refuses the arguments.
+    The user's takes precedence over the configuration's; None if there is neither. Raises `UsageError` without an
+    optimizer, for a scheduler of another optimizer's param groups or whose ``step`` needs an argument, and when its
+    class refuses the configured arguments.
     """
     section = config.scheduler
     if given is None and section is None:
@@ -84,6 +84,7 @@ def _by_name(section: SchedulerSection, optimizer: Optimizer) -> Scheduler:
 
 
 def _checked(made: Any, optimizer: Optimizer, what: str) -> Scheduler:
+    """Return ``made`` if it is a scheduler over ``optimizer``'s param groups, else raise `UsageError` on ``what``."""
     missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
     if missing:
         raise UsageError(f"{what} is no schedule: {type(made).__name__} has no {', '.join(missing)}()")

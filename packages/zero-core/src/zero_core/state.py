@@ -1,4 +1,4 @@
-"""The state that the parts of one engine share: made once, and given to each of them by its constructor."""
+"""The state that the parts of one engine share; each part gets it in its constructor."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .virtual_ranks import MicroBatches
 
 @dataclass
 class Counters:
-    """Counts what has happened since the start of training.
+    """Counters of steps, micro-batches and samples since the start of training.
 
     Attributes:
-        global_steps: optimizer steps, taken and skipped ones.
+        global_steps: optimizer steps, both taken and skipped.
         micro_steps: micro-batches of this rank that `Engine.step` has counted.
-        skipped_steps: optimizer steps that left the weights as they were.
+        skipped_steps: optimizer steps that did not update the weights.
         global_samples: samples on all ranks.
-        accumulated: micro-batches of the running accumulation.
+        accumulated: micro-batches counted since the last optimizer step.
         last: the result of the last optimizer step; None before the first.
-        last_taken: the result of the last one that updated the weights.
+        last_taken: the result of the last step that updated the weights; None before the first.
     """
 
     global_steps: int = 0
@@ -46,12 +46,12 @@ class Counters:
 
     @property
     def norm(self) -> float | None:
-        """Global norm of the last step's gradients before clipping; None before the first step."""
+        """Return the global norm of the last step's gradients before clipping; None before the first step."""
         return None if self.last is None else self.last.norm
 
 
 class BatchSizes:
-    """How many samples and micro-batches make up a step.
+    """The samples and micro-batches that make up a step.
 
     Attributes:
         train: samples per optimizer step over all ranks.
@@ -66,7 +66,7 @@ class BatchSizes:
         self._ranks, self._virtual_ranks = config.world_size, config.virtual_ranks
 
     def set_train(self, size: int) -> None:
-        """Accumulate as many micro-batches as make up ``size`` samples per step. Raises `UsageError`."""
+        """Set ``train`` to ``size`` and ``steps`` to the micro-batches that it needs. Raises `UsageError`."""
         virtual, together = self._virtual_ranks, self.micro * self._ranks
         if virtual and size != self.micro * virtual:
             raise UsageError(
@@ -81,7 +81,7 @@ class BatchSizes:
         self.train, self.steps = size, size // together
 
     def set_micro(self, size: int) -> None:
-        """Have ``size`` samples in a micro-batch, and as many micro-batches per step as before. Raises `UsageError`."""
+        """Set ``micro`` to ``size``, and ``train`` for the same number of micro-batches. Raises `UsageError`."""
         if size < 1:
             raise UsageError(f"set_train_micro_batch_size: expected a number of samples, got {size}")
         self.train, self.micro = size * self.steps * self._ranks, size
@@ -89,7 +89,7 @@ class BatchSizes:
 
 @dataclass
 class Attached:
-    """The objects that the user may exchange while training; None for nothing.
+    """The objects that the user may replace while training; None where there is none.
 
     Attributes:
         scheduler: stepped after each optimizer step that was taken.
@@ -102,7 +102,7 @@ class Attached:
 
 @dataclass
 class Lifetime:
-    """When an engine cannot be used: ``destroyed`` for good, or ``parked`` until its states are reloaded."""
+    """Reasons why an engine cannot be used: it is ``destroyed``, or ``parked`` until `Engine.reload_states`."""
 
     destroyed: bool = False
     parked: bool = False
@@ -110,17 +110,17 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """All that one engine trains with. The parts of an engine take it, or what they need of it, never the engine.
+    """Everything that one engine trains with; the parts of an engine depend on this, not on the engine.
 
     Attributes:
         module: the user's model.
-        partition: which rank owns what; its groups and its precision.
-        optimizer: the transaction around the torch optimizer; None for inference.
+        partition: the sharded model: units, process groups and precision.
+        optimizer: the sharded optimizer around torch's; None for inference.
         config: the resolved configuration.
         ledger: bytes sent, by phase and unit.
-        model_part: what this rank's model is of the full one, under an mpu.
-        micro_batches: how the micro-batches of a step count.
-        reports: whether this rank, the first of the job, prints and logs for all.
+        model_part: the part of the full model that this rank trains, under an mpu.
+        micro_batches: the rules for the micro-batches of a step: ordinary ones, or virtual ranks.
+        reports: this is rank 0 of the job, which prints and logs for all.
         compiled: names of the modules that `Engine.compile` has compiled.
     """
 
@@ -140,54 +140,54 @@ class TrainingState:
 
     @property
     def groups(self) -> EngineGroups:
-        """The process groups for gathers, reductions and control messages."""
+        """Return the process groups for gathers, reductions and control messages."""
         return self.partition.groups
 
     @property
     def precision(self) -> PrecisionPolicy:
-        """The dtypes of parameters, gradients, messages and states."""
+        """Return the dtypes of parameters, gradients, messages and states."""
         return self.partition.options.policy
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Return the device on which the model computes."""
         return self.partition.device
 
     @property
     def torch_optimizer(self) -> Optimizer | None:
-        """The torch optimizer whose groups hold this rank's fragments."""
+        """Return the torch optimizer whose param groups hold this rank's fragments; None for inference."""
         return None if self.optimizer is None else self.optimizer.inner
 
     @property
     def is_alone(self) -> bool:
-        """Return whether no other rank takes part, and no tier that a failure could leave half written."""
+        """Return whether a failed step affects this rank only: it is the only one, and no state is on a tier."""
         parts = self.partition
         return parts.data_world_size == 1 and self.model_part.place.size == 1 and parts.states is None
 
     def loss_scale(self) -> float:
-        """Return the factor that the loss is multiplied with before backward."""
+        """Return the factor by which the loss is multiplied before backward."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale.scale
 
     def learning_rates(self) -> list[float]:
-        """Return the learning rate of each param group."""
+        """Return the learning rate of each param group. Raises as `check_trainable`."""
         return [group["lr"] for group in self.check_trainable("get_lr").param_groups]
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the autocast context of the forward pass, as `torch_autocast` says."""
+        """Return the autocast context of the forward pass; a null context if `torch_autocast` is off."""
         section = self.config.torch_autocast
         if not section.enabled:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
 
     def check_open(self, call: str) -> None:
-        """Raise `UsageError` where ``engine.call`` cannot work: the engine was destroyed, or its states are away."""
+        """Raise `UsageError`, naming ``engine.call``, if the engine was destroyed or its states are offloaded."""
         if self.lifetime.destroyed:
-            raise UsageError(f"engine.{call}: this engine was destroyed; the plain model goes on, or initialize again")
+            raise UsageError(f"engine.{call}: this engine was destroyed; use the plain model, or call initialize again")
         if self.lifetime.parked:
-            raise UsageError(f"engine.{call}: the states are in host memory; call engine.reload_states() first")
+            raise UsageError(f"engine.{call}: the states are offloaded; call engine.reload_states() first")
 
     def check_trainable(self, call: str) -> ShardedOptimizer:
-        """Return the optimizer that ``engine.call`` needs. Raises `UsageError` without one, and as `check_open`."""
+        """Return the optimizer. Raises `UsageError`, naming ``engine.call``, without one, and as `check_open`."""
         self.check_open(call)
         if self.optimizer is None:
             raise UsageError(

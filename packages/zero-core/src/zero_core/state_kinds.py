@@ -1,4 +1,4 @@
-"""Kinds of the values in an optimizer's state; ``history.list.0`` is the first one in the list ``history``."""
+"""Names (kinds) of values in an optimizer's state; ``history.list.0`` is the first value in the list ``history``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SINGLE = frozenset([torch.Tensor, bool, int, float])
 
 
 def by_kind(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of one parameter's state, by kind; what is None is left out."""
+    """Return the values of one parameter's state by kind, with lists and tuples flattened and None left out."""
     if _SINGLE.issuperset(map(type, state.values())):
         return {str(key): kept for key, kept in state.items()}
-    return {kind: value for key, kept in state.items() for kind, value in _named(str(key), kept)}
+    return {kind: value for key, kept in state.items() for kind, value in _flattened(str(key), kept)}
 
 
 def with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that `by_kind` named the values of."""
+    """Return the state whose values `by_kind` returned: its inverse, with a list for every list or tuple."""
     state: dict[str, Any] = {}
     lists: dict[str, dict[int, Any]] = {}
     for kind, value in values.items():
@@ -35,7 +35,8 @@ def with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsavable(optimizer: ShardedOptimizer | None) -> str:
-    """The first value in this rank's states that no checkpoint can hold; empty where there is none."""
+    """Return a description of the first value in this rank's optimizer states that a checkpoint cannot hold (neither
+    tensor nor number); empty if there is none."""
     for owned in () if optimizer is None else optimizer.fragments:
         state = optimizer.state_of(owned) if optimizer is not None else {}
         if _SINGLE.issuperset(map(type, state.values())):
@@ -46,9 +47,9 @@ def unsavable(optimizer: ShardedOptimizer | None) -> str:
     return ""
 
 
-def _named(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flattened(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         for number, one in enumerate(value):
-            yield from _named(f"{kind}.list.{number}", one)
+            yield from _flattened(f"{kind}.list.{number}", one)
     elif value is not None:
         yield kind, value

@@ -1,5 +1,4 @@
-"""Tools run a user's script, and supervise the engines that it makes: other configurations, units and budgets, an
-observer."""
+"""Let a tool run a user's script and replace configurations, units, budgets and observers of the script's engines."""
 
 from __future__ import annotations
 
@@ -19,42 +18,41 @@ from .training import Observer, Unobserved
 
 
 class Supervisor(Protocol):
-    """Decides for `initialize` which configuration and units are used instead of those given, what the host may
-    give, and who observes.
+    """Called by `initialize` to replace the configuration, unit limits, memory budget and observer of an engine.
 
-    ``world_size``: the ranks that train the same part of the model. ``processes``: those of this host.
+    Call order per engine: `config` (also by `Init`), `limits`, `budget` (any number of times), `observer`.
     """
 
     def config(self, given: Any, world_size: int) -> Any:
-        """Return the configuration to use in the place of the one given."""
+        """Return the configuration to use instead of ``given``; ``world_size``: the data-parallel ranks."""
 
     def limits(self, limits: UnitLimits) -> UnitLimits:
-        """Return the limits to cut units by in the place of those given."""
+        """Return the limits on the size of units to use instead of ``limits``."""
 
     def budget(self, processes: int) -> HostBudget:
-        """Return the budget of one of ``processes`` on this host."""
+        """Return the memory budget of this process, one of ``processes`` on this host."""
 
     def observer(self, engine: Engine) -> Observer:
-        """Return the one who is told of the steps of ``engine``."""
+        """Return the observer of the losses and steps of ``engine``."""
 
 
 class Unsupervised:
-    """Everything as the script says."""
+    """The supervisor that changes nothing."""
 
     def config(self, given: Any, world_size: int) -> Any:
-        """Return what was given."""
+        """Return ``given``."""
         return given
 
     def limits(self, limits: UnitLimits) -> UnitLimits:
-        """Return what was given."""
+        """Return ``limits``."""
         return limits
 
     def budget(self, processes: int) -> HostBudget:
-        """Return one with the limits of this system."""
+        """Return a budget with the limits of this system."""
         return HostBudget(processes=processes)
 
     def observer(self, engine: Engine) -> Observer:
-        """Return an observer that takes no notice."""
+        """Return the observer that does nothing."""
         return Unobserved()
 
 
@@ -62,13 +60,13 @@ _SUPERVISOR: ContextVar[Supervisor] = ContextVar("zero_core_supervisor", default
 
 
 def supervisor() -> Supervisor:
-    """Return the supervisor of this context."""
+    """Return the supervisor of this context (`supervised`), by default an `Unsupervised`."""
     return _SUPERVISOR.get()
 
 
 @contextmanager
 def supervised(by: Supervisor) -> Iterator[None]:
-    """Have ``by`` asked for every engine that is made inside."""
+    """Have ``by`` supervise every engine that is made inside the block."""
     token = _SUPERVISOR.set(by)
     try:
         yield
@@ -77,8 +75,8 @@ def supervised(by: Supervisor) -> Iterator[None]:
 
 
 def run_as_main(target: str, arguments: Sequence[str], *, module: bool = False) -> None:
-    """Run a script (with ``module``, a module by name) as ``__main__`` with its arguments; what it raises passes
-    through."""
+    """Run the script at the path ``target`` (with ``module``: the module of that name) as ``__main__``, with
+    ``arguments`` as its command line. Its exceptions propagate."""
     before, path = sys.argv, list(sys.path)
     sys.argv = [target, *arguments]
     try:

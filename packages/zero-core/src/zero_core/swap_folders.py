@@ -1,4 +1,4 @@
-"""The folders that `nvme_path` names: there before anything is written into them."""
+"""The folders that `nvme_path` names: create or check them, and remove files that an earlier run abandoned."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ logger = logging.getLogger("zero_core")
 
 
 def check_swap_folders(config: Config) -> None:
-    """Make the folders of every `nvme_path` in use, if `offload.create` says so.
+    """Check that the folders of every `nvme_path` in use exist; create them if `offload.create` is set.
 
-    Raises UsageError, naming the nearest folder that exists, for one that does not: a drive that is not mounted would
-    be replaced by the disk of its mount point.
+    Raises UsageError for a missing folder, naming the nearest that exists: without the check, files of a drive that is
+    not mounted would fill the disk of its mount point.
     """
-    for key, name in _in_use(config):
+    for key, name in _folders_in_use(config):
         path = Path(name)
         if path.is_dir():
             continue
@@ -44,9 +44,9 @@ def check_swap_folders(config: Config) -> None:
 
 
 def remove_abandoned(config: Config, world_size: int) -> None:
-    """Remove the swap files of ranks that the job had before and has no more, once per node.
+    """Remove swap files of ranks >= ``world_size``, which the job had in an earlier run; once per node.
 
-    Ranks that there are find their own files. What another job has open stays.
+    Existing ranks take care of their own files. Files that another job has open stay.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
@@ -55,22 +55,23 @@ def remove_abandoned(config: Config, world_size: int) -> None:
         match = _STORE.fullmatch(prefix)
         return match is not None and int(match["rank"]) >= world_size
 
-    for names in {tuple(names): None for names in _lists_in_use(config)}:
+    for names in {tuple(names): None for names in _folder_lists_in_use(config)}:
         for prefix in remove_stores(names, is_gone):
             logger.warning(
                 "removed the swap files %s in %s: the job has %d ranks now", prefix, ", ".join(names), world_size
             )
 
 
-def _lists_in_use(config: Config) -> Iterator[list[str]]:
-    """The folders of each `nvme_path` in use; a store lies in all of its list."""
+def _folder_lists_in_use(config: Config) -> Iterator[list[str]]:
+    """Yield the list of folders of each `nvme_path` in use; a store is striped over its full list."""
     lists: dict[str, list[str]] = {}
-    for key, name in _in_use(config):
+    for key, name in _folders_in_use(config):
         lists.setdefault(key, []).append(name)
     yield from lists.values()
 
 
-def _in_use(config: Config) -> Iterator[tuple[str, str]]:
+def _folders_in_use(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (configuration key, folder) for every folder of an `nvme_path` in use."""
     zero = config.zero_optimization
     optimizer, param, activations = zero.offload_optimizer, zero.offload_param, config.offload.activations
     places = (

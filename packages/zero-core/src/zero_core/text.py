@@ -1,4 +1,4 @@
-"""Output of the instruments: on the logger where the program set up logging, else on standard output."""
+"""Text output of the instruments: tables, numbers with units, and `say`, which prints or logs them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDTH = 240  # columns; wider than any table, so that nothing wraps
 
 
 def say(text: str) -> None:
-    """Print what the user asked for: to the logger ``zero_core`` when logging has handlers, else to standard output."""
+    """Log ``text`` to the logger ``zero_core`` if the program has set up logging, else print it to standard output."""
     if logger.hasHandlers():
         logger.info("%s", text)
     else:
@@ -29,7 +29,7 @@ def say(text: str) -> None:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Aligned columns; the first is text, the others are numbers."""
+    """Return ``rows`` under ``head`` in columns: the first aligned left, as text, the others right, as numbers."""
     made = Table(box=None, pad_edge=False)
     for number, title in enumerate(head):
         made.add_column(title, justify="right" if number else "left", no_wrap=True)
@@ -41,7 +41,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def scaled(number: float, unit: str) -> str:
-    """``number`` with a decimal prefix: ``scaled(2.5e9, "FLOP")`` is ``2.5 GFLOP``."""
+    """Return ``number`` with a decimal prefix: ``scaled(2.5e9, "FLOP")`` is ``2.5 GFLOP``."""
     for factor, prefix in _UNITS:
         if abs(number) >= factor:
             return f"{number / factor:.4g} {prefix}{unit}"
@@ -49,5 +49,5 @@ def scaled(number: float, unit: str) -> str:
 
 
 def mebibytes(nbytes: float) -> str:
-    """Bytes as MiB with two decimals."""
+    """Return a number of bytes in MiB with two decimals, without the unit."""
     return f"{nbytes / 2**20:,.2f}"

@@ -1,4 +1,4 @@
-"""One micro-batch and one optimizer step, in the order in which things happen, and who is told of it."""
+"""The order of events in a micro-batch and an optimizer step, and the calls of the parts that follow them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .state import TrainingState
 
 
 class Observer(Protocol):
-    """The calls with which one engine reports, on every rank.
+    """Receives the losses and steps of one engine, on every rank.
 
-    Call order per micro-batch: `loss`; at the boundary of accumulation also `before_step`, when all gradients have been
-    averaged, and `after_step`, when the weights are published. All may communicate.
+    Call order per micro-batch: `loss`, before backward; at the accumulation boundary also `before_step`, once all
+    gradients are averaged, and `after_step`, once the weights are published. Each call may communicate.
     """
 
     def loss(self, loss: torch.Tensor) -> None: ...
@@ -36,16 +36,16 @@ class Observer(Protocol):
 
 
 class Unobserved:
-    """The observer of an engine that nobody follows."""
+    """The observer that does nothing."""
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def before_step(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def after_step(self, result: StepResult) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 logger = logging.getLogger("zero_core")
@@ -54,11 +54,11 @@ logger = logging.getLogger("zero_core")
 class Training:
     """The passes and steps of one engine.
 
-    Call order of a micro-batch: `forward`, `backward`, `step`. Everything that listens (instruments, auditor,
-    observer, tiers, checkpoints) is told here and nowhere else.
+    Call order of a micro-batch: `forward`, `backward`, `step`. Instruments, auditor, observer, tiers and checkpoints
+    are called from here and nowhere else.
 
     Attributes:
-        observer: told of losses and steps; may be assigned.
+        observer: called with each loss and step result; may be assigned.
     """
 
     def __init__(
@@ -83,24 +83,24 @@ class Training:
         self._checkpoints = checkpoints
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module and return its output unchanged."""
+        """Run the module and return its output."""
         state = self._state
         state.check_open("forward")
         if state.config.fp16.enabled and state.config.fp16.auto_cast:
             args, kwargs = cast_floating((args, kwargs), torch.float16)
-        micro_batch = state.micro_batches.forward(state.counters.global_steps, state.counters.accumulated)
+        micro_batch = state.micro_batches.around_forward(state.counters.global_steps, state.counters.accumulated)
         with self._failures.may_be_caught("forward"), state.autocast(), self._checkpointing.running():
             with self._instruments.during("forward"), self._offloading.forward(), micro_batch, self._audit.forward():
                 return state.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, divide: bool) -> torch.Tensor:
-        """Backpropagate ``loss``, with ``divide`` by the accumulation steps; return what was backpropagated,
-        unscaled."""
+        """Backpropagate the scalar ``loss``, divided by the accumulation steps if ``divide``; return it (detached, in
+        float32 at least, divided, without the loss scale)."""
         state = self._state
         state.check_trainable("backward")
-        precise = _precise("backward", loss)
+        precise = _float32_at_least("backward", loss)
         steps, scale = state.sizes.steps, state.loss_scale()
-        state.micro_batches.before_backward(state.counters.global_steps, state.counters.accumulated)
+        state.micro_batches.check_backward(state.counters.global_steps, state.counters.accumulated)
         scaled = state.micro_batches.to_backpropagate(precise, steps, divide=divide)
         with self._failures.may_be_caught("backward"):
             self.observer.loss(loss)
@@ -115,20 +115,20 @@ class Training:
         return returned
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss`` times the loss scale, for a backward pass of the user's own."""
+        """Return ``loss`` times the loss scale, and allow plain backward passes until the next `step`."""
         self._state.check_trainable("scale")
-        scaled = _precise("scale", loss) * self._state.loss_scale()
+        scaled = _float32_at_least("scale", loss) * self._state.loss_scale()
         self._accumulation.scaled = True
         return scaled
 
     def step(self, schedule: Callable[[Scheduler], object]) -> None:
-        """Count the micro-batch; at the boundary update the weights, then call ``schedule`` with the scheduler, if
-        there is one and the update was taken."""
+        """Count the micro-batch; at the boundary take an optimizer step. ``schedule`` is called with the scheduler, if
+        there is one, after an update of the weights; what it raises is raised once the step is complete."""
         state, counters = self._state, self._state.counters
         optimizer = state.check_trainable("step")
         state.partition.runtime.refuse_torn("step")
         self._checkpoints.check_folder()
-        if not self._accumulation.count():
+        if not self._accumulation.count_micro_batch():
             return
         with self._failures.step():
             self.observer.before_step()
@@ -149,7 +149,7 @@ class Training:
                 logger.warning("step %d skipped: a gradient is not finite", counters.global_steps)
         counters.global_steps += 1
         state.partition.runtime.step = counters.global_steps
-        with self._failures.told_to_all():
+        with self._failures.abort_all_on_failure():
             self._instruments.after_step()
             self._offloading.after_step(counters.global_steps)
             self._audit.after_step()
@@ -160,17 +160,17 @@ class Training:
             raise raised
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip the averaged gradients to the global norm ``max_norm``; return the norm before. Collective."""
+        """Clip the averaged gradients to the global norm ``max_norm``; return the norm before clipping. Collective."""
         optimizer = self._state.check_trainable("clip_grad_norm_")
-        self._state.micro_batches.before("clip_grad_norm_", self._state.counters.accumulated)
-        with self._failures.told_to_all():
+        self._state.micro_batches.check_between_steps("clip_grad_norm_", self._state.counters.accumulated)
+        with self._failures.abort_all_on_failure():
             norm = optimizer.gradient_norm()
             optimizer.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
         return norm
 
 
 def _raised_by(schedule: Callable[[Scheduler], object], scheduler: Scheduler) -> Exception | None:
-    """Step the schedule; return what it raised."""
+    """Call ``schedule`` with ``scheduler``; return the exception that it raised, or None."""
     try:
         schedule(scheduler)
     except Exception as error:
@@ -178,8 +178,8 @@ def _raised_by(schedule: Callable[[Scheduler], object], scheduler: Scheduler) ->
     return None
 
 
-def _precise(call: str, loss: torch.Tensor) -> torch.Tensor:
-    """The loss in fp32 at least: a scale of 2**16 is infinite in fp16."""
+def _float32_at_least(call: str, loss: torch.Tensor) -> torch.Tensor:
+    """Return ``loss`` in fp32 at least, as 2**16 times a loss is infinite in fp16. ``call``: named in `UsageError`."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise UsageError(f"engine.{call}: expected a scalar loss that requires gradients, got {_describe(loss)}")
     return loss.float() if loss.dtype.itemsize < 4 else loss

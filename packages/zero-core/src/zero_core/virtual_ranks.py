@@ -1,4 +1,4 @@
-"""The micro-batches of a step as virtual ranks, whose bits do not depend on how many ranks compute them."""
+"""Rules for the micro-batches of a step: ordinary ones, or virtual ranks, whose bits no number of ranks changes."""
 
 from __future__ import annotations
 
@@ -23,67 +23,67 @@ _KEY = "deterministic.across_world_sizes"
 
 
 class MicroBatches(Protocol):
-    """The questions that an engine asks about the micro-batches of a step; ``micro`` is this rank's number of one, from
-    0."""
+    """Rules for the micro-batches of a step. ``micro``: the index of this rank's micro-batch in the step, from 0. The
+    methods ``check_…`` refuse by `UsageError`."""
 
     def to_backpropagate(self, loss: torch.Tensor, steps: int, *, divide: bool) -> torch.Tensor:
-        """Return what to call backward on; ``divide``: the gradient is the mean over the ``steps`` micro-batches."""
+        """Return the tensor on which to call backward; ``divide``: the gradient is the mean over the ``steps``."""
 
-    def forward(self, step: int, micro: int) -> AbstractContextManager[None]:
-        """A context around a forward pass."""
+    def around_forward(self, step: int, micro: int) -> AbstractContextManager[None]:
+        """Return a context in which the engine runs a forward pass; it may seed generators and check side effects."""
 
-    def before_backward(self, step: int, micro: int) -> None:
-        """Refuse a backward pass that would not count as the rest of the step does."""
+    def check_backward(self, step: int, micro: int) -> None:
+        """Called before a backward pass: refuse one that does not belong to exactly one micro-batch."""
 
-    def before_step(self, micro: int, *, boundary: bool) -> None:
-        """Refuse a step whose micro-batches are not all there."""
+    def check_step(self, micro: int, *, boundary: bool) -> None:
+        """Called by `Engine.step`: refuse a ``boundary`` before or after the last micro-batch of the step."""
 
-    def before(self, call: str, micro: int) -> None:
-        """Refuse a ``call`` in the middle of a step."""
+    def check_between_steps(self, call: str, micro: int) -> None:
+        """Called by ``engine.call``, which needs complete gradients or none: refuse it in the middle of a step."""
 
-    def no_plain_backward(self) -> str | None:
-        """Why ``loss.backward()`` cannot be counted; None when it can."""
+    def refuse_plain_backward(self) -> str | None:
+        """Return why ``loss.backward()``, without the engine, is refused; None if it is allowed."""
 
     def state_dict(self) -> dict[str, int] | None:
-        """Return what a run that resumes has to agree with, as plain data."""
+        """Return the settings on which the bits depend, as plain data for a checkpoint; None if they are not fixed."""
 
     def mismatch(self, saved: Mapping[str, int] | None) -> str | None:
-        """Why this run cannot go on bitwise from what `state_dict` returned in another; None when it can."""
+        """Return why this run cannot continue bitwise from a `state_dict`; None if it can."""
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
-        """Go on with the random numbers of the run that saved."""
+        """Continue with the random numbers of the run whose `state_dict` this is; None changes nothing."""
 
 
 class OrdinaryMicroBatches:
-    """Micro-batches belong to their rank: gradients add up, and everything is allowed."""
+    """Ordinary gradient accumulation: everything is allowed."""
 
     def to_backpropagate(self, loss: torch.Tensor, steps: int, *, divide: bool) -> torch.Tensor:
-        """The loss, divided by the accumulation steps."""
+        """Return the loss, divided by the accumulation steps if ``divide``."""
         return loss / steps if divide else loss
 
-    def forward(self, step: int, micro: int) -> AbstractContextManager[None]:
-        """Nothing."""
+    def around_forward(self, step: int, micro: int) -> AbstractContextManager[None]:
+        """Return a null context."""
         return nullcontext()
 
-    def before_backward(self, step: int, micro: int) -> None:
-        """Nothing is refused."""
+    def check_backward(self, step: int, micro: int) -> None:
+        """Allow it."""
 
-    def before_step(self, micro: int, *, boundary: bool) -> None:
-        """Nothing is refused."""
+    def check_step(self, micro: int, *, boundary: bool) -> None:
+        """Allow it."""
 
-    def before(self, call: str, micro: int) -> None:
-        """Nothing is refused."""
+    def check_between_steps(self, call: str, micro: int) -> None:
+        """Allow it."""
 
-    def no_plain_backward(self) -> str | None:
-        """It can."""
+    def refuse_plain_backward(self) -> str | None:
+        """Return None: it is allowed."""
         return None
 
     def state_dict(self) -> dict[str, int] | None:
-        """Nothing."""
+        """Return None: nothing is saved."""
         return None
 
     def mismatch(self, saved: Mapping[str, int] | None) -> str | None:
-        """It can."""
+        """Return None: it can."""
         return None
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
@@ -92,14 +92,14 @@ class OrdinaryMicroBatches:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A persistent buffer: its name, and where it is."""
+    """A persistent buffer of the model: its full name, its module, and its key there."""
 
     name: str
     module: nn.Module
     key: str
 
     def version(self) -> tuple[int, int]:
-        """Changes whenever the buffer is written or replaced."""
+        """Return a value that changes whenever the buffer is written or replaced."""
         buffer = self.module._buffers.get(self.key)  # user code may have removed it
         return (id(buffer), -1 if buffer is None else buffer._version)
 
@@ -107,11 +107,11 @@ class _Buffer:
 class VirtualRanks:
     """Every micro-batch of a step is a virtual rank (see [Note: virtual ranks] in `zero_partition.leaves`).
 
-    Refuses by name what would make bits depend on the number of ranks: losses that are divided by it, several backward
-    passes for one micro-batch, buffers that forward writes, other numbers of threads. Random numbers of a forward pass
-    are drawn from generators (Python's, NumPy's, torch's) that are seeded for each virtual rank and step. Collective.
+    Refuses all that would make bits depend on the number of ranks: losses divided by it, several backward passes for
+    one micro-batch, buffers that forward writes, different numbers of threads. Seeds the generators of Python, NumPy
+    and torch for each virtual rank and step, before its forward pass. The constructor is collective.
 
-    ``seed``: of these; None takes rank 0's `torch.initial_seed`.
+    ``count``: virtual ranks. ``seed``: of the generators; None takes rank 0's `torch.initial_seed`.
     """
 
     def __init__(self, count: int, seed: int | None, partition: Partition, module: nn.Module) -> None:
@@ -134,13 +134,13 @@ class VirtualRanks:
         self._seed = int(answers[0][1])
 
     def to_backpropagate(self, loss: torch.Tensor, steps: int, *, divide: bool) -> torch.Tensor:
-        """The loss itself: the mean over the virtual ranks is taken of the gradients' sum; times ``steps`` for a loss
-        that is not to be divided."""
+        """Return the loss itself if ``divide``, as the mean over virtual ranks is taken of the summed gradients, else
+        the loss times ``steps``."""
         return loss if divide else loss * steps
 
     @contextmanager
-    def forward(self, step: int, micro: int) -> Iterator[None]:
-        """Seed the generators for this virtual rank's first forward pass; refuse buffers that the pass writes."""
+    def around_forward(self, step: int, micro: int) -> Iterator[None]:
+        """Seed the generators before this virtual rank's first forward pass; refuse buffers that the pass writes."""
         if torch.is_grad_enabled() and self._seeded != (step, micro):
             self._seeded = (step, micro)
             self._seed_generators(step, micro * self._partition.data_world_size + self._partition.data_rank)
@@ -154,14 +154,14 @@ class VirtualRanks:
                     "this one into eval mode, or register the buffer with persistent=False if it is a cache"
                 )
 
-    def before_backward(self, step: int, micro: int) -> None:
-        """One backward pass for each forward pass through the engine, in order."""
+    def check_backward(self, step: int, micro: int) -> None:
+        """Refuse anything but one backward pass after each forward pass through the engine, in order."""
         if self._seeded != (step, micro):
             raise UsageError(
                 f"{_KEY}: backward without a forward pass through the engine for this micro-batch. Call engine(batch), "
                 "not engine.module(batch), and engine.step() after each backward"
             )
-        added = self._added()
+        added = self._summed()
         if added != micro:
             raise UsageError(
                 f"{_KEY}: expected one backward pass for each micro-batch, but this is micro-batch {micro} of the "
@@ -169,37 +169,37 @@ class VirtualRanks:
                 "engine.backward once, then engine.step(); call zero_grad() only between steps"
             )
 
-    def before_step(self, micro: int, *, boundary: bool) -> None:
-        """A step has one micro-batch for each virtual rank."""
+    def check_step(self, micro: int, *, boundary: bool) -> None:
+        """Refuse a step without exactly one micro-batch, and its backward pass, for each virtual rank."""
         if boundary != (micro + 1 == self._steps):
             raise UsageError(
                 f"{_KEY}: expected a step after {self._steps} micro-batches on each of "
                 f"{self._partition.data_world_size} ranks, got {'one' if boundary else 'none'} after {micro + 1}; "
                 "do not set the boundary yourself"
             )
-        if boundary and self._added() not in (0, self._steps):
+        if boundary and self._summed() not in (0, self._steps):
             raise UsageError(
-                f"{_KEY}: expected the gradients of {self._steps} micro-batches, got {self._added()}. Call backward "
+                f"{_KEY}: expected the gradients of {self._steps} micro-batches, got {self._summed()}. Call backward "
                 "once for each, and zero_grad() only between steps"
             )
 
-    def before(self, call: str, micro: int) -> None:
-        """Between steps there are no sums under way."""
-        if self._added() not in (0, self._steps):
+    def check_between_steps(self, call: str, micro: int) -> None:
+        """Refuse ``call`` while gradients of some, but not all, virtual ranks are summed."""
+        if self._summed() not in (0, self._steps):
             raise UsageError(
                 f"{_KEY}: expected {call} between steps, got it after {micro} of the {self._steps} micro-batches of one"
             )
 
-    def no_plain_backward(self) -> str | None:
-        """The engine has to know whether the loss is divided."""
+    def refuse_plain_backward(self) -> str | None:
+        """Return the refusal: the engine has to know whether the loss is divided."""
         return f"{_KEY}: loss.backward() may be divided by a number of ranks or not; call engine.backward(loss)"
 
     def state_dict(self) -> dict[str, int] | None:
-        """Virtual ranks, their seed, and threads per rank."""
+        """Return the number of virtual ranks, their seed, and the threads per rank."""
         return {"count": self._count, "seed": self._seed, "threads": self._threads}
 
     def mismatch(self, saved: Mapping[str, int] | None) -> str | None:
-        """Another number of virtual ranks or threads gives other bits."""
+        """Return a message if ``saved`` has another number of virtual ranks or threads; None if it has not."""
         if saved is None:
             return None
         for name, mine in (("count", self._count), ("threads", self._threads)):
@@ -209,12 +209,12 @@ class VirtualRanks:
         return None
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
-        """Go on with the random numbers of the run that saved."""
+        """Continue with the random numbers of the run that saved."""
         if saved is not None:
             self._seed = saved["seed"]
 
-    def _added(self) -> int:
-        """Micro-batches of this step in the sums so far; the same on every rank."""
+    def _summed(self) -> int:
+        """Return the micro-batches of this step whose gradients are summed so far; the same on every rank."""
         found = (g.leaves.added for g in self._partition.runtime.gradients.values() if g.leaves is not None)
         return next(found, 0)
 
@@ -230,7 +230,7 @@ class VirtualRanks:
 
 
 def micro_batches(config: Config, partition: Partition, module: nn.Module) -> MicroBatches:
-    """How the micro-batches of a step count, as ``config`` says. Collective where they are virtual ranks."""
+    """Return the rules that ``config`` asks for. Collective if they are `VirtualRanks`."""
     if not config.virtual_ranks:
         return OrdinaryMicroBatches()
     return VirtualRanks(config.virtual_ranks, getattr(config.deterministic, "seed", None), partition, module)

@@ -71,11 +71,11 @@ class Checkpoints:
         state.partition.runtime.reopen("save_checkpoint")
         if not str(save_dir):
             raise UsageError("save_checkpoint(save_dir): expected a directory, got an empty string")
-        state.micro_batches.before("save_checkpoint", state.counters.accumulated)
+        state.micro_batches.check_between_steps("save_checkpoint", state.counters.accumulated)
         name = str(tag) if tag is not None else f"global_step{state.counters.global_steps}"
         root = state.model_part.folder(Path(save_dir))
         with (
-            self._failures.told_to_all(),
+            self._failures.abort_all_on_failure(),
             state.model_part.together("save_checkpoint"),
             self._instruments.during("save"),
         ):
@@ -96,7 +96,7 @@ class Checkpoints:
         self._state.check_open("resume")
         runtime = self._state.partition.runtime
         runtime.reopen("resume")
-        with self._failures.told_to_all():
+        with self._failures.abort_all_on_failure():
             runtime.agree("resume", "", None)
         self.wait()
         self._departure.root = run = os.path.abspath(load_dir)
@@ -145,7 +145,7 @@ class Checkpoints:
         runtime = self._state.partition.runtime
         runtime.reopen("load_checkpoint")
         self._before_load()
-        with self._failures.told_to_all(), runtime.writing("load_checkpoint"):
+        with self._failures.abort_all_on_failure(), runtime.writing("load_checkpoint"):
             runtime.agree("load", said, None)
             self.report, client_state = load(self._state, root, tag, wanted)
         return str(self.report.path), client_state
