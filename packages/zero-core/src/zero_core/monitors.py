@@ -40,11 +40,8 @@ class NoMonitor:
 
     enabled = False
 
-    def write_events(self, events: Sequence[Event]) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
+    def write_events(self, events: Sequence[Event]) -> None: ...
+    def close(self) -> None: ...
 
 
 class Monitors:

@@ -38,14 +38,9 @@ class Observer(Protocol):
 class Unobserved:
     """The observer that does nothing."""
 
-    def loss(self, loss: torch.Tensor) -> None:
-        """Do nothing."""
-
-    def before_step(self) -> None:
-        """Do nothing."""
-
-    def after_step(self, result: StepResult) -> None:
-        """Do nothing."""
+    def loss(self, loss: torch.Tensor) -> None: ...
+    def before_step(self) -> None: ...
+    def after_step(self, result: StepResult) -> None: ...
 
 
 logger = logging.getLogger("zero_core")

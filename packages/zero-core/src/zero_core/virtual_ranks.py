@@ -65,14 +65,9 @@ class OrdinaryMicroBatches:
         """Return a null context."""
         return nullcontext()
 
-    def check_backward(self, step: int, micro: int) -> None:
-        """Allow it."""
-
-    def check_step(self, micro: int, *, boundary: bool) -> None:
-        """Allow it."""
-
-    def check_between_steps(self, call: str, micro: int) -> None:
-        """Allow it."""
+    def check_backward(self, step: int, micro: int) -> None: ...
+    def check_step(self, micro: int, *, boundary: bool) -> None: ...
+    def check_between_steps(self, call: str, micro: int) -> None: ...
 
     def refuse_plain_backward(self) -> str | None:
         """Return None: it is allowed."""
@@ -86,8 +81,7 @@ class OrdinaryMicroBatches:
         """Return None: it can."""
         return None
 
-    def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
-        """Nothing to do."""
+    def load_state_dict(self, saved: Mapping[str, int] | None) -> None: ...
 
 
 @dataclass(frozen=True)

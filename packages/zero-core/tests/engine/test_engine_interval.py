@@ -15,7 +15,7 @@ from engine_cases import RANKS, batch, build, config, outcome, train, weights
 import zero_core
 from zero_comm import run_ranks
 from zero_config import Config, ConfigError
-from zero_core.checkpoint.interval import Chooser, choose
+from zero_core.checkpoint.interval import IntervalChooser, choose_interval
 from zero_core.checkpoint.periodic import check_interval
 
 HOUR = 3600.0
@@ -35,13 +35,13 @@ def test_the_interval_is_the_least_that_all_bounds_allow(
     step: float, held: float, written: float, hours: float | None, steps: int, reason: str
 ) -> None:
     between = None if hours is None else hours * HOUR
-    chosen = choose(step, held, written, overhead=0.035, between_failures=between)
+    chosen = choose_interval(step, held, written, overhead=0.035, between_failures=between)
     assert chosen.steps == steps and reason in chosen.reason
 
 
 def test_what_is_measured_decides_and_changes_are_followed() -> None:
     """Steps of one second; a save at once, then saves behind training that hold up the steps after them."""
-    chooser, now, saves = Chooser(0.1, None), 0.0, []
+    chooser, now, saves = IntervalChooser(0.1, None), 0.0, []
 
     def steps_until_due() -> int:
         nonlocal now

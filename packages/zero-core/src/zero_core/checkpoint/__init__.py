@@ -1,4 +1,4 @@
-"""The engine's checkpoints: its state as named intervals of logical tensors, and back, at any world size and stage.
+"""Save an engine's state as named intervals of full tensors, and load it at any world size and stage.
 
 Read `checkpoints.py` first, then `saving.py` and `loading.py`.
 """

@@ -1,4 +1,4 @@
-"""Everything an engine does with checkpoints, between its steps."""
+"""The checkpoints of an engine: the calls that it makes around its steps."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .saving import Saver
 class Checkpoints:
     """Saves, loads and resumes one engine's state. Every call is collective.
 
-    Call order around each optimizer step: `check_folder`, `before_step`, the step, `step_taken`, `after_step`; the
-    others between steps; `close`.
+    Call order around each optimizer step: `check_folder`, `before_step`, the step, `step_taken`, `after_step`; all
+    others between steps, and `close` last.
 
     Attributes:
-        report: what the last load did to each name; None before.
+        report: what the last `load` or `resume` did to each name; None before.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Checkpoints:
         self._periodic = periodic
         self._notices = Notices(state.groups.control, saver, in_memory, periodic)
         self._before_load = before_load
-        state.partition.readers.add(saver.copied)
-        state.partition.readers.add(in_memory.copied)
+        state.partition.readers.add(saver.wait_for_copies)
+        state.partition.readers.add(in_memory.wait_for_copies)
 
     def save(
         self,
@@ -65,7 +65,7 @@ class Checkpoints:
         save_latest: bool,
         exclude_frozen: bool,
     ) -> None:
-        """Write everything needed to go on into ``save_dir/tag``; leave afterwards if the launcher asks for it."""
+        """Save as `Engine.save_checkpoint` describes; then raise SystemExit if the launcher has asked for that."""
         state = self._state
         state.check_open("save_checkpoint")
         state.partition.runtime.reopen("save_checkpoint")
@@ -85,14 +85,14 @@ class Checkpoints:
         self._departure.after_checkpoint(self._saver.wait)
 
     def load(self, load_dir: str | os.PathLike[str], tag: str | None, wanted: Wanted) -> tuple[str, dict[str, Any]]:
-        """Load ``load_dir/tag`` (default: the newest complete one); return its path and the client state."""
+        """Load ``load_dir/tag`` (None: the newest complete checkpoint); return its path and the client state."""
         self._state.check_open("load_checkpoint")
         self._saver.wait()
         root = self._state.model_part.folder(Path(load_dir))
-        return self._load(root, tag, wanted, said=f"{root}/{tag or ''}{wanted}")
+        return self._load(root, tag, wanted, choice=f"{root}/{tag or ''}{wanted}")
 
     def resume(self, load_dir: str | os.PathLike[str]) -> Resumed | None:
-        """Load the newest state of this job and say where training goes on; None for a first start."""
+        """Load the newest state of this job and return where it continues; None if there is none."""
         self._state.check_open("resume")
         runtime = self._state.partition.runtime
         runtime.reopen("resume")
@@ -104,20 +104,20 @@ class Checkpoints:
         return resume(self._state, self._in_memory, root, self._load_everything, run=run)
 
     def check_folder(self) -> None:
-        """Raise `UsageError` where steps are to save by themselves and no folder is known."""
+        """Raise `UsageError` if steps save by themselves (``checkpoint.interval``) and no folder is known."""
         self._periodic.check(self._departure.root)
 
     def before_step(self) -> None:
-        """Look for an order of the launcher, and tell what other ranks have to know after this step."""
+        """Put the launcher's order and this rank's notices into the messages that the ranks exchange in this step."""
         self._departure.before_step()
         self._notices.before_step(leads=self._state.reports)
 
     def step_taken(self) -> None:
-        """Take in what all ranks have told with the messages of the step."""
+        """Read the notices of all ranks, which came with the messages of the step."""
         self._notices.after_step()
 
     def after_step(self) -> None:
-        """Raise what a save behind training met, copy and save when due, and leave when agreed."""
+        """Raise errors of saves behind training; copy and save if due; save and leave if the ranks have agreed to."""
         self._notices.check()
         if self._in_memory.after_step(self._departure.root):
             self._departure.after_checkpoint(self._in_memory.wait)
@@ -125,12 +125,12 @@ class Checkpoints:
         self._departure.after_step(self._save)
 
     def wait(self) -> None:
-        """Wait until everything that was started is written. Raises `zero_ckpt.CheckpointError` when it failed."""
+        """Wait until all saves that were started are written. Raises `zero_ckpt.CheckpointError` if one failed."""
         self._saver.wait()
         self._in_memory.wait()
 
     def close(self) -> None:
-        """Finish what was started. Raises `zero_ckpt.CheckpointError` when it failed."""
+        """Finish the saves that were started, and end their threads. Raises as `wait` does."""
         self._saver.close()
         self._in_memory.close()
 
@@ -139,13 +139,14 @@ class Checkpoints:
 
     def _load_everything(self, root: Path, tag: str | None) -> tuple[str, dict[str, Any]]:
         wanted = Wanted(strict=True, optimizer=self._state.optimizer is not None, scheduler=True, counters=True)
-        return self._load(root, tag, wanted, said=tag or str(root))  # a tag in memory lies elsewhere on each node
+        return self._load(root, tag, wanted, choice=tag or str(root))  # each node has node memory elsewhere
 
-    def _load(self, root: Path, tag: str | None, wanted: Wanted, *, said: str) -> tuple[str, dict[str, Any]]:
+    def _load(self, root: Path, tag: str | None, wanted: Wanted, *, choice: str) -> tuple[str, dict[str, Any]]:
+        """Load ``root/tag``. ``choice``: the call in words, which must be equal on all ranks."""
         runtime = self._state.partition.runtime
         runtime.reopen("load_checkpoint")
         self._before_load()
         with self._failures.abort_all_on_failure(), runtime.writing("load_checkpoint"):
-            runtime.agree("load", said, None)
+            runtime.agree("load", choice, None)
             self.report, client_state = load(self._state, root, tag, wanted)
         return str(self.report.path), client_state

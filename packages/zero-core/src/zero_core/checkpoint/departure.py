@@ -1,10 +1,10 @@
-"""Leave after a step because the launcher asks for it: to meet again with more ranks, or to save and end.
+"""End this process after a step on an order of the launcher: to start again with more ranks, or to save and end.
 
-[Note: departure] The launcher leaves a word in a file of a folder that the ranks of one host share
-(`ZERO_LAUNCH_ORDERS`). A rank looks for it once a step. What it finds goes as a wish with the messages that ranks
-exchange anyway (see `Watched` in zero-comm), so that all ranks know of it after the same step. `regroup` means leaving
-after the next checkpoint; `end` means saving one after this step, in the folder of `resume` or, without that, of the
-first `save_checkpoint`. A rank that leaves writes the word into `left.RANK` and ends with status 75, by a SystemExit.
+[Note: departure] The launcher writes an order, one word, to the file `order` in a folder that the ranks of one host
+share (`ZERO_LAUNCH_ORDERS`). Each rank reads it once per step and sends it as a wish with the messages that the ranks
+exchange anyway (see `Watched` in zero-comm), so that all ranks know it after the same step. `regroup` means leaving
+after the next checkpoint. `end` means saving one after this step, in the folder of `resume` or, without that, of the
+first `save_checkpoint`. A rank that leaves writes the word to `left.RANK` and exits with status 75, by a SystemExit.
 """
 
 from __future__ import annotations
@@ -26,43 +26,44 @@ _WISHES = {"regroup": 1, "end": 2}
 
 
 class Departure:
-    """Carries out the launcher's orders for one engine. ``folder``: where they come; None where no launcher gives any.
+    """Carries out the launcher's orders for one engine. ``folder``: holds the orders; None without a launcher.
 
-    ``root``: where a checkpoint goes that the launcher asks for; set by `resume` and `save_checkpoint`.
+    ``root``: the folder for a checkpoint that the launcher asks for; set by `resume` and `save_checkpoint`.
     """
 
     def __init__(self, state: TrainingState, folder: Path | None) -> None:
         self._state = state
         self._folder = folder
-        self._told = False
+        self._warned = False
         self.root: str | None = None
 
     @classmethod
     def of(cls, state: TrainingState, environ: Mapping[str, str] = os.environ) -> Departure:
-        """As the environment says."""
+        """Return the departure whose folder is the environment's `ZERO_LAUNCH_ORDERS`."""
         folder = environ.get(ORDERS_VARIABLE)
         return cls(state, None if not folder else Path(folder))
 
     def before_step(self) -> None:
-        """Look for an order; it goes with this step's messages."""
+        """Read the launcher's order and put it into this step's messages."""
         if self._folder is not None:
             self._state.groups.control.watched.wish = _WISHES.get(self._order(), 0)
 
     def after_step(self, save: Callable[[str], object]) -> None:
-        """Save and leave when the ranks have agreed to end. ``save`` writes a checkpoint and leaves."""
+        """If the ranks have agreed to end, call ``save`` with `root`, which writes a checkpoint and leaves; without a
+        `root` warn once and go on."""
         if self._folder is None or self._state.groups.control.watched.agreed < _WISHES["end"]:
             return
         if self.root is not None:
             save(self.root)
-        elif not self._told:
-            self._told = True
+        elif not self._warned:
+            self._warned = True
             logger.warning(
                 "the launcher asks for a checkpoint and an end, but neither engine.resume(dir) nor "
                 "engine.save_checkpoint(dir) has named a folder: training goes on"
             )
 
     def after_checkpoint(self, wait: Callable[[], object]) -> None:
-        """Leave when the ranks have agreed to; ``wait`` returns when the checkpoint is complete. Raises SystemExit."""
+        """If the ranks have agreed to leave, ``wait`` until the checkpoint is complete, then raise SystemExit."""
         state = self._state
         agreed = state.groups.control.watched.agreed if self._folder is not None else 0
         if not agreed or self._folder is None:
@@ -76,6 +77,7 @@ class Departure:
         raise SystemExit(LEFT_STATUS)
 
     def _order(self) -> str:
+        """Return the launcher's order; empty if there is none."""
         try:
             with open(f"{self._folder}/order", encoding="ascii") as file:
                 return file.read()

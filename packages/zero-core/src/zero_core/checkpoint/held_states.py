@@ -1,4 +1,4 @@
-"""An optimizer's states, which user code reaches only when a save behind training has copied them."""
+"""Make user code that reads `optimizer.state` wait until a save behind training has copied the states."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch.optim import Optimizer
 
 
 class HeldStates:
-    """Makes every access to ``optimizer.state`` wait until the states are copied.
+    """Makes accesses to ``optimizer.state`` wait until the states are copied.
 
-    A write by ``state["exp_avg"].data`` leaves no trace on the tensor, so nothing could tell afterwards that a copy is
-    torn. ``copied`` returns when states may be written. Call order: `hold` after a save has begun, `let_go` when all
-    is copied; nothing is held in between steps without a save.
+    A write through ``state["exp_avg"].data`` does not change the tensor's version, so a torn copy could not be detected
+    afterwards. ``wait_for_copies`` returns when states may be written. Call order: `hold` after a save has begun,
+    `let_go` when all states are copied.
     """
 
-    def __init__(self, copied: Callable[[], None]) -> None:
-        self._copied = copied
+    def __init__(self, wait_for_copies: Callable[[], None]) -> None:
+        self._wait_for_copies = wait_for_copies
         self._optimizer: Optimizer | None = None
         self._states: MutableMapping[Any, Any] | None = None
 
     def hold(self, optimizer: Optimizer) -> None:
-        """Put a dict that waits in the place of ``optimizer.state``, where that is an attribute of its own."""
+        """Replace ``optimizer.state`` by a dict that waits, if it is an instance attribute and none is held yet."""
         if self._optimizer is None and "state" in vars(optimizer):
             self._optimizer, states = optimizer, optimizer.state
-            optimizer.state = self._states = _WaitingDict(states, self._copied)  # type: ignore[assignment]
+            optimizer.state = self._states = _WaitingDict(states, self._wait_for_copies)  # type: ignore[assignment]
 
     def let_go(self) -> None:
-        """Give the optimizer its own dict back, unless user code has given it another."""
+        """Restore the optimizer's own dict, unless user code has assigned another; idempotent."""
         if self._optimizer is not None:
             if self._optimizer.state is self._states and isinstance(self._states, _WaitingDict):
                 self._optimizer.state = self._states.inner
@@ -37,7 +37,7 @@ class HeldStates:
 
 
 class _WaitingDict(MutableMapping[Any, Any]):
-    """The dict ``inner``, of which every use waits first."""
+    """A view of the dict ``inner`` in which reading or writing a value, and iterating, calls ``wait`` first."""
 
     def __init__(self, inner: Any, wait: Callable[[], None]) -> None:
         self.inner, self._wait = inner, wait

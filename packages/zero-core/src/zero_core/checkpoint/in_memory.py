@@ -1,4 +1,4 @@
-"""Copies of the training state in the nodes' memory, written behind training; see [Note: node memory] in zero-ckpt."""
+"""Copies of the training state in node memory, written behind training; see [Note: node memory] in zero-ckpt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..state import TrainingState
 from .fragments import master_fragments
 from .intervals import StateIntervals
 from .names import named_parameters
-from .saving import check_room, describe, own_group
+from .saving import check_room, checkpoint_options, own_group
 from .tier_files import TierFiles
 
 logger = logging.getLogger("zero_core")
@@ -24,7 +24,7 @@ _RUN = "run"
 
 
 class InMemory:
-    """Saves the engine's state into the nodes' memory, as the section ``checkpoint.in_memory`` says."""
+    """Copies the engine's state into node memory, as the section ``checkpoint.in_memory`` says."""
 
     def __init__(self, state: TrainingState, offloading: Offloading) -> None:
         section = state.config.checkpoint.in_memory
@@ -34,8 +34,8 @@ class InMemory:
         self._group: dist.ProcessGroup | None = None
 
     def after_step(self, run: str | None) -> bool:
-        """Start a copy when one is due; whether one was due. Collective then. ``run``: the folder of the run's
-        checkpoints on disk; None while that is not known."""
+        """Start a copy if one is due, and return whether one was. Collective if so. ``run``: the folder of the run's
+        checkpoints on disk; None while it is not known."""
         state = self._state
         if not self._every or state.counters.global_steps % self._every:
             return False
@@ -44,38 +44,38 @@ class InMemory:
         parts.finish_updates()
         files = TierFiles(state, self._offloading, memory.directory)
         named = named_parameters(state.module)
-        intervals = StateIntervals(state, files, False, named, replicated=memory.leads, replicas=True)
-        described = describe(state, {}, named, state.config.to_plain())
-        described["client_state"][_RUN] = run
-        memory.save(intervals.present(), memory=intervals.memory(), behind=intervals.later, **described)
+        intervals = StateIntervals(state, files, False, named, replicated=memory.leads, every_replica=True)
+        options = checkpoint_options(state, {}, named, state.config.to_plain())
+        options["client_state"][_RUN] = run
+        memory.save(intervals.present(), memory=intervals.memory(), behind=intervals.later, **options)
         return True
 
     def find(self, run: str) -> Found | None:
-        """The newest state of the run with checkpoints in ``run`` that the nodes' memory holds; None where there is
-        none. Collective."""
+        """Return the newest copy in node memory of the run with checkpoints in ``run``; None if there is none, or if
+        copies are off. Collective."""
         return self._open().find(lambda manifest: _is_of(manifest, run)) if self._every else None
 
     def fetch(self, found: Found) -> Path:
-        """Bring what this node's ranks read of ``found`` to it; the root that has it as its tag. Collective."""
+        """Copy files of ``found`` that this node's ranks read to it; return the checkpoint's parent. Collective."""
         return self._open().fetch(found, lambda manifest: files_to_read(self._state, manifest)).parent
 
     @property
     def has_failed(self) -> bool:
-        """Return whether a copy met something that was not raised yet."""
+        """Return whether a copy failed whose error was not raised yet."""
         return self._memory is not None and self._memory.has_failed
 
-    def copied(self) -> None:
-        """Wait until shards, masters and states may be written; see `Saver.copied`."""
+    def wait_for_copies(self) -> None:
+        """Wait until shards, masters and states may be written; see `Saver.wait_for_copies`."""
         if self._memory is not None:
             self._memory.copied()
 
     def wait(self) -> None:
-        """Wait until a copy that was started is complete; raises `zero_ckpt.CheckpointError` when it failed."""
+        """Wait until the copy that was started is complete. Raises `zero_ckpt.CheckpointError` if it failed."""
         if self._memory is not None:
             self._memory.wait()
 
     def close(self) -> None:
-        """Finish what was started; the copies stay. Raises as `wait` does."""
+        """Finish the copy that was started, and end its threads; copies stay in memory. Raises as `wait` does."""
         memory, self._memory = self._memory, None
         if memory is None:
             return
@@ -94,7 +94,7 @@ class InMemory:
 
 
 def _is_of(manifest: Manifest, run: str) -> bool:
-    """Return whether a copy is of this run: the memory outlives jobs, and another's lies there until ours is whole."""
+    """Return whether a copy is of this run, or unmarked; warn if not: node memory outlives jobs."""
     kept = manifest.client_state.get(_RUN) if isinstance(manifest.client_state, dict) else None
     if kept in (None, run):
         return True
@@ -106,8 +106,8 @@ def _is_of(manifest: Manifest, run: str) -> bool:
 
 
 def files_to_read(state: TrainingState, manifest: Manifest) -> Iterator[str]:
-    """The files of a checkpoint from which this rank reads when the engine loads it: those that overlap its fragments,
-    and those with what every rank reads."""
+    """Yield the paths of the files that this rank reads when the engine loads a checkpoint: the files that overlap its
+    fragments, and the files with buffers and other tensors that every rank reads."""
     spans, shapes = _spans(state), {e.name: e.shape for unit in state.partition.layout.units for e in unit.entries}
     needed: set[int] = set()
     for tensor in manifest.tensors:
@@ -120,7 +120,7 @@ def files_to_read(state: TrainingState, manifest: Manifest) -> Iterator[str]:
 
 
 def _spans(state: TrainingState) -> dict[str, list[tuple[int, int]]]:
-    """By parameter, the elements (first, first behind) that this rank loads: weights, masters and states."""
+    """Return, by parameter, the ranges of elements [first, end) that this rank loads of weights, masters and states."""
     parts, sharded = state.partition, state.optimizer
     spans: dict[str, list[tuple[int, int]]] = {}
     fragments = [f for unit in parts.units for f in unit.layout.fragments(parts.rank)]
@@ -133,16 +133,16 @@ def _spans(state: TrainingState) -> dict[str, list[tuple[int, int]]]:
 
 
 def _overlapping(tensor: TensorEntry, spans: list[tuple[int, int]], *, same_shape: bool) -> Iterator[int]:
-    """The files with slices of ``tensor`` that ``spans`` meet; all of them where elements are not those of the
-    parameter (scalars, scales)."""
+    """Yield the indices of the files whose slices of ``tensor`` overlap ``spans``; of all its files unless
+    ``same_shape``: scalars and scales have other elements than the parameter."""
     for piece in tensor.slices:
         end = piece.offset + piece.length
         if not same_shape or any(first < end and piece.offset < last for first, last in spans):
             yield piece.file
 
 
-def note_damaged(found: Found, problem: CheckpointError) -> None:
-    """Say that the copy in memory could not be loaded."""
+def warn_not_loadable(found: Found, problem: CheckpointError) -> None:
+    """Log a warning that the copy in node memory cannot be loaded and the checkpoint on disk is loaded instead."""
     logger.warning(
         "the copy of step %d in the nodes' memory cannot be loaded, the disk is next: %s", found.step, problem
     )

@@ -1,4 +1,4 @@
-"""Choose how often to save, from the cost of a save and of a failure."""
+"""Choose how often to save, from the measured cost of a save and the expected cost of a failure."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 _STEPS, _SAVES = 64, 4
-_LEAST = 5  # steps before the first save: their times are measured
+_MIN_STEPS = 5  # steps before the first save: their times are measured
 
 
 @dataclass(frozen=True)
 class ChosenInterval:
-    """``steps`` between two saves, and ``reason``, a sentence for the log."""
+    """The number of ``steps`` between two saves, and the ``reason`` for it, as a clause for the log."""
 
     steps: int
     reason: str
 
 
-def choose(
+def choose_interval(
     step: float, held: float, written: float, *, overhead: float, between_failures: float | None = None
 ) -> ChosenInterval:
-    """Return how many steps lie between two saves, all times in seconds.
+    """Return the number of steps between two saves; all times are in seconds.
 
-    ``step``: of an ordinary step. ``held``: how long a save holds training up. ``written``: from its beginning until
-    all of it is on disk. The interval is the least in which saves take no more than ``overhead`` of the time and one
-    is written before the next begins (CheckFreq, Mohan et al., FAST 2021, section 4.2). With ``between_failures``, the
-    mean time between two failures, it is sqrt(2 * held * between_failures) where that is longer: then saving and
-    repeating lost steps together take the least time (Young, 1974; Daly, 2006).
+    ``step``: an ordinary step. ``held``: the time for which a save blocks training. ``written``: from the beginning of
+    a save until it is complete on disk. The interval is the shortest in which saves block training for at most the
+    fraction ``overhead``, and a save is written before the next begins (CheckFreq, Mohan et al., FAST 2021, section
+    4.2). With ``between_failures``, the mean time between failures, it is at least sqrt(2 * held * between_failures),
+    which minimises the time for saving and repeating lost steps (Young, 1974; Daly, 2006).
     """
     bounds = [
         (held / overhead, f"saving takes at most {overhead:.3g} of the time (checkpoint.overhead)"),
@@ -44,17 +44,17 @@ def choose(
 
 @dataclass
 class _PendingSave:
-    """A save that is not complete: when it began, how long it has held training up so far."""
+    """A save that is not complete: when it began, and the seconds for which it has blocked training so far."""
 
     began: float
     held: float
 
 
-class Chooser:
-    """Measures steps and saves, and says when to save next. Times are `time.perf_counter`'s.
+class IntervalChooser:
+    """Measures steps and saves, and decides when to save next. Times are seconds of `time.perf_counter`.
 
-    Call order: `step_ended` after every step; when it returns True `save_began` and `save_returned` around the save;
-    `save_completed` when all of it is on disk.
+    Call order: `is_due` before a step, `step_ended` after it; if it was due, `save_began` and `save_returned` around
+    the save, then `save_completed` once all of it is on disk, or `save_failed`.
     """
 
     def __init__(self, overhead: float, between_failures: float | None) -> None:
@@ -62,69 +62,70 @@ class Chooser:
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._held: deque[float] = deque(maxlen=_SAVES)
         self._written: deque[float] = deque(maxlen=_SAVES)
-        self._last: float | None = None
-        self._since = 0
+        self._last_step_end: float | None = None
+        self._steps_since_save = 0
         self._save: _PendingSave | None = None
         self.chosen: ChosenInterval | None = None
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of an ordinary step: the median of the last ones during which nothing was written."""
+        """Return the seconds of an ordinary step: the median of the last ones during which no save was written."""
         return median(self._steps)
 
     @property
     def held_seconds(self) -> float:
-        """Seconds for which a save holds training up: the mean of the last ones."""
+        """Return the seconds for which a save blocks training: the mean of the last saves."""
         return fmean(self._held)
 
     @property
     def saving(self) -> bool:
-        """Return whether a save is not complete."""
+        """Return whether a save has begun and is not complete."""
         return self._save is not None
 
     def is_due(self) -> bool:
         """Return whether a save should follow the step that is about to be taken."""
         if self._save is not None:
             return False
-        after = self._since + 1
-        return after >= self.chosen.steps if self.chosen is not None else after >= _LEAST
+        after = self._steps_since_save + 1
+        return after >= self.chosen.steps if self.chosen is not None else after >= _MIN_STEPS
 
     def step_ended(self, now: float, waited: float = 0.0) -> None:
-        """Count a step that ended at ``now``; ``waited``: seconds of it that it waited for a save's copies.
+        """Record a step that ended at ``now``; ``waited``: the seconds for which it waited for a save's copies.
 
-        While a save is written, what a step takes longer than usual counts as the save's, though no more than the step
-        itself: evaluation and other pauses of the user's are none of it.
+        While a save is written, the time by which a step exceeds the median counts as the save's, up to the length of
+        one step, so that evaluation and other pauses of the user's script hardly count.
         """
-        self._since += 1
-        if self._last is not None:
-            taken = now - self._last
+        self._steps_since_save += 1
+        if self._last_step_end is not None:
+            taken = now - self._last_step_end
             if self._save is None:
                 self._steps.append(taken)
             else:
                 usual = self.step_seconds
                 self._save.held += waited + min(max(0.0, taken - waited - usual), usual)
-        self._last = now
+        self._last_step_end = now
 
     def save_began(self, now: float) -> None:
-        """Count from here to the next save."""
+        """Record that a save began at ``now``; count the steps to the next save from here."""
         self._save = _PendingSave(now, 0.0)
-        self._since = 0
+        self._steps_since_save = 0
 
     def save_returned(self, now: float) -> None:
-        """The call that saves has returned; it may still be written behind training."""
+        """Record that the call that saves returned at ``now``; files may still be written behind training."""
         if self._save is not None:
             self._save.held = now - self._save.began
-        self._last = now
+        self._last_step_end = now
 
     def save_completed(self, now: float) -> ChosenInterval | None:
-        """Choose anew. Returns the choice when it differs from the last by a fifth, or is the first."""
+        """Record that the save is complete and choose the interval again; return the choice if it is the first or
+        differs from the last by more than a fifth, else None."""
         save, self._save = self._save, None
         if save is None:
             return None
         self._held.append(save.held)
         self._written.append(now - save.began)
         before = self.chosen
-        chosen = choose(
+        chosen = choose_interval(
             max(self.step_seconds, 1e-6),
             self.held_seconds,
             max(self._written),
@@ -137,5 +138,5 @@ class Chooser:
         return chosen
 
     def save_failed(self) -> None:
-        """The save that began will not be complete."""
+        """Record that the save that began will not be completed."""
         self._save = None

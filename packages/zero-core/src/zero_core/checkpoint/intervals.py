@@ -1,4 +1,4 @@
-"""The named intervals that one rank writes of an engine's state."""
+"""`StateIntervals`: the named intervals of an engine's state that one rank writes to a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from .tiers import tier_intervals, weight_intervals
 
 
 class StateIntervals:
-    """The intervals that one rank writes of an engine's state; ``named``: the model's `named_parameters`.
+    """The intervals of an engine's state that one rank writes; ``named``: the model's `named_parameters`.
 
-    ``replicated``: with those that every rank has too. ``replicas``: with those that other ranks hold as well, for
-    nodes that cannot read one another's files; else the first replica writes. ``follow``: masters follow the weights
-    that are copied behind.
+    ``replicated``: also write buffers and replicated parameters, which are equal on all ranks. ``every_replica``: every
+    replica writes its own copy, for nodes that cannot read one another's files; else the first replica writes for all.
+    ``follow``: `later` updates masters from the copied weights (see [Note: masters follow behind]).
 
-    Call order: `everything`, for a save that training waits for. For one behind it `memory` and `present` before the
-    call returns, and then `later` on any thread, before anything writes shards, masters or states.
+    Call order: `everything` for a save before which training does not go on. For a save behind training: `memory` and
+    `present` before the call returns, then `later` on any thread, before anything writes shards, masters or states.
 
-    [Note: present and later] User code can write weights that stay gathered, and buffers, at any time: they are copied
-    before a save returns. Only the engine writes shards, masters and states, in a step: they are described and copied
-    behind. What was taken from ``optimizer.state`` before shows in a version counter when it is written.
+    [Note: present and later] User code can write gathered weights and buffers at any time, so they are copied before
+    the save returns. Only the engine writes shards, masters and states, in a step, so they are copied behind training.
+    Writes to tensors that the user took from ``optimizer.state`` earlier are detected by their version counters.
 
-    [Note: masters follow behind] A write to weights that leaves no trace (NumPy, DLPack) reaches a master only where
-    all weights are compared with it. A save does that for each, since it stores both. Behind training only the weights
-    have to be copied before `save` returns; comparing takes ten times as long, and is done by the thread that copies
-    masters.
+    [Note: masters follow behind] A write to weights that changes no version counter (NumPy, DLPack) reaches a master
+    only when all weights are compared with it. A save compares them, since it stores both. Comparing takes ten times as
+    long as copying, so behind training only the weights are copied before `save` returns, and the thread that copies
+    masters compares.
     """
 
     def __init__(
@@ -51,15 +51,16 @@ class StateIntervals:
         named: Mapping[str, nn.Parameter],
         *,
         replicated: bool,
-        replicas: bool,
+        every_replica: bool,
         follow: bool = False,
     ) -> None:
         parts = state.partition
         self._state, self._files, self._named = state, files, named
-        self._replicated, self._replicas = replicated, replicas
+        self._replicated, self._every_replica = replicated, every_replica
         self._mastered = {unit.index: unit.weights_with_master for unit in parts.units} if follow else {}
-        self._leaves = _leaves_to_others(state, replicas=replicas)
-        self._units = [] if self._leaves else [u for u in parts.units if u.plan.trainable or not exclude_frozen]
+        self._writes_nothing = _first_replica_writes_for(state, every_replica=every_replica)
+        units = [] if self._writes_nothing else parts.units
+        self._units = [unit for unit in units if unit.plan.trainable or not exclude_frozen]
         self._stager = Stager()
         self._linked: frozenset[str] = frozenset()
         self._sealed_weights: Sealed | None = None
@@ -69,8 +70,8 @@ class StateIntervals:
         self._versions: dict[int, int] = {}
 
     def everything(self) -> Iterator[Interval]:
-        """Yield all intervals; what is on a tier is read when its turn comes to be written."""
-        if self._leaves:
+        """Yield all intervals; data on a tier is read when its interval is written."""
+        if self._writes_nothing:
             return
         self._linked = self._files.flush_weights()
         self._sealed_weights, self._sealed_states = self._files.seal_weights(), self._files.seal_states()
@@ -82,20 +83,20 @@ class StateIntervals:
         yield from self._replicated_now()
 
     def settle_masters(self) -> None:
-        """Have masters that will not follow copied weights follow the present ones."""
+        """Update masters from weights that the user has edited, apart from masters that `later` updates."""
         units = self._state.partition.units
         followed = {unit.index for unit in self._units if self._follows(unit)}
         self._state.partition.runtime.edits.settle_masters([unit for unit in units if unit.index not in followed])
 
     def memory(self) -> list[memoryview]:
-        """Return the weights in host memory that user code can write, to be copied now."""
-        if self._leaves:
+        """Return the bytes of weights in host memory that user code can write, for the caller to copy now."""
+        if self._writes_nothing:
             return []
         self._copied = [(unit, weights) for unit in self._units if (weights := self._weights_to_copy(unit)) is not None]
         return [tensor_buffer(weights.detach()) for _, weights in self._copied]
 
-    def _note_what_is_read_later(self) -> None:
-        """Take note of all that `later` reads."""
+    def _remember_versions(self) -> None:
+        """Keep references to the states that `later` reads, and the version counters of all tensors that it reads."""
         self._kept = self._states_now()
         read = [self._shard(unit) for unit in self._units if self._on_device and unit.releasable]
         read += [unit.master for unit in self._units if unit.master is not None and has_own_master(unit)]
@@ -105,11 +106,11 @@ class StateIntervals:
             self._stager.mark(device)
 
     def present(self) -> Iterator[Interval]:
-        """Yield what user code or a forward pass may change at any time, and weights that a store keeps; and take note
-        of all that `later` reads."""
-        if self._leaves:
+        """Yield the intervals of data that user code or a forward pass may change at any time, and of weights in a
+        store that are not linked."""
+        if self._writes_nothing:
             return
-        self._note_what_is_read_later()
+        self._remember_versions()
         self._linked = self._files.flush_weights()
         copied = {unit.index for unit, _ in self._copied}
         for unit in self._units:
@@ -118,9 +119,9 @@ class StateIntervals:
         yield from self._replicated_now()
 
     def later(self, copies: Sequence[memoryview]) -> Iterator[Interval]:
-        """Yield the rest: ``copies`` of `memory`, shards, masters and states. Raises `CheckpointError` for what was
-        written since."""
-        if not self._leaves:
+        """Yield the other intervals: ``copies`` of `memory`, shards, masters and states. Raises `CheckpointError` for a
+        tensor that was written since `present`."""
+        if not self._writes_nothing:
             self._sealed_weights, self._sealed_states = self._files.seal_weights(), self._files.seal_states()
         for (unit, weights), copied in zip(self._copied, copies, strict=True):
             yield from self._copied_weights(unit, weights, copied)
@@ -140,31 +141,33 @@ class StateIntervals:
 
     @property
     def _on_device(self) -> bool:
-        """Return whether shards are where forward reads them, in no store."""
+        """Return whether shards are on the device, in no store."""
         return isinstance(self._state.partition.residency, DeviceResidency)
 
     def _stays(self, unit: Unit) -> bool:
-        """Return whether only the engine writes a unit's weights, and another thread can read them."""
+        """Return whether a unit's weights can be read by `later`: only the engine writes them, or they are linked."""
         return unit.releasable if self._on_device else unit.name in self._linked
 
     def _follows(self, unit: Unit) -> bool:
-        """Return whether a unit's master follows its copied weights."""
+        """Return whether `later` updates a unit's master from its copied weights."""
         return self._mastered.get(unit.index) is not None
 
     def _shard(self, unit: Unit) -> torch.Tensor:
         return self._state.partition.residency.acquire(unit.name)
 
     def _weights_to_copy(self, unit: Unit) -> torch.Tensor | None:
+        """Return a unit's weights if they are in host memory, contiguous, and writable by user code; else None."""
         if not self._on_device or unit.releasable:
             return None
         weights = self._mastered[unit.index] if self._follows(unit) else self._shard(unit)
         return weights if weights is not None and weights.device.type == "cpu" and weights.is_contiguous() else None
 
     def _states_now(self) -> list[_KeptStates]:
+        """Return the optimizer states that this rank writes; their tensors are not copied."""
         optimizer, parts, found = self._state.optimizer, self._state.partition, []
         for owned in () if optimizer is None else optimizer.fragments:
             part: Fragment | None = owned.fragment
-            if parts.options.stage == 0 and not self._replicas:  # every rank has all states, and writes its own part
+            if parts.options.stage == 0 and not self._every_replica:  # every rank has all states, and writes a part
                 part = owned.unit.layout.fragment_of(owned.fragment.entry, parts.rank)
             if part is not None and optimizer is not None:
                 found.append(_KeptStates(owned, part, by_kind(optimizer.state_of(owned))))
@@ -199,11 +202,12 @@ class StateIntervals:
     def _masters_and_tier(self, unit: Unit) -> Iterator[Interval]:
         parts = self._state.partition
         if has_own_master(unit):
-            ranks = parts.owned_ranks() if self._replicas else range(parts.rank, parts.rank + 1)
+            ranks = parts.owned_ranks() if self._every_replica else range(parts.rank, parts.rank + 1)
             for fragment, piece in master_fragments(unit, ranks):
                 yield from self._fragment(fragment, "master", piece, stays=True)
         if unit.states is not None:
-            yield from tier_intervals(unit.states, unit, parts.rank, self._sealed_states, replicas=self._replicas)
+            sealed, every_replica = self._sealed_states, self._every_replica
+            yield from tier_intervals(unit.states, unit, parts.rank, sealed, every_replica=every_replica)
 
     def _states(self) -> Iterator[Interval]:
         for kept in self._kept:
@@ -214,7 +218,7 @@ class StateIntervals:
                 if has_elements and tensor.numel() == held.length:
                     start = part.param_offset - held.param_offset
                     yield from self._fragment(part, key, tensor.reshape(-1)[start : start + part.length], stays=True)
-                elif part.param_offset > 0 and not self._replicas:
+                elif part.param_offset > 0 and not self._every_replica:
                     continue
                 elif tensor.dim():
                     yield from self._stager.intervals(name, key, tensor.contiguous(), stays=True)
@@ -240,14 +244,14 @@ class StateIntervals:
 
 @dataclass(frozen=True)
 class _KeptStates:
-    """The states of a fragment by kind, of which this rank writes ``part``; the first part of a parameter has what is
-    of all its elements."""
+    """The states of a fragment by kind; this rank writes the elements of ``part``. The part at offset 0 also has the
+    states that are not per element."""
 
     owned: OwnedFragment
     part: Fragment
     values: Mapping[str, Any]
 
 
-def _leaves_to_others(state: TrainingState, *, replicas: bool) -> bool:
-    """Return whether the ranks of the first copy of the model write what this rank has."""
-    return not replicas and state.partition.data_rank >= state.partition.world_size
+def _first_replica_writes_for(state: TrainingState, *, every_replica: bool) -> bool:
+    """Return whether this rank writes nothing, because the first replica holds and writes the same state."""
+    return not every_replica and state.partition.data_rank >= state.partition.world_size

@@ -1,4 +1,4 @@
-"""From a checkpoint's intervals to the engine's tensors."""
+"""Load a checkpoint into the engine's tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_partition import DeviceResidency, OwnedFragment, Unit, gathered
 from ..state import TrainingState
 from ..state_kinds import with_lists
 from .fragments import has_own_master, master_fragments, shard_fragments
-from .names import WEIGHT_KINDS, check_names, named_parameters, replicated_parameters, report_of, summary
+from .names import WEIGHT_KINDS, check_names, load_report, named_parameters, replicated_parameters, summary
 from .progress import (
     check_virtual_ranks,
     engine_state,
@@ -37,15 +37,13 @@ from .tiers import tier_values
 logger = logging.getLogger("zero_core")
 
 CustomLoad = Callable[..., Any]
-"""Called as ``f(src=tensors by name, dst=module)``; copies what it wants into the module's parameters and buffers."""
+"""Called as ``f(src=tensors by name, dst=module)``; copies values into the module's parameters and buffers."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The choice of what to load; ``strict``: the model's tensors and the checkpoint's must be the same set.
-
-    With ``custom`` the weights are loaded by that function, whatever their names.
-    """
+    """The choice of what to load. ``strict``: the model and the checkpoint must have the same tensors. ``custom``: the
+    function that loads the weights instead of the match by name."""
 
     strict: bool
     optimizer: bool
@@ -54,7 +52,7 @@ class Wanted:
     custom: CustomLoad | None = None
 
     def __str__(self) -> str:
-        """The choice in words, empty where it is everything."""
+        """Return what is not loaded, or loaded otherwise, in words; empty if everything is loaded by name."""
         words = {
             "without names that must fit": not self.strict,
             "without optimizer states": not self.optimizer,
@@ -66,20 +64,20 @@ class Wanted:
 
 
 def load(state: TrainingState, root: Path, tag: str | None, wanted: Wanted) -> tuple[LoadReport, dict[str, Any]]:
-    """Read ``root/tag`` into the engine; returns what happened to each name and the client state. Collective."""
+    """Load ``root/tag`` into the engine; return the report on each name and the client state. Collective."""
     state.module.zero_grad()
     state.counters.accumulated = 0
     everybody = state.model_part.coordinator or coordinator_of(state)
     checkpoint, source = restore(root, lambda c: _fill(state, c, wanted), tag, coordinator=everybody)
     if wanted.custom is not None:
-        _load_by(state, wanted.custom, source)
+        _load_by_custom(state, wanted.custom, source)
     else:
         _all_gather_loaded_shards(state)
     if wanted.counters:
         load_counters(state, checkpoint)
     if wanted.scheduler:
         load_schedule(state, checkpoint)
-    report = report_of(state, checkpoint, optimizer=wanted.optimizer)
+    report = load_report(state, checkpoint, optimizer=wanted.optimizer)
     if state.reports:
         partial = report.defaulted or report.ignored or report.opened.skipped
         logger.log(logging.WARNING if partial else logging.INFO, "%s", summary(report))
@@ -87,7 +85,8 @@ def load(state: TrainingState, root: Path, tag: str | None, wanted: Wanted) -> t
 
 
 def _fill(state: TrainingState, checkpoint: Checkpoint, wanted: Wanted) -> dict[str, torch.Tensor]:
-    """Read this rank's part, and with a custom function all tensors of the model, by name; does not communicate."""
+    """Read this rank's part of a checkpoint into the engine. Return all full tensors by name if a custom function will
+    load the weights, else nothing. Does not communicate."""
     if wanted.strict and wanted.custom is None:
         check_names(state, checkpoint)
     if wanted.counters:
@@ -106,7 +105,7 @@ def _fill(state: TrainingState, checkpoint: Checkpoint, wanted: Wanted) -> dict[
 
 
 def _fill_units(state: TrainingState, reading: BatchedRead, wanted: Wanted) -> None:
-    """Weights and masters of this rank's shards, and what tiers keep of them."""
+    """Read this rank's weights and masters and, on tiers, its optimizer states."""
     parts, tensors = state.partition, reading.checkpoint.tensors
     parts.readers.wait()
     if parts.states is not None:
@@ -125,8 +124,7 @@ def _fill_units(state: TrainingState, reading: BatchedRead, wanted: Wanted) -> N
 
 
 def _is_filled_by_gather(state: TrainingState, unit: Unit) -> bool:
-    """Return whether the master shares memory with the shard, or with the flat buffer that
-    `_all_gather_loaded_shards` fills."""
+    """Return whether a unit's master shares memory with its shard, or with the flat buffer that is gathered later."""
     parts = state.partition
     if unit.master is None or not isinstance(parts.residency, DeviceResidency):
         return False
@@ -141,31 +139,31 @@ def _fill_shard(state: TrainingState, reading: BatchedRead, unit: Unit) -> None:
     for fragment, piece in shard_fragments(unit, shard, parts.rank):
         if (fragment.entry.name, "param") in reading.checkpoint.tensors:
             reading.add_weights(fragment.entry.name, fragment.param_offset, piece)
-    if not isinstance(parts.residency, DeviceResidency):  # the shard is lent until it is released
+    if not isinstance(parts.residency, DeviceResidency):  # the shard is borrowed from its store until it is released
         reading.run()
     unit.give_back_shard()
 
 
 def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
-    """Fill the states that the optimizer keeps of its fragments, where no tier does."""
+    """Read the states of the optimizer's fragments that are not on a tier."""
     if state.optimizer is None:
         return
     for owned in state.optimizer.fragments:
         if owned.unit.states is None and (owned.fragment.entry.name, "param") in reading.checkpoint.tensors:
-            kept = _state(reading, owned)
+            kept = _optimizer_state(reading, owned)
             state.optimizer.replace_state(owned, kept or None)
             if kept.keys() == {"step"}:
-                reading.then(lambda owned=owned, kept=kept: _forget_unstarted(state, owned, kept))  # type: ignore[misc]
+                reading.then(lambda owned=owned, kept=kept: _drop_unstarted(state, owned, kept))  # type: ignore[misc]
 
 
-def _forget_unstarted(state: TrainingState, owned: OwnedFragment, kept: dict[str, Any]) -> None:
-    """A tier that has taken no step counts 0 of them; an optimizer of torch's has no state then."""
+def _drop_unstarted(state: TrainingState, owned: OwnedFragment, kept: dict[str, Any]) -> None:
+    """Remove a state whose step is 0, as a tier saves before its first step: a torch optimizer has none by then."""
     if state.optimizer is not None and not kept["step"]:
         state.optimizer.replace_state(owned, None)
 
 
-def _state(reading: BatchedRead, owned: OwnedFragment) -> dict[str, Any]:
-    """Tensors for an optimizer's state of one fragment, filled when the reading has run."""
+def _optimizer_state(reading: BatchedRead, owned: OwnedFragment) -> dict[str, Any]:
+    """Return the optimizer state of one fragment; its tensors are filled when ``reading`` runs."""
     checkpoint, fragment, name = reading.checkpoint, owned.fragment, owned.fragment.entry.name
     state: dict[str, Any] = {}
     quantized = quantized_moments(checkpoint, name)
@@ -190,7 +188,7 @@ def _state(reading: BatchedRead, owned: OwnedFragment) -> dict[str, Any]:
 
 
 def _fill_replicated(state: TrainingState, reading: BatchedRead) -> None:
-    """Buffers and the parameters that no unit holds."""
+    """Read the buffers, and the parameters that no unit holds."""
     replicated = [(name, "buffer", b) for name, b in state.module.named_buffers() if type(b) is torch.Tensor]
     named = named_parameters(state.module)
     replicated += [(name, "param", tensor) for name, tensor in replicated_parameters(state, named).items()]
@@ -207,7 +205,7 @@ def _copy_into(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def _full_model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Every parameter in its best precision, and every buffer, in full, by name; tied names share a tensor."""
+    """Return every parameter, read from its master if there is one, and every buffer in full, under all names."""
     reading, found = BatchedRead(checkpoint), {}
     for (name, kind), entry in checkpoint.tensors.items():
         if kind in ("param", "buffer"):
@@ -218,15 +216,15 @@ def _full_model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return {**found, **{alias: found[name] for alias, name in checkpoint.aliases.items() if name in found}}
 
 
-def _load_by(state: TrainingState, custom: CustomLoad, source: dict[str, torch.Tensor]) -> None:
-    """Let the user's function load into the full model; masters that round to what it leaves keep their digits."""
+def _load_by_custom(state: TrainingState, custom: CustomLoad, source: dict[str, torch.Tensor]) -> None:
+    """Call the user's function on the gathered model; masters that round to the new weights keep their digits."""
     module: nn.Module = state.module
     with gathered(state.partition, list(module.parameters()), modifier_rank=0), torch.no_grad():
         custom(src=source, dst=module)
 
 
 def _all_gather_loaded_shards(state: TrainingState) -> None:
-    """Every rank has read its shard; where parameters are replicated, gather them."""
+    """All-gather units whose parameters stay gathered, from the shards that every rank has read."""
     parts = state.partition
     works = []
     for unit in parts.units:

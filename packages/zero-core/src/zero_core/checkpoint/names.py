@@ -1,4 +1,4 @@
-"""Match the names of a model with those of a checkpoint."""
+"""Match the names of a model's tensors with the names in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SHOWN = 10
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters under all their names, those of tied ones too."""
+    """Return the parameters by name; tied parameters under each of their names."""
     return dict(module.named_parameters(remove_duplicate=False))
 
 
 def aliases(named: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Names of tied parameters -> the name under which they are stored; ``named``: under all their names, in order."""
+    """Return the stored name of each tied parameter by its other names; ``named``: `named_parameters`."""
     first: dict[int, str] = {}
     found = {}
     for name, parameter in named.items():
@@ -35,8 +35,8 @@ def aliases(named: Mapping[str, nn.Parameter]) -> dict[str, str]:
     return found
 
 
-def frozen(named: Mapping[str, nn.Parameter]) -> list[str]:
-    """Names of the parameters that are not trained, tied ones once; ``named``: under all their names, in order."""
+def frozen_names(named: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the stored names of the parameters that require no gradient; ``named``: `named_parameters`."""
     first: dict[int, str] = {}
     for name, parameter in named.items():
         if not parameter.requires_grad:
@@ -44,8 +44,8 @@ def frozen(named: Mapping[str, nn.Parameter]) -> list[str]:
     return list(first.values())
 
 
-def shapes(state: TrainingState) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Shapes of the model's parameters and buffers by (name, kind)."""
+def tensor_shapes(state: TrainingState) -> dict[tuple[str, str], tuple[int, ...]]:
+    """Return the full shapes of the model's parameters and buffers by (name, kind)."""
     ours: dict[tuple[str, str], tuple[int, ...]] = {
         (e.name, "param"): tuple(e.shape) for unit in state.partition.layout.units for e in unit.entries
     }
@@ -56,8 +56,8 @@ def shapes(state: TrainingState) -> dict[tuple[str, str], tuple[int, ...]]:
 
 
 def replicated_parameters(state: TrainingState, named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Parameters that no unit holds, those that were added to the model since among them: they are replicated.
-    ``named``: `named_parameters`."""
+    """Return the parameters that no unit holds, such as those added to the model after `initialize`, by their stored
+    name: they are replicated. ``named``: `named_parameters`."""
     known = {id(parameter) for unit in state.partition.units for parameter in unit.parameters}
     found = {}
     for name, parameter in named.items():
@@ -69,8 +69,8 @@ def replicated_parameters(state: TrainingState, named: Mapping[str, nn.Parameter
 
 
 def restructured(state: TrainingState, now: Mapping[str, nn.Parameter]) -> str:
-    """The first parameter of the engine's that the model has under another name, or of which it has another object or
-    none of its own; empty where there is none. Parameters that were removed are none. ``now``: `named_parameters`."""
+    """Return a description of the first of the engine's parameters that the model has renamed, replaced by another
+    object, or parametrized; empty if there is none. Removed parameters do not count. ``now``: `named_parameters`."""
     called = {id(parameter): name for name, parameter in now.items()}
     for unit in state.partition.units:
         for name, parameter in zip(unit.names, unit.parameters, strict=True):
@@ -80,14 +80,14 @@ def restructured(state: TrainingState, now: Mapping[str, nn.Parameter]) -> str:
             if found is not None:
                 return f"parameter '{name}' of the model is another object than the engine's"
             if id(parameter) in called:
-                return f"parameter '{name}' is called '{called[id(parameter)]}' in the model by now"
+                return f"parameter '{name}' is called '{called[id(parameter)]}' in the model now"
             if _is_computed(state.module, name):
-                return f"parameter '{name}' is computed from others in the model by now"
+                return f"parameter '{name}' is computed from others in the model now"
     return ""
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
-    """Return whether a name that was a parameter's is that of a parametrization or of a plain tensor."""
+    """Return whether the former parameter ``name`` is now a parametrization or a plain tensor."""
     path, _, leaf = name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -97,8 +97,8 @@ def _is_computed(module: nn.Module, name: str) -> bool:
 
 
 def check_names(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Every parameter and buffer is there with its shape, and nothing else is; raises MismatchError."""
-    ours = shapes(state)
+    """Raise MismatchError unless the checkpoint has exactly the model's parameters and buffers, in their shapes."""
+    ours = tensor_shapes(state)
     theirs = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key[1] in ("param", "buffer")}
     problems = [
         f"'{n}' ({k}) of shape {s} is not in the checkpoint" for (n, k), s in ours.items() if (n, k) not in theirs
@@ -117,11 +117,10 @@ def check_names(state: TrainingState, checkpoint: Checkpoint) -> None:
         )
 
 
-def report_of(state: TrainingState, checkpoint: Checkpoint, *, optimizer: bool) -> LoadReport:
-    """Report what a load by name does to each name; with ``optimizer`` masters' and states' kinds count as asked
-    for."""
+def load_report(state: TrainingState, checkpoint: Checkpoint, *, optimizer: bool) -> LoadReport:
+    """Return what a load by name does to each name; ``optimizer``: optimizer states are loaded too."""
     report = LoadReport(checkpoint.path, checkpoint.step, checkpoint.report)
-    ours = shapes(state)
+    ours = tensor_shapes(state)
     trained = {
         entry.name
         for unit in state.partition.units
@@ -161,7 +160,7 @@ def _is_converted(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> bool
 
 
 def summary(report: LoadReport) -> str:
-    """One line for the log."""
+    """Return the report as one line for the log."""
     parts = [f"{len(report.loaded)} tensors loaded"]
     for text, names in (("converted", report.converted), ("defaulted", report.defaulted), ("ignored", report.ignored)):
         if names:

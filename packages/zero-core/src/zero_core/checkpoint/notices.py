@@ -1,8 +1,8 @@
-"""Messages about checkpoints that travel with those of a step: all ranks act on them after the same step.
+"""Notices about checkpoints that travel with the messages of a step, so that all ranks act after the same step.
 
-[Note: failures behind training] A save behind training fails on every rank, but ranks see it at different times. One
-that raised while another takes its next step would leave that one waiting. So a rank that has seen it says so with the
-messages of its next step (`Watched.announced` in zero-comm), and then all ranks raise what they have met.
+[Note: failures behind training] A save behind training fails on every rank, but ranks see it at different times. A rank
+that raised at once would leave a rank that takes its next step waiting. So a rank announces the failure with the
+messages of its next step (`Watched.announced` in zero-comm), and after that step all ranks raise their errors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DUE, _SAVE_FAILED, _COPY_FAILED = 1, 2, 4
 
 
 class Notices:
-    """This rank's part. Call order: `before_step`, the step, `after_step`, then `check` and `due`."""
+    """Exchanges notices. Call order: `before_step`, the step, `after_step`, then `check` and `due`."""
 
     def __init__(self, control: Control, saver: Saver, in_memory: InMemory, periodic: Periodic) -> None:
         self._watched = control.watched
@@ -25,17 +25,17 @@ class Notices:
         self._heard = 0
 
     def before_step(self, *, leads: bool) -> None:
-        """Tell of failures and, on the rank that ``leads``, of a save that is due after this step."""
+        """Put failed saves into this step's messages and, on the rank that ``leads`` (rank 0), a save that is due."""
         due = _DUE if leads and self._periodic.is_due() else 0
         failed = _SAVE_FAILED if self._saver.has_failed else 0
         self._watched.announced = due | failed | (_COPY_FAILED if self._in_memory.has_failed else 0)
 
     def after_step(self) -> None:
-        """Take in what all ranks have told."""
+        """Read the notices of all ranks, which came with the step's messages."""
         self._heard, self._watched.announced = self._watched.heard, 0
 
     def check(self) -> None:
-        """Raise what a save or copy behind training met, on every rank after the same step."""
+        """Raise the error of a save or copy behind training if any rank announced one, on every rank."""
         if self._heard & _SAVE_FAILED:
             self._saver.wait()
         if self._heard & _COPY_FAILED:
@@ -43,5 +43,5 @@ class Notices:
 
     @property
     def due(self) -> bool:
-        """Return whether the leading rank finds a save due."""
+        """Return whether rank 0 announced that a save is due after this step."""
         return bool(self._heard & _DUE)

@@ -1,8 +1,8 @@
-"""Checkpoints that `engine.step` writes by itself, every so many steps or as often as they are worth it.
+"""Checkpoints that `engine.step` writes by itself, after a fixed number of steps or at an interval it chooses.
 
-[Note: automatic interval] With ``checkpoint.interval: "auto"`` rank 0 measures steps and saves and decides. What it
-decides goes with the messages of the step that the ranks exchange anyway (see notices.py), so that all ranks save after
-the same step.
+[Note: automatic interval] With ``checkpoint.interval: "auto"`` rank 0 measures steps and saves, and decides. Its
+decision travels with the messages that the ranks exchange in a step anyway (see notices.py), so that all ranks save
+after the same step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zero_config import Config
 
 from ..errors import UsageError
 from ..state import TrainingState
-from .interval import Chooser, ChosenInterval
+from .interval import ChosenInterval, IntervalChooser
 from .saving import Saver
 
 logger = logging.getLogger("zero_core")
@@ -27,37 +27,37 @@ Save = Callable[[str], object]
 
 
 class Periodic(Protocol):
-    """When an engine saves by itself."""
+    """Decides when an engine saves by itself. Call order: `check`, `is_due`, the step, `after_step`."""
 
     def check(self, root: str | None) -> None:
-        """Raise `UsageError` where no folder is known; ``root``: that of `resume` or of the first save."""
+        """Raise `UsageError` if there is no folder to save in; ``root``: that of `resume` or of the first save."""
         ...
 
     def is_due(self) -> bool:
-        """Return whether the leading rank is to tell all that a save follows the step that begins."""
+        """Return, on rank 0, whether all ranks must be told to save after the step that begins."""
         ...
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
-        """It has ended: save where that is due, by what the leading rank has told (``due``). Collective then."""
+        """Call ``save`` with a folder if a save is due; ``due``: rank 0's `is_due`. Collective if so."""
         ...
 
 
 class Never:
-    """The user's script alone saves."""
+    """No automatic saves."""
 
     def check(self, root: str | None) -> None:
-        """Nothing to check."""
+        """Do nothing."""
 
     def is_due(self) -> bool:
-        """Never."""
+        """Return false."""
         return False
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
-        """Nothing to save."""
+        """Do nothing."""
 
 
 class Fixed:
-    """A save after every ``steps`` optimizer steps, below ``path``, by default in the folder of `resume`."""
+    """A save after every ``steps`` optimizer steps, below ``path``, by default below the ``root`` of the calls."""
 
     def __init__(self, state: TrainingState, steps: int, path: str | None) -> None:
         self._state, self._steps, self._path = state, steps, path
@@ -71,7 +71,7 @@ class Fixed:
             )
 
     def is_due(self) -> bool:
-        """All ranks count, and need not be told."""
+        """Return false: every rank counts the steps itself."""
         return False
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
@@ -81,13 +81,13 @@ class Fixed:
 
 
 class Automatic:
-    """A save whenever rank 0 finds it due; see [Note: automatic interval]. ``clock``: seconds."""
+    """A save whenever rank 0's ``chooser`` finds it due; see [Note: automatic interval]. ``clock``: in seconds."""
 
     def __init__(
         self,
         state: TrainingState,
         saver: Saver,
-        chooser: Chooser,
+        chooser: IntervalChooser,
         path: str | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -110,7 +110,7 @@ class Automatic:
         chooser, saver = self._chooser, self._saver
         chooser.step_ended(self._clock(), saver.take_waited())
         if chooser.saving and not saver.is_writing:
-            self._completed()
+            self._save_completed()
         if not due:
             return
         chooser.save_began(self._clock())
@@ -121,16 +121,16 @@ class Automatic:
             raise
         chooser.save_returned(self._clock())
         if not saver.is_writing:
-            self._completed()
+            self._save_completed()
 
-    def _completed(self) -> None:
+    def _save_completed(self) -> None:
         chosen = self._chooser.save_completed(self._clock())
         if chosen is not None and self._state.reports:
-            logger.warning("%s", told(chosen, self._chooser))
+            logger.warning("%s", interval_text(chosen, self._chooser))
 
 
-def told(chosen: ChosenInterval, chooser: Chooser) -> str:
-    """The sentence that says which interval was chosen, and why."""
+def interval_text(chosen: ChosenInterval, chooser: IntervalChooser) -> str:
+    """Return the log message that says which interval was chosen, and why."""
     step, held = chooser.step_seconds, chooser.held_seconds
     return (
         f"a checkpoint every {chosen.steps} steps ({chosen.steps * step:.3g} s): a save holds training up {held:.3g} s"
@@ -139,7 +139,7 @@ def told(chosen: ChosenInterval, chooser: Chooser) -> str:
 
 
 def periodic_of(state: TrainingState, saver: Saver) -> Periodic:
-    """As a configuration's ``checkpoint`` section says. Raises `UsageError`; see `check_interval`."""
+    """Return the `Periodic` for the configuration's ``checkpoint.interval``. Raises as `check_interval` does."""
     section = state.config.checkpoint
     check_interval(state.config, is_whole=state.model_part.place.size == 1)
     if section.interval is None:
@@ -147,12 +147,13 @@ def periodic_of(state: TrainingState, saver: Saver) -> Periodic:
     if section.interval != "auto":
         return Fixed(state, section.interval, section.path)
     hours = section.mean_time_between_failures
-    return Automatic(state, saver, Chooser(section.overhead, None if hours is None else hours * 3600), section.path)
+    chooser = IntervalChooser(section.overhead, None if hours is None else hours * 3600)
+    return Automatic(state, saver, chooser, section.path)
 
 
 def check_interval(config: Config, *, is_whole: bool) -> None:
-    """Raise `UsageError` for "auto" unless every rank has a replica or a shard of the same model (``is_whole``), so
-    that rank 0 speaks to all."""
+    """Raise `UsageError` for the interval "auto" under an mpu (``is_whole`` is false), as rank 0 exchanges a step's
+    messages with its own part of the model only."""
     if config.checkpoint.interval == "auto" and not is_whole:
         raise UsageError(
             'checkpoint.interval is "auto", which rank 0 decides for all ranks that train the same parameters; under '

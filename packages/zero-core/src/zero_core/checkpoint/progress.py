@@ -1,4 +1,4 @@
-"""The state of training besides its tensors: counters, hyperparameters, schedule, loss scale, data position."""
+"""The training state besides tensors: counters, hyperparameters, schedule, loss scale, data position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
 def progress_of(state: TrainingState, client_state: dict[str, Any]) -> dict[str, Any]:
-    """Return what goes into a checkpoint's client state; ``client_state`` is the user's."""
+    """Return the training state besides tensors as plain data, with the user's ``client_state`` as "client"."""
     return {
         "client": client_state,
         "counters": {name: getattr(state.counters, name) for name in _COUNTERS},
@@ -32,7 +32,7 @@ def progress_of(state: TrainingState, client_state: dict[str, Any]) -> dict[str,
 
 
 def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what an engine saved besides tensors; defaults where something else wrote the checkpoint."""
+    """Return the `progress_of` a checkpoint's engine; defaults if something other than an engine wrote it."""
     state = checkpoint.client_state
     if isinstance(state, dict) and "counters" in state:
         return state
@@ -42,7 +42,7 @@ def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def load_counters(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Counters, and at the same world size the generators of this rank."""
+    """Load the counters, the seed of virtual ranks and, at the same world size, this rank's random generators."""
     for name, value in engine_state(checkpoint)["counters"].items():
         setattr(state.counters, name, value)
     state.partition.runtime.step = state.counters.global_steps
@@ -54,7 +54,7 @@ def load_counters(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def check_virtual_ranks(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Raise MismatchError where the run would not go on with the bits of the one that was saved."""
+    """Raise MismatchError if this run cannot continue bitwise from the checkpoint, as virtual ranks must."""
     problem = state.micro_batches.mismatch(engine_state(checkpoint).get("virtual_ranks"))
     if problem is not None:
         raise MismatchError(
@@ -64,14 +64,14 @@ def check_virtual_ranks(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def load_schedule(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """The learning rate schedule, where there is one on both sides."""
+    """Load the learning-rate schedule, if both the engine and the checkpoint have one."""
     saved = engine_state(checkpoint)["scheduler"]
     if state.attached.scheduler is not None and saved is not None:
         load_plain_state(state.attached.scheduler, saved)
 
 
 def load_hyperparameters(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Param groups and the loss scale; raises MismatchError for another number of groups."""
+    """Load the options of the param groups, and the loss scale. Raises MismatchError for another number of groups."""
     sharded, saved = state.optimizer, engine_state(checkpoint)
     if sharded is None:
         return
@@ -91,7 +91,7 @@ def load_hyperparameters(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def load_position(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """The loader goes on with the batch that would have followed, or says that it cannot."""
+    """Load the data loader's position, if there is a loader; warn if the checkpoint has no position."""
     loader, position = state.attached.loader, engine_state(checkpoint)["data"]
     if loader is None:
         return
@@ -113,8 +113,8 @@ def _hyperparameters(state: TrainingState) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers that are tensors become numbers; containers are copied. What else is not plain data is refused by the
-    checkpoint, which names its path."""
+    """Return ``value`` with tensors as numbers or lists, in copied containers. Other objects stay, and the checkpoint
+    refuses them by name."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Moments of 8 bits in checkpoints: one code for every element, one scale for every block of 256 elements.
+"""8-bit moments in checkpoints: one code per element, one scale per block of 256 elements.
 
 A tier keeps them as `<moment>` (uint8) and `<moment>_scale`. A checkpoint has them as the kinds `<moment>.<code>`, with
-the parameter's shape, and `<moment>.<code>.scale`, of one dimension, so that nobody takes codes for numbers.
+the parameter's shape, and `<moment>.<code>.scale`, of one dimension, so that no reader takes codes for numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SECOND_MOMENTS = frozenset(["exp_avg_sq", "sum"])
 
 
 class StoredSlice(NamedTuple):
-    """How a checkpoint names elements [``offset``, ``offset`` + ``length``) of a kind, and the shape of all of it."""
+    """A slice of a checkpoint's tensor: its kind, full shape, and elements [``offset``, ``offset`` + ``length``)."""
 
     kind: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class StoredSlice(NamedTuple):
 
 
 def stored_slice(kind: str, dtype: torch.dtype, shape: tuple[int, ...], offset: int, length: int) -> StoredSlice:
-    """Where a checkpoint has what a tier keeps as ``kind`` for elements of a parameter of ``shape``."""
+    """Return the slice for elements of a tier's ``kind`` and ``dtype``; ``shape``: the full parameter's."""
     if dtype == torch.uint8:
         return StoredSlice(f"{kind}.{format_of(kind)}", shape, offset, length)
     if kind.endswith(_SCALE):
@@ -42,18 +42,18 @@ def stored_slice(kind: str, dtype: torch.dtype, shape: tuple[int, ...], offset: 
 
 
 def format_of(moment: str) -> str:
-    """The 8-bit format of a moment: second moments are never negative."""
+    """Return the 8-bit format of a moment; unsigned for second moments, which are never negative."""
     return "u5e3" if moment in _SECOND_MOMENTS else "e4m3"
 
 
 def quantized_moments(checkpoint: Checkpoint, name: str) -> list[str]:
-    """The moments of a parameter that a checkpoint has quantized."""
+    """Return the moments of the parameter ``name`` that a checkpoint stores quantized."""
     split = [kind.rpartition(".") for stored, kind in checkpoint.tensors if stored == name]
     return [moment for moment, dot, code in split if dot and code == format_of(moment)]
 
 
 def read_dequantized(checkpoint: Checkpoint, name: str, moment: str, offset: int, length: int) -> torch.Tensor:
-    """Elements of a moment that a checkpoint has quantized, as float32; full blocks are read around them."""
+    """Read ``length`` elements from ``offset`` on of a quantized moment; return them as a 1-D float32 tensor."""
     code = format_of(moment)
     numel = torch.Size(checkpoint.tensors[name, f"{moment}.{code}"].shape).numel()
     begin = offset // BLOCK * BLOCK

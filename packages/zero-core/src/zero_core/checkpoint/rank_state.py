@@ -1,4 +1,4 @@
-"""Optimizer state that each rank keeps for itself: rows of one tensor, a row for each rank."""
+"""Optimizer state that each rank has for itself (1-bit optimizers): one tensor with a row per rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PREFIX = "optimizer."
 
 
 def rank_intervals(state: TrainingState, stager: Stager) -> Iterator[Interval]:
-    """This rank's rows."""
+    """Yield the intervals of this rank's rows; none for optimizers without such state."""
     optimizer, parts = state.torch_optimizer, state.partition
     if isinstance(optimizer, OneBitOptimizer):
         for name, values in optimizer.rank_state().items():
@@ -30,7 +30,7 @@ def rank_intervals(state: TrainingState, stager: Stager) -> Iterator[Interval]:
 
 
 def is_rank_state(state: TrainingState, name: str, kind: str) -> bool:
-    """Return whether `rank_intervals` wrote a checkpoint's tensor, and this engine's optimizer has a use for it."""
+    """Return whether a checkpoint's tensor is such state, and this engine's optimizer uses it."""
     optimizer = state.torch_optimizer
     if not isinstance(optimizer, OneBitOptimizer) or kind != _KIND or not name.startswith(_PREFIX):
         return False
@@ -38,7 +38,8 @@ def is_rank_state(state: TrainingState, name: str, kind: str) -> bool:
 
 
 def load_rank_state(state: TrainingState, reading: BatchedRead) -> None:
-    """Read this rank's rows when ``reading`` runs; at another number of ranks the optimizer starts without them."""
+    """Add this rank's rows to ``reading`` and give them to the optimizer when it runs; warn and leave them out if they
+    are of another number of ranks."""
     optimizer, parts = state.torch_optimizer, state.partition
     if not isinstance(optimizer, OneBitOptimizer):
         return

@@ -13,10 +13,10 @@ _STAGED_BYTES = 256 << 20
 
 
 class BatchedRead:
-    """Collects what to read; `run` reads it with several reads in flight.
+    """Collects read requests; `run` performs them with several reads in flight.
 
-    CPU tensors of the stored dtype are read in place. Others go through staging memory of at most 256 MiB at a time,
-    besides the largest: when that is full, what was collected so far is read.
+    CPU tensors of the stored dtype are read in place, others through staging memory. Once staged tensors reach 256 MiB,
+    the requests collected so far are performed.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -27,7 +27,7 @@ class BatchedRead:
         self._staged_bytes = 0
 
     def add(self, name: str, kind: str, offset: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (1-D) with elements from ``offset`` on, converted to its dtype."""
+        """Request the elements from ``offset`` on of the tensor (name, kind) into the 1-D ``out``, in its dtype."""
         dtype = torch_dtype(self.checkpoint.entry(name, kind).dtype)
         target = out
         if out.device.type != "cpu" or out.dtype != dtype or not out.is_contiguous():
@@ -39,18 +39,18 @@ class BatchedRead:
             self.run()
 
     def add_weights(self, name: str, offset: int, out: torch.Tensor) -> None:
-        """`add` a parameter's elements in the stored precision that is nearest to ``out``'s."""
+        """`add` a parameter's elements: from the weight or master of ``out``'s dtype, else the more precise one."""
         tensors = self.checkpoint.tensors
         dtypes = {k: torch_dtype(tensors[name, k].dtype) for k in ("param", "master") if (name, k) in tensors}
         exact = [kind for kind, dtype in dtypes.items() if dtype == out.dtype]
         self.add(name, (exact or sorted(dtypes, key=lambda kind: -dtypes[kind].itemsize))[0], offset, out)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when everything that was added so far is there, at the latest at the end of `run`."""
+        """Call ``action`` once all requests added so far are read, at the latest at the end of `run`."""
         self._then.append(action)
 
     def run(self) -> None:
-        """Read everything that was added. Raises DamagedError naming tensor and file."""
+        """Perform all requests, then the actions. Raises DamagedError, naming tensor and file."""
         self.checkpoint.read_many(self._requests)
         for out, target in self._staged:
             with torch.no_grad():

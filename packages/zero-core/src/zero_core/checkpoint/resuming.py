@@ -1,4 +1,4 @@
-"""Go on where the job was: from a copy in the nodes' memory, or from the newest checkpoint on disk."""
+"""Resume a job from the newest copy in node memory or the newest checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Any, Literal
 from zero_ckpt import CheckpointError, NotFoundError, open_checkpoint
 
 from ..state import TrainingState
-from .in_memory import InMemory, note_damaged
+from .in_memory import InMemory, warn_not_loadable
 from .saving import coordinator_of
 
 logger = logging.getLogger("zero_core")
 
 Load = Callable[[Path, "str | None"], "tuple[str, dict[str, Any]]"]
-"""Loads (root, tag, or the newest complete one) into the engine; returns the checkpoint's path and the client state."""
+"""Loads root/tag (None: the newest complete one) into the engine; returns the checkpoint's path and client state."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where training goes on: after optimizer step ``step``, loaded from ``path``; ``client_state`` is the saver's."""
+    """The state that was resumed: optimizer step ``step``, loaded from ``path``, with the ``client_state`` it was saved
+    with. ``source``: node memory or disk."""
 
     step: int
     source: Literal["memory", "disk"]
@@ -31,7 +32,8 @@ class Resumed:
 
 
 def resume(state: TrainingState, memory: InMemory, root: Path, load: Load, *, run: str) -> Resumed | None:
-    """Load the newest state there is; None where there is none at all. Collective. ``run``: see `InMemory.find`.
+    """Load the newest state by ``load`` and log it; return where it continues, None if there is no state. Collective.
+    ``run``: see `InMemory.find`.
 
     Raises `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded.
     """
@@ -59,7 +61,7 @@ def _resume(state: TrainingState, memory: InMemory, root: Path, load: Load, run:
         except CheckpointError as problem:
             if on_disk is None:
                 raise
-            note_damaged(found, problem)
+            warn_not_loadable(found, problem)
         else:
             return Resumed(state.counters.global_steps, "memory", path, client)
     if on_disk is None:

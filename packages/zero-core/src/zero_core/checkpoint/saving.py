@@ -1,4 +1,4 @@
-"""The engine's tensors as intervals, and the two ways of writing them: at once, or while training goes on."""
+"""`Saver`: writes an engine's checkpoints, before `save` returns or behind training."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from ..state import TrainingState
 from ..state_kinds import unsavable
 from .held_states import HeldStates
 from .intervals import StateIntervals
-from .names import aliases, frozen, named_parameters, restructured
+from .names import aliases, frozen_names, named_parameters, restructured
 from .progress import progress_of
 from .tier_files import TierFiles
 
 
 class Dialect(Protocol):
-    """The content of a checkpoint besides its own files and plain data, for readers that know another library's."""
+    """Adds to checkpoints what readers of another library's checkpoints look for. Called once per save."""
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the user's ``client_state`` as plain data."""
+        """Return ``given``, the user's client state, as plain data (JSON types and bytes)."""
 
     def files_beside(self, state: TrainingState, client_state: dict[str, Any]) -> Mapping[str, bytes]:
-        """Return small files, name to contents, which nothing here reads; ``client_state``: as plain data."""
+        """Return small files to write beside the checkpoint's own, contents by name; ``client_state``: plain data."""
 
 
 class OwnDialect:
-    """Nothing besides."""
+    """The dialect of checkpoints that add nothing."""
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what was given."""
+        """Return a copy of ``given``."""
         return dict(given)
 
     def files_beside(self, state: TrainingState, client_state: dict[str, Any]) -> Mapping[str, bytes]:
@@ -51,11 +51,11 @@ class OwnDialect:
 
 
 class Saver:
-    """Writes an engine's checkpoints: before `save` returns, or behind it (``checkpoint.writer.decoupled``).
+    """Writes an engine's checkpoints: before `save` returns, or behind training (``checkpoint.writer.decoupled``).
 
-    Behind it, `save` returns when the parameters that user code can write are copied into host memory that is kept for
-    the next time; the rest is copied during the next forward and backward pass (see `copied`). A save that failed
-    raises `zero_ckpt.CheckpointError` from the next `save`, `wait` or `close`.
+    Behind training, `save` returns once the parameters that user code can write are copied into host memory, which is
+    kept for the next save; the rest is copied during the next forward and backward pass (see `wait_for_copies`). A save
+    that failed raises `zero_ckpt.CheckpointError` from the next `save`, `wait` or `close`.
     """
 
     def __init__(self, state: TrainingState, offloading: Offloading, dialect: Dialect) -> None:
@@ -71,37 +71,38 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Return whether a save is under way behind training."""
+        """Return whether a save behind training is not complete."""
         return self._behind is not None and self._behind.is_busy
 
     def take_waited(self) -> float:
-        """Seconds that training waited in `copied` since the last call."""
+        """Return the seconds for which `wait_for_copies` blocked since the last call of this method."""
         waited, self._waited = self._waited, 0.0
         return waited
 
     def save(
         self, root: Path, tag: str, client_state: Mapping[str, Any], *, save_latest: bool, exclude_frozen: bool
     ) -> None:
-        """Write ``root/tag``; collective."""
+        """Write ``root/tag``. ``save_latest``: name it in the file ``latest``. Collective. Raises `UsageError` on every
+        rank inside an accumulation, and for models and states that no checkpoint can hold."""
         client = self._dialect.client_state(client_state)
         state, parts = self._state, self._state.partition
         named = named_parameters(state.module)
         said = [state.counters.accumulated, restructured(state, named), unsavable(state.optimizer)]
         choice = f"{'' if save_latest else ', without latest'}{', without frozen parameters' if exclude_frozen else ''}"
         answers = parts.runtime.agree("save", f"{root}/{tag}{choice}", said)
-        root = root.absolute()  # where the script is now: it may be elsewhere when the files are written
+        root = root.absolute()  # the script may change its working directory before the files are written
         _refuse_inside_accumulation([accumulated for accumulated, _, _ in answers], state)
         _refuse_restructured([name for _, name, _ in answers])
         _refuse_unsavable([value for _, _, value in answers])
         parts.finish_updates()
         group = coordinator_of(state)
         node = socket.gethostname() if self._per_node else None
-        leads = parts.data_rank == 0 if node is None else _leads(group, node)
+        leads = parts.data_rank == 0 if node is None else _is_first_of_node(group, node)
         files = TierFiles(state, self._offloading, root, durable=not self._decoupled)
         intervals = StateIntervals(
             *(state, files, exclude_frozen, named),
             replicated=leads,
-            replicas=node is not None,
+            every_replica=node is not None,
             follow=self._decoupled,
         )
         intervals.settle_masters()
@@ -109,7 +110,7 @@ class Saver:
         def options() -> dict[str, Any]:
             own = {"save_latest": save_latest, "node": node, "keep_last": self._keep_last}
             beside = self._dialect.files_beside(state, client)
-            return describe(state, client, named, self._config) | own | {"beside": beside}
+            return checkpoint_options(state, client, named, self._config) | own | {"beside": beside}
 
         if self._decoupled:
             self._open_behind(group).save(
@@ -124,8 +125,8 @@ class Saver:
         else:
             save_sharded(root, tag, intervals.everything(), coordinator=group, **options())
 
-    def copied(self) -> None:
-        """Wait until what a save behind still copies is copied: before anything writes shards, masters or states."""
+    def wait_for_copies(self) -> None:
+        """Wait until a save behind training has copied all: then shards, masters and states may be written."""
         self._await_copies()
         self._states.let_go()
 
@@ -137,17 +138,17 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether a save behind met something that was not raised yet."""
+        """Return whether a save behind training failed whose error was not raised yet."""
         return self._behind is not None and self._behind.has_failed
 
     def wait(self) -> None:
-        """Wait until what was started is on disk; raises `zero_ckpt.CheckpointError` where it could not be."""
+        """Wait until the save that was started is on disk. Raises `zero_ckpt.CheckpointError` if it failed."""
         if self._behind is not None:
             self._behind.wait()
 
     def close(self) -> None:
-        """Finish what was started; raises as `wait` does."""
-        self.copied()
+        """Finish the save that was started, and end its thread. Raises as `wait` does."""
+        self.wait_for_copies()
         if self._behind is not None:
             try:
                 self._behind.close()
@@ -157,7 +158,7 @@ class Saver:
                 self._group = None
 
     def _open_behind(self, group: Coordinator) -> AsyncSaver:
-        """The saver of this engine, made once: its ranks agree in a group of their own, beside training."""
+        """Return the saver behind training, made at the first call with a process group of its own. Collective then."""
         if self._behind is None:
             own: Coordinator = SoloCoordinator()
             if group.world_size > 1:
@@ -169,7 +170,7 @@ class Saver:
 
 
 def check_room(nbytes: int) -> None:
-    """Raise `zero_ckpt.CheckpointError` where host memory has no room for a copy of this rank's state."""
+    """Raise `zero_ckpt.CheckpointError` if host memory has no room for ``nbytes``, a copy of this rank's state."""
     budget = HostBudget(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     budget.need("the copy of the state that is written behind training", nbytes)
     try:
@@ -181,15 +182,15 @@ def check_room(nbytes: int) -> None:
         ) from problem
 
 
-def describe(
+def checkpoint_options(
     state: TrainingState, client: dict[str, Any], named: Mapping[str, nn.Parameter], config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Everything about a checkpoint of ``state`` besides its tensors, as options of `save_sharded`; ``client`` is the
-    user's part, ``named`` are the model's `named_parameters`, ``config`` is the configuration as plain data."""
+    """Return a checkpoint's contents besides tensors, as keyword arguments of `save_sharded`. ``client``: the user's
+    client state; ``named``: the model's `named_parameters`; ``config``: the configuration as plain data."""
     return {
         "step": state.counters.global_steps,
         "aliases": aliases(named),
-        "frozen": frozen(named),
+        "frozen": frozen_names(named),
         "client_state": progress_of(state, client),
         "config": config,
         "rank_state": {"random": RngState().state_dict()},
@@ -197,10 +198,10 @@ def describe(
 
 
 def own_group(state: TrainingState) -> dist.ProcessGroup:
-    """A gloo group of the engine's ranks for one background thread. Every rank of the world calls it together.
+    """Return a new gloo group of the engine's ranks, for one background thread. Collective over the world.
 
-    torch names groups that are made by their members alone after these: a second one would meet at the addresses that
-    the first has left in the store.
+    torch names a group that only its members make after its ranks: a second one of the same ranks would use addresses
+    that the first has left in the store.
     """
     made = {row: dist.new_group(list(row), backend="gloo") for row in map(tuple, state.model_part.place.data_rows)}
     group: dist.ProcessGroup = next(group for row, group in made.items() if dist.get_rank() in row)
@@ -208,7 +209,7 @@ def own_group(state: TrainingState) -> dist.ProcessGroup:
 
 
 def _refuse_inside_accumulation(accumulated: list[int], state: TrainingState) -> None:
-    """Raise `UsageError` on every rank where one is inside an accumulation: no checkpoint holds half gradients."""
+    """Raise `UsageError` if a rank is inside an accumulation; ``accumulated``: its micro-batches so far, by rank."""
     if any(accumulated):
         raise UsageError(
             f"save_checkpoint was called after {max(accumulated)} of {state.sizes.steps} "
@@ -219,7 +220,7 @@ def _refuse_inside_accumulation(accumulated: list[int], state: TrainingState) ->
 
 
 def _refuse_restructured(names: list[str]) -> None:
-    """Raise `UsageError` on every rank where one's model has other parameters than the engine's under their names."""
+    """Raise `UsageError` if a rank's model has other parameters than the engine; ``names``: `restructured`, by rank."""
     other = next(filter(None, names), "")
     if other:
         raise UsageError(
@@ -230,7 +231,7 @@ def _refuse_restructured(names: list[str]) -> None:
 
 
 def _refuse_unsavable(values: list[str]) -> None:
-    """Raise `UsageError` on every rank where one's optimizer has states that a checkpoint cannot hold."""
+    """Raise `UsageError` if a rank has states that no checkpoint can hold; ``values``: `unsavable`, by rank."""
     value = next(filter(None, values), "")
     if value:
         raise UsageError(
@@ -240,12 +241,12 @@ def _refuse_unsavable(values: list[str]) -> None:
 
 
 def coordinator_of(state: TrainingState) -> Coordinator:
-    """How the ranks of the engine agree about checkpoints."""
+    """Return the coordinator through which the ranks of the engine agree about checkpoints."""
     group = state.partition.groups.control.process_group
     return SoloCoordinator() if group is None else DistCoordinator(group)
 
 
-def _leads(group: Coordinator, node: str) -> bool:
-    """Return whether this rank is the first of its node."""
+def _is_first_of_node(group: Coordinator, node: str) -> bool:
+    """Return whether this rank is the lowest on its ``node`` (a host name). Collective."""
     nodes: list[str] = group.all_gather_object(node)
     return nodes.index(node) == group.rank

@@ -1,4 +1,4 @@
-"""The state of any schedule as plain data, for checkpoints that hold no pickle."""
+"""Convert the state of a learning-rate scheduler to plain data, as checkpoints hold no pickles, and back."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from zero_optim import Scheduler
 
 
 def plain_state(scheduler: Scheduler) -> dict[str, Any]:
-    """Return the schedule's state as None, bool, int, float, str, bytes, lists and maps with string keys.
+    """Return the scheduler's state as None, bool, int, float, str, bytes, lists and maps with string keys.
 
-    Maps with other keys become lists of pairs, one-element tensors numbers. Functions are left out: a schedule has them
-    from its construction. Raises `UsageError` by name for anything else.
+    Maps with other keys become lists of pairs, one-element tensors numbers. Functions are left out: a scheduler has
+    them from its construction. Raises `UsageError`, naming the entry, for anything else.
     """
     state: dict[str, Any] = _plain(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
     return state
 
 
 def load_plain_state(scheduler: Scheduler, state: dict[str, Any]) -> None:
-    """Load what `plain_state` returned; the schedule's own fresh state says which types the values had."""
+    """Load a ``state`` that `plain_state` returned, converted to the types in the scheduler's present state."""
     scheduler.load_state_dict(_like(scheduler.state_dict(), state))
 
 
 def _plain(value: Any, path: str) -> Any:
+    """Return ``value`` as plain data. ``path``: its place in the state, for `UsageError`."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -43,6 +44,7 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def _like(fresh: Any, stored: Any) -> Any:
+    """Return ``stored`` converted to the types of ``fresh``: tensors, tuples and classes of maps."""
     if isinstance(fresh, torch.Tensor):
         return torch.as_tensor(stored, dtype=fresh.dtype, device=fresh.device).reshape(fresh.shape)
     if isinstance(fresh, tuple) and isinstance(stored, list):

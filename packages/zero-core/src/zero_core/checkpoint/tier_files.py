@@ -1,4 +1,4 @@
-"""The files in which a rank keeps states and shards, sealed for a checkpoint to link to."""
+"""Seal the files of a rank's tiers, so that a checkpoint can link to them instead of copying them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from ..state import TrainingState
 
 
 class TierFiles:
-    """The files in which this rank keeps states and shards, for a checkpoint below ``root`` to link to.
+    """The files of this rank's optimizer states and parameter shards, for a checkpoint below ``root`` to link to.
 
-    ``durable``: they survive a crash once they are sealed, else once `make_durable` returns. Call order:
-    `flush_weights` while the checkpoint's intervals are asked for, so that every rank hears of what one meets;
-    `seal_weights` and `seal_states` then or later, on any thread, before weights and states are written;
-    `make_durable` on any thread.
+    ``durable``: sealing syncs the files, else `make_durable` does. Call order: `flush_weights` while the checkpoint's
+    intervals are listed, so that its errors reach every rank; `seal_weights` and `seal_states` then or later, on any
+    thread, before weights and states are written; `make_durable` on any thread.
 
-    `seal_weights` and `seal_states` give None where there are no such files, or they are on another file system, and
-    raise `BudgetError` when the disk has no room for what the next steps write anew: what is sealed is never written
-    again.
+    `seal_weights` and `seal_states` return None if there are no such files or they are on another file system than
+    ``root``. They raise `BudgetError` if the disk has no room for new files: sealed files are never written again.
     """
 
     def __init__(self, state: TrainingState, tiers: Offloading, root: Path, *, durable: bool = True) -> None:
@@ -33,7 +31,7 @@ class TierFiles:
         self._sealed: list[Sealed] = []
 
     def flush_weights(self) -> frozenset[str]:
-        """Wait for writes of parameter shards; return the units whose shards can be linked."""
+        """Wait for writes of parameter shards; return the names of the units whose shards can be linked."""
         store = self._store()
         if store is None:
             return frozenset()
@@ -41,42 +39,44 @@ class TierFiles:
         return store.filed
 
     def seal_weights(self) -> Sealed | None:
-        """Seal the files of parameter shards."""
+        """Seal and return the files of parameter shards; see the class for None and errors."""
         store = self._store()
         if store is None:
             return None
         self._check_room()
-        return self._noted(store.seal(durable=self._durable, flush=False))
+        return self._remembered(store.seal(durable=self._durable, flush=False))
 
     def seal_states(self) -> Sealed | None:
-        """Seal the files of optimizer states."""
+        """Seal and return the files of optimizer states; see the class for None and errors."""
         update = self._update()
         if update is None:
             return None
         self._check_room()
-        return self._noted(update.seal(durable=self._durable))
+        return self._remembered(update.seal(durable=self._durable))
 
     def make_durable(self) -> None:
-        """Have what was sealed survive a crash; raises what syncing met."""
+        """Sync all sealed files to the drive, so that they survive a crash. Raises OSError."""
         for sealed in self._sealed:
             sealed.make_durable()
 
-    def _noted(self, sealed: Sealed | None) -> Sealed | None:
+    def _remembered(self, sealed: Sealed | None) -> Sealed | None:
         self._sealed += [sealed] if sealed is not None else []
         return sealed
 
     def _update(self) -> OffloadedUpdate | DelayedUpdate | None:
+        """Return the optimizer's tier if its files can be linked from `root`; else None."""
         update, paths = self._tiers.update, self._zero.offload_optimizer.nvme_path or ()
         if update is None or not update.plan["nvme"]:
             return None
         return update if _share_drive(self._root, paths) else None
 
     def _store(self) -> NvmeStore | None:
+        """Return the store of parameter shards if its files can be linked from `root`; else None."""
         store, paths = self._tiers.store, self._zero.offload_param.nvme_path or ()
         return store if isinstance(store, NvmeStore) and _share_drive(self._root, paths) else None
 
     def _check_room(self) -> None:
-        """Raise `BudgetError` where the disk has no room for all states and the trained weights once more."""
+        """Raise `BudgetError` if the disk has no room for a second copy of all states and trained weights."""
         budget = self._tiers.new_budget()
         update, store = self._update(), self._store()
         if update is not None:
@@ -89,6 +89,6 @@ class TierFiles:
 
 
 def _share_drive(folder: Path, paths: Sequence[str]) -> bool:
-    """Return whether ``folder``, which is made if need be, is on one file system with all of ``paths``."""
+    """Return whether ``folder``, which is created if missing, is on the same file system as all of ``paths``."""
     folder.mkdir(parents=True, exist_ok=True)
     return all(os.stat(folder).st_dev == os.stat(path).st_dev for path in paths)

@@ -1,4 +1,4 @@
-"""Copy a tier's states to named intervals of a checkpoint, and back."""
+"""The intervals of weights and states on a tier, and the values that a checkpoint has for a tier."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .reading import BatchedRead
 
 
 def weight_intervals(store: Residency, unit: Unit, rank: int, sealed: Sealed | None) -> Iterator[Interval]:
-    """This rank's part of a unit's weights: linked where it is ``sealed``, read from its store when its turn comes to
-    be written where that is on files, else the host memory in which it stays until the next update."""
+    """Yield the intervals of this rank's shard of a unit in ``store``: linked to its ``sealed`` files if there are any;
+    else views of host memory, valid until the next update; else, for a store on files, read when they are written."""
 
     def read(fragment: Fragment) -> Any:
         shard = store.acquire(unit.name)
@@ -43,7 +43,7 @@ def weight_intervals(store: Residency, unit: Unit, rank: int, sealed: Sealed | N
 
 
 def _linked_weights(sealed: Sealed, unit: Unit, fragment: Fragment) -> Iterator[Interval]:
-    """A fragment in the sealed extents of its shard, which have checksums only as a whole."""
+    """Yield a fragment's intervals in the sealed extents of its shard, without checksums: those are of full extents."""
     itemsize = unit.plan.dtype.itemsize
     begin, end = fragment.shard_offset * itemsize, (fragment.shard_offset + fragment.length) * itemsize
     for extent in sealed.extents[unit.name]:
@@ -56,15 +56,16 @@ def _linked_weights(sealed: Sealed, unit: Unit, fragment: Fragment) -> Iterator[
 
 
 def _weights(unit: Unit, offset: int, data: Any, fragment: Fragment, length: int) -> Interval:
+    """Return the interval of ``length`` elements from ``offset`` on of a parameter, with the bytes ``data``."""
     entry = fragment.entry
     return Interval(entry.name, "param", entry.shape, dtype_name(unit.plan.dtype), offset, data, length)
 
 
 def tier_intervals(
-    tier: StateTier, unit: Unit, rank: int, sealed: Sealed | None, *, replicas: bool = False
+    tier: StateTier, unit: Unit, rank: int, sealed: Sealed | None, *, every_replica: bool = False
 ) -> Iterator[Interval]:
-    """Yield what a tier keeps for a unit: linked where it is ``sealed``, else read when its turn comes to be written,
-    one parameter in memory at a time. ``replicas``: also what other ranks have too."""
+    """Yield the intervals of a unit's states on a tier: linked to ``sealed`` files, else read when they are written,
+    one parameter in memory at a time. ``every_replica``: also write the step counts that another rank writes."""
     kept: dict[str, dict[str, torch.Tensor]] = {}
 
     def read(name: str, kind: str) -> Any:
@@ -91,12 +92,13 @@ def tier_intervals(
                     place.length,
                     partial(tier.held, entry.name),
                 )
-        if (step or dtypes) and (fragment.param_offset == 0 or replicas):
+        if (step or dtypes) and (fragment.param_offset == 0 or every_replica):
             count = torch.tensor(float(step))
             yield Interval(entry.name, "step.scalar", (), dtype_name(count.dtype), 0, tensor_buffer(count))
 
 
 def _linked(sealed: Sealed, key: str, name: str, place: StoredSlice, dtype: torch.dtype) -> Iterator[Interval]:
+    """Yield the intervals of ``place``, a slice of the parameter ``name``'s state, in the sealed extents of ``key``."""
     for extent in sealed.extents[key]:
         data = FileExtent(
             extent.path, extent.file_offset_bytes, extent.nbytes, checksum=extent.checksum or None, owner=sealed
@@ -108,7 +110,8 @@ def _linked(sealed: Sealed, key: str, name: str, place: StoredSlice, dtype: torc
 def tier_values(
     unit: Unit, tier: StateTier, checkpoint: Checkpoint, rank: int, *, optimizer: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return what a checkpoint has of a unit for its tier; without ``optimizer`` the masters alone."""
+    """Return a checkpoint's values of a unit's fragments on its tier: per parameter by kind, and "step". ``optimizer``:
+    with the moments and steps, else masters only. Parameters that the checkpoint lacks are left out."""
     found: dict[str, dict[str, Any]] = {}
     reading = BatchedRead(checkpoint)
     steps: dict[str, torch.Tensor] = {}
@@ -136,7 +139,8 @@ def tier_values(
 def _add_moment(
     reading: BatchedRead, fragment: Fragment, kind: str, kinds: tuple[str, ...], state: dict[str, Any]
 ) -> None:
-    """A fragment's values of a kind, in the checkpoint's dtype or, where quantized ones fit nowhere, in float32."""
+    """Set ``state[kind]`` to a fragment's values of a kind, filled when ``reading`` runs: in the stored dtype, or in
+    float32 if they are stored quantized and the tier's ``kinds`` have no scales. Unset if the checkpoint lacks it."""
     name, shape, offset, length = fragment.entry.name, fragment.entry.shape, fragment.param_offset, fragment.length
     quantized = kind in quantized_moments(reading.checkpoint, name)
     if quantized and f"{kind}_scale" not in kinds:
