@@ -70,7 +70,7 @@ def compose(
     if record is not None:
         instruments = record.instruments(instruments, state, offloading)
     audit = auditor_for(state, config.audit_every)
-    accumulation = Accumulation(state, on_restart=audit.step_begins)
+    accumulation = Accumulation(state, on_restart=audit.restart_step)
     failures = Failures(state, accumulation)
     checkpointing = Checkpointing(config.activation_checkpointing, state.model_part.place.group)
     saver = Saver(state, offloading, dialect)
@@ -82,7 +82,7 @@ def compose(
         InMemory(state, offloading),
         Departure.of(state),
         periodic_of(state, saver),
-        before_load=audit.forget,
+        before_load=audit.forget_resting,
     )
     return EngineParts(
         accumulation=accumulation,

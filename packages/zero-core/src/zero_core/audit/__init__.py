@@ -1,7 +1,7 @@
-"""Every K steps: what ranks hold alike, masters against weights, states at rest, one unit's gradient computed again.
+"""Every K steps compare replicated data, weights with masters, resting states, and one unit's repeated gradient.
 
-Read `auditor.py` first; `holdings.py` says what is compared, `module_calls.py`, `loss_graph.py` and
-`recomputation.py` which call of a module is repeated, and how its gradient is computed again.
+Read `auditor.py` first. `holdings.py` lists the replicated data; `module_calls.py`, `loss_graph.py` and
+`recomputation.py` choose a module call and compute its gradient again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface between an engine and its auditor, and the auditor of runs that audit nothing."""
+"""The interface between an engine and its auditor, and the auditor that does nothing."""
 
 from __future__ import annotations
 
@@ -11,54 +11,47 @@ from ..state import TrainingState
 
 
 class Auditor(Protocol):
-    """The calls with which an engine tells its auditor, on every rank, in this order: for each micro-batch `forward`,
-    `backward`; at the boundary `before_step` and, when the weights are published, `after_step`."""
+    """Checks that ranks hold equal and uncorrupted state. Call order on every rank: `forward` and `backward` for each
+    micro-batch; at the boundary `before_step` and, once the weights are published, `after_step`."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """A context around a forward pass."""
+        """Return a context in which the engine runs a forward pass; it may record calls of modules."""
 
     def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        """A context around the backward pass of ``loss``."""
+        """Return a context in which the engine runs backward on ``loss``; it may compute gradients again."""
 
     def before_step(self) -> None:
-        """Gradients are there, weights are still the old ones. Raises `AuditError` on every rank. Collective."""
+        """Compare, before any weight is updated. Raises `AuditError` on every rank if anything differs. Collective."""
 
     def after_step(self) -> None:
-        """The weights are published."""
+        """Prepare for the next step, with the weights published: take digests if that step is audited."""
 
-    def step_begins(self) -> None:
-        """The step under way begins anew, after a failure."""
+    def restart_step(self) -> None:
+        """Discard what micro-batches of the current step have shown, as the step begins again after a failure."""
 
-    def forget(self) -> None:
-        """Forget what was at rest: the user or a checkpoint has written it."""
+    def forget_resting(self) -> None:
+        """Discard the digests of the last step's states, as a checkpoint is about to overwrite them."""
 
 
 class Unaudited:
-    """Nobody looks, and nothing is kept."""
+    """The auditor that does nothing."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Nothing."""
+        """Return a null context."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        """Nothing."""
+        """Return a null context."""
         return nullcontext()
 
-    def before_step(self) -> None:
-        """Nothing to do."""
-
-    def after_step(self) -> None:
-        """Nothing to do."""
-
-    def step_begins(self) -> None:
-        """Nothing to do."""
-
-    def forget(self) -> None:
-        """Nothing to do."""
+    def before_step(self) -> None: ...
+    def after_step(self) -> None: ...
+    def restart_step(self) -> None: ...
+    def forget_resting(self) -> None: ...
 
 
 def auditor_for(state: TrainingState, every: int | None) -> Auditor:
-    """An auditor that looks every so many steps; None for never, when nothing that audits is imported."""
+    """Return an auditor that checks every ``every`` steps; for None one that does nothing, without imports."""
     if every is None:
         return Unaudited()
     from .periodic import PeriodicAuditor

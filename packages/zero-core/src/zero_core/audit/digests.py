@@ -14,7 +14,7 @@ _CHUNK = 1 << 24  # elements that come from an accelerator at once
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """64 bits of a tensor's bytes, in hexadecimal; an optimizer's state may be guarded against user code by now."""
+    """Return a 64-bit digest of a tensor's bytes, in hexadecimal, past guards that watch user code's access."""
     state = xxhash.xxh3_64()
     with torch._C.DisableTorchFunctionSubclass():
         flat = tensor.detach().contiguous().view(-1)
@@ -23,8 +23,8 @@ def digest(tensor: torch.Tensor) -> str:
     return state.hexdigest()
 
 
-def digest_of(data: Any) -> str:
-    """64 bits of plain data."""
+def digest_of_data(data: Any) -> str:
+    """Return a 64-bit digest of plain data, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(json.dumps(data, sort_keys=True, default=str).encode())
 
 
@@ -34,8 +34,8 @@ def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def odd_ranks(digests: Sequence[str | None], owner: int | None) -> list[int]:
-    """The ranks whose digest is not the owner's, or, without an owner, not that of more than half of the ranks; all of
-    them when there is no such majority."""
+    """Return the ranks whose digest differs from the ``owner`` rank's or, if that is None, from the digest of more than
+    half of the ranks; all ranks if there is no such majority."""
     if owner is not None:
         right: str | None = digests[owner]
     else:

@@ -1,4 +1,4 @@
-"""Digests of everything that is replicated: weights, buffers, the layout, param groups."""
+"""Digests of all replicated data: weights, buffers, the layout, param groups."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from zero_partition import Unit
 from ..checkpoint.fragments import has_own_master, master_fragments
 from ..state import TrainingState
 from ..state_kinds import by_kind
-from .digests import digest, digest_of
+from .digests import digest, digest_of_data
 
 
 @dataclass(frozen=True)
 class Held:
-    """Something that ranks hold alike: ``what`` of ``name``.
+    """Data that all ranks must hold with equal bits: ``what`` (such as "weight") of ``name``, and its digest.
 
-    ``shard``: the rank in whose shard it lies, if it is a part of a unit. ``checked``: that rank has compared its copy
-    with a master, so it is the right one.
+    ``shard``: the rank whose shard it belongs to, for a part of a unit. ``checked``: that rank compares its copy with
+    its master, so that its copy decides.
     """
 
     what: str
@@ -34,20 +34,20 @@ class Held:
 
     @property
     def key(self) -> str:
-        """The same on every rank."""
+        """Return a name of the data that is equal on every rank, for messages and comparison."""
         return f"{self.what} '{self.name}'" + ("" if self.shard is None else f" (shard of rank {self.shard})")
 
 
 class Buffers:
-    """The model's buffers that nothing has written since the engine was made: ranks may differ in any other, and in
-    running statistics, which torch writes past version counters."""
+    """The model's buffers, with their versions when the engine was made. Buffers written since may differ between
+    ranks, and so may running statistics, which torch writes without a version change."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._versions = {name: (id(b), b._version) for name, b in module.named_buffers()}
 
     def unwritten(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield their names and values."""
+        """Yield (name, buffer) of the buffers that were not written or replaced since, without running statistics."""
         running = {id(b) for m in self._module.modules() if isinstance(m, _NormBase) for b in m.buffers()}
         for name, buffer in self._module.named_buffers():
             if id(buffer) in running:
@@ -56,14 +56,14 @@ class Buffers:
                 yield name, buffer
 
 
-def held_alike(state: TrainingState, buffers: Buffers) -> Iterator[Held]:
-    """Yield everything that every rank must have with the same bits."""
+def replicated_data(state: TrainingState, buffers: Buffers) -> Iterator[Held]:
+    """Yield all data that every rank must hold with equal bits."""
     parts = state.partition
-    yield Held("the layout of", "the model", digest_of([_layout_of(unit) for unit in parts.layout.units]))
+    yield Held("the layout of", "the model", digest_of_data([_layout_of(unit) for unit in parts.layout.units]))
     for number, group in enumerate(state.torch_optimizer.param_groups if state.torch_optimizer is not None else ()):
         plain = {key: value for key, value in group.items() if key != "params"}
-        yield Held("the hyperparameters of", f"param_groups[{number}]", digest_of(plain))
-    yield Held("the loss scale of", "the engine", digest_of(state.loss_scale()))
+        yield Held("the hyperparameters of", f"param_groups[{number}]", digest_of_data(plain))
+    yield Held("the loss scale of", "the engine", digest_of_data(state.loss_scale()))
     for name, buffer in buffers.unwritten():
         yield Held("buffer", name, digest(buffer))
     for unit in parts.units:
@@ -79,7 +79,7 @@ def _layout_of(layout: Any) -> list[Any]:
 
 
 def _replicated_weights(state: TrainingState, unit: Unit) -> Iterator[Held]:
-    """The weights that stay gathered, by parameter and by the rank whose optimizer updates that part of it."""
+    """Yield a unit's weights if they stay gathered, by parameter and by the rank whose shard the fragment is in."""
     if unit.releasable:
         return
     checked = has_own_master(unit) and state.partition.options.stage > 0  # against its master, by `unpublished`

@@ -1,4 +1,4 @@
-"""The autograd graph of a loss, and the part of it that one call of a module has recorded."""
+"""The autograd graph of a loss, and the part of it that one call of a module recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAF = "torch::autograd::AccumulateGrad"
 
 
 class Edge(NamedTuple):
-    """An edge of the graph: gradients flow from ``source`` into input ``number`` of ``target``."""
+    """An edge along which backward passes a gradient: from ``source`` to ``target``, for its output ``number``."""
 
     source: Node
     target: Node
@@ -29,12 +29,12 @@ class LossGraph:
     def leaves(
         self, outputs: Iterable[tuple[Node, int]], inputs: Iterable[Node], parameters: Sequence[nn.Parameter]
     ) -> list[Node] | str:
-        """The leaves of ``parameters`` where their gradient comes from one call alone, else why it does not.
+        """Return the leaf nodes of ``parameters`` if their gradient comes from one call alone, else why it does not.
 
-        ``outputs``: node and number of what the call returned; ``inputs``: nodes of what it got.
+        ``outputs``: (node, output number) of the tensors that the call returned; ``inputs``: nodes of its arguments.
 
-        The gradient comes from one call alone when every edge into the parameters, or into what the call has computed
-        from them, begins inside the call, but for the edges into its outputs, and when these all begin outside.
+        The gradient comes from one call alone if every edge into the parameters, and into nodes that the call computed
+        from them, begins inside the call, apart from the edges into its outputs, which must all begin outside.
         """
         results = set(outputs)
         inner = _edges_from([node for node, _ in results], stops=inputs)
@@ -54,7 +54,7 @@ class LossGraph:
 
 
 def _edges_from(roots: Iterable[Node], stops: Iterable[Node]) -> list[Edge]:
-    """Every edge that can be reached from ``roots`` without going through one of ``stops``."""
+    """Return every edge that can be reached from ``roots`` without passing through one of ``stops``."""
     found, seen = [], {*stops}
     waiting = [node for node in dict.fromkeys(roots) if node not in seen]
     seen.update(waiting)
@@ -70,7 +70,7 @@ def _edges_from(roots: Iterable[Node], stops: Iterable[Node]) -> list[Edge]:
 
 
 def _leading_to(leaves: Iterable[Node], edges: Iterable[Edge]) -> set[Node]:
-    """The sources of ``edges`` from which one of ``leaves`` can be reached."""
+    """Return the sources of ``edges`` from which one of ``leaves`` can be reached."""
     sources: dict[Node, list[Node]] = {}
     for edge in edges:
         sources.setdefault(edge.target, []).append(edge.source)
@@ -85,4 +85,5 @@ def _leading_to(leaves: Iterable[Node], edges: Iterable[Edge]) -> set[Node]:
 
 
 def _is_leaf_of(node: Node, held: set[int]) -> bool:
+    """Return whether ``node`` accumulates the gradient of a parameter whose `id` is in ``held``."""
     return not node.next_functions and node.name() == _LEAF and id(node.variable) in held  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Calls of modules, noted so that one of them can be repeated, and what forbids to repeat it."""
+"""Record calls of modules so that one of them can be repeated, and find the reasons why a call cannot be repeated."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _LONG = 64
 
 @dataclass(frozen=True)
 class AuditedUnit:
-    """A unit whose parameters are the trained ones of one module's subtree."""
+    """A unit whose parameters are exactly the trained parameters of one module's subtree."""
 
     unit: Unit
     module: nn.Module
 
     def obstacle(self) -> str | None:
-        """Return why no call of the module is repeated now; None when one may be."""
+        """Return why a call of the module cannot be repeated in its present state; None if it can."""
         if not all(p.requires_grad for p in self.unit.parameters):
             return "some of its weights are frozen now"
         if any(_has_hooks(p) for p in self.unit.parameters):
@@ -50,8 +50,8 @@ class AuditedUnit:
         return None
 
 
-def _changes_what_is_saved() -> bool:
-    """Return whether hooks of the user's, which may change values, get what autograd saves."""
+def _has_saved_tensor_hooks() -> bool:
+    """Return whether saved-tensor hooks of the user's, which may change values, are active."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return False
@@ -59,6 +59,7 @@ def _changes_what_is_saved() -> bool:
 
 
 def _has_other_weights(module: nn.Module, unit: Unit) -> bool:
+    """Return whether ``module`` computes with other tensors than the unit's parameters (torch.func)."""
     held = {id(value) for inside in module.modules() for value in inside._parameters.values()}
     return not all(id(parameter) in held for parameter in unit.parameters)
 
@@ -88,7 +89,7 @@ def _is_ours(hook: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The settings of the process that change a module's arithmetic."""
+    """The global settings of torch that change a module's arithmetic: autocast, number of threads, backends, modes."""
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cached_casts: bool
@@ -96,7 +97,7 @@ class Surroundings:
 
     @classmethod
     def now(cls, device: torch.device) -> Surroundings:
-        """Those of this moment, for a model on ``device``."""
+        """Return the present settings, for a model on ``device``."""
         kinds = dict.fromkeys((device.type, "cpu"))
         attention = torch.backends.cuda
         return cls(
@@ -121,7 +122,7 @@ class Surroundings:
 
     @contextmanager
     def casts(self) -> Iterator[None]:
-        """These casts, inside."""
+        """Enable these settings of autocast inside the block."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 cached = self.cached_casts
@@ -130,8 +131,8 @@ class Surroundings:
 
 
 class Attributes:
-    """What a module and those inside hold in attributes and buffers; equal to another one of the same modules when
-    nothing was exchanged or written in between."""
+    """The attributes and buffers of a module and its submodules. Two of one module are equal if nothing was replaced or
+    written in between."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kept = {
@@ -149,8 +150,8 @@ class Attributes:
     __hash__ = None  # type: ignore[assignment]
 
     @property
-    def draw(self) -> bool:
-        """Return True when one of them is a generator of random numbers."""
+    def has_generator(self) -> bool:
+        """Return whether one of them is a generator of random numbers."""
         return any(_is_generator(value) for value, _ in self._kept.values())
 
 
@@ -163,7 +164,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _state_of(value: Any) -> Any:
-    """Something that a change in place changes."""
+    """Return data that changes when ``value`` is written in place: a version counter, or the items of a container."""
     if isinstance(value, torch.Tensor):
         return None if value.is_inference() else value._version
     if isinstance(value, (list, tuple, deque, set, dict)):
@@ -173,6 +174,7 @@ def _state_of(value: Any) -> Any:
 
 
 def _is_same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> bool:
+    """Return whether two pairs of an attribute's value and its `_state_of` show no change between them."""
     (value, state), (other, later) = ours, theirs
     if isinstance(value, _PLAIN):
         return type(value) is type(other) and bool(value == other)
@@ -193,11 +195,12 @@ def _is_generator(value: Any) -> bool:
 
 @dataclass
 class ModuleCall:
-    """One call of a module: what it got, what it ran in, and the nodes of its graph's ends.
+    """One call of a module: its arguments, its settings, and the nodes where its graph begins and ends.
 
     Attributes:
-        inputs: nodes that have computed what it got.
-        outputs: by node and number, the place of each returned tensor among the leaves of the output.
+        versions: the tensors among the arguments, with their version counters at the call.
+        inputs: nodes that computed its arguments.
+        outputs: the index of each returned tensor among the leaves of the output, by (node, output number).
     """
 
     arguments: Any
@@ -209,15 +212,15 @@ class ModuleCall:
     outputs: dict[tuple[Node, int], int] = field(default_factory=dict)
 
     def changed(self, module: nn.Module) -> str | None:
-        """Return what is no longer as it was, so that another call would compute something else."""
+        """Return which of its arguments or attributes changed, so that a repetition would differ; None if none did."""
         if any(tensor._version != version for tensor, version in self.versions):
             return "what its module got was written in place"
         if self.attributes != Attributes(module):
             return "its module writes buffers or attributes"
         return None
 
-    def again(self, module: nn.Module, device: torch.device) -> dict[int, torch.Tensor] | str:
-        """Call the module again; return its output's tensors by their place, or why it cannot be."""
+    def repeat(self, module: nn.Module, device: torch.device) -> dict[int, torch.Tensor] | str:
+        """Call the module again; return the leaves of its output by index, or why it cannot be repeated."""
         with torch.enable_grad(), self.surroundings.casts():
             if Surroundings.now(device) != self.surroundings:
                 return "its module ran under other settings of torch than backward"
@@ -227,20 +230,20 @@ class ModuleCall:
 
 
 def _detached(leaf: Any) -> Any:
-    """``leaf`` in the same memory, for strides and alignment count; where the module writes it, autograd refuses."""
+    """Return ``leaf`` as a new leaf of autograd in the same memory, as strides and alignment change results."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
 class NotedModule:
-    """The hooks that note one module's calls, in a micro-batch of which one alone can be repeated.
+    """Records the calls of one module in a micro-batch. If there is only one, it can be repeated.
 
-    ``wanted``: asked before a call is kept.
+    ``wanted``: returns whether to keep a call, which holds its arguments in memory.
 
     Attributes:
-        call: the only call; None when there is none that can be repeated.
-        obstacle: why there is none.
+        call: the only call; None if there is none that can be repeated.
+        obstacle: why no call can be repeated; None if nothing is known to forbid it.
     """
 
     def __init__(self, candidate: AuditedUnit, device: torch.device, wanted: Callable[[NotedModule], bool]) -> None:
@@ -253,7 +256,7 @@ class NotedModule:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Note the calls inside."""
+        """Record the calls of the module inside the block."""
         if self.obstacle is not None:
             yield
             return
@@ -268,17 +271,17 @@ class NotedModule:
 
     @property
     def is_untried(self) -> bool:
-        """Return True when nothing forbids to repeat the call."""
+        """Return whether the module was called once and nothing is known to forbid repeating that call."""
         return self.obstacle is None and self._calls == 1
 
     def why_not(self) -> str:
-        """Why there is no call."""
+        """Return why no call was repeated, for a log message."""
         if self.obstacle is None and not self._calls:
             return "its module recorded no graph in forward (torch's reentrant checkpoints do not)"
         return self.obstacle or "not tried this time"
 
     def refuse(self, obstacle: str) -> None:
-        """Nothing is repeated."""
+        """Drop the call, with the reason."""
         self.call, self.obstacle = None, obstacle
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -293,13 +296,13 @@ class NotedModule:
             self.refuse("its module got objects, or tensors of other kinds")
         elif torch._C._len_torch_dispatch_stack():
             self.refuse("a dispatch mode is active")
-        elif _changes_what_is_saved():
+        elif _has_saved_tensor_hooks():
             self.refuse("saved-tensor hooks are active")
         elif _has_other_weights(module, self.candidate.unit):
             self.refuse("its module computes with other tensors than its weights (torch.func.functional_call)")
         elif any(leaf is p for leaf in leaves for p in self.candidate.unit.parameters):
             self.refuse("its module got its own weights")
-        elif (attributes := Attributes(module)).draw:
+        elif (attributes := Attributes(module)).has_generator:
             self.refuse("its module has a generator of random numbers of its own")
         elif self._wanted(self):
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -326,33 +329,34 @@ class NotedModule:
 
 
 class NotedCalls:
-    """The calls of audited modules in one micro-batch.
+    """Records the calls of audited modules in one micro-batch.
 
-    ``candidates``: by index of the unit, as in ``order``. At most ``most`` calls are kept, those that come first in
-    that order: their inputs stay in memory until backward is over.
+    ``candidates``: by unit index. ``order``: unit indices, most wanted first. Only the ``max_kept`` most wanted calls
+    are kept, as their arguments stay in memory until backward is over.
 
     Attributes:
-        modules: by index of the unit, in that order.
+        modules: by unit index, in ``order``.
     """
 
     def __init__(
-        self, candidates: Mapping[int, AuditedUnit], order: Sequence[int], device: torch.device, most: int = 4
+        self, candidates: Mapping[int, AuditedUnit], order: Sequence[int], device: torch.device, max_kept: int = 4
     ) -> None:
         self.modules = {unit: NotedModule(candidates[unit], device, self._wants) for unit in order}
         self._turns = {id(noted): turn for turn, noted in enumerate(self.modules.values())}
-        self._most = most
+        self._max_kept = max_kept
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Note the calls of a forward pass."""
+        """Record the calls of a forward pass inside the block."""
         with ExitStack() as stack:
             for noted in self.modules.values():
                 stack.enter_context(noted.forward())
             yield
 
     def _wants(self, asking: NotedModule) -> bool:
+        """Return whether to keep a call of ``asking``; drop the least wanted call for it if there is no room."""
         kept = [noted for noted in self.modules.values() if noted.call is not None]
-        if len(kept) < self._most:
+        if len(kept) < self._max_kept:
             return True
         if self._turns[id(asking)] > self._turns[id(kept[-1])]:
             return False
@@ -361,7 +365,7 @@ class NotedCalls:
 
 
 def _is_ordinary(leaf: Any) -> bool:
-    """Return whether ``leaf`` is a tensor with memory, which no transform of torch.func wraps."""
+    """Return whether ``leaf`` is a plain strided tensor with memory, not wrapped by a transform of torch.func."""
     if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout != torch.strided or leaf.is_inference():
         return False
     try:

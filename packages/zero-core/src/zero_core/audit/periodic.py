@@ -1,4 +1,4 @@
-"""The auditor that looks every so many steps, and what ranks tell one another then."""
+"""The auditor that checks every few steps, and the messages that ranks exchange for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from ..errors import AuditError
 from ..state import TrainingState
-from .digests import digest_of, odd_ranks
-from .holdings import Buffers, Held, held_alike
+from .digests import digest_of_data, odd_ranks
+from .holdings import Buffers, Held, replicated_data
 from .module_calls import NotedCalls
-from .recomputation import Recomputation, RepeatedReductions, candidates, repeatable
+from .recomputation import Recomputation, RepeatedReductions, auditable_units, repeatable
 from .rest import AtRest, tier_digests, unpublished
 
 _SHOWN = 10
@@ -21,39 +21,39 @@ logger = logging.getLogger("zero_core")
 
 
 class PeriodicAuditor:
-    """Audits every ``every``-th step before its update.
+    """Audits each ``every``-th step before its update.
 
-    [Note: audits] The step before an audited one leaves digests of this rank's masters, moments and weights: they must
-    be the same when the audited step begins its update (nothing but the optimizer writes them; what torch's operations
-    wrote since then is not compared). In the first micro-batch of the audited step, one unit, another one each time,
-    computes its gradient again; in all of them one unit's reductions are done again. Before the update ranks then
-    exchange one message: a digest of all that they must hold alike, and what each has found for itself; only when
-    digests differ, a second one says of what.
+    [Note: audits] After the step before an audited one, each rank takes digests of its masters, moments and weights.
+    Only the optimizer writes them, so they must be equal before the update of the audited step; tensors that torch
+    operations have written since are not compared. In the first micro-batch of the audited step the gradient of one
+    unit, another one each time, is computed again; in all micro-batches the reductions of one unit are repeated. Before
+    the update the ranks exchange one message: a digest of all replicated data, and each rank's own findings. Only if
+    the digests differ, a second message has the digest of each item.
     """
 
     def __init__(self, state: TrainingState, every: int) -> None:
         self._state = state
         self._every = every
         self._buffers = Buffers(state.module)
-        self._candidates = {one.unit.index: one for one in candidates(state)}
+        self._candidates = {one.unit.index: one for one in auditable_units(state)}
         self._at_rest: AtRest | None = None
         self._reductions: RepeatedReductions | None = None
         self._noted: NotedCalls | None = None
         self._chosen: Recomputation | None = None
         self._seen = False
         self._passed_over: set[int] = set()
-        self._told = False
+        self._warned = False
         self._fruitless = 0
         self._gradients: list[str] = []
 
     @property
     def repeated(self) -> str | None:
-        """The unit whose gradient was computed again since the last step; None when there is none."""
+        """Return the name of the unit whose gradient was computed again since the last step; None if there is none."""
         return None if self._chosen is None or self._chosen.obstacle is not None else self._chosen.unit.name
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Note the calls of modules before the first backward pass of an audited step."""
+        """Record calls of modules inside the block, before the first backward pass of an audited step."""
         noted = self._is_due() and not self._seen and self._candidates and not self._state.compiled
         if not noted or not torch.is_grad_enabled():
             yield
@@ -65,7 +65,7 @@ class PeriodicAuditor:
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Compare one unit's gradient with what its module computes again."""
+        """In an audited step repeat one unit's reductions and, the first time, one unit's gradient. Collective."""
         if not self._is_due():
             yield
             return
@@ -78,13 +78,13 @@ class PeriodicAuditor:
             self._gradients = chosen.differences()
 
     def before_step(self) -> None:
-        """All comparisons."""
+        """In an audited step make and exchange all comparisons. Raises `AuditError` on every rank. Collective."""
         if not self._is_due():
             return
         state, parts = self._state, self._state.partition
         wrong = list(unpublished(state))
         on_tier = tier_digests(state, wrong)
-        held = {one.key: one for one in held_alike(state, self._buffers)}
+        held = {one.key: one for one in replicated_data(state, self._buffers)}
         mine = [] if self._at_rest is None else list(self._at_rest.changed(state, on_tier))
         mine += [f"weight '{name}' is not what its master rounds to" for name in wrong]
         mine += [f"gradient of '{name}' is another when it is computed again" for name in self._gradients]
@@ -96,12 +96,12 @@ class PeriodicAuditor:
         if self._chosen is not None and self._chosen.obstacle is not None and self._noted is not None:
             refused = [self._chosen.unit.index]
             self._noted.modules[refused[0]].refuse(self._chosen.obstacle)
-        answers = parts.runtime.agree("audit", "", [digest_of(digests), mine[:_SHOWN], wrong, refused])
+        answers = parts.runtime.agree("audit", "", [digest_of_data(digests), mine[:_SHOWN], wrong, refused])
         self._passed_over.update(unit for answer in answers for unit in answer[3])
-        self._tell_of_none()
+        self._warn_if_none_repeated()
         found = [f"rank {rank}: {problem}" for rank, answer in enumerate(answers) for problem in answer[1]]
         if len({answer[0] for answer in answers}) > 1:
-            found += self._odd(held, [answer[2] for answer in answers])
+            found += self._replicated_differences(held, [answer[2] for answer in answers])
         if found:
             shown = "\n  ".join(found[:_SHOWN])
             raise AuditError(
@@ -111,20 +111,20 @@ class PeriodicAuditor:
             )
 
     def after_step(self) -> None:
-        """Remember what must rest until the audited step that follows."""
-        self.step_begins()
+        """Take the digests of this rank's states if the next step is audited."""
+        self.restart_step()
         self._at_rest = AtRest(self._state) if self._is_due() else None
 
-    def step_begins(self) -> None:
-        """Forget what micro-batches of this step have shown: ranks may have seen different ones."""
+    def restart_step(self) -> None:
+        """Discard what micro-batches of this step have shown, as ranks may have seen different ones."""
         self._seen, self._gradients, self._noted, self._chosen, self._reductions = False, [], None, None, None
 
-    def forget(self) -> None:
-        """Take note that resting masters and states were written on purpose."""
+    def forget_resting(self) -> None:
+        """Discard the digests of this rank's states, as they are about to be written on purpose."""
         self._at_rest = None
 
-    def _odd(self, held: dict[str, Held], unpublished: list[list[str]]) -> list[str]:
-        """Return which rank differs in what; ``unpublished``: by rank, weights it found wrong itself. Collective."""
+    def _replicated_differences(self, held: dict[str, Held], unpublished: list[list[str]]) -> list[str]:
+        """Return which ranks differ in which data; ``unpublished``: see `unpublished`, by rank. Collective."""
         digests = {key: one.digest for key, one in held.items()}
         tables = self._state.partition.runtime.agree("audit", "all digests", digests)
         found = []
@@ -142,13 +142,13 @@ class PeriodicAuditor:
         return found
 
     def _order(self) -> list[int]:
-        """The candidates, those first whose turn it is, and those last that could not be repeated."""
+        """Return the candidates' unit indices: by turn, with candidates that could not be repeated last."""
         turns = [unit for unit in self._candidates if unit not in self._passed_over] or list(self._candidates)
         first = self._state.counters.global_steps // self._every % len(turns)
         return list(dict.fromkeys([*turns[first:], *turns[:first], *self._candidates]))
 
     def _choose(self, loss: torch.Tensor) -> Recomputation | None:
-        """Return the recomputation that every rank can do, of the unit that comes first. Collective."""
+        """Return the recomputation of the first unit that every rank can repeat; None without one. Collective."""
         if not self._candidates:
             return None
         noted, found = self._noted, {} if self._noted is None else repeatable(self._noted, loss, self._state)
@@ -158,16 +158,16 @@ class PeriodicAuditor:
         self._passed_over.update(unit for answer in answers for unit in answer[1])
         return None if chosen is None else found[chosen]
 
-    def _tell_of_none(self) -> None:
-        """Say, once, that no gradient can be computed again, and why."""
+    def _warn_if_none_repeated(self) -> None:
+        """Warn, once, that no gradient can be computed again, and why."""
         self._fruitless = 0 if self.repeated is not None else self._fruitless + 1
-        if self._told or not self._fruitless:
+        if self._warned or not self._fruitless:
             return
         modules = [] if self._noted is None else list(self._noted.modules.values())
         untried = any(one.is_untried and one.candidate.unit.index not in self._passed_over for one in modules)
         if untried and self._fruitless <= len(self._candidates):
             return
-        self._told = True
+        self._warned = True
         if not self._candidates:
             reasons = ["No unit is one module below the model itself"]
         elif self._state.compiled:
@@ -184,11 +184,11 @@ class PeriodicAuditor:
             )
 
     def _is_due(self) -> bool:
-        """Return True in a step that is audited."""
+        """Return whether the current step is audited."""
         return (self._state.counters.global_steps + 1) % self._every == 0
 
     def _repeated(self) -> RepeatedReductions:
-        """Return the object that repeats the reductions of this step's unit."""
+        """Return the object that repeats the reductions of this step's unit, made at the first call in a step."""
         if self._reductions is None:
             parts = self._state.partition
             units = list(parts.runtime.gradients)

@@ -1,4 +1,4 @@
-"""One unit's work done a second time: the reductions of a step, the gradient of one micro-batch."""
+"""Repeat one unit's work and compare: the reductions of a step, and the gradient of one micro-batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from .module_calls import AuditedUnit, ModuleCall, NotedCalls
 
 
 class RepeatedReductions:
-    """Sends what one unit's reductions have sent once more, and compares the averages, after each backward pass.
+    """Repeats one unit's reductions after each backward pass and compares the averages.
 
-    What lies between a rank's own gradient and the shard that the optimizer reads is the wire and a sum. Both are
-    repeated from a copy that was taken before the first went out.
+    Between a rank's own gradient and the shard that the optimizer reads are the network and a sum. Both are repeated
+    from a copy of the gradient that was taken before the first reduction.
+
+    Attributes:
+        differences: names of the parameters whose averages differed so far.
     """
 
     def __init__(self, gradients: UnitGradients, partition: Partition) -> None:
@@ -35,7 +38,8 @@ class RepeatedReductions:
 
     @contextmanager
     def backward(self, step: int) -> Iterator[None]:
-        """A context around a backward pass; compares behind it. Collective."""
+        """Copy the unit's gradients during the block, a backward pass of ``step``; afterwards reduce the copies and
+        compare. Collective."""
         gradients = self._gradients
         average = self._present() if self._tree is None and gradients.is_reduced else None
         sent: list[torch.Tensor] = []
@@ -80,8 +84,8 @@ class RepeatedReductions:
 _REPEATS = 3
 
 
-def candidates(state: TrainingState) -> list[AuditedUnit]:
-    """The trained units whose gradient can be computed again at the cost of one of several modules."""
+def auditable_units(state: TrainingState) -> list[AuditedUnit]:
+    """Return the trained units that are all trained parameters of one module below the model itself."""
     users: dict[int, set[str]] = {}
     for name, module in state.module.named_modules():
         for parameter in module._parameters.values():
@@ -90,7 +94,7 @@ def candidates(state: TrainingState) -> list[AuditedUnit]:
     found = []
     for unit in state.partition.units:
         owners = set().union(*(users.get(id(p), set()) for p in unit.parameters)) if unit.plan.trainable else set()
-        name = _common(sorted(owners)) if owners else ""
+        name = _common_ancestor(sorted(owners)) if owners else ""
         if name:
             module = state.module.get_submodule(name)
             if {id(p) for p in module.parameters()} & trained == {id(p) for p in unit.parameters}:
@@ -98,7 +102,8 @@ def candidates(state: TrainingState) -> list[AuditedUnit]:
     return found
 
 
-def _common(names: Sequence[str]) -> str:
+def _common_ancestor(names: Sequence[str]) -> str:
+    """Return the innermost module that contains all of ``names``, which are sorted; empty for the model itself."""
     first, last = names[0].split("."), names[-1].split(".")
     shared = [a for a, b in zip(first, last, strict=False) if a == b]
     same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(shared))
@@ -106,8 +111,8 @@ def _common(names: Sequence[str]) -> str:
 
 
 def repeatable(noted: NotedCalls, loss: torch.Tensor, state: TrainingState) -> dict[int, Recomputation]:
-    """The recomputations that are possible behind the backward pass of ``loss``, by index of the unit; modules whose
-    gradient does not come from the call that was noted are refused."""
+    """Return the recomputations that are possible after the backward pass of ``loss``, by unit index. Refuse modules
+    whose gradient does not come from the recorded call alone."""
     graph, found = LossGraph(loss), {}
     for unit, module in noted.modules.items():
         if module.call is not None:
@@ -120,16 +125,16 @@ def repeatable(noted: NotedCalls, loss: torch.Tensor, state: TrainingState) -> d
 
 
 class Recomputation:
-    """Follows one unit's gradient through one backward pass, and computes it again behind it.
+    """Keeps one unit's gradient in one backward pass, and computes it again afterwards.
 
-    [Note: repeated gradients] A unit's gradient is compared only where one call of its module is all that it comes
-    from (`LossGraph.leaves`). Taken are what came back to the call's outputs, behind the user's hooks on them, and the
-    unit's buffer of gradients, which must have been empty. What the module gets when it is called again, and what it
-    runs in, is what it was in the call. Where a repetition differs, others follow: a module that does not compute the
-    same twice is refused, and so is one that raises.
+    [Note: repeated gradients] A unit's gradient is compared only if it comes from one call of its module alone
+    (`LossGraph.leaves`). Kept are the gradients of the call's outputs, after the user's hooks on them, and the unit's
+    gradient buffer, which must have been empty. The repeated call gets the arguments and settings of the first. If it
+    differs, it is repeated further: a module whose repetitions differ from one another is refused, and so is a module
+    that raises.
 
     Attributes:
-        obstacle: why nothing was compared; None when it was.
+        obstacle: why nothing was compared; None if it was.
     """
 
     def __init__(self, candidate: AuditedUnit, call: ModuleCall, leaves: Sequence[Node], state: TrainingState) -> None:
@@ -146,7 +151,7 @@ class Recomputation:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Keep what comes back to the call inside, and what the unit's gradients are before they travel."""
+        """Keep the gradients of the call's outputs and of the unit during the block, before they are reduced."""
         hooks = [*self._on_outputs(), *self._on_leaves()]
         self._gradients.watches.append(self._take)
         try:
@@ -159,7 +164,7 @@ class Recomputation:
                 self._gradients.show(self._take)
 
     def differences(self) -> list[str]:
-        """The parameters whose gradient is another when it is computed again. Collective."""
+        """Compute the gradient again; return the parameters where it differs, none with an `obstacle`. Collective."""
         if self.obstacle is None and self._taken is None:
             self.obstacle = "no gradient arrived"
         if any(gradient._version != version for gradient, version in self._came_back.values()):
@@ -180,6 +185,7 @@ class Recomputation:
         return found
 
     def _differing(self, again: Sequence[torch.Tensor | None]) -> list[str]:
+        """Return the parameters whose kept gradient differs from ``again``, which is in the layout's order."""
         found, taken = [], self._taken
         for entry, gradient, present in zip(self.unit.layout.entries, again, self._present, strict=True):
             if taken is not None and gradient is not None and present:
@@ -188,10 +194,11 @@ class Recomputation:
         return found
 
     def _compute(self) -> list[torch.Tensor | None] | None:
+        """Return the gradient of each parameter from a repeated call; None, with `obstacle` set, if that fails."""
         runtime, now = self._state.partition.runtime, RngState().state_dict()
         runtime.pause()
         try:
-            outputs = self._call.again(self._module, self._state.device)
+            outputs = self._call.repeat(self._module, self._state.device)
             if isinstance(outputs, str):
                 self.obstacle = outputs
                 return None

@@ -1,4 +1,4 @@
-"""Checks of what one rank alone holds: it rests between two steps, and weights are what masters round to."""
+"""Checks of each rank's own state: nothing changes it between two steps, and weights equal their rounded masters."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class RestingTensor:
 
     @property
     def changed(self) -> bool:
-        """Return True when its bytes changed though no operation of torch wrote them."""
+        """Return whether its bytes changed although no operation of torch wrote them."""
         return self.tensor._version == self.version and digest(self.tensor) != self.digest
 
 
 @dataclass(frozen=True)
 class RestingTier:
-    """Digests by parameter and kind of all that a tier keeps for this rank, and how often it had been written then."""
+    """The digests of this rank's states on a tier by (parameter, kind), and the tier's count of writes at that time."""
 
     digests: dict[tuple[str, str], str]
     writes: int
 
 
 class AtRest:
-    """Masters, released weights and optimizer states of this rank's shards, as a step has left them.
+    """Digests of this rank's masters, released weights and optimizer states after a step.
 
-    On the device they are tensors that users reach through the engine alone, whose operations version counters see.
+    On the device, users reach these tensors only through the engine, whose writes change their version counters.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -51,7 +51,7 @@ class AtRest:
         self._on_tier = None if states is None else RestingTier(tier_digests(state), states.writes)
 
     def changed(self, state: TrainingState, now: dict[tuple[str, str], str]) -> Iterator[str]:
-        """Say what is not what it was; ``now``: `tier_digests`."""
+        """Yield a message for each tensor that changed since; ``now``: the present `tier_digests`."""
         for one in self._on_device:
             if one.changed:
                 yield f"{one.kind} '{one.name}' changed since the last step"
@@ -64,9 +64,9 @@ class AtRest:
 
 
 def tier_digests(state: TrainingState, unpublished: list[str] | None = None) -> dict[tuple[str, str], str]:
-    """Digests of all that a tier keeps for this rank, in one pass over it; empty without a tier.
+    """Return digests of this rank's states on a tier by (parameter, kind), in one pass over it; empty without a tier.
 
-    To ``unpublished`` are added the parameters whose weights are not what their masters there round to.
+    ``unpublished``: a list to which the parameters are added whose weights differ from their rounded masters there.
     """
     states, found = state.partition.states, {}
     if states is None:
@@ -75,14 +75,14 @@ def tier_digests(state: TrainingState, unpublished: list[str] | None = None) -> 
     for name, kept in states.states():
         for kind, value in kept.items():
             found[name, kind] = digest(value)
-        if unpublished is not None and "master" in kept and not weights.are(name, kept["master"]):
+        if unpublished is not None and "master" in kept and not weights.equal_rounded(name, kept["master"]):
             unpublished.append(name)
-    weights.give_back()
+    weights.release()
     return found
 
 
 def unpublished(state: TrainingState) -> Iterator[str]:
-    """Yield the parameters whose weights are not what their masters on the device round to, or not what is gathered."""
+    """Yield the parameters whose weights differ from their rounded masters on the device, or from what is gathered."""
     parts = state.partition
     for unit in parts.units:
         if not unit.plan.trainable:
@@ -104,7 +104,7 @@ def unpublished(state: TrainingState) -> Iterator[str]:
 
 
 class _Weights:
-    """This rank's weights by parameter, unit by unit."""
+    """This rank's weights by parameter, with the shard of one unit acquired at a time."""
 
     def __init__(self, state: TrainingState) -> None:
         self._residency, rank = state.partition.residency, state.partition.rank
@@ -114,22 +114,22 @@ class _Weights:
             if unit.plan.trainable
             for fragment in unit.layout.fragments(rank)
         }
-        self._lent: tuple[Unit, torch.Tensor] | None = None
+        self._acquired: tuple[Unit, torch.Tensor] | None = None
 
-    def are(self, name: str, master: torch.Tensor) -> bool:
-        """Return True when the weights are what ``master`` rounds to."""
+    def equal_rounded(self, name: str, master: torch.Tensor) -> bool:
+        """Return whether the weights of the fragment equal ``master``, rounded to their dtype."""
         unit, fragment = self._places[name]
-        if self._lent is None or self._lent[0] is not unit:
-            self.give_back()
-            self._lent = (unit, self._residency.acquire(unit.name))
-        weights = self._lent[1][fragment.shard_offset : fragment.shard_offset + fragment.length]
+        if self._acquired is None or self._acquired[0] is not unit:
+            self.release()
+            self._acquired = (unit, self._residency.acquire(unit.name))
+        weights = self._acquired[1][fragment.shard_offset : fragment.shard_offset + fragment.length]
         return same_bits(master.to(weights.device, weights.dtype), weights)
 
-    def give_back(self) -> None:
-        """Give back what was lent last."""
-        if self._lent is not None:
-            self._residency.release(self._lent[0].name, dirty=False)
-            self._lent = None
+    def release(self) -> None:
+        """Release the shard that was acquired last."""
+        if self._acquired is not None:
+            self._residency.release(self._acquired[0].name, dirty=False)
+            self._acquired = None
 
 
 def _on_device(state: TrainingState) -> Iterator[RestingTensor]:

@@ -106,8 +106,7 @@ def _is_of(manifest: Manifest, run: str) -> bool:
 
 
 def files_to_read(state: TrainingState, manifest: Manifest) -> Iterator[str]:
-    """Yield the paths of the files that this rank reads when the engine loads a checkpoint: the files that overlap its
-    fragments, and the files with buffers and other tensors that every rank reads."""
+    """Yield the paths of a checkpoint's files that this rank reads to load it: fragments, and what every rank reads."""
     spans, shapes = _spans(state), {e.name: e.shape for unit in state.partition.layout.units for e in unit.entries}
     needed: set[int] = set()
     for tensor in manifest.tensors:

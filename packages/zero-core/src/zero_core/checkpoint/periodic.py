@@ -45,15 +45,13 @@ class Periodic(Protocol):
 class Never:
     """No automatic saves."""
 
-    def check(self, root: str | None) -> None:
-        """Do nothing."""
+    def check(self, root: str | None) -> None: ...
 
     def is_due(self) -> bool:
         """Return false."""
         return False
 
-    def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
-        """Do nothing."""
+    def after_step(self, save: Save, root: str | None, *, due: bool) -> None: ...
 
 
 class Fixed:

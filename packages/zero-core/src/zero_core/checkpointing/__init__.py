@@ -1,10 +1,9 @@
-"""Activation checkpointing: recompute a segment of a model in backward, and keep its inputs where the section
+"""Activation checkpointing: recompute segments of a model in backward, with their inputs stored as the section
 `activation_checkpointing` says.
 
-`Checkpointing` is the explicit object; the functions are for code without one at hand. Which object they use,
-the innermost first: the one that `configure` set, in the context (thread or task) that called it and in contexts copied
-from that; the running engine's, inside its forward and in what it recomputes; else one that only recomputes. There is
-no other state. Read `segments.py` first.
+`Checkpointing` is the explicit object; the functions are for code that has none. They use the first that exists of: the
+object that `configure` made, in the context (thread or task) that called it and in contexts copied from that; the
+running engine's, inside its forward and recomputation; one that only recomputes. Read `segments.py` first.
 """
 
 from __future__ import annotations

@@ -16,10 +16,8 @@ Kept = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
 class ActivationStore(Protocol):
-    """Turns an input into the tensor that is kept, and a function that makes the input of it again.
-
-    ``position`` counts the inputs of one segment.
-    """
+    """Stores inputs of segments: `keep` returns the tensor to store, and a function from it to the input. ``position``:
+    the number of the input in its segment. `reset` frees buffers that no stored tensor uses."""
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept: ...
     def reset(self) -> None: ...
@@ -29,22 +27,22 @@ class PlainStore:
     """Keeps the input itself."""
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """The tensor, as it is."""
+        """Return ``tensor`` itself and the identity."""
         return tensor, _same
 
     def reset(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 class PartitionedStore:
-    """Keeps this rank's part of an input that all ranks of ``process_group`` have; the parts go to ``inner``."""
+    """Shards each input over ``process_group``, whose ranks have equal inputs; ``inner`` stores this rank's shard."""
 
     def __init__(self, process_group: dist.ProcessGroup, inner: ActivationStore) -> None:
         self._group = Group(process_group)
         self._inner = inner
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """The part, padded to equal sizes; inputs of fewer elements than ranks are replicated."""
+        """Store this rank's shard, padded to equal sizes; an input with fewer elements than ranks in full."""
         ranks, rank = self._group.world_size, self._group.rank
         if ranks == 1 or tensor.numel() < ranks:
             return self._inner.keep(tensor, position)
@@ -57,7 +55,7 @@ class PartitionedStore:
         return kept, lambda stored: self._gathered(restore(stored), shape)
 
     def reset(self) -> None:
-        """Give the inner buffers back."""
+        """Free the unused buffers of the inner store."""
         self._inner.reset()
 
     def _gathered(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -79,7 +77,7 @@ class ContiguousStore:
         self._buffers: dict[tuple[int, int, torch.dtype, torch.device], _Slots] = {}
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """A free place of the buffer for inputs like this one; raises `UsageError` when all are taken."""
+        """Copy ``tensor`` to a free slot for its position, size and dtype. Raises `UsageError` if none is free."""
         key = (position, tensor.numel(), tensor.dtype, tensor.device)
         if key not in self._buffers:
             self._buffers[key] = _Slots(tensor, self._number)
@@ -87,12 +85,12 @@ class ContiguousStore:
         return slot.copy_(tensor), _same
 
     def reset(self) -> None:
-        """Let the buffers go; places in use keep theirs alive."""
+        """Drop the buffers; slots in use keep their buffer alive."""
         self._buffers.clear()
 
 
 class _Slots:
-    """One buffer and its free places."""
+    """One buffer with ``number`` slots for tensors like ``like``; a slot is free again once its tensor is deleted."""
 
     def __init__(self, like: torch.Tensor, number: int) -> None:
         self._memory = like.new_empty(number, like.numel())

@@ -1,4 +1,4 @@
-"""Functions for code that has no `Checkpointing` at hand."""
+"""Functions for code that has no `Checkpointing` object."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Decide how `checkpoint` keeps inputs, from now on in this context (see the package's docstring).
+    """Set how `checkpoint` stores inputs, from now on in this context (see the package's docstring).
 
     ``mpu_``: an object with ``get_model_parallel_group()`` (or ``get_tensor_model_parallel_group()``), for
-    ``partition_activations``. ``config``: a dict or a JSON file whose section `activation_checkpointing` is
-    taken; the other arguments replace its keys. Raises `ConfigError` or `UsageError`.
+    ``partition_activations``. ``config``: a dict or a JSON file whose section `activation_checkpointing` is used; the
+    other arguments replace its keys. Raises `ConfigError` or `UsageError`.
     """
     section = dict(read(config).get("activation_checkpointing", {})) if config is not None else {}
     given = {
@@ -52,17 +52,17 @@ def is_configured() -> bool:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-    """Return ``function(*args, **kwargs)`` and run it again in backward; see `Checkpointing.checkpoint`."""
+    """Return ``function(*args, **kwargs)``, and run it again in backward; see `Checkpointing.checkpoint`."""
     return _current().checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`checkpoint` of torch's newer kind, whatever the default."""
+    """Call `checkpoint` with ``use_reentrant=False``."""
     return _current().checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def reset() -> None:
-    """Give back the contiguous buffers, as is of use after forward passes without backward; `configure` holds."""
+    """Free the contiguous buffers, for example after forward passes without backward; keep `configure`'s settings."""
     _current().reset()
 
 

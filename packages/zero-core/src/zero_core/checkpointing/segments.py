@@ -1,4 +1,4 @@
-"""The explicit object: runs segments through torch's own recomputation."""
+"""`Checkpointing`: runs segments through torch's own recomputation and stores their inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RUNNING: ContextVar[Checkpointing | None] = ContextVar("zero_core_checkpointing
 
 @dataclass
 class Profile:
-    """The cost of segments since the last step: how many ran, and seconds in forward and in recomputation."""
+    """The cost of segments since the last step: the number run and recomputed, and the seconds for each."""
 
     segments: int = 0
     forward: float = 0.0
@@ -42,16 +42,15 @@ class Profile:
 
 
 class Checkpointing:
-    """Recomputes segments in backward and keeps their inputs as ``section`` says.
+    """Recomputes segments in backward and stores their inputs as ``section`` says.
 
-    - ``partition_activations``: every rank of ``group`` keeps one part of each input and gathers the others in
-      backward. The inputs must be equal on all of them, as in tensor parallelism; without a group nothing is sharded.
-    - ``cpu_checkpointing``: inputs wait in host memory (`zero_offload.offload_activations`); where the model computes
-      on the CPU they are there already.
-    - ``contiguous_memory_optimization``: inputs of one shape go into one buffer with room for ``number_checkpoints``
-      segments. Host memory is used again by size as it is, so with ``cpu_checkpointing`` this adds nothing.
+    - ``partition_activations``: inputs are sharded over ``group`` and gathered in backward. They must be equal on its
+      ranks, as in tensor parallelism. Without a group nothing is sharded.
+    - ``cpu_checkpointing``: inputs are stored in host memory (`zero_offload.offload_activations`).
+    - ``contiguous_memory_optimization``: inputs of one size are stored in one buffer with room for
+      ``number_checkpoints`` segments. No effect with ``cpu_checkpointing``, which reuses host memory by size.
     - ``synchronize_checkpoint_boundary``: wait for the accelerator at both ends of every segment.
-    - ``profile``: measure segments in `profile`; waits for the accelerator as well.
+    - ``profile``: measure segments in `profile`, which also waits for the accelerator.
     """
 
     def __init__(self, section: ActivationCheckpointing | None = None, group: dist.ProcessGroup | None = None) -> None:
@@ -70,17 +69,17 @@ class Checkpointing:
             )
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-        """Return ``function(*args, **kwargs)``; in backward it runs again instead of having kept what it computed.
+        """Return ``function(*args, **kwargs)`` without storing what autograd saves in it: backward runs it again.
 
-        ``use_reentrant``: torch's older kind, which needs an input that requires gradients and takes no keywords.
+        ``use_reentrant``: torch's older variant, which needs an input that requires gradients and takes no keywords.
         """
         segment = _Segment(self, function)
-        with self._keeping():
+        with self._storing_inputs():
             return torch_checkpoint(segment, *args, use_reentrant=use_reentrant, **kwargs)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Have the functions of this module use this object inside, unless `configure` has said otherwise."""
+        """Have the functions of this package use this object inside the block, unless `configure` was called."""
         token = _RUNNING.set(self)
         try:
             yield
@@ -88,19 +87,19 @@ class Checkpointing:
             _RUNNING.reset(token)
 
     def after_step(self, *, reports: bool) -> None:
-        """With ``profile``, the rank that ``reports`` logs what the segments since the last step took."""
+        """With ``profile``, log the cost of segments since the last step if this rank ``reports``, and reset it."""
         if self.section.profile and self.profile.segments:
             if reports:
                 logger.info("activation checkpointing: %s", self.profile)
             self.profile = Profile()
 
     def reset(self) -> None:
-        """Give back the contiguous buffers; inputs that still wait for backward keep theirs."""
+        """Free the contiguous buffers; inputs that still wait for backward keep theirs alive."""
         self._store.reset()
 
     @contextmanager
-    def _keeping(self) -> Iterator[None]:
-        """While a segment runs forward, what autograd saves are the segment's inputs: keep them."""
+    def _storing_inputs(self) -> Iterator[None]:
+        """Store the tensors that autograd saves inside the block: torch's checkpoint saves a segment's inputs only."""
         if isinstance(self._store, PlainStore) and self._offload is None:
             yield
             return
@@ -112,17 +111,17 @@ class Checkpointing:
             stack.enter_context(saved_tensors_hooks(inputs.pack, _unpack))
             yield
 
-    def _waits(self) -> bool:
+    def _synchronizes(self) -> bool:
         return self.section.synchronize_checkpoint_boundary or self.section.profile
 
 
 def running() -> Checkpointing | None:
-    """The object of the engine whose forward, or recomputation, runs in this context."""
+    """Return the object of the engine whose forward or recomputation runs in this context; None outside."""
     return _RUNNING.get()
 
 
 class _Segment:
-    """A user's function, which torch calls once in forward and again in backward."""
+    """The user's function of one segment, which torch calls once in forward and again in backward."""
 
     def __init__(self, owner: Checkpointing, function: Callable[..., Any]) -> None:
         self._owner = owner
@@ -132,7 +131,7 @@ class _Segment:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         again, self._ran = self._ran, True
         with self._owner.running():  # backward may come on a thread of autograd's, whose context is empty
-            if not self._owner._waits():
+            if not self._owner._synchronizes():
                 return self._function(*args, **kwargs)
             _synchronize()
             start = time.perf_counter()
@@ -154,10 +153,10 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class _Inputs:
-    """The saved-tensor hook of one segment's inputs.
+    """The saved-tensor hook that stores one segment's inputs.
 
-    The hooks outside are asked first: what they take (views of sharded parameters, or everything under save_on_cpu) is
-    theirs. The rest goes through the store, and what that leaves to ``offload``.
+    ``outer``: the hooks outside, which come first; tensors that they pack (views of sharded parameters, or all under
+    save_on_cpu) are theirs. The others go to ``store``, and the tensors that it stores to ``offload``.
     """
 
     def __init__(self, store: ActivationStore, outer: Hooks | None, offload: Hooks | None) -> None:
@@ -167,7 +166,7 @@ class _Inputs:
         self._position = 0
 
     def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Keep one input; returns what brings it back."""
+        """Store one input; return the function that restores it."""
         if not tensor.numel():  # torch before 2.12 saves one of its own beside the inputs
             empty = tensor.detach()
             return lambda: empty
@@ -190,6 +189,7 @@ def _unpack(packed: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def _saved_tensors_hooks() -> Hooks | None:
+    """Return the innermost saved-tensor hooks that are active; None if there are none."""
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 

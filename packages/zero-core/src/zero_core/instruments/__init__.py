@@ -1,4 +1,4 @@
-"""Measures of a run: times, floating-point operations, bytes sent, bytes held, numbers for monitors.
+"""Measurements of a run: times, floating-point operations, bytes sent, memory, and metrics for monitors.
 
 Read `instruments.py` first; every other file is one instrument.
 """

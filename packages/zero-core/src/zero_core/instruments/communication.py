@@ -1,4 +1,4 @@
-"""The ledger of what was sent, as a table and line by line."""
+"""Print the ledger of collectives as a table, or each collective as it starts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PHASES = {
     "reduce_scatter": ("reduce",),
     "reduce_scatter_tensor": ("reduce",),
 }
-"""Operations as DeepSpeed's ``comms_logger.prof_ops`` names them -> phases of the ledger that do their work here."""
+"""Phases of the ledger by the operations that DeepSpeed's ``comms_logger.prof_ops`` names."""
 
 _KNOWN = ("gather", "reduce", "publish", "broadcast", "control", "checkpoint")
 
 
 def chosen_phases(config: Config) -> frozenset[str] | None:
-    """The phases that ``comms_logger`` asks for; None for all. Raises `UsageError` for an operation nobody knows."""
+    """Return the ledger's phases that ``comms_logger`` asks for; None for all. Raises `UsageError` for others."""
     section = config.comms_logger
     if section.prof_all or not section.prof_ops:
         return None
@@ -43,8 +43,8 @@ def chosen_phases(config: Config) -> frozenset[str] | None:
 
 
 def communication_table(ledger: Ledger, phases: frozenset[str] | None = None, steps: int = 0) -> str:
-    """Collectives and bytes that this rank sent since the start, by phase and by unit or parameter, and what of that
-    left its node."""
+    """Return a table of the collectives and MiB that this rank sent since the start, in all and to other nodes, by
+    phase and by unit or parameter. ``phases``: None for all; ``steps``: the divisor for MiB per step."""
     rows: dict[tuple[str, str], tuple[int, int, int]] = {}
     for phase, name, row in ledger:
         if phases is None or phase in phases:
@@ -62,21 +62,21 @@ def communication_table(ledger: Ledger, phases: frozenset[str] | None = None, st
 
 
 class SpokenLedger(Ledger):
-    """A ledger that also says every collective when it starts (``comms_logger.verbose``)."""
+    """A ledger that also prints or logs every collective of ``phases`` as it starts (``comms_logger.verbose``)."""
 
     def __init__(self, phases: frozenset[str] | None) -> None:
         super().__init__()
         self._phases = phases
 
     def count(self, tag: Tag, sent_bytes: int, across_bytes: int = 0) -> None:
-        """Add one collective, and say it."""
+        """Add one collective, and print it if its phase is among the chosen ones."""
         super().count(tag, sent_bytes, across_bytes)
         if self._phases is None or tag.phase in self._phases:
             say(f"{tag}: {sent_bytes:,} bytes sent" + (f", {across_bytes:,} to other nodes" if across_bytes else ""))
 
 
 def ledger_for(config: Config, rank: int) -> Ledger:
-    """The ledger that ``comms_logger`` asks for, on this rank."""
+    """Return the ledger that ``comms_logger`` asks for on ``rank``; only rank 0 prints collectives."""
     phases = chosen_phases(config)
     section = config.comms_logger
     return SpokenLedger(phases) if section.enabled and section.verbose and rank == 0 else Ledger()

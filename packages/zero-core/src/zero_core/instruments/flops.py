@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _PassCount:
-    """Operations and seconds of forward or of backward."""
+    """Operations and seconds of one part: forward, backward or step."""
 
     flops: int = 0
     seconds: float = 0.0
@@ -29,18 +29,17 @@ class _PassCount:
 
 @dataclass
 class _Modules:
-    """By module name: operations and seconds of its forward calls, submodules included."""
+    """Operations and seconds of forward calls by module name, submodules included."""
 
     flops: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 class FlopsProfile:
-    """Counts the first micro-batch of step ``profile_step`` (counted from 0) and reports when that step is over; of the
-    optimizer's step only the time.
+    """Counts the first micro-batch of step ``profile_step`` (from 0), times its optimizer step, and reports after it.
 
-    Operations are those that `torch.utils.flop_counter` knows: matrix products, convolutions, attention. Times of
-    single modules wait for the device, and hold the gathering of their parameters.
+    Operations are those that `torch.utils.flop_counter` knows: matrix products, convolutions, attention. Per-module
+    times synchronise the device and include gathering the parameters.
     """
 
     def __init__(self, section: FlopsProfiler, module: nn.Module, device: torch.device) -> None:
@@ -53,7 +52,7 @@ class FlopsProfile:
 
     @contextmanager
     def during(self, part: str, step: int) -> Iterator[None]:
-        """Count the block as ``part`` (forward, backward or step) where its turn has come."""
+        """Count the block as ``part`` (forward, backward or step) if it is the one to be counted."""
         first = step == self._section.profile_step and part not in self._parts
         if self._done or not first or not self._expects(part):
             yield
@@ -67,11 +66,11 @@ class FlopsProfile:
             self._modules.flops = {name: sum(c.values()) for name, c in counter.get_flop_counts().items()}
 
     def after_step(self, step: int, samples: int) -> None:
-        """Report once the counted step is over; ``samples``: of one micro-batch on this rank."""
+        """Report, once, after the counted step; ``samples``: in one micro-batch on this rank."""
         if step < self._section.profile_step or self._done or "forward" not in self._parts:
             return
         self._done = True
-        text = self._report(step, samples)
+        text = self._format_report(step, samples)
         if self._section.output_file is None:
             say(text)
             return
@@ -80,7 +79,7 @@ class FlopsProfile:
         path.write_text(text + "\n", encoding="utf-8")
 
     def _expects(self, part: str) -> bool:
-        """Forward is counted when it is for training; the others follow a counted forward."""
+        """Return whether to count ``part``: a forward pass for training, and backward and step after it."""
         if part == "forward":
             return self._module.training and torch.is_grad_enabled()
         return "forward" in self._parts
@@ -92,7 +91,7 @@ class FlopsProfile:
 
     @contextmanager
     def _timed_modules(self, wanted: bool) -> Iterator[None]:
-        """Time every module's forward, by hooks that are gone afterwards."""
+        """If ``wanted``, time every module's forward calls inside the block, by hooks."""
         if not wanted:
             yield
             return
@@ -118,7 +117,8 @@ class FlopsProfile:
             for handle in handles:
                 handle.remove()
 
-    def _report(self, step: int, samples: int) -> str:
+    def _format_report(self, step: int, samples: int) -> str:
+        """Return the report as text; ``samples``: in one micro-batch on this rank."""
         root = type(self._module).__name__
         rows = [
             (
@@ -145,7 +145,7 @@ class FlopsProfile:
             top = sorted((r for r in modules if r[0] == depth), key=lambda row: -row[2])[: self._section.top_modules]
             lines.append(f"most operations in forward at depth {depth}: " + ", ".join(self._cell(row) for row in top))
         if self._section.detailed:
-            lines.append(self._tree(modules, root))
+            lines.append(self._module_table(modules, root))
         return "\n".join(lines)
 
     def _rows(self) -> Iterator[tuple[int, str, int]]:
@@ -169,7 +169,7 @@ class FlopsProfile:
         _, name, flops = row
         return f"{name or type(self._module).__name__} {scaled(flops, 'FLOP')}"
 
-    def _tree(self, modules: list[tuple[int, str, int]], root: str) -> str:
+    def _module_table(self, modules: list[tuple[int, str, int]], root: str) -> str:
         whole = max(modules[0][2], 1)
         owned = {name: sum(p.numel() for p in m.parameters()) for name, m in self._module.named_modules()}
         return table(

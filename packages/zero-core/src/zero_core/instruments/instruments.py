@@ -25,7 +25,7 @@ _NOTHING = nullcontext()
 
 
 class Timers:
-    """Adds up how long named parts take on ``device``.
+    """Sums the times of named parts on ``device``.
 
     On an accelerator each part lies between two events of the current stream; only `take` waits for them.
     """
@@ -38,7 +38,7 @@ class Timers:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Time the block as ``part``; parts may hold other parts."""
+        """Time the block as ``part``; parts may be nested."""
         if self._on_host:
             start = time.perf_counter()
             try:
@@ -55,7 +55,7 @@ class Timers:
             self._events.append((part, first, last))
 
     def take(self) -> dict[str, float]:
-        """Milliseconds of each part since the last time, which starts anew."""
+        """Return the milliseconds of each part since the last call, and reset them. Waits for the device."""
         for part, first, last in self._events:
             last.synchronize()
             self._seconds[part] = self._seconds.get(part, 0.0) + first.elapsed_time(last) / 1e3
@@ -66,73 +66,60 @@ class Timers:
 
 
 class NoTimers:
-    """Times nothing."""
+    """Timers that measure nothing."""
 
     def during(self, part: str) -> AbstractContextManager[None]:
-        """Nothing to do."""
+        """Return a null context."""
         return _NOTHING
 
     def take(self) -> dict[str, float]:
-        """No times."""
+        """Return no times."""
         return {}
 
 
 PARTS = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
-"""Parts of a step; backward holds backward_inner (autograd) and backward_allreduce (what is left to reduce then)."""
-
-_NOTHING = nullcontext()
+"""Parts of a step; backward contains backward_inner (autograd) and backward_allreduce (reductions left after it)."""
 
 
 class Instruments(Protocol):
-    """The calls with which the engine tells what it does.
-
-    Call order per micro-batch: `during` around each part, and `loss`; at the boundary of accumulation `after_step`.
-    """
+    """Measures an engine's work. Call order per micro-batch: `during` around each part, and `loss`; at the accumulation
+    boundary `after_step`."""
 
     def during(self, part: str) -> AbstractContextManager[None]:
-        """Surround one of `PARTS`, or ``save``, in which a checkpoint blocks training."""
+        """Return a context that measures one of `PARTS`, or "save", in which a checkpoint blocks training."""
 
     def loss(self, loss: torch.Tensor) -> None:
-        """A micro-batch's loss, divided by the accumulation steps."""
+        """Keep the loss of a micro-batch, divided by the accumulation steps, for the step's metrics."""
 
     def after_step(self) -> None:
-        """A step is over, taken or skipped."""
+        """Write the metrics and reports of a step, taken or skipped."""
 
     def saved(self, path: Path) -> None:
-        """A checkpoint was written to ``path``, or its writing goes on behind training."""
+        """Record that the checkpoint in ``path`` was written, or is being written behind training."""
 
     def flush(self) -> None:
-        """Somebody is about to read what was noted so far."""
+        """Write all measurements so far, as they are about to be read."""
 
     def close(self) -> None:
-        """The engine is being destroyed."""
+        """Write all measurements and stop, as the engine is being destroyed."""
 
 
 class Silent:
-    """The instruments of a run that asked for none, and of the ranks that have nothing to say."""
+    """The instruments that measure nothing: none is enabled, or this is not rank 0."""
 
     def during(self, part: str) -> AbstractContextManager[None]:
-        """Nothing to do."""
+        """Return a null context."""
         return _NOTHING
 
-    def loss(self, loss: torch.Tensor) -> None:
-        """Nothing to do."""
-
-    def after_step(self) -> None:
-        """Nothing to do."""
-
-    def saved(self, path: Path) -> None:
-        """Nothing to do."""
-
-    def flush(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
+    def loss(self, loss: torch.Tensor) -> None: ...
+    def after_step(self) -> None: ...
+    def saved(self, path: Path) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Speaking:
-    """The instruments of rank 0. Tables come every ``steps_per_print`` steps, or every step without it."""
+    """The instruments of rank 0. Prints reports every ``steps_per_print`` steps, or every step without it."""
 
     def __init__(self, state: TrainingState, monitor: Monitor) -> None:
         config = state.config
@@ -158,7 +145,7 @@ class Speaking:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Surround one of `PARTS`."""
+        """Time the block as ``part``, count its operations, and measure memory after it, as configured."""
         if part == "forward" and not torch.is_grad_enabled():
             yield
             return
@@ -172,12 +159,12 @@ class Speaking:
         self._micro_batches += part == "forward"
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep a loss for the monitors."""
+        """Keep a loss for the monitor."""
         if self._monitor.enabled:
             self._losses.append(loss)
 
     def after_step(self) -> None:
-        """Write the events of a step, and say what is due."""
+        """Write the step's events to the monitor, and print the reports that are due."""
         state = self._state
         self._steps += 1
         if self._monitor.enabled or self._due():
@@ -190,19 +177,19 @@ class Speaking:
         if self._flops is not None:
             self._flops.after_step(state.counters.global_steps - 1, state.sizes.micro)
         if self._due():
-            for text in self._said():
+            for text in self._reports():
                 say(text)
             self._times.clear()
             self._micro_batches = self._steps = 0
 
     def saved(self, path: Path) -> None:
-        """Nothing to do: checkpoints are no step's."""
+        """Do nothing: reports are about steps."""
 
     def flush(self) -> None:
-        """Nothing to do: what is due was said after its step."""
+        """Do nothing: reports are printed after their step."""
 
     def close(self) -> None:
-        """Nothing to do: what is due was said after its step."""
+        """Do nothing: reports are printed after their step."""
 
     def _due(self) -> bool:
         return self._state.counters.global_steps % self._every == 0
@@ -218,7 +205,7 @@ class Speaking:
             if part in times:
                 yield f"Train/Samples/elapsed_time_ms_{part}", times[part], samples
 
-    def _said(self) -> Iterator[str]:
+    def _reports(self) -> Iterator[str]:
         state = self._state
         if self._progress:
             yield self._progress_line()
@@ -238,7 +225,7 @@ class Speaking:
             yield communication_table(state.ledger, self._phases, state.counters.global_steps)
 
     def _overlap_line(self) -> str:
-        """How much of the communication since the last line this rank computed behind."""
+        """Return a line on communication since the last such line: seconds open and waited, overlapped fraction."""
         before, self._open_waited = self._open_waited, self._state.ledger.seconds("gather", "reduce", "publish")
         open_, waited = (max(0.0, now - then) for now, then in zip(self._open_waited, before, strict=True))
         hidden = f", {1 - waited / open_:.0%} hidden behind computation" if open_ else ""
@@ -257,12 +244,12 @@ class Speaking:
 
 
 def prints_progress(config: Config) -> bool:
-    """Return whether lines of progress are asked for."""
+    """Return whether ``steps_per_print`` asks for progress lines."""
     return config.steps_per_print is not None and 0 < config.steps_per_print < math.inf
 
 
 def instruments_for(state: TrainingState, monitor: Monitor) -> Instruments:
-    """The instruments that the engine's configuration asks for, on this rank."""
+    """Return the instruments that the configuration enables, on this rank. Raises as `chosen_phases`."""
     config = state.config
     chosen_phases(config)
     asked = (

@@ -1,4 +1,4 @@
-"""The bytes of a run: model state by unit, kind and tier, and what the device and the process hold."""
+"""Measure memory: model state by unit, kind and tier, and the totals of device and process."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class MemoryRow(NamedTuple):
 
 @runtime_checkable
 class OnDisk(Protocol):
-    """A store of shards in files."""
+    """A store that keeps parameter shards in files."""
 
     @property
     def stored_bytes(self) -> int: ...
 
 
 def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[MemoryRow]:
-    """Model state that this rank holds now; every storage counts once, under the first kind that it serves."""
+    """Return the model state that this rank holds now; a storage counts once, under the first kind that uses it."""
     count = _Count(partition.device)
     rows: list[MemoryRow] = []
     for unit in partition.units:
@@ -65,7 +65,7 @@ def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[
 
 
 def memory_table(rows: Iterable[MemoryRow]) -> str:
-    """MiB by unit and kind, one line per unit and tier."""
+    """Return a table in MiB: one line per unit and tier and per tier in all, one column per kind."""
     cells: dict[tuple[str, str], dict[str, int]] = {}
     for unit, kind, tier, nbytes in rows:
         for key in ((unit, tier), ("all units", tier)):
@@ -83,7 +83,7 @@ def memory_table(rows: Iterable[MemoryRow]) -> str:
 
 
 def present_memory(device: torch.device) -> dict[str, int]:
-    """Bytes that this process holds now: of the device (present and peak) where it counts them, and of the host."""
+    """Return the bytes held now: "process" (resident) and, on an accelerator, "device" and "device peak"."""
     found = {}
     if device.type != "cpu":
         found["device"] = memory_allocated(device)
@@ -93,7 +93,7 @@ def present_memory(device: torch.device) -> dict[str, int]:
 
 
 class _Count:
-    """Rows of tensors whose storage was not counted before."""
+    """Makes rows of tensors, counting each storage once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -112,7 +112,7 @@ class _Count:
 
 
 def _shard_rows(partition: Partition, unit: Unit, count: _Count) -> Iterator[MemoryRow]:
-    """A store's shards are not brought for counting: their size is known."""
+    """Yield the row of a unit's parameter shard; its size in a store is known without acquiring it."""
     store = partition.residency
     if isinstance(store, DeviceResidency):
         yield from count.rows(unit.name, "parameter shards", [store.acquire(unit.name)])
@@ -122,7 +122,7 @@ def _shard_rows(partition: Partition, unit: Unit, count: _Count) -> Iterator[Mem
 
 
 def _tier_rows(partition: Partition) -> Iterator[MemoryRow]:
-    """Yield the bytes that a tier keeps for the optimizer, which it counts for all units together."""
+    """Yield the rows of gradients and optimizer states on a tier, which counts all units together."""
     if partition.states is not None:
         for name, nbytes in partition.states.memory().items():
             kind = "gradients" if name == "gradients" else "optimizer states"

@@ -1,4 +1,4 @@
-"""The record of a run, as `zero_report` reads it. Read `record.py` after this; every other file watches one thing.
+"""Write the record of a run for `zero_report`. Read `record.py` next; each other file records one thing.
 
 Nothing of `zero_report` is imported, and no thread runs, unless ``run_record.path`` or the environment variable
 `RECORD_VARIABLE` names a folder.
@@ -26,13 +26,13 @@ RECORD_VARIABLE = "ZERO_RUN_RECORD"
 
 
 def record_folder(config: Config) -> Path | None:
-    """Return where the record goes; None when none is asked for."""
+    """Return the folder of the record; None if no record is enabled."""
     named = config.run_record.path or os.environ.get(RECORD_VARIABLE)
     return Path(named) if named else None
 
 
 def open_record(config: Config, device: torch.device) -> RunRecord | None:
-    """Return this rank's open record; None when none is asked for. Collective where one is."""
+    """Return a new record of this rank, open for writing; None if no record is enabled. Collective otherwise."""
     folder = record_folder(config)
     if folder is None:
         return None
@@ -49,8 +49,7 @@ def open_record(config: Config, device: torch.device) -> RunRecord | None:
 
 
 def report_of(config: Config, instruments: Instruments) -> Report:
-    """Return the page of the run so far, which ``instruments`` may be recording. Raises `UsageError` where nothing is
-    recorded."""
+    """Flush ``instruments`` and return the report of the run so far. Raises `UsageError` if no record is enabled."""
     folder = record_folder(config)
     if folder is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Checkpoints, as events of the record."""
+"""Record checkpoints as events."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class _SaveEvent:
 
 
 class CheckpointEvents:
-    """Notes each checkpoint when it is on disk, with its size and how long that took; rank 0 looks.
+    """Records each checkpoint once it is on disk, with its size and seconds; without ``looks`` at once, without size.
 
-    A save that goes on behind training is looked for after every step, so that its seconds are exact to a step.
+    Saves behind training are looked for after every step, so their seconds are exact to a step.
     """
 
     def __init__(self, writer: RecordWriter, *, looks: bool) -> None:
@@ -29,7 +29,7 @@ class CheckpointEvents:
         self._pending: list[_SaveEvent] = []
 
     def saved(self, path: Path, step: int, blocked: float) -> None:
-        """Training goes on after it was blocked for ``blocked`` seconds by a checkpoint in ``path``."""
+        """Record a save of ``step`` to ``path`` that has just blocked training for ``blocked`` seconds."""
         save = _SaveEvent(path, step, time.time() - blocked, blocked)
         if self._looks:
             self._pending.append(save)
@@ -38,13 +38,13 @@ class CheckpointEvents:
             self._note(save, None)
 
     def look(self) -> None:
-        """Note what is on disk by now."""
-        for save in [save for save in self._pending if _is_there(save)]:
+        """Record the pending checkpoints that are on disk now."""
+        for save in [save for save in self._pending if _is_on_disk(save)]:
             self._pending.remove(save)
             self._note(save, sum(file.stat().st_size for file in save.path.rglob("*") if file.is_file()))
 
     def close(self) -> None:
-        """Note the rest: what is not on disk by now has no size."""
+        """Record the pending checkpoints; without a size if they are not on disk."""
         self.look()
         for save in self._pending:
             self._note(save, None)
@@ -56,7 +56,7 @@ class CheckpointEvents:
         self._writer.note("checkpoint", **facts, seconds=seconds, blocked_s=save.blocked)
 
 
-def _is_there(save: _SaveEvent) -> bool:
+def _is_on_disk(save: _SaveEvent) -> bool:
     try:
         return save.path.stat().st_mtime >= save.began - 1
     except FileNotFoundError:

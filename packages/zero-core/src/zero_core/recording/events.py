@@ -1,4 +1,4 @@
-"""Warnings of the family's packages, and what runs in place of something faster, as events of the record."""
+"""Record warnings of the toolbox's packages, and slower fallbacks in use, as events."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ _LOGGERS = ("zero_ckpt", "zero_comm", "zero_core", "zero_offload", "zero_partiti
 
 
 class WarningEvents(logging.Handler):
-    """Notes every warning from `start` to `stop`."""
+    """A logging handler that records every warning from `start` to `stop`."""
 
     def __init__(self, writer: RecordWriter) -> None:
         super().__init__(logging.WARNING)
         self._writer = writer
 
     def start(self) -> None:
-        """Listen to the packages' loggers."""
+        """Add this handler to the packages' loggers."""
         for name in _LOGGERS:
             logging.getLogger(name).addHandler(self)
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Remove this handler from the packages' loggers."""
         for name in _LOGGERS:
             logging.getLogger(name).removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note one."""
+        """Write one log record to the run's record."""
         self._writer.note(record.levelname.lower(), text=record.getMessage())
 
 
 def note_degraded(config: Config, writer: RecordWriter) -> None:
-    """Note it where files are read and written by something slower than the fastest that could be."""
+    """Record an event if the NVMe tier uses a slower I/O backend than the fastest, with the reason."""
     zero = config.zero_optimization
     if "nvme" not in (zero.offload_param.device, zero.offload_optimizer.device):
         return

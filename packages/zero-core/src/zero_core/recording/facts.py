@@ -1,4 +1,4 @@
-"""The head of a record: what ran, with which configuration, on what."""
+"""The head of a record: command, configuration, versions and machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PACKAGES = (
 
 
 def head_facts(config: Config, device: torch.device) -> dict[str, Any]:
-    """Return title, configuration with the origin of every value, versions and machine."""
+    """Return title, command, configuration with the origin of every value (no secrets), versions and machine."""
     rows = [row for row in config.report() if not row.path.startswith(_SECRET)]
     return {
         "title": Path(sys.argv[0]).name or "run",
@@ -52,7 +52,7 @@ def head_facts(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """The packages that this process has loaded, or that this family is made of."""
+    """Return the versions of the packages in `_PACKAGES` that this process has imported."""
     found = {}
     for package in _PACKAGES:
         if package.replace("-", "_") in sys.modules:

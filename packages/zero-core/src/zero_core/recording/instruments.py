@@ -1,4 +1,4 @@
-"""Times, loss, checkpoints and failures of an engine, written down."""
+"""Record the times, losses, checkpoints and failures of an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_report import RecordWriter, SpanKind
 from ..instruments import Instruments
 from .checkpoints import CheckpointEvents
 from .ledger import Running
-from .memory import MemoryLooks
+from .memory import MemorySampler
 from .plan import RunPlan
 from .tokens import TokenCount
 from .units import UnitTimes
@@ -30,7 +30,7 @@ _KINDS = {"forward": SpanKind.FORWARD, "backward": SpanKind.BACKWARD, "step": Sp
 
 
 class RecordingInstruments:
-    """Hands everything on to the instruments that the configuration asks for; writes down times, loss and memory."""
+    """Writes times, losses, memory, checkpoints and failures to a record, and forwards every call to ``inner``."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class RecordingInstruments:
         self._state = state
         self._close = close
         self._writer = writer
-        self._memory = MemoryLooks(state, offloading, writer, plan)
+        self._memory = MemorySampler(state, offloading, writer, plan)
         self._checkpoints = CheckpointEvents(writer, looks=state.reports)
-        self.units = UnitTimes(writer, self._memory.look)
+        self.units = UnitTimes(writer, self._memory.sample)
         self._tokens = TokenCount(state.module, state.partition.data_world_size, writer)
         self._losses: list[torch.Tensor] = []
         self._skipped = state.counters.skipped_steps
@@ -58,21 +58,21 @@ class RecordingInstruments:
         self._writer.restart(state.counters.global_steps + 1)
 
     def under_way(self) -> Running:
-        """Return the parts of a step that have begun and are not over; else, what the engine waits for to be given."""
+        """Return the parts of the step that are running; between parts, the wait for data since the last one."""
         return self._open.copy() or [(SpanKind.DATA, "data", self._idle_since, 0)]
 
     def during(self, part: str) -> AbstractContextManager[None]:
-        """Surround one of `PARTS`, or ``save``."""
+        """Return a context that measures one of `PARTS`, or "save"."""
         kind = _KINDS.get(part)
         return self._inner.during(part) if kind is None else _TimedPart(self, part, kind, self._inner.during(part))
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep a loss until the step is over."""
+        """Keep a loss for the step's row."""
         self._inner.loss(loss)
         self._losses.append(loss)
 
     def after_step(self) -> None:
-        """End the step's row."""
+        """Write the step's row: loss, learning rate, gradient norm and so on."""
         self._inner.after_step()
         state, writer = self._state, self._writer
         counters = state.counters
@@ -98,24 +98,24 @@ class RecordingInstruments:
         self._idle_since = time.perf_counter()
 
     def saved(self, path: Path) -> None:
-        """Note a checkpoint once it is on disk."""
+        """Record the checkpoint once it is on disk."""
         self._inner.saved(path)
         self._checkpoints.saved(path, self._state.counters.global_steps, self._save_seconds)
 
     def flush(self) -> None:
-        """Write what was noted so far."""
+        """Write all measurements so far."""
         self._writer.flush()
 
     def close(self) -> None:
-        """End the record."""
+        """Write all measurements and close the record."""
         self._inner.close()
         self._tokens.close()
         self._checkpoints.close()
         self._close()
 
     def begin(self, part: str, kind: SpanKind) -> float:
-        """Note what passed before a forward pass, outside the engine; go on at the step of a checkpoint just loaded.
-        Returns the part's begin."""
+        """Begin ``part`` and return its begin. Before a forward pass, record the time outside the engine as a wait for
+        data, and continue at the step of a checkpoint that was loaded."""
         now = time.perf_counter()
         if part == "forward" and torch.is_grad_enabled():
             step = self._state.counters.global_steps + 1
@@ -133,14 +133,14 @@ class RecordingInstruments:
         return now
 
     def end(self, part: str, kind: SpanKind, begin: float, error: BaseException | None) -> None:
-        """Note a part that is over."""
+        """End ``part``: record its span and, the first time, the ``error`` that ended it."""
         now = time.perf_counter()
         self._open.pop()
         self._writer.span(kind, part, begin, now)
         if part == "save":
             self._save_seconds = now - begin
         else:
-            self._memory.look()
+            self._memory.sample()
         if error is not None and not self._failed:
             self._failed = True
             facts = {"follows": True} if isinstance(error, PeerError) else {}
@@ -149,7 +149,7 @@ class RecordingInstruments:
 
 
 class _TimedPart:
-    """One part of a step, around which something else may be timed too."""
+    """The context of one part: records it, around the context of the inner instruments."""
 
     __slots__ = ("_begin", "_inner", "_kind", "_of", "_part")
 

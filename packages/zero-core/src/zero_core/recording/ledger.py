@@ -1,4 +1,4 @@
-"""Collectives, as spans of the record."""
+"""Record collectives as spans."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from zero_comm import Ledger, Tag
 from zero_report import RecordWriter, SpanKind
 
 Running = list[tuple[SpanKind, str, float, int]]
-"""What has begun and is not over: kind, name, begin and bytes."""
+"""Spans that have begun and not ended: kind, name, begin (`time.perf_counter`) and bytes."""
 _PENDING = 64  # messages of one name whose end is awaited
 
 
 class RecordedLedger(Ledger):
-    """Counts as a ledger does, and has ``inner`` count too; each collective becomes a span when it is over."""
+    """A ledger that also forwards counts to ``inner``, and records each collective as a span when it ends."""
 
     def __init__(self, inner: Ledger, writer: RecordWriter) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class RecordedLedger(Ledger):
         self._pending: dict[tuple[str, str], deque[tuple[float, int]]] = {}
 
     def under_way(self) -> Running:
-        """Return the collectives that have begun and are not over: kind, name, begin and bytes."""
+        """Return the collectives that are running: kind, name, begin and bytes."""
         return [
             (self._kinds[phase], name, begin, nbytes)
             for (phase, name), pending in self._pending.copy().items()
@@ -45,7 +45,7 @@ class RecordedLedger(Ledger):
         pending.append((time.perf_counter(), sent_bytes))
 
     def count_seconds(self, tag: Tag, open_seconds: float, waited_seconds: float) -> None:
-        """Add the times of a finished collective; see `Ledger.count_seconds`."""
+        """Add the times of a collective that has ended, and record its span."""
         super().count_seconds(tag, open_seconds, waited_seconds)
         now = time.perf_counter()
         pending = self._pending.get((tag.phase, tag.name))

@@ -1,4 +1,4 @@
-"""Sample the holders of memory now and then."""
+"""Sample how much memory each kind of state holds, in some steps."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _OWNERS = {
     "gradients": "gradients",
     "optimizer states": "states",
 }
-_PAUSE = 1000  # a step looks at memory when this many times the cost of the last looks has passed
-_WARM = 3  # steps of which each looks: the first one fills buffers, the later ones are like all others
-_LOOKS = 96  # in one step
+_PAUSE = 1000  # a step samples memory once this many times the cost of the last samples has passed
+_WARM = 3  # steps that all sample: the first one fills buffers, the later ones are like all others
+_MAX_SAMPLES = 96  # in one step
 
 
-class MemoryLooks:
-    """Notes who holds memory at the ends of passes and units, in some steps."""
+class MemorySampler:
+    """Records the bytes by owner (masters, activations and so on) at the ends of passes and units, in some steps."""
 
     def __init__(
         self, state: TrainingState, offloading: Offloading, writer: RecordWriter, plan: RunPlan | None
@@ -43,37 +43,37 @@ class MemoryLooks:
         self._state = state
         self._offloading = offloading
         self._planned = None if plan is None else PlannedRun(plan, state, writer)
-        self._most: dict[str, int] = {}
+        self._peaks: dict[str, int] = {}
         self._writer = writer
         self._on_host = state.device.type == "cpu"
         self._process = psutil.Process()
         self._buffers = sum(buffer.nbytes for buffer in state.module.buffers())
         self._steps = 0
-        self._looks = 0
-        self._looked = 0.0
+        self._samples = 0
+        self._sample_seconds = 0.0
         self._due = 0.0
         self._before: int | None = None
 
     def begin_pass(self) -> None:
-        """Look before a forward pass where that is due: what is held beyond it from here on is activations."""
-        if self._looks == 0 and time.perf_counter() >= self._due:
+        """Sample before a forward pass if the step is due: bytes beyond this sample count as activations."""
+        if self._samples == 0 and time.perf_counter() >= self._due:
             self._before = None
             self._take(first=True)
 
-    def look(self) -> None:
-        """Look, where this step does."""
-        if 0 < self._looks < _LOOKS:
+    def sample(self) -> None:
+        """Sample, if this step does."""
+        if 0 < self._samples < _MAX_SAMPLES:
             self._take()
 
     def after_step(self) -> None:
-        """A step is over."""
+        """End the step's samples, compare the peaks with the plan once, and decide when to sample next."""
         self._steps += 1
-        if self._looks:
+        if self._samples:
             if self._steps == _WARM and self._planned is not None:
-                self._planned.compare(self._most)
+                self._planned.compare(self._peaks)
             if self._steps >= _WARM:
-                self._due = time.perf_counter() + _PAUSE * self._looked
-            self._looks, self._looked, self._most = 0, 0.0, {}
+                self._due = time.perf_counter() + _PAUSE * self._sample_seconds
+            self._samples, self._sample_seconds, self._peaks = 0, 0.0, {}
 
     def _take(self, *, first: bool = False) -> None:
         begin = time.perf_counter()
@@ -99,32 +99,21 @@ class MemoryLooks:
         counted = held + self._buffers + (owners["activations"] if self._on_host else grown)
         owners["other"] = max(0, (process if device is None else device) - counted)
         if self._planned is not None:
-            self._most = {owner: max(nbytes, self._most.get(owner, 0)) for owner, nbytes in owners.items()}
+            self._peaks = {owner: max(nbytes, self._peaks.get(owner, 0)) for owner, nbytes in owners.items()}
         self._writer.memory(owners, process=process, device=device)
-        self._looks += 1
-        self._looked += time.perf_counter() - begin
+        self._samples += 1
+        self._sample_seconds += time.perf_counter() - begin
 
 
 class _MallocState(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
     ]
 
 
 def _malloc_bytes() -> int | None:
-    """Return the bytes in use that the C library's allocator gave out; None where the library does not tell."""
+    """Return the bytes in use that the C library's allocator has given out; None if the library cannot tell."""
     ask = _mallinfo()
     if ask is None:
         return None

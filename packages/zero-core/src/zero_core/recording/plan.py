@@ -1,4 +1,4 @@
-"""The plan of a run, written beside what is measured: the line behind its memory, the rates that it was made with."""
+"""Record the plan of a run beside its measurements: its memory and rates, and where the run departs from it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _LINKS = {"links of a rank": ("gather", "reduce"), "disk read": ("drive in",), "
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The estimate that `zero-plan estimate --json` wrote.
+    """The estimate of a file that `zero-plan estimate --json` wrote.
 
-    ``device_bytes``: what one rank holds on its device at most; ``state_bytes``: weights, masters and moments of one
-    rank in memory; ``rates``: bytes per second of one rank, by resource; ``setup``: what has to be that of the run.
+    ``device_bytes``: the peak of one rank on its device; ``state_bytes``: one rank's weights, masters and moments in
+    memory; ``least_seconds``: the lower bound of a step's time, set by the resource ``binding``; ``rates``: bytes per
+    second of one rank, by resource; ``setup``: the settings that the run must share.
     """
 
     path: str
@@ -39,7 +40,7 @@ class RunPlan:
 
     @classmethod
     def load(cls, path: str) -> RunPlan:
-        """Read a plan. Raises `UsageError` that names the file for what is none."""
+        """Return the plan in the file ``path``. Raises `UsageError` if it cannot be read or is not a plan."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             rows = [(str(row["kind"]), str(row["tier"]), int(row["nbytes"])) for row in data["memory"]]
@@ -68,7 +69,7 @@ class RunPlan:
 
 
 class PlannedRun:
-    """Notes a plan at the start, and where the run departs from it by more than 5 %."""
+    """Records a plan at the start, with a warning if it is of another run, and departures from it by more than 5 %."""
 
     def __init__(self, plan: RunPlan, state: TrainingState, writer: RecordWriter) -> None:
         self._plan = plan
@@ -91,7 +92,7 @@ class PlannedRun:
             self._is_of_this_run = False
 
     def compare(self, owners: Mapping[str, int]) -> None:
-        """Compare the most that model state takes in a step with the plan; ``owners``: bytes by owner."""
+        """Record a warning if model state departs from the plan; ``owners``: the peak bytes of a step by owner."""
         whole = ("gathered",) if self._plan.setup["stage"] < 3 else ()  # else they come and go
         held = sum(owners.get(owner, 0) for owner in (*_HELD, *whole))
         planned = self._plan.state_bytes

@@ -1,4 +1,4 @@
-"""Write down what one engine tells: its instruments, ledger, tiers, units and warnings."""
+"""`RunRecord`: records one engine's steps, collectives, transfers between tiers, units and warnings."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ _UPDATE = "compute"  # the hop under which a tier's optimizer reports its kernel
 
 
 class RunRecord:
-    """Writes what one engine tells.
-
-    Call order: `ledger` and `sink` before the model is sharded, `instruments`, `close`.
-    """
+    """Writes the record of one engine on this rank. Call order: `ledger` and `sink` before the model is sharded,
+    `instruments`, `close`."""
 
     def __init__(self, folder: Path, config: Config, device: torch.device, attempt: int) -> None:
         self.folder = folder
@@ -53,18 +51,18 @@ class RunRecord:
         self._warnings.start()
 
     def under_way(self) -> Running:
-        """Return what has begun and is not over: kind, name, begin and bytes."""
+        """Return the spans that have begun and not ended: kind, name, begin and bytes."""
         sources = [source() for source in self._running]
         return [found for source in sources if source is not None for found in source()]
 
     def ledger(self, inner: Ledger) -> Ledger:
-        """Return a ledger that also writes down every collective; ``inner`` may say them."""
+        """Return a ledger that records every collective and forwards to ``inner``."""
         ledger = RecordedLedger(inner, self.writer)
         self._running.append(weakref.WeakMethod(ledger.under_way))
         return ledger
 
     def sink(self) -> Callable[[str, str, float, float, int, bool], None]:
-        """Return what takes the transfers between tiers, from any thread."""
+        """Return the function that records a transfer between tiers (see `zero_offload.Trace`), on any thread."""
         writer, lock = self.writer, threading.Lock()
 
         def take(hop: str, name: str, begin: float, end: float, nbytes: int, waited: bool) -> None:
@@ -81,7 +79,7 @@ class RunRecord:
         return take
 
     def instruments(self, inner: Instruments, state: TrainingState, offloading: Offloading) -> Instruments:
-        """Return instruments that also write down what they are told; the units are listened to from now on."""
+        """Return instruments that record and forward to ``inner``; record the times of units from now on."""
         instruments = RecordingInstruments(inner, state, offloading, self.writer, self.plan, self.close)
         self._running.append(weakref.WeakMethod(instruments.under_way))
         state.partition.runtime.watch_units(instruments.units)
@@ -89,6 +87,6 @@ class RunRecord:
         return instruments
 
     def close(self) -> None:
-        """Write the rest and end the record."""
+        """Write all measurements and close the record."""
         self._warnings.stop()
         self.writer.close()

@@ -1,4 +1,4 @@
-"""Count the tokens of a step."""
+"""Record the number of tokens per step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class TokenCount:
-    """Counts the tokens that ``module`` is given where gradients are recorded, until `close`.
+    """Counts the tokens in the arguments of ``module``'s training forward passes, until `close`.
 
-    Tokens are the elements of ``input_ids``, else of the first argument, where that is a tensor of two dimensions in
-    int32 or int64. A rank counts its own times ``ranks``, so that the mean over ranks is the number of all.
+    Tokens are the elements of ``input_ids`` (or ``decoder_input_ids``), else of the first argument, if that is a
+    two-dimensional int32 or int64 tensor. A rank records its own times ``ranks``: their mean over ranks is the total.
     """
 
     def __init__(self, module: nn.Module, ranks: int, writer: RecordWriter) -> None:
@@ -27,7 +27,7 @@ class TokenCount:
         self._hook = module.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._hook.remove()
 
     def _count(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

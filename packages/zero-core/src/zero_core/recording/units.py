@@ -1,4 +1,4 @@
-"""Record the times at which each unit computes, as spans."""
+"""Record the times at which each unit computes as spans."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from zero_report import RecordWriter, SpanKind
 
 
 class UnitTimes:
-    """Writes a span for each unit and pass: forward from the unit's first module to its last, backward from the end of
-    the unit before it to its own last gradient. ``after``: called at the end of each."""
+    """Records a span per unit and pass: forward from its first module's begin to its last one's end, backward from
+    the end of the previous unit to its own last gradient. ``after``: called after each span."""
 
     def __init__(self, writer: RecordWriter, after: Callable[[], None]) -> None:
         self._writer = writer
@@ -21,15 +21,15 @@ class UnitTimes:
         self._backward_since = 0.0
 
     def forward(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass: no unit is computing."""
         self._depth.clear()
 
     def backward(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass: its first unit's span begins now."""
         self._backward_since = time.perf_counter()
 
     def enters(self, units: Sequence[Unit]) -> None:
-        """A module that uses ``units`` begins to compute, in forward."""
+        """Begin the spans of ``units``, which a module's forward call uses, unless an outer call has begun them."""
         for unit in units:
             depth = self._depth.get(unit.index, 0)
             self._depth[unit.index] = depth + 1
@@ -37,7 +37,7 @@ class UnitTimes:
                 self._began[unit.index] = time.perf_counter()
 
     def leaves(self, units: Sequence[Unit]) -> None:
-        """A module that uses ``units`` has computed."""
+        """End the spans of ``units``, which a module's forward call has used, unless an outer call still runs."""
         for unit in units:
             depth = self._depth.get(unit.index, 0) - 1
             self._depth[unit.index] = max(0, depth)
@@ -46,7 +46,7 @@ class UnitTimes:
                 self._after()
 
     def backward_done(self, unit: Unit) -> None:
-        """Autograd has finished the last parameter of ``unit``."""
+        """Record the backward span of ``unit``, whose last gradient autograd has computed; the next begins now."""
         now = time.perf_counter()
         self._writer.span(SpanKind.COMPUTE, unit.name, self._backward_since, now)
         self._after()
