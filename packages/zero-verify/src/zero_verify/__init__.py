@@ -1,7 +1,7 @@
-"""The parity oracle: what a script computes under a configuration, against the same script at stage 0.
+"""The parity oracle: compare a script's training under a configuration with the same script at stage 0.
 
-Names are imported on first use: the command's parser needs none of them, nor torch. Read `variants.py` first, then
-`recorder.py` (in the ranks), `recording.py` and `comparison.py` (afterwards).
+Names are imported on first use: the command's parser needs neither them nor torch. Read `variants.py` first, then
+`recorder.py` (which runs in the ranks), `recording.py` and `comparison.py` (which read the results).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _BOUND_IN_EPSILONS = 16
 def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add `verify` to the commands of a parser; the parsed namespace's `run(namespace)` returns the exit status.
 
-    The caller sets ``script_arguments``, what the command line holds after ``--``.
+    The caller sets ``script_arguments`` to the words of the command line after ``--``.
     """
     parser = subparsers.add_parser(
         "verify",
@@ -90,22 +90,22 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 class NothingToCompare(RuntimeError):
-    """The script made no engine that took a step."""
+    """Raised when the script made no engine that took a step."""
 
 
 class _Runs:
-    """The runs of one script, made when they are needed."""
+    """Runs one script in several variants, each when it is needed, and compares them. ``plan``: the common settings."""
 
     def __init__(self, plan: ScriptRun, options: argparse.Namespace) -> None:
         self._plan = plan
-        self._nproc: int = options.nproc or _ranks()
+        self._nproc: int = options.nproc or _default_nproc()
         self._tolerance: float | None = options.tolerance
         self._bound: float | None = options.bound
         self._skip_float32: bool = options.no_float32
         self._name = Path(plan.config).name if plan.config else "the script's configuration"
 
     def compare(self) -> int:
-        """Run, compare, print; return the exit status."""
+        """Run and compare the variants and print the result; return the exit status, as `_ABOUT` lists it."""
         from zero_launch import LaunchError
 
         from .comparison import Bitwise, Within
@@ -120,14 +120,14 @@ class _Runs:
             if found is not None:
                 return self._explain(found, judge)
             how = "bitwise equal to stage 0" if exact else f"within {self._tolerance:.3g} per step of stage 0"
-            _say(f"{self._name} is {how} on {self._nproc} rank(s) in {self._counted()}")
+            _say(f"{self._name} is {how} on {self._nproc} rank(s) in {self._step_counts()}")
             return self._against_float32()
         except (LaunchError, NothingToCompare) as error:
             print(f"zero-core verify: {error}", file=sys.stderr)
             return _CANNOT
 
     def _explain(self, found: Difference, judge: Judge) -> int:
-        """Print a difference, unless the script does not even repeat itself."""
+        """Print a difference and return 1; return `_CANNOT` if two runs at stage 0 differ as well."""
         from .variants import Variant
 
         _say(f"{self._name} differs from stage 0; once more at stage 0, to see whether the script repeats itself")
@@ -144,7 +144,8 @@ class _Runs:
         return 1
 
     def _against_float32(self) -> int:
-        """Where the configuration computes in 16 bits, how far it is from float32."""
+        """If the configuration computes in 16 bits, compare with float32 and print the result; return the exit status,
+        0 without a comparison."""
         from .comparison import Within
         from .recording import Recording
         from .variants import Variant, rounding
@@ -162,19 +163,21 @@ class _Runs:
         _say(f"within {bound:.3g} per step of float32")
         return 0
 
-    def _record(self, variant: Variant, name: str, said: str) -> None:
+    def _record(self, variant: Variant, name: str, title: str) -> None:
+        """Run the script as ``variant``, recorded to the folder ``name``; ``title``: of the run, in the output."""
         from zero_launch import LaunchSpec, launch
 
         folder = Path(self._plan.folder) / name
         stored = Path(self._plan.folder) / f"{name}.json"
         replace(self._plan, folder=str(folder), variant=variant.value).write(stored)
-        _say(f"running {self._plan.target}: {said}")
+        _say(f"running {self._plan.target}: {title}")
         environment = {"PYTHONHASHSEED": str(abs(self._plan.seed) % 2**32), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         launch(
             LaunchSpec("zero_verify", args=(str(stored),), nproc=self._nproc, module=True, env=environment, quiet=True)
         )
 
     def _difference(self, expected: str, got: str, judge: Judge) -> Difference | None:
+        """Return the first difference of two recordings, by folder; None without one. Raises `NothingToCompare`."""
         from .comparison import compare
         from .recording import Recording
 
@@ -187,7 +190,8 @@ class _Runs:
             )
         return compare(ours, Recording(folder / got), judge)
 
-    def _counted(self) -> str:
+    def _step_counts(self) -> str:
+        """Return the number of steps that each engine took as text."""
         from .recording import Recording
 
         recording = Recording(Path(self._plan.folder) / "given")
@@ -197,7 +201,7 @@ class _Runs:
 
 
 def _check_config(path: str) -> None:
-    """Refuse a file that cannot be read before any rank is started; whether it resolves depends on their number."""
+    """Raise `UsageError` for a file that cannot be read, before any rank starts; ranks resolve its values."""
     from zero_config import ConfigError, read
     from zero_core.errors import UsageError
 
@@ -208,6 +212,7 @@ def _check_config(path: str) -> None:
 
 
 def _make_new(folder: Path) -> None:
+    """Create ``folder``. Raises `UsageError` if it exists."""
     from zero_core.errors import UsageError
 
     try:
@@ -216,13 +221,14 @@ def _make_new(folder: Path) -> None:
         raise UsageError(f"--keep {folder} exists already; name a new folder") from None
 
 
-def _ranks() -> int:
+def _default_nproc() -> int:
     import torch
 
     return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 2
 
 
 def _count(text: str) -> int:
+    """Return ``text`` as an integer >= 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
     return int(text)

@@ -1,4 +1,4 @@
-"""Find the first thing that two recorded runs disagree on."""
+"""Find the first value in which two recorded runs differ."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Difference:
-    """The first disagreement of two runs: in which engine (empty where there is one) and step, on ``what`` (a loss, a
-    gradient, …), of which parameter (empty for a scalar), and how large; ``others``: parameters of which the same
-    differs in that step."""
+    """The first difference of two runs.
+
+    ``engine``: empty if there is only one. ``what``: such as "the gradient". ``name``: the parameter, empty for a
+    scalar. ``detail``: the size of the difference. ``others``: other parameters whose ``what`` differs in that step.
+    """
 
     engine: str
     step: int
@@ -39,7 +41,11 @@ class Difference:
 
 
 class Judge(Protocol):
-    """Says how two values differ too much; an empty text when they do not. ``number``: of the step, from 0."""
+    """Decides which differences count. ``number``: the step's number, from 0.
+
+    `loss` and `norm` return a description of a difference, empty if it is acceptable. `reads` (weights that forward
+    read) and `tensors` (of a ``kind``) yield (parameter, description) for each. `goes_on`: compare further steps.
+    """
 
     def loss(self, number: int, expected: float, got: float) -> str: ...
     def norm(self, number: int, expected: float, got: float) -> str: ...
@@ -49,7 +55,7 @@ class Judge(Protocol):
 
 
 def compare(expected: Recording, got: Recording, judge: Judge) -> Difference | None:
-    """The first difference in the order in which the values come about, or None.
+    """Return the first difference in the order in which the values are computed; None if there is none.
 
     Per step: the weights that forward reads on each rank, losses, averaged gradients, the gradient norm, the weights
     after the step.
@@ -73,6 +79,7 @@ def compare(expected: Recording, got: Recording, judge: Judge) -> Difference | N
 
 
 def _first(number: int, expected: Step, got: Step, judge: Judge) -> tuple[str, str, str, tuple[str, ...]] | None:
+    """Return (what, name, detail, others) of the first difference in a step; None if there is none."""
     found = list(judge.reads(expected, got))
     if found:
         return _named("the weight that forward reads", found)
@@ -100,20 +107,20 @@ def _named(what: str, found: Sequence[tuple[str, str]]) -> tuple[str, str, str, 
 
 
 class Bitwise:
-    """Equal to the last bit."""
+    """The judge that accepts bitwise equal values only; gradient norms up to their order of summation."""
 
     def loss(self, number: int, expected: float, got: float) -> str:
-        """Differs unless equal, or both not a number."""
+        """Accept equal losses, and two that are not a number."""
         same = expected == got or (math.isnan(expected) and math.isnan(got))
         return "" if same else _scalars(expected, got)
 
     def norm(self, number: int, expected: float, got: float) -> str:
-        """Equal but for the order of a float64 sum."""
+        """Accept norms that differ by the order of a float64 sum only."""
         close = math.isclose(expected, got, rel_tol=_NORM_TOLERANCE)
         return "" if close else self.loss(number, expected, got)
 
     def reads(self, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Weights that a rank read with other values; what only one run read (compiled regions) is not compared."""
+        """Yield the weights that a rank read with other values; skip reads in one run only (compiled regions)."""
         for (rank, name), digests in expected.reads.items():
             for use, (ours, theirs) in enumerate(zip(digests, got.reads.get((rank, name), []), strict=False)):
                 if ours != theirs:
@@ -121,7 +128,7 @@ class Bitwise:
                     break
 
     def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Tensors of which any bit differs; a gradient that one run does not have counts as zeros."""
+        """Yield the tensors in which any bit differs; a gradient that one run lacks counts as zeros."""
         for name, ours, theirs in _pairs(kind, expected, got):
             if ours.dtype != theirs.dtype:
                 yield name, _scalars(ours.dtype, theirs.dtype)
@@ -145,22 +152,22 @@ class Within:
         self.bound = bound
 
     def loss(self, number: int, expected: float, got: float) -> str:
-        """Relative difference above the limit."""
+        """Accept a relative difference of up to the bound per step taken."""
         limit = self.bound * (number + 1)
         if abs(expected - got) <= limit * max(abs(expected), limit):
             return ""
         return f"{_scalars(expected, got)}; allowed are {limit:.3g} of it"
 
     def norm(self, number: int, expected: float, got: float) -> str:
-        """As a loss."""
+        """Accept what `loss` accepts."""
         return self.loss(number, expected, got)
 
     def reads(self, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Digests cannot be compared."""
+        """Yield nothing: digests of unequal values cannot be compared."""
         yield from ()
 
     def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Tensors that deviate by more than the limit."""
+        """Yield the tensors that deviate (root mean square) by more than the bound per step taken."""
         limit = self.bound * (number + 1)
         rows = []
         for name, ours, theirs in _pairs(kind, expected, got):
@@ -174,11 +181,12 @@ class Within:
                 yield name, f"it deviates by {ratio:.3g} (root mean square), allowed are {limit:.3g}"
 
     def goes_on(self, expected: Step, got: Step) -> bool:
-        """Until a loss scale makes one run skip a step that the other takes."""
+        """Return true until a loss scale makes one run skip a step that the other takes."""
         return expected.taken == got.taken
 
 
 def _pairs(kind: str, expected: Step, got: Step) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield (parameter, expected, got) for the tensors of ``kind``; a tensor that one run lacks is zeros."""
     ours, theirs = expected.names(kind), got.names(kind)
     for name in dict.fromkeys([*ours, *theirs]):
         left = expected.tensor(kind, name) if name in ours else None
@@ -202,6 +210,7 @@ def _scalars(expected: object, got: object) -> str:
 
 
 def _elements(expected: torch.Tensor, got: torch.Tensor) -> str:
+    """Return how many elements of two tensors differ, the first one, and the largest difference as text."""
     width = expected.element_size()
     unequal = (_bits(expected) != _bits(got)).view(-1, width).any(1)
     first = int(unequal.nonzero()[0, 0])

@@ -1,4 +1,4 @@
-"""In the ranks: write down what every engine of the script computes, step by step."""
+"""Record what each engine of the script computes in every step; runs in the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .variants import Variant, variant_config
 
 
 class Enough(BaseException):
-    """Every engine of the script has taken the steps asked for."""
+    """Raised in the script once each of its engines has taken the requested steps."""
 
 
 class Recorder(Unsupervised):
@@ -45,18 +45,18 @@ class Recorder(Unsupervised):
         self._recorders: list[EngineRecorder] = []
 
     def config(self, given: Any, world_size: int) -> Any:
-        """The configuration to use instead of ``given``."""
+        """Return the configuration of the variant, made from the user's or from ``given``."""
         source = given if self._config is None else self._config
         zero = Config.load(source, world_size=world_size).zero_optimization
         self._threshold = zero.stage3_param_persistence_threshold if zero.stage >= 3 else 0
         return variant_config(source, self._variant, world_size)
 
     def limits(self, limits: UnitLimits) -> UnitLimits:
-        """The units of the user's configuration in every run: norms are added up unit by unit."""
+        """Return ``limits`` with the user's persistence threshold, as norms are summed unit by unit in every run."""
         return replace(limits, persistence_threshold=self._threshold)
 
     def observer(self, engine: Engine) -> Observer:
-        """A recorder for this engine, if it trains."""
+        """Return a recorder for ``engine`` if it trains, else the observer that does nothing."""
         if self._variant is Variant.FLOAT32:
             engine.register_forward_pre_hook(_inputs_in_float32, with_kwargs=True)
         self._engines.append(engine)
@@ -69,7 +69,7 @@ class Recorder(Unsupervised):
         return self._recorders[-1]
 
     def close(self) -> None:
-        """Have the engines leave their process groups, whose threads would outlive the interpreter. Collective."""
+        """Destroy the engines, as the threads of their process groups would outlive the interpreter. Collective."""
         for engine in self._engines:
             engine.destroy(unshard=False)
 
@@ -79,7 +79,9 @@ class Recorder(Unsupervised):
 
 
 class EngineRecorder:
-    """Writes one checkpoint per step: gradients and weights as tensors, the rest as each rank saw it."""
+    """Writes one checkpoint per step: full gradients and weights, and each rank's losses and digests of read weights.
+
+    ``on_step``: called after each step."""
 
     def __init__(self, engine: Engine, folder: Path, on_step: Callable[[], None]) -> None:
         self.steps_taken = 0
@@ -102,11 +104,11 @@ class EngineRecorder:
         self._losses.append(float(loss.detach()))
 
     def before_step(self) -> None:
-        """Keep the averaged gradients, without the loss scale."""
+        """Keep the full averaged gradients, divided by the loss scale. Collective."""
         self._gradients = list(self._full_values(GRADIENT, self._gradient))
 
     def after_step(self, result: StepResult) -> None:
-        """Write the step."""
+        """Write the checkpoint of the step. Collective."""
         weights = list(self._full_values(WEIGHT, self._engine.full_param))
         group = self._engine.partition.groups.control.process_group
         save_sharded(
@@ -133,14 +135,14 @@ class EngineRecorder:
         return None if full is None else full.div_(self._engine.loss_scale())
 
     def _full_values(self, kind: str, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[Interval]:
-        """Rank 0's copies on the host of what all ranks gather."""
+        """Gather ``read(parameter)`` of all trained parameters; yield rank 0's host copies as intervals of ``kind``."""
         for parameter in self._trained:
             full = read(parameter)
             if full is not None and self._engine.partition.data_rank == 0:
                 yield from Stager().intervals(self._names[id(parameter)], kind, full.cpu().contiguous())
 
     def _on_read(self, module: nn.Module, _args: Any) -> None:
-        """Note what forward is about to read; weights inside a compiled region cannot be seen."""
+        """Keep digests of the weights that ``module`` is about to read; those in compiled regions cannot be seen."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         for parameter in module._parameters.values():
@@ -150,6 +152,7 @@ class EngineRecorder:
 
 
 def _digest(value: torch.Tensor, dtype: torch.dtype | None) -> str:
+    """Return a digest of the bytes of ``value``, cast to ``dtype`` if it is not None."""
     flat = value.to(device="cpu", dtype=dtype or value.dtype, copy=True).reshape(-1).view(torch.uint8)
     return hashlib.blake2b(tensor_buffer(flat), digest_size=8).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Read what the ranks of one run wrote: one checkpoint per engine and step."""
+"""Read the recording of one run: one checkpoint per engine and step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ GRADIENT, WEIGHT = "gradient", "weight"
 
 
 def engine_folder(folder: Path, number: int, part: int | None) -> Path:
-    """Where the steps of the script's engine ``number`` are; of one ``part`` where several ranks share its model."""
+    """Return the folder of the steps of the script's engine ``number``; ``part``: of the model, under an mpu."""
     return folder / (f"engine {number:03d}" if part is None else f"engine {number:03d} part {part:03d}")
 
 
 def step_tag(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """Return the tag of a step's checkpoint."""
     return f"step{step:05d}"
 
 
@@ -33,13 +33,13 @@ class Step:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The engine's resolved configuration, as plain data."""
+        """Return the engine's resolved configuration as plain data."""
         config: dict[str, Any] = self._checkpoint.config
         return config
 
     @property
     def norm(self) -> float:
-        """Global gradient norm before clipping."""
+        """Return the global gradient norm before clipping."""
         return float(self._checkpoint.client_state["norm"])
 
     @property
@@ -49,12 +49,12 @@ class Step:
 
     @property
     def losses(self) -> list[list[float]]:
-        """By rank, the losses given to `engine.backward`."""
+        """Return the losses given to `engine.backward`, by rank."""
         return [list(state["losses"]) for state in self._checkpoint.rank_state]
 
     @cached_property
     def reads(self) -> dict[tuple[int, str], list[str]]:
-        """By rank and parameter name, digests of the weight in the order in which forward read it."""
+        """Return digests of each weight in the order in which forward read it, by (rank, parameter name)."""
         found: dict[tuple[int, str], list[str]] = {}
         for rank, state in enumerate(self._checkpoint.rank_state):
             for name, digest in state["reads"]:
@@ -62,11 +62,11 @@ class Step:
         return found
 
     def names(self, kind: str) -> list[str]:
-        """Parameters that have a tensor of this kind, in the model's order."""
+        """Return the names of the parameters that have a tensor of ``kind``, in the model's order."""
         return [name for name in self._checkpoint.client_state["names"] if (name, kind) in self._checkpoint.tensors]
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
-        """A whole tensor."""
+        """Return the full tensor of ``kind`` of the parameter ``name``."""
         entry = self._checkpoint.entry(name, kind)
         out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         self._checkpoint.read_into(name, kind, 0, tensor_buffer(out))
@@ -84,15 +84,15 @@ class Recording:
         self.engines = sorted(folder.glob("engine *"))
 
     def count(self, engine: int) -> int:
-        """Steps of one engine."""
-        return sum(1 for _ in self._places(engine))
+        """Return the number of recorded steps of one engine, by its index in `engines`."""
+        return sum(1 for _ in self._step_folders(engine))
 
     def steps(self, engine: int) -> Iterator[Step]:
-        """The steps of one engine in order."""
-        for place in self._places(engine):
+        """Yield the steps of one engine in order."""
+        for place in self._step_folders(engine):
             yield Step(open_checkpoint(place))
 
-    def _places(self, engine: int) -> Iterator[Path]:
+    def _step_folders(self, engine: int) -> Iterator[Path]:
         number = 0
         while (place := self.engines[engine] / step_tag(number)).is_dir():
             yield place

@@ -1,4 +1,4 @@
-"""Run the user's script under a recorder: what a rank does."""
+"""Run the user's script under a recorder, in one rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .variants import Variant
 class ScriptRun:
     """One recorded run: which script, under which configuration, and where the recording goes.
 
-    ``target``: the path of a script, or with ``module`` a module's name. ``config``: the path of the user's file; None
-    takes what the script gives to `initialize`. ``seed``: of Python's and torch's generators when the script starts.
+    ``target``: the path of a script or, with ``module``, a module's name. ``config``: the path of a configuration file;
+    None uses what the script gives to `initialize`. ``seed``: of Python's and torch's generators at the start.
     """
 
     folder: str
@@ -33,20 +33,20 @@ class ScriptRun:
     seed: int = 0
 
     def write(self, path: Path) -> None:
-        """Store the plan for the ranks."""
+        """Write the plan to ``path`` for the ranks, as JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> ScriptRun:
-        """The plan that `write` stored."""
+        """Return the plan that `write` stored in ``path``."""
         values = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{**values, "arguments": tuple(values["arguments"])})
 
 
 def run_script(plan: ScriptRun) -> None:
-    """Run the plan's script as ``__main__`` in this process and record it; returns after the steps asked for.
+    """Run the plan's script as ``__main__`` in this process and record it; return after the requested steps.
 
-    The environment says which rank this is. Everything the script raises passes through.
+    The environment says which rank this is. The script's exceptions propagate.
     """
     random.seed(plan.seed)
     torch.manual_seed(plan.seed)

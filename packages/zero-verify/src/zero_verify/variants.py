@@ -16,7 +16,7 @@ _PRECISION = ("fp16", "bf16", "torch_autocast", "data_types", "communication_dat
 
 
 class Variant(enum.Enum):
-    """Which run of the script this is."""
+    """The variants of the script's run that are compared."""
 
     GIVEN = "given"  # the user's configuration
     REFERENCE = "reference"  # the same dtypes at stage 0, nothing offloaded, compressed or sharded
@@ -24,7 +24,7 @@ class Variant(enum.Enum):
 
 
 def variant_config(given: Any, variant: Variant, world_size: int) -> dict[str, Any]:
-    """The configuration of one run, as plain data.
+    """Return the configuration of one run as plain data.
 
     Gradients are reduced per micro-batch in all of them, which makes the stages bitwise equal (DESIGN.md, section 4).
     Monitors are off: these runs are not the user's.
@@ -47,8 +47,8 @@ def variant_config(given: Any, variant: Variant, world_size: int) -> dict[str, A
 
 
 def rounding(config: Mapping[str, Any]) -> float:
-    """The distance from 1 to the next number of the dtype that forward and backward compute in, for a resolved
-    configuration in 16 bits; 0 for one in float32 or float64."""
+    """Return the machine epsilon of the dtype in which a resolved configuration computes forward and backward, if that
+    has 16 bits; 0 for float32 and float64."""
     autocast = config["torch_autocast"]
     if config["fp16"]["enabled"] or (autocast["enabled"] and autocast["dtype"] == "fp16"):
         return torch.finfo(torch.float16).eps
