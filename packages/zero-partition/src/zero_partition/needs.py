@@ -136,7 +136,7 @@ def check_repeats(optimizer: Optimizer, need: Need) -> None:
     """Raise `PartitionError` for an optimizer whose results, bit by bit, depend on how its parameters are sharded.
 
     An elementwise one is tested on a vector that torch spreads over several threads, once in one piece and once split
-    at multiples of `GRID`. ``need``: what `need_of` returned.
+    at multiples of `GRID`. ``need``: the result of `need_of`.
     """
     kind = type(optimizer).__name__
     if isinstance(optimizer, (NormOptimizer, AveragingOptimizer)):

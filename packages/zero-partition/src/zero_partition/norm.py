@@ -68,7 +68,7 @@ class ExactSum:
 
     @classmethod
     def of_parts(cls, parts: Sequence[float]) -> ExactSum:
-        """Return the sum of ``parts``, for example those that `parts` returned."""
+        """Return the sum of ``parts``, which may be results of several calls of `parts`."""
         return cls.of(torch.tensor(list(parts), dtype=torch.float64))
 
     def parts(self) -> list[float]:

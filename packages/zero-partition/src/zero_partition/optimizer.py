@@ -171,7 +171,7 @@ class ShardedOptimizer:
         return StepResult(norm, finite, raised)
 
     def _update_weights(self, agreed: AgreedGradients, factor: float) -> Exception | None:
-        """Update the weights with gradients times ``factor`` and publish them; return what a user's post-hook raised.
+        """Update the weights with gradients times ``factor`` and publish them; return an exception of a post-hook.
 
         A pre-hook that raises on any rank ends the step on all ranks, before anything is written.
         """
@@ -229,7 +229,7 @@ class ShardedOptimizer:
         return factor
 
     def _step_inner(self, begin: Callable[[], None], touched: Touched) -> Exception | None:
-        """Run the wrapped optimizer's step with ``begin`` before its arithmetic; return what a post-hook raised."""
+        """Run the wrapped optimizer's step, ``begin`` before its arithmetic; return an exception of a post-hook."""
         self._stepping = True
         try:
             return self._tensors.step(begin, [] if self._partition.states else list(self._updated_elsewhere(touched)))

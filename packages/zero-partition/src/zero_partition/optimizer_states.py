@@ -198,6 +198,7 @@ class OptimizerStates:
             tier.write(fresh)
 
     def _fragments(self) -> list[OwnedFragment]:
+        """Return this rank's fragments in the order of the param groups."""
         return [listed.owned for group in self._listed for listed in group if listed.owned is not None]
 
     def _complete_state_dict(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict:
@@ -313,6 +314,7 @@ def _plain_state(state: Any) -> Any:
 
 
 def _described(elements: list[int] | None) -> str:
+    """Return a range [first, end) in words, for errors."""
     return "nothing" if elements is None else f"elements {elements[0]} to {elements[1] - 1}"
 
 

@@ -375,14 +375,17 @@ def left_by_an_engine(tensor: torch.Tensor) -> str | None:
 
 
 def _plain(kind: type) -> type:
+    """Return the class that a tensor of the param groups of class ``kind`` has unguarded."""
     return nn.Parameter if kind is FragmentTensor else kind
 
 
 def _unguarded(_kind: type) -> type:
+    """Return the class of every state unguarded."""
     return torch.Tensor
 
 
 def _guarded(kind: type) -> type:
+    """Return the class that a tensor of the param groups of class ``kind`` has guarded."""
     return FragmentTensor if kind is nn.Parameter else kind  # torch's fake tensors have a class of their own
 
 

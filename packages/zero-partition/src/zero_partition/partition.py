@@ -310,6 +310,7 @@ class Partition:
         ]
 
     def _accumulate_dtype(self, plan: UnitPlan) -> torch.dtype:
+        """Return the dtype in which a unit's gradients are accumulated, at least the unit's own."""
         return torch.promote_types(plan.dtype, self.options.policy.accumulate_dtype)
 
     def _make_gradients(self, unit: Unit) -> UnitGradients:

@@ -196,6 +196,7 @@ class Passes:
             self._release_when_done(unit)
 
     def _begin_forward(self, name: str) -> None:
+        """Steps 1 and 2 of [Note: the order of events]; ``name``: of the outermost module."""
         self._gradient_watch.pause()
         self._user_gradients.take()
         if self._unannounced.trains:
@@ -217,6 +218,7 @@ class Passes:
             self._gatherer.release(unit)
 
     def _end_forward(self, name: str, failure: BaseException | None) -> None:
+        """Step 5 of [Note: the order of events]; ``failure``: exception that the forward raised."""
         self._edits.forward_ends()
         self._gradient_watch.resume(hidden=self._unannounced.trains)
         if failure is not None:

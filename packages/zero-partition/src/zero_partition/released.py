@@ -210,6 +210,7 @@ def _changes_nothing(name: str, args: tuple[Any, ...], keywords: dict[str, Any])
 
 
 def _without_format(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments without ``memory_format``."""
     return {key: value for key, value in keywords.items() if key != _FORMAT}
 
 

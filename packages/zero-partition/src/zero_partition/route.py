@@ -48,6 +48,7 @@ class Secondary:
         return self._group.all_gather(flat, own, tag)
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of the unit's flat buffer."""
         return flat[self.start : self.start + self._numel]
 
 

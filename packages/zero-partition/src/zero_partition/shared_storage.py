@@ -68,6 +68,7 @@ def held_elsewhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
 
 
 def _tensors(model: nn.Module) -> Iterator[_NamedTensor]:
+    """Yield the parameters and buffers of ``model`` that have strided memory."""
     for name, parameter in model.named_parameters():
         yield from _byte_range("parameter", name, parameter.data)
     for name, buffer in model.named_buffers():

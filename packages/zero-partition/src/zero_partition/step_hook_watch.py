@@ -81,6 +81,7 @@ class StepHookWatch:
             self._refuse(parameter, f"{call} would read", "the model gets the new weights when the hooks are done")
 
     def _refuse(self, parameter: nn.Parameter, use: str, why: str) -> NoReturn:
+        """Raise `PartitionError`: "``use`` of the model's parameter ... in a step hook: ``why``"."""
         unit, number = self._places[id(parameter)]
         raise PartitionError(
             f"{use} of the model's parameter '{unit.names[number]}' in a step hook of the optimizer: {why}. {_INSTEAD}"

@@ -26,7 +26,8 @@ class StateTier(Protocol):
     """
 
     @property
-    def writes(self) -> int: ...
+    def writes(self) -> int:
+        """Number of writes to masters or moments by anything but a step."""
 
     def borrow_gradient(self, shard: str, /) -> tuple[torch.Tensor, bool]:
         """Return host memory to reduce into (1-D, the shard's elements), and whether it holds the sum so far."""

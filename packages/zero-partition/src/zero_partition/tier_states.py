@@ -355,6 +355,7 @@ class TierState(MutableMapping[str, Any]):
         return window.show(window.values, is_guarded=is_guarded and kind != _STEP)
 
     def _in_shape(self, kind: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a value of the tier (1-D) in the fragment's shape; ``step`` as it is."""
         return value if kind == _STEP else value.view(self._owned.shape)
 
     @_publishes_refusal

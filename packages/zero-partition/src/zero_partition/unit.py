@@ -340,7 +340,7 @@ class Unit:
             self._placeholders.install()
 
     def collect_gathered_edits(self) -> None:
-        """Keep what user code wrote into the gathered parameters as edits; they stay gathered."""
+        """Keep values that user code wrote into the gathered parameters as edits; they stay gathered."""
         self.edits.collect_written(self.views, exact=self._is_exact)
 
     def settle_masters(self) -> None:

@@ -66,8 +66,8 @@ class Update(Protocol):
     def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
         """Update the units' masters. Collective; called after all ranks have agreed that the step is taken.
 
-        Gives the fragments' tensors their gradients times ``factor`` (none to those that no rank touched), calls
-        ``step``, and stores the new weights in the masters.
+        Gives the fragments' tensors their gradients times ``factor`` (no gradient to parameters that no rank touched),
+        calls ``step``, and stores the new weights in the masters.
         """
 
 
@@ -132,7 +132,7 @@ class FragmentUpdate:
                 owned.tensor.data = view
 
     def _by_unit(self) -> Iterator[tuple[int, tuple[list[OwnedFragment], Stretches]]]:
-        """Yield each unit's index with its fragments and what slices them out of the unit's reduced gradient."""
+        """Yield each unit's index, its fragments, and the `Stretches` of these in its reduced gradient."""
         for index in dict.fromkeys(owned.unit.index for owned in self.fragments):
             fragments = [owned for owned in self.fragments if owned.unit.index == index]
             places = [(o.reduced_start, o.reduced_start + o.fragment.length) for o in fragments]

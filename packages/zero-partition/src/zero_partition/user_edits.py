@@ -125,6 +125,8 @@ class UserEdits:
             unit.settle_masters()
 
     def _settle_found(self, found: Sequence[Found]) -> None:
+        """Apply all pending edits, or undo all and raise `EditRefusedError`; take checksums again where there were
+        any."""
         refusal = self._refusal(found)
         for unit in self._units:
             edits = unit.edits
@@ -160,6 +162,7 @@ class UserEdits:
         return {(unit.index, number) for parameter, dtype, unit, number in self._kept if parameter.dtype is not dtype}
 
     def _note_versions(self) -> None:
+        """Copy the version counters of parameters that stay gathered from their units, for one comparison of all."""
         self._versions = [version for unit in self._staying for version in unit.edits.versions]
 
     def _look(self, kind: str) -> None:
@@ -195,12 +198,14 @@ class UserEdits:
         return untouched(self._parameters, self._views, self._dtypes, self._versions)
 
     def _look_at_releasable(self, unit: Unit) -> None:
+        """Have a unit keep edits of its placeholders or gathered parameters."""
         if unit.state is UnitState.RELEASED:
             unit.collect_placeholder_edits()
         elif unit.state is UnitState.GATHERED:
             unit.collect_gathered_edits()
 
     def _look_at_staying(self, unit: Unit, kind: str) -> None:
+        """Have a unit that stays gathered keep its edits; at a step undo casts that forward has made."""
         if unit.hidden:
             return
         for number in unit.edits.find_changed(unit.views):
