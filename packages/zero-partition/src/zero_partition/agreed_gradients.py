@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from .errors import PartitionError
-from .groups import digest_of, hyperparameters
+from .groups import hyperparameters, hyperparameters_digest
 from .messages import StepReport
 from .model_parts import ModelParts
 from .needs import AveragingOptimizer
@@ -87,7 +87,7 @@ class GradientAgreement:
                 culprit,
                 user.report(),
                 self._tensors.is_hooked,
-                digest_of(self._optimizer.param_groups),
+                hyperparameters_digest(self._optimizer.param_groups),
             )
             reports = [StepReport.decode(answer) for answer in runtime.agree("step", "", report.encode())]
             if len({one.hyperparameters for one in reports}) > 1:

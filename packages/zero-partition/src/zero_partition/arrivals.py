@@ -46,7 +46,7 @@ class GradientArrivals:
         """
         if self._left:
             self.take_left()
-        if hook.goes_on:
+        if hook.user_hooks_follow:
             self._left.append((unit, number, hook))
         else:
             self._take(unit, number, hook)
@@ -71,7 +71,7 @@ class GradientArrivals:
         unit, gradients = self._units[index], self._gradients[index]
         parameter = unit.parameters[number]
         gradient, parameter.grad = parameter.grad, None
-        if hook.changed(gradient) and gradients.touched[number]:
+        if hook.was_changed(gradient) and gradients.touched[number]:
             raise PartitionError(
                 f"a post-accumulate-grad hook changed the gradient of parameter '{unit.names[number]}' after the first "
                 "backward pass since the last step. In torch it sees the sum of the passes, here each pass's alone. "

@@ -1,4 +1,4 @@
-"""Substitutes for what some versions of torch do not have; each function names the version."""
+"""Substitutes for features that some versions of torch lack; each function names the version."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def compile_calls(modules: Sequence[nn.Module], options: dict[str, Any]) -> list[Callable[..., Any]]:
-    """Return the compiled calls of modules; those of one class share graphs, and classes do not use up each other's.
+    """Return the compiled call of each module; modules of one class share graphs, and each class has the full limit of
+    recompilations.
 
-    torch counts recompilations by function, and the calls of all modules are one. From torch 2.12 on the limit is an
-    argument; before, each class gets a function of its own.
+    torch counts recompilations by function, and the calls of all modules are one function. From torch 2.12 on the limit
+    is an argument; before, each class gets a function of its own. ``options``: for `torch.compile`.
     """
     kinds = {type(module) for module in modules}
     if TORCH >= (2, 12):
@@ -30,7 +31,7 @@ def compile_calls(modules: Sequence[nn.Module], options: dict[str, Any]) -> list
 
 
 def _function_for(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return a module's call as a function with code of its own, for torch before 2.12."""
+    """Return the call of modules of class ``kind`` as a function with its own code object, for torch before 2.12."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
-"""The class of an engine's parameters: it tells the engine what is written through ``p.data``.
+"""The class of an engine's parameters, by which the engine finds writes through ``p.data``.
 
 [Note: writes through .data] In torch ``p.data`` is an alias of the parameter with a version counter of its own, so a
-write through it leaves no trace on the parameter. An engine's parameters have a subclass of their own class, whose
-``data`` hands out aliases that share the version counter of one alias, which the unit keeps: that counter tells whether
-anything was written, whenever it was, also through an alias that was kept. torch functions do not see the subclass:
-computing costs what it costs in torch. A released parameter's ``data`` has its own answer (released.py).
-In a compiled region ``data`` is ``detach()``, which shares the parameter's own version counter.
+write through it leaves no trace on the parameter. An engine's parameters have a subclass of their own class. Its
+``data`` returns aliases that share the version counter of one alias, which the unit keeps: that counter shows every
+write, also one through an alias that code has kept. torch functions ignore the subclass, so computing costs what it
+costs in torch. ``data`` of a released parameter is handled in released.py. In a compiled region ``data`` is
+``detach()``, which shares the parameter's own version counter.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _DISABLED = torch._C._disabled_torch_function_impl
 
 
 def watch_data(parameter: nn.Parameter) -> None:
-    """Have the owner of ``parameter`` learn what is written through its ``data``; those of classes with torch functions
-    of their own are left as they are."""
+    """Give ``parameter`` a class whose ``data`` lets its owner find writes; nothing if its class has a
+    ``__torch_function__`` of its own."""
     kind = present_class(parameter)
     if kind.__torch_function__ is _DISABLED:
         parameter.__class__ = released_like(type(parameter), _watching_class(kind))
 
 
 def unwatch_data(parameter: nn.Parameter) -> None:
-    """Give ``parameter`` the user's class back; a released one stays released."""
+    """Undo `watch_data`: give ``parameter`` the user's class; a released one stays released."""
     parameter.__class__ = released_like(type(parameter), present_class(parameter))
 
 
 def present_class(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """The user's class of ``parameter``: the one that it has while its values are here and no engine watches it."""
+    """Return the user's class of ``parameter``: the one that it has when gathered and not watched by an engine."""
     return unwatched(type(parameter))
 
 
@@ -49,6 +49,7 @@ def change_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
 
 @functools.cache
 def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the subclass of ``kind`` whose ``data`` is watched; copies and pickles are of ``kind``."""
     body = {
         "data": property(_get_data, _set_data),
         "detach": detached,

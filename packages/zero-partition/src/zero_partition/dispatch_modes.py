@@ -1,12 +1,11 @@
-"""The engine's own tensor operations are not the user's: dispatch modes of the user's do not see them.
+"""Hide the engine's own tensor operations from dispatch modes of the user's.
 
 [Note: stepping out of dispatch modes] A `TorchDispatchMode` around forward or backward sees every operation, also those
-of the engine's hooks. Selective activation checkpointing keeps the results of a forward by their order and gives them
-out again in the recomputation, so an operation of a gather would shift them. So the calls by which torch reaches the
-engine inside passes are made outside such modes; hooks ask `any_modes` first, which costs next to nothing. Two kinds
-stay. torch's infrastructure modes (fake, functional and proxy tensors) say what a tensor is. The other modes of torch
-itself watch communication, memory or streams, of which the engine's are a part; those of `torch.utils.checkpoint` are
-the exception, which they have to be.
+of the engine's hooks. Selective activation checkpointing keeps the results of a forward by their order and returns them
+in the recomputation, so an operation of a gather would shift them. So the engine's hooks run outside such modes; they
+check `any_modes` first, which costs next to nothing. Two kinds of modes stay active. torch's infrastructure modes
+(fake, functional and proxy tensors) define what a tensor is. torch's other modes watch communication, memory or
+streams, and the engine's count there; only those of `torch.utils.checkpoint` do not stay.
 """
 
 from __future__ import annotations
@@ -25,30 +24,33 @@ _Result = TypeVar("_Result")
 innermost_transform: Callable[[], Any] = peek_interpreter_stack
 """The transform of torch.func (grad, jvp, vmap, …) that runs around the caller, None for none."""
 any_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-REPLAYING = "torch.utils.checkpoint"
+"""Return how many dispatch modes are active."""
+CHECKPOINT_MODULE = "torch.utils.checkpoint"
 
 
-def outside(call: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+def call_outside_modes(
+    call: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> _Result:
     """Return ``call(*args, **kwargs)``, whose tensor operations no dispatch mode of the user's sees or changes."""
-    left = _leave()
+    left = _pop_user_modes()
     try:
         return call(*args, **kwargs)
     finally:
-        _enter(left)
+        _restore_modes(left)
 
 
 def outside_modes(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """``call``, always `outside`."""
+    """Decorate ``call`` to run outside the user's dispatch modes; see `call_outside_modes`."""
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        return outside(call, *args, **kwargs) if any_modes() else call(*args, **kwargs)
+        return call_outside_modes(call, *args, **kwargs) if any_modes() else call(*args, **kwargs)
 
     return wrapped
 
 
 def outside_transforms(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """``call``, whose tensors no transform of torch.func that runs around it wraps: they are the engine's own."""
+    """Decorate ``call`` to run outside transforms of torch.func, which would wrap the engine's tensors."""
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -60,26 +62,30 @@ def outside_transforms(call: Callable[_Arguments, _Result]) -> Callable[_Argumen
     return wrapped
 
 
-def _leave() -> list[Any]:
-    """Take all modes but those of the infrastructure off the stack, innermost first, and put back those that stay."""
+def _pop_user_modes() -> list[Any]:
+    """Deactivate the user's modes inside the innermost infrastructure mode; modes outside of it stay.
+
+    Return all modes inside of it, innermost first: for `_restore_modes`.
+    """
     taken: list[Any] = []
     while (mode := _get_current_dispatch_mode()) is not None and not mode.is_infra_mode():
         taken.append(_pop_mode())
     for mode in reversed(taken):
-        if _stays(mode):
+        if _stays_active(mode):
             _push_mode(mode)
     return taken
 
 
-def _enter(taken: list[Any]) -> None:
-    """Have the stack that `_leave` found."""
+def _restore_modes(taken: list[Any]) -> None:
+    """Restore the stack that `_pop_user_modes`, which returned ``taken``, has found."""
     for mode in taken:
-        if _stays(mode):
+        if _stays_active(mode):
             _pop_mode()
     for mode in reversed(taken):
         _push_mode(mode)
 
 
-def _stays(mode: Any) -> bool:
+def _stays_active(mode: Any) -> bool:
+    """Return whether ``mode`` is torch's own and not of activation checkpointing."""
     module = type(mode).__module__
-    return module.partition(".")[0] == "torch" and module != REPLAYING
+    return module.partition(".")[0] == "torch" and module != CHECKPOINT_MODULE

@@ -1,4 +1,4 @@
-"""The end of a backward pass that the user has started."""
+"""Detect the end of a backward pass that the user has started with ``loss.backward()``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 class EndOfBackward:
-    """The callback that autograd calls when its run is over, for a backward pass that the user started.
+    """A callback for autograd that calls ``end`` when its run is over, or ``failed`` when the run raises.
 
-    A run that raises drops it uncalled, before the exception reaches the user; then ``failed`` is called instead.
+    A run that raises drops the callback uncalled, before the exception reaches the user.
     """
 
     def __init__(self, end: Callable[[], None], failed: Callable[[], None]) -> None:

@@ -12,8 +12,8 @@ class ReleasedParameterError(PartitionError):
 
 
 class EditRefusedError(PartitionError):
-    """Parameters were changed in a way that cannot be taken over; every rank raises it, and the message names one."""
+    """User code changed parameters in a way that the engine cannot adopt; every rank raises it, naming one."""
 
 
 class NonFiniteGradientError(PartitionError):
-    """The gradient norm is not finite and no loss scale is there to skip the step."""
+    """The gradient norm is not finite, and there is no loss scaling that would skip the step."""

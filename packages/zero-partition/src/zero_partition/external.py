@@ -1,4 +1,4 @@
-"""Declarations of users about modules that the module tree does not show."""
+"""Users' declarations about modules that the module tree does not show: external parameters and leaf modules."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LEAF = "_zero_leaf"
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Have ``parameter`` gathered whenever ``module`` runs, though another module owns it.
+    """Gather ``parameter`` whenever ``module`` runs, though another module owns it.
 
-    For code that holds the parameter itself instead of reading it from its owner, which brings it anyway. Before or
-    after the model is partitioned.
+    For code that holds the parameter itself; reading it from its owner gathers it anyway. Call it before or after the
+    model is partitioned.
     """
     registered: list[nn.Parameter] = module.__dict__.setdefault(_EXTERNAL, [])
     if not any(known is parameter for known in registered):
@@ -27,7 +27,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Undo `register_external_parameter` for engines that are made from now on."""
+    """Undo `register_external_parameter` for engines that are made later; existing ones keep it."""
     registered = module.__dict__.get(_EXTERNAL, [])
     registered[:] = [known for known in registered if known is not parameter]
 
@@ -40,14 +40,15 @@ def external_parameters(module: nn.Module) -> list[nn.Parameter]:
 def set_leaf_modules(
     model: nn.Module, chosen: Iterable[type[nn.Module] | str], *, leaf: bool = True
 ) -> list[nn.Module]:
-    """Have the modules chosen gathered together with their children, however large: they choose inside what to run.
+    """Mark modules as leaves: each is gathered together with all its children, however large, and return them.
 
-    ``chosen``: classes, names of classes (with or without their package) or names of modules in ``model``. Before the
-    model is partitioned. Returns the modules; ValueError names a choice that fits none.
+    For modules that choose at run time which children to run. ``chosen``: classes, names of classes (with or without
+    their package) or names of modules in ``model``. ``leaf``: False removes the mark. Call it before the model is
+    partitioned. Raises ValueError naming a choice that fits no module.
     """
     found: dict[int, nn.Module] = {}
     for choice in chosen:
-        fits = [module for name, module in model.named_modules() if _fits(choice, name, module)]
+        fits = [module for name, module in model.named_modules() if _is_chosen(choice, name, module)]
         if not fits:
             raise ValueError(f"set_leaf_modules: no module of the model is {choice!r}")
         found.update((id(module), module) for module in fits)
@@ -59,8 +60,11 @@ def set_leaf_modules(
 def leaf_marker(
     classes: Iterable[str] = (), names: Iterable[str] = (), suffixes: Iterable[str] = ()
 ) -> Callable[[str, nn.Module], bool]:
-    """Return whether a module is gathered together with its children: by its class's name, its own name, the end of its
-    name, or because it was marked."""
+    """Return a function of (name, module) that tells whether a module is a leaf, gathered together with its children.
+
+    A mark of `set_leaf_modules` decides; without one, modules are leaves whose class is among ``classes`` (names, also
+    of base classes), whose name is among ``names``, or whose name ends in one of ``suffixes``.
+    """
     known, exact, ends = set(classes), set(names), tuple(suffixes)
 
     def is_leaf(name: str, module: nn.Module) -> bool:
@@ -74,10 +78,12 @@ def leaf_marker(
 
 
 def _class_names(kind: type) -> tuple[str, str]:
+    """Return the name of a class without and with its package."""
     return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _fits(choice: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
+def _is_chosen(choice: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
+    """Return whether ``choice`` (see `set_leaf_modules`) is the class or the name of ``module``, called ``name``."""
     if isinstance(choice, str):
         return name == choice or choice in _class_names(type(module))
     return isinstance(module, choice)

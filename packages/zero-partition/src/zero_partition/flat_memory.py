@@ -1,4 +1,4 @@
-"""Who holds tensors in a unit's flat buffer: the unit, autograd, or anybody else."""
+"""Find whether code other than the unit and autograd holds tensors in a unit's flat buffer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from .host_facts import REFERENCES_OF_ONE, is_fake, storage_references
 
 
 class FlatMemory:
-    """The memory of one flat buffer, with the tensors in it that may find it empty.
+    """Counts the tensors in the memory of one flat buffer, to tell whether it can be freed.
 
-    [Note: views that code keeps] Reading freed storage ends the process. The unit knows its own views, and autograd's,
-    which are unpacked only after a gather; any further tensor or array in the memory is somebody's who may read it at
-    any time. Then the memory is left to them, with the values of this pass, and the unit gets other memory.
+    [Note: views that code keeps] Reading freed storage is a segmentation fault. The unit knows its own views, and
+    autograd's, which are unpacked only after a gather. Any other tensor or array in the memory may be read by user code
+    at any time. Then release leaves the memory to that code, with the values of this pass, and the unit gets a new flat
+    buffer.
 
     Attributes:
-        saved: how many views of it autograd holds.
+        saved: number of views of the flat buffer that autograd holds.
     """
 
     def __init__(self, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
@@ -27,7 +28,7 @@ class FlatMemory:
 
     @property
     def is_held(self) -> bool:
-        """Return whether others hold the memory, or have held an array over it, so that torch does not resize it."""
+        """Return whether other code holds a tensor in the memory, or torch refuses to resize it because of an array."""
         if self._flat is None:
             return False
         storage = self._flat.untyped_storage()

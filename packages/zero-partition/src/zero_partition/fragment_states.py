@@ -1,8 +1,8 @@
-"""The optimizer's ``state``, by fragment: refuses what user code looks up by the model's parameters.
+"""The optimizer's ``state`` by fragment, which refuses look-ups by the model's parameters.
 
-An entry of a parameter that is not a fragment would be read as absent, or be kept and never used. Outside the
-optimizer's step it notes that states are looked at, which are guarded then (optimizer_tensors.py). Where a tier keeps
-the states, ``state`` is a mapping that reads and writes there (tier_states.py).
+An entry for a parameter of the model would be read as absent, or be kept and never used. Outside the optimizer's step
+the first look at the states is reported, which are guarded from then on (optimizer_tensors.py). Where a tier keeps the
+states, ``state`` is a mapping that reads and writes there (tier_states.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _Entries = defaultdict[Any, Any]
 
 
 class FragmentStates(_Entries):
-    """A ``defaultdict(dict)`` by fragment. Pickles and copies of it are plain ones.
+    """A ``defaultdict(dict)`` by fragment tensor; its pickles and copies are plain ``defaultdict``s.
 
-    ``name_of``: the name of a parameter of the model, "" for anything else. Raises `PartitionError` where an entry is
-    of a parameter of the model.
+    ``name_of``: returns the name of a parameter of the model, "" for any other tensor. All methods raise
+    `PartitionError` for a key that is a parameter of the model.
     """
 
     def __init__(self, entries: dict[Any, Any], name_of: Callable[[nn.Parameter], str]) -> None:
@@ -33,12 +33,12 @@ class FragmentStates(_Entries):
         self.update(entries)
 
     def watch(self, read: Callable[[], None]) -> None:
-        """Call ``read`` before the first look at the states; the optimizer's step has them without that."""
+        """Call ``read`` once, before user code first looks at the states, until `unwatch`."""
         self._read = read
         self.__class__ = WatchedFragmentStates
 
     def unwatch(self) -> None:
-        """Let the states be looked at."""
+        """Stop calling ``read``: the optimizer's step looks at the states."""
         self.__class__ = FragmentStates
 
     def __missing__(self, key: Any) -> Any:
@@ -84,7 +84,7 @@ class FragmentStates(_Entries):
         return self
 
     def copy(self) -> _Entries:  # type: ignore[override]
-        """A plain ``defaultdict`` of the same entries."""
+        """Return a plain ``defaultdict`` of the same entries."""
         return defaultdict(dict, dict.items(self))
 
     def __copy__(self) -> Any:
@@ -94,12 +94,13 @@ class FragmentStates(_Entries):
         return defaultdict, (dict,), None, None, iter(dict.items(self))
 
     def _check(self, key: object) -> None:
+        """Raise `PartitionError` if ``key`` is a parameter of the model."""
         if isinstance(key, nn.Parameter):
             refuse_parameter(self._name_of(key))
 
 
 class WatchedFragmentStates(FragmentStates):
-    """A `FragmentStates` between `watch` and `unwatch`: telling how many entries there are is a look too."""
+    """A `FragmentStates` between `watch` and `unwatch`: the first read of any kind, also of its length, is reported."""
 
     def __contains__(self, key: object) -> bool:
         self._note_read()
@@ -157,20 +158,22 @@ class WatchedFragmentStates(FragmentStates):
         return super().items()
 
     def copy(self) -> _Entries:  # type: ignore[override]
-        """A plain ``defaultdict`` of the same entries."""
+        """Return a plain ``defaultdict`` of the same entries."""
         self._note_read()
         return super().copy()
 
     def _note_read(self) -> None:
+        """Call the function given to `watch`, the first time only."""
         if self._read is not None:
             read, self._read = self._read, None
             read()
 
 
 class StateElsewhere(dict[str, Any]):
-    """The state of a parameter of which another rank updates everything: each kind is a tensor without elements, and
-    ``step`` is what ``step`` says, so that a loop over the listed parameters does there what it does on the other
-    ranks. Copies are plain dicts."""
+    """The state of a parameter that other ranks update entirely, so that a loop over parameters runs here as there.
+
+    Each kind is an empty tensor like ``tensor``, but "step" is what ``step`` returns. Pickles are plain dicts.
+    """
 
     def __init__(self, tensor: torch.Tensor, step: Callable[[], Any]) -> None:
         super().__init__()
@@ -183,7 +186,7 @@ class StateElsewhere(dict[str, Any]):
         super().pop(kind, None)
 
     def pop(self, kind: str, *default: Any) -> Any:
-        """As of a dict that has every kind."""
+        """Remove and return a kind, as from a dict that has every kind."""
         value = default[0] if default else self[kind]
         return super().pop(kind, value)
 
@@ -192,7 +195,7 @@ class StateElsewhere(dict[str, Any]):
 
 
 def refuse_parameter(name: str) -> None:
-    """Refuse a look-up by the parameter ``name`` of the model; "" is none."""
+    """Raise `PartitionError` for a look-up by the parameter ``name`` of the model; do nothing if ``name`` is empty."""
     if name:
         raise PartitionError(
             f"optimizer.state was asked for parameter '{name}': it has the states of this rank's fragments, by the "

@@ -1,10 +1,10 @@
-"""Find what user code does to ``.grad`` while the engine holds the gradients.
+"""Find accesses of user code to ``.grad`` while the engine holds the gradients.
 
 [Note: gradients that the engine holds] Between backward and step ``p.grad`` is None although there is a gradient,
-except at stage 0 after the accumulation's last backward. Code that reads it and goes on would do nothing in silence.
-For that time a parameter has a subclass of its own class, whose ``__torch_function__`` sees ``p.grad``: reading it is
-refused, and ``p.grad = None`` forgets the gradient, as it does in plain torch. Released parameters have such a class
-already (released.py) and report here too.
+except at stage 0 after the accumulation's last backward. Code that reads it there would silently do nothing. For that
+time a parameter has a subclass of its own class, whose ``__torch_function__`` sees ``p.grad``: reading it is refused,
+and ``p.grad = None`` forgets the gradient, as in plain torch. Released parameters have such a class already
+(released.py) and report here too.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from .released import released_like, report_gradient_access
 _PLAIN = "_zero_plain_class"
 _CLIPPING = "torch.nn.utils.clip_grad"
 OtherClass = Callable[[type[nn.Parameter]], type[nn.Parameter]]
-_QUIET = ("torch.", "zero_")  # they look at p.grad for reasons of their own, but for these
+_QUIET = ("torch.", "zero_")  # packages that read p.grad for reasons of their own, except _ACTING
 _ACTING = ("torch.optim.",)
 _ZERO_GRAD = ("torch.nn.modules.module", "zero_grad")
 
 
 class GradientWatch:
-    """Watches the parameters of ``gradients`` from `begin` to `end`; ``discard`` forgets those of some parameters.
+    """Watches ``.grad`` of the parameters of ``gradients`` from `begin` to `end`.
 
-    Forward passes compute with parameters of their own class: `pause` and `resume` stand around them. ``alone``: by
-    name, parameters whose gradients are not averaged, as no optimizer has them, where there are other ranks.
+    `pause` and `resume` enclose a forward pass, which computes with parameters of their own class. ``discard``: forgets
+    the gradients of the given parameters. ``alone``: by name, parameters that no optimizer has, so that their gradients
+    are this rank's only; empty on a single rank.
     """
 
     def __init__(
@@ -56,30 +57,34 @@ class GradientWatch:
         self._begun = self._shown = False
 
     def begin(self, *, shown: bool) -> None:
-        """Backward is over, and the engine holds what it gave; ``shown``: where it can, it shows the average."""
+        """Watch the parameters whose gradients the engine holds, after a backward pass.
+
+        ``shown``: averaged gradients are shown in ``.grad`` where they can be (stage 0); these are not watched.
+        """
         self._begun, self._shown = True, shown
         self._watched = self._hidden(shown=shown)
         self._exchange(_watching_class)
 
     def end(self) -> None:
-        """A backward pass or a step begins."""
+        """Stop watching, before a backward pass or a step."""
         self._begun = False
         self.pause()
 
     def pause(self) -> None:
-        """A forward pass begins: parameters have their own class again."""
+        """Give the parameters their own class again, for a forward pass."""
         self._exchange(_plain_class)
         self._watched = []
 
     def resume(self, *, hidden: bool) -> None:
-        """The forward pass is over; ``hidden``: it has hidden averages that were shown."""
+        """Watch again after a forward pass; ``hidden``: that pass has hidden the averages that were shown."""
         if self._begun:
             self.begin(shown=self._shown and not hidden)
 
     def accessed(self, parameter: nn.Parameter, *, cancels: bool) -> None:
-        """``p.grad`` is read, or with ``cancels`` set to None.
+        """Handle a read of ``parameter.grad``, or with ``cancels`` its setting to None, which discards the gradient.
 
-        Raises `PartitionError`, naming it, for code that would go on without the gradient.
+        Raises `PartitionError`, naming the parameter, if the reader would go on without a gradient that the engine
+        holds.
         """
         if id(parameter) in self._alone:
             if self._begun and not cancels:
@@ -90,7 +95,7 @@ class GradientWatch:
         if cancels:
             self._discard([parameter])
             return
-        frame = _reader()
+        frame = _accessing_frame()
         module = str(frame.f_globals.get("__name__"))
         if module == _CLIPPING:
             raise PartitionError(
@@ -111,8 +116,9 @@ class GradientWatch:
             )
 
     def _refuse_to_clip_alone(self, parameter: nn.Parameter) -> None:
+        """Raise `PartitionError` if torch's clipping reads the gradient of a parameter that no optimizer has."""
         with torch._C.DisableTorchFunctionSubclass():
-            if parameter.grad is None or _reader().f_globals.get("__name__") != _CLIPPING:
+            if parameter.grad is None or _accessing_frame().f_globals.get("__name__") != _CLIPPING:
                 return
         raise PartitionError(
             f"torch.nn.utils.clip_grad_* was given parameter '{self._alone[id(parameter)][0]}', which requires "
@@ -121,13 +127,14 @@ class GradientWatch:
         )
 
     def _exchange(self, other: OtherClass) -> None:
+        """Give every watched parameter the class that ``other`` returns for its present one."""
         if self._watched:
             exchange_classes(self._parameters[self._shown], other)
         if self._alone_parameters:
             exchange_classes(self._alone_parameters, other)
 
     def _hidden(self, *, shown: bool) -> list[UnitGradients]:
-        """The gradients that the user does not see, after a pass that ``shown`` says of."""
+        """Return the gradients that ``.grad`` does not show; ``shown``: averages are shown where they can be."""
         return [g for g in self._gradients if not (shown and g.is_shown)]
 
     def _name(self, parameter: nn.Parameter) -> str:
@@ -137,14 +144,14 @@ class GradientWatch:
 
 @functools.cache
 def _plain_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """``kind`` without the report of ``grad``."""
+    """Return the class of which ``kind`` is the watching subclass; ``kind`` itself if it is none."""
     return released_like(kind, getattr(kind, _PLAIN)) if hasattr(kind, _PLAIN) else kind
 
 
 @functools.cache
 def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """A subclass of ``kind`` that reports ``grad``; ``kind`` itself where it has torch functions of its own, as those
-    of released parameters and of this module."""
+    """Return a subclass of ``kind`` that reports accesses to ``grad``; ``kind`` itself if it has a
+    ``__torch_function__`` of its own, as released parameters and the classes made here have."""
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return kind
     body = {
@@ -176,14 +183,15 @@ def _copy_as_plain(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Paramete
         parameter.__class__ = watching
 
 
-def is_for_the_user() -> bool:
-    """Return whether user code, or a function of torch that acts on gradients for it, does this to a ``grad``."""
-    module = str(_reader().f_globals.get("__name__"))
+def is_user_access() -> bool:
+    """Return whether the code that accesses a ``grad`` now is the user's, or torch's clipping or optimizers."""
+    module = str(_accessing_frame().f_globals.get("__name__"))
     return not module.startswith(_QUIET) or module == _CLIPPING or module.startswith(_ACTING)
 
 
 def _zeroes_alone(frame: FrameType) -> bool:
-    """Return True when ``frame`` is the `zero_grad` of a module around the engine's, which discards nothing there."""
+    """Return whether ``frame`` is a module's `zero_grad` that the engine's (zeroing.py) has not called, so that nothing
+    is discarded."""
     if (frame.f_globals.get("__name__"), frame.f_code.co_name) != _ZERO_GRAD:
         return False
     caller = frame.f_back
@@ -192,8 +200,8 @@ def _zeroes_alone(frame: FrameType) -> bool:
     return caller is None
 
 
-def _reader() -> FrameType:
-    """The code that reads the gradient."""
+def _accessing_frame() -> FrameType:
+    """Return the innermost frame outside this package: that of the code which accesses the gradient."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("zero_partition"):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Param groups after the engine was made: what the user adds is refused, and ranks have the same hyperparameters."""
+"""Checks of param groups after the engine was made: groups stay as they are, hyperparameters are alike on all ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .partition import Partition
 
 
 class AddParamGroup:
-    """`add_param_group` of an optimizer whose groups hold fragments: refuses by name, and changes nothing.
+    """Replaces `add_param_group` of an optimizer whose groups hold fragments: every call raises.
 
-    It stands in the optimizer's own ``__dict__`` until `remove`; pickles of the optimizer have the method of its class.
+    It is in the optimizer's own ``__dict__`` until `remove`; pickles of the optimizer have the method of its class.
     """
 
     def __init__(self, optimizer: Optimizer, partition: Partition) -> None:
@@ -40,12 +40,13 @@ class AddParamGroup:
         )
 
     def remove(self) -> None:
-        """Give the optimizer its own method back."""
+        """Restore the optimizer's own method."""
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.__dict__.get("add_param_group") is self:
             del optimizer.__dict__["add_param_group"]
 
     def _describe(self, parameter: Any) -> str:
+        """Return words for an entry of a param group: a parameter, or (name, parameter)."""
         if isinstance(parameter, tuple):
             parameter = parameter[-1]
         partition = self._partition()
@@ -56,7 +57,7 @@ class AddParamGroup:
 
 
 def check_groups(optimizer: Optimizer, expected: Sequence[nn.Parameter]) -> None:
-    """Raise `PartitionError` when the groups hold other tensors than the ``expected`` ones, in their order."""
+    """Raise `PartitionError` unless the optimizer's groups hold the ``expected`` tensors, in their order."""
     held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     if len(held) != len(expected) or any(map(operator.is_not, held, expected)):
         raise PartitionError(
@@ -67,8 +68,10 @@ def check_groups(optimizer: Optimizer, expected: Sequence[nn.Parameter]) -> None
 
 
 def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int, str], str]]:
-    """((number of the group, key), value as text) of the numbers, flags and names in param groups; a tensor counts
-    where reading it asks no accelerator."""
+    """Return ((number of the group, key), value as text) of the numbers, flags and names in param groups.
+
+    Tensors of one element count if they are on the CPU, where reading them does not synchronise an accelerator.
+    """
     return [
         ((number, key), repr(float(value)) if isinstance(value, torch.Tensor) else repr(value))
         for number, group in enumerate(groups)
@@ -77,8 +80,8 @@ def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int
     ]
 
 
-def digest_of(groups: Sequence[Mapping[str, Any]]) -> int:
-    """Return a digest of `hyperparameters`."""
+def hyperparameters_digest(groups: Sequence[Mapping[str, Any]]) -> int:
+    """Return a 32-bit digest of `hyperparameters`."""
     return zlib.crc32(repr(hyperparameters(groups)).encode())
 
 

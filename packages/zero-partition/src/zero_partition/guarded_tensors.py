@@ -1,6 +1,7 @@
-"""The classes of tensors that stand for a parameter, or for a part of one, in an optimizer's param groups and states.
+"""The classes of tensors that stand for a parameter, or a fragment of one, in an optimizer's param groups and states.
 
-Their ``__torch_function__`` asks a guard first; [Note: what user code does to fragments] in optimizer_tensors.py.
+Their ``__torch_function__`` checks with a guard first; see [Note: what user code does to fragments] in
+optimizer_tensors.py.
 """
 
 from __future__ import annotations
@@ -22,23 +23,32 @@ _RANDOM = frozenset(["rand_like", "randint_like", "randn_like"])
 
 
 class TensorGuard(Protocol):
-    """Knows what user code may do with guarded tensors now. ``is_on``: anything is refused at all; ``split``: other
-    ranks may hold other parts."""
+    """Decides which torch functions user code may apply to guarded tensors.
+
+    ``split``: other ranks may hold other fragments of the parameters.
+    """
 
     split: bool
 
     @property
-    def is_on(self) -> bool: ...
+    def is_on(self) -> bool:
+        """Return whether uses are checked now; False inside the optimizer's step."""
 
     def used(self, reference: FragmentReference, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Torch function ``func`` gets a guarded tensor. Raises `PartitionError` where it would do something else than
-        with the parameter."""
+        """Raise `PartitionError` if the values are not here, or ``func`` would do something else to the fragment than
+        to the full parameter.
+
+        Called before torch function ``func`` runs with ``args`` and ``keywords``, among which is the guarded tensor of
+        ``reference``.
+        """
 
 
 @dataclass(frozen=True)
 class FragmentReference:
-    """The part of parameter ``name``, whose full shape is ``shape``, that a tensor stands for. ``is_updated``: it is
-    memory of what the optimizer updates; others are states, and results of the user's."""
+    """The parameter ``name``, of full shape ``shape``, of which a guarded tensor is a fragment or is computed from one.
+
+    ``is_updated``: the tensor's memory is what the optimizer updates; else it is a state, or a result of user code.
+    """
 
     guard: TensorGuard
     name: str
@@ -47,13 +57,15 @@ class FragmentReference:
 
 
 def guard_of(value: object) -> FragmentReference | None:
-    """The reference of a guarded tensor, None for any other value."""
+    """Return the reference of a guarded tensor; None for any other value."""
     return value.fragment_reference() if isinstance(value, GuardedTensor) else None
 
 
 def check_use(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[FragmentReference]:
-    """Return the references of the guarded tensors that torch function ``func`` gets. Raises `PartitionError` where it
-    may not get them."""
+    """Return the references of the guarded tensors among the arguments of torch function ``func``.
+
+    Only those whose guard is on. Raises `PartitionError` if a guard refuses the use.
+    """
     leaves = tree_leaves((args, keywords))
     found = [one for leaf in leaves if (one := guard_of(leaf)) is not None and one.guard.is_on]
     for reference in found:
@@ -62,7 +74,7 @@ def check_use(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> lis
 
 
 def check_same_parameter(name: str, kind: str, value: object) -> None:
-    """Raise `PartitionError` where ``value``, state ``kind`` of parameter ``name``, stands for a part of another."""
+    """Raise `PartitionError` if ``value``, set as state ``kind`` of parameter ``name``, is of another parameter."""
     reference = guard_of(value)
     if reference is not None and reference.name != name:
         raise PartitionError(
@@ -73,7 +85,10 @@ def check_same_parameter(name: str, kind: str, value: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """``value``, or where it is guarded a plain tensor of the same memory, which has the tier's values if need be."""
+    """Return a plain tensor in the memory of ``value`` if that is guarded, else ``value`` itself.
+
+    Values on a tier are read from there.
+    """
     if not isinstance(value, GuardedTensor):
         return value
     values: Any = value.detach()  # type: ignore[attr-defined]
@@ -82,14 +97,14 @@ def plain(value: Any) -> Any:
 
 
 def written_by(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
-    """The arguments that the function called ``call`` writes."""
+    """Return the arguments that the torch function called ``call`` writes; None may be among them."""
     return tree_leaves([keywords.get("out"), args[0] if args and writes(call) else None])
 
 
 def why_not_elementwise(
     reference: FragmentReference, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> str:
-    """Return why ``func`` does something else to a part of a parameter than to the whole, "" where it does not."""
+    """Return why ``func`` does something else to a fragment than to the full parameter; "" if it does the same."""
     attribute, call = attribute_of(func), name_of(func)
     if (attribute or call) in SHAPES or (call in FACTS and call not in _RANDOM and not is_elementwise(call)):
         return ""
@@ -112,27 +127,29 @@ def why_not_elementwise(
 
 
 def is_whole_view(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether the function called ``call`` gives all elements in their order."""
+    """Return whether the function called ``call`` returns a view of all elements in their order."""
     if call == "__getitem__":
-        return _is_whole(args[1])
+        return _selects_all(args[1])
     if call in ("flatten", "ravel"):
         return len(args) == 1 and not keywords
     return call in ("view", "reshape") and tree_leaves(args[1:]) == [-1] and not keywords
 
 
-def _is_whole(index: Any) -> bool:
+def _selects_all(index: Any) -> bool:
+    """Return whether ``index`` selects every element, as ``[:]`` and ``[...]`` do."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(one is Ellipsis or (isinstance(one, slice) and one == slice(None)) for one in parts)
 
 
 def _is_alike_at(index: Any, value: Any) -> bool:
-    """Return whether writing ``value`` at ``index`` is the same for a part: everywhere, or a number where a mask is."""
+    """Return whether writing ``value`` at ``index`` does the same to a fragment as to the full parameter: it writes all
+    elements, or one number at a mask."""
     is_number = not isinstance(value, torch.Tensor) or value.numel() == 1
-    return _is_whole(index) or (isinstance(index, torch.Tensor) and index.dtype == torch.bool and is_number)
+    return _selects_all(index) or (isinstance(index, torch.Tensor) and index.dtype == torch.bool and is_number)
 
 
 def _operands(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[list[Any]]:
-    """The arguments that meet each other: one list, or of a function over lists one for each position."""
+    """Return the arguments that are combined with each other: one list, or one per position for ``_foreach_``."""
     if not call.startswith("_foreach_"):
         return [tree_leaves((args, keywords))]
     lists = [one for one in (*args, *keywords.values()) if isinstance(one, (list, tuple))]
@@ -141,6 +158,10 @@ def _operands(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> lis
 
 
 def _why_not_alike(reference: FragmentReference, operands: Sequence[Any], written: set[int]) -> str | None:
+    """Return which of ``operands`` does not fit a fragment of the parameter elementwise, in words; None if all do.
+
+    ``written``: ids of the tensors that the function writes.
+    """
     tensors = [one for one in operands if isinstance(one, torch.Tensor)]
     guarded = [(one, found) for one in tensors if (found := guard_of(one)) is not None]
     own = next((found for one, found in guarded), reference)
@@ -157,7 +178,7 @@ def _why_not_alike(reference: FragmentReference, operands: Sequence[Any], writte
 
 
 def shape_fact(fact: str, shape: torch.Size, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """The answer to ``fact``, one of `SHAPES`, of a tensor of ``shape``."""
+    """Return the value of ``fact``, an attribute or method in `SHAPES`, for a tensor of ``shape``."""
     with torch._C.DisableTorchFunctionSubclass():
         whole = torch.empty((), device="cpu").expand(shape)
     if fact in ("shape", "ndim"):
@@ -165,7 +186,7 @@ def shape_fact(fact: str, shape: torch.Size, args: tuple[Any, ...], keywords: di
     return getattr(whole, fact)(*args[1:], **keywords)
 
 
-def _call(
+def _torch_function(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     if not all(kind in _OWN or not issubclass(kind, GuardedTensor) for kind in _types):
@@ -192,7 +213,11 @@ def _call(
 
 
 def guarded_result(result: Any, args: tuple[Any, ...], found: Sequence[FragmentReference], *, is_view: bool) -> Any:
-    """``result`` with its tensors guarded as what they were computed from; ``is_view``: it shares their memory."""
+    """Return ``result`` with its tensors guarded by the references ``found`` of the tensors it was computed from.
+
+    ``args``: the call's, whose first list gives the references of a list of results. ``is_view``: ``result`` shares
+    their memory.
+    """
     if isinstance(result, (list, tuple)):
         of = args[0] if args and isinstance(args[0], (list, tuple)) else []
         own = [guard_of(one) for one in of] if len(of) == len(result) else [None] * len(result)
@@ -213,7 +238,7 @@ class GuardedTensor:
     """Base of the classes of tensors whose use a guard checks."""
 
     def fragment_reference(self) -> FragmentReference | None:
-        """Return what this stands for, None where nothing guards it."""
+        """Return this tensor's reference to its parameter; None if nothing guards it."""
         reference: FragmentReference | None = self.__dict__.get(REFERENCE)
         return reference
 
@@ -231,17 +256,17 @@ def _reduce(tensor: nn.Parameter, protocol: Any) -> Any:
 
 
 class FragmentTensor(GuardedTensor, nn.Parameter):
-    """What this rank updates of a parameter, outside the optimizer's step."""
+    """The fragment of a parameter that this rank updates, outside the optimizer's step."""
 
-    __torch_function__: ClassVar[Any] = classmethod(_call)
+    __torch_function__: ClassVar[Any] = classmethod(_torch_function)
     __deepcopy__ = _copy
     __reduce_ex__ = _reduce
 
 
 class FragmentValues(GuardedTensor, torch.Tensor):
-    """What was taken or computed from a `FragmentTensor`, or a state of the optimizer, outside the optimizer's step."""
+    """A tensor computed from a `FragmentTensor`, or an optimizer state of one, outside the optimizer's step."""
 
-    __torch_function__: ClassVar[Any] = classmethod(_call)
+    __torch_function__: ClassVar[Any] = classmethod(_torch_function)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .calls import ModuleCalls, RunningCall
-from .dispatch_modes import any_modes, innermost_transform, outside
+from .dispatch_modes import any_modes, call_outside_modes, innermost_transform
 from .errors import ReleasedParameterError
 from .gradient_hook import GradientHook
 from .saved_views import address_of
@@ -164,7 +164,7 @@ def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, number: int, ho
     ``unit``; nothing once the hooks' owner is gone."""
     owner = hooks()
     if owner is not None and any_modes():
-        outside(owner.listener.gradient_ready, unit, number, hook)
+        call_outside_modes(owner.listener.gradient_ready, unit, number, hook)
     elif owner is not None:
         owner.listener.gradient_ready(unit, number, hook)
 
@@ -234,7 +234,7 @@ class ModuleWatch:
         if innermost_transform() is not None:  # which differentiates by itself inside forward
             return
         if any_modes():
-            outside(self._listener.before_backward, self.units)
+            call_outside_modes(self._listener.before_backward, self.units)
         else:
             self._listener.before_backward(self.units)
 
@@ -250,7 +250,7 @@ def eager(call: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
             return untraced(*args, **kwargs)
-        return outside(call, *args, **kwargs) if any_modes() else call(*args, **kwargs)
+        return call_outside_modes(call, *args, **kwargs) if any_modes() else call(*args, **kwargs)
 
     return run
 

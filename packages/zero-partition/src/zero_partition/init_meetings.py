@@ -1,4 +1,4 @@
-"""Meetings of the ranks inside `Init`, at which one of them can have the others take part in what it does alone."""
+"""Meetings of the ranks inside `Init`, at which one rank can request a collective that only it has come to."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _ON_REQUEST = (USE, EVICT)
 
 
 class InitMeetings:
-    """The agreements of one `Init`.
+    """Exchanges messages among the ranks of one `Init`, and serves requests of single ranks.
 
-    [Note: what one rank does alone] Code may initialise a parameter on rank 0 alone after it was sharded, and its
-    values come from all ranks. So a rank that needs them asks at its next meeting, whatever the others are there for:
-    all take part in the request of the lowest rank that has one, then those that came for something else meet again.
-    Which parameters are full is thus the same on all ranks, whoever asked.
+    [Note: what one rank does alone] Code may initialise a parameter on rank 0 alone after it was sharded, and gathering
+    it needs all ranks. So a rank that needs the values sends a request at its next meeting. All ranks serve the request
+    of the lowest rank that has one, and then the ranks that came for something else meet again. So the same parameters
+    are full on all ranks, whichever rank asked.
 
-    ``take_part``: does on this rank what a request asks for, here and on every other rank.
+    ``take_part``: carries out a request (call, records) on this rank; it runs on every rank.
     """
 
     def __init__(self, control: Control, take_part: Callable[[str, list[ShardedParameter]], None]) -> None:
@@ -29,12 +29,13 @@ class InitMeetings:
         self._take_part = take_part
 
     def meet(self, call: str, records: Sequence[ShardedParameter], payload: Any = None) -> list[Any] | None:
-        """Return the ranks' payloads where all do the same to the same parameters; None after a request was met, this
-        rank's or another's: look again at what is left to do.
+        """Meet the other ranks to do ``call`` to the parameters of ``records``.
 
-        Raises `DesyncError` on every rank where they do different things and none is a request.
+        Return all ranks' payloads, in rank order, if every rank does the same to the same parameters. Return None after
+        a request was served, this rank's or another's: the caller checks again what is left to do. Raises `DesyncError`
+        on every rank if they do different things and none is a request.
         """
-        name = f"{call} {_first_of(records)}"
+        name = f"{call} {_describe(records)}"
         messages = self._control.exchange(Message("Init", name, 0, [call, [r.number for r in records], payload]))
         if any(message.kind != "Init" for message in messages):
             self._control.check_same(messages)
@@ -43,26 +44,29 @@ class InitMeetings:
             return [message.payload[2] for message in messages]
         asked = next((rank for rank, one in enumerate(calls) if one[0] in _ON_REQUEST), None)
         if asked is None:
-            raise _apart(messages)
+            raise _desync_error(messages)
         self._take_part(calls[asked][0], self._find(calls[asked][1], messages))
         return None
 
     def exchange(self, call: str, payload: Any) -> list[Any]:
-        """Return the ranks' payloads, at a point at which all ranks are known to be."""
+        """Return all ranks' payloads, in rank order; only at a point that all ranks are known to have reached."""
         return self._control.agree(Message("Init", call, 0, payload))
 
     def _find(self, numbers: Sequence[int], messages: Sequence[Message]) -> list[ShardedParameter]:
+        """Return the records of these numbers; raises `DesyncError` on every rank if one lacks any. Collective."""
         found = records_by_number(numbers)
         if not all(self.exchange("take part", len(found) == len(numbers))):
-            raise _apart(messages)
+            raise _desync_error(messages)
         return found
 
 
-def _first_of(records: Sequence[ShardedParameter]) -> str:
+def _describe(records: Sequence[ShardedParameter]) -> str:
+    """Return words for ``records`` in messages: the first one's name and the number of the others."""
     return f"{records[0].name} and {len(records) - 1} more" if records else "of Init"
 
 
-def _apart(messages: Sequence[Message]) -> DesyncError:
+def _desync_error(messages: Sequence[Message]) -> DesyncError:
+    """Return the error that lists what each rank came to do."""
     listing = "\n".join(f"  rank {rank}: {message}" for rank, message in enumerate(messages))
     return DesyncError(
         f"the ranks build different models inside Init:\n{listing}\n"

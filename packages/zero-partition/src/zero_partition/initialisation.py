@@ -46,19 +46,20 @@ _METADATA = frozenset(
 
 
 class Init:
-    """Inside this context, models are built with every parameter sharded over the ranks of ``group``.
+    """Context in which models are built with every parameter sharded over the ranks of ``group``.
 
-    A submodule is sharded when it is attached to its parent; what is still full at the end is sharded then. Code that
-    touches the data of a sharded parameter (init functions, ``module.apply``) gets it full; at most ``max_full_numel``
-    elements of touched parameters stay full at a time, the oldest are resharded from their present values. Every
-    rank makes the same modules and draws the same values as one process with the same seed would. Generator states are
-    compared on entry, and the values of a parameter by digest whenever it is sharded; where ranks differ (they drew
-    with another generator, or one of them alone) rank 0's are used, and a warning names the first parameter. What other
-    code holds a tensor or an array of stays full as long as that is so.
+    A submodule is sharded when it is attached to its parent; parameters that are still full at the end are sharded
+    then. Code that touches the data of a sharded parameter (init functions, ``module.apply``) gets it full. At most
+    ``max_full_numel`` elements of touched parameters stay full at a time; the oldest are resharded with their present
+    values. Every rank makes the same modules and draws the same values as one process with the same seed would.
+    Generator states are compared on entry, and a parameter's values, by digest, whenever it is sharded. Where ranks
+    differ (they drew with another generator, or only one of them drew), rank 0's values are used, and a warning names
+    the first parameter. A parameter stays full while other code holds a tensor or an array in its memory.
 
-    A model on the meta device may be given memory inside (``model.to_empty(device=…)``): its parameters stay without
-    any until code writes their values, and are sharded from those. ``new_shard``: where shards live until the model is
-    partitioned (default: in memory, on the parameter's device; on a single rank nothing is sharded without it).
+    A model on the meta device may be given memory inside (``model.to_empty(device=…)``): each parameter gets its memory
+    only when code writes its values, and is sharded from those. ``new_shard``: makes the memory in which shards live
+    until the model is partitioned (default: in memory, on the parameter's device; without it, nothing is sharded on a
+    single rank).
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Init:
         self._meetings = InitMeetings(control, self._take_part)
         self._differed: dict[int, str] = {}
         self._blanks: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._mode = _TouchMode(self._touch, self._blank, self._adopt)
+        self._mode = _TouchMode(self._make_full, self._new_blank, self._allocate_blank)
 
     def __enter__(self) -> Init:
         if self._shards:
@@ -112,22 +113,22 @@ class Init:
                     own = {f"{n} of {type(module).__name__}": p for n, p in module._parameters.items() if p is not None}
                     self._shard_all(own)
             self._shard_records(list((self._touched | self._kept).values()))
-            self._all_at(END, [])
-            self._say_what_differed()
-            self._say_what_is_kept()
+            self._meet_all(END, [])
+            self._warn_differed()
+            self._warn_kept()
         for known in (self._built, self._touched, self._kept, self._alone):
             known.clear()
 
     def shard(self, module: nn.Module) -> None:
-        """Shard the parameters of a module that was built outside, from their present values; the same on all ranks."""
+        """Shard the parameters of a module that was built outside `Init`, with their present values. Collective."""
         if self._shards:
             self._shard_all(dict(module.named_parameters()))
 
     def meet(self, records: list[ShardedParameter]) -> None:
-        """While the context is open, have all ranks agree that they gather ``records`` now, or that they are through
-        with them."""
+        """Wait until all ranks gather ``records``, or stop using them, at this point; nothing once the context is
+        closed."""
         if self._open:
-            self._all_at(GATHER, records)
+            self._meet_all(GATHER, records)
 
     def _attached(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
@@ -141,7 +142,7 @@ class Init:
             self._built[id(module)] = weakref.ref(module)
 
     def _shard_all(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Shard ``parameters``, by the names that messages say."""
+        """Shard ``parameters``, by their names for messages; those that stay replicated are left as they are."""
         records = []
         with torch._C.DisableTorchFunction():
             for name, parameter in parameters.items():
@@ -155,19 +156,18 @@ class Init:
         self._shard_records(records)
 
     def _shard_records(self, records: Sequence[ShardedParameter]) -> None:
-        """Reshard what is full of ``records``, but for what one rank uses alone, which goes at the next point at which
-        all ranks are."""
+        """Reshard the full ones of ``records``, and then those that a single rank has used alone. Collective."""
         while full := [record for record in self._full(records) if record.number not in self._alone]:
             facts = [_facts(full)] if self._alone_here else self._meetings.meet(SHARD, full, _facts(full))
             if facts is not None:
-                self._settle(full, facts)
-                self._all_are_here()
+                self._reshard(full, facts)
+                self._reshard_used_alone()
                 return
 
-    def _settle(self, full: list[ShardedParameter], facts: list[list[_Facts]]) -> None:
-        """Reshard full parameters, with rank 0's values where ``facts`` of the ranks say that they differ.
+    def _reshard(self, full: list[ShardedParameter], facts: list[list[_Facts]]) -> None:
+        """Reshard full parameters, with rank 0's values where the ranks' ``facts`` (in rank order) differ.
 
-        What other code holds a view of on any rank stays full: it may be written there.
+        A parameter stays full if other code holds a view of it on any rank, through which it may be written.
         """
         for record, *seen in zip(full, *facts, strict=True):
             kinds, digests, held = map(list, zip(*seen, strict=True))
@@ -184,26 +184,27 @@ class Init:
                 record.reshard()
 
     def _full(self, records: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-        """The full ones of ``records``, in an order that is the same on all ranks."""
+        """Return the full ones of ``records`` that the user has not gathered, in the same order on all ranks."""
         full = {record.number: record for record in records if record.is_full and not record.pinned}
         return [full[number] for number in sorted(full)]
 
-    def _touch(self, records: list[ShardedParameter]) -> None:
-        """Have ``records`` full, and no more than the bound of what was touched before."""
+    def _make_full(self, records: list[ShardedParameter]) -> None:
+        """Gather ``records``, and reshard the oldest of the others while more than ``max_full_numel`` elements of
+        touched parameters are full."""
         while True:
             if absent := [record for record in records if not record.is_full]:
                 if self._alone_here or self._meetings.meet(USE, absent) is not None:
                     self._gather(absent)
-            elif oldest := self._full(self._oldest_but(records)):
+            elif oldest := self._full(self._oldest_above_bound(records)):
                 facts = [_facts(oldest)] if self._alone_here else self._meetings.meet(EVICT, oldest, _facts(oldest))
                 if facts is not None:
-                    self._settle(oldest, facts)
+                    self._reshard(oldest, facts)
             else:
                 self._touched.update((record.number, record) for record in records)
                 return
 
-    def _oldest_but(self, records: list[ShardedParameter]) -> list[ShardedParameter]:
-        """What was touched before ``records`` and has to go for the bound to hold."""
+    def _oldest_above_bound(self, records: list[ShardedParameter]) -> list[ShardedParameter]:
+        """Return the parameters touched before ``records`` that have to be resharded to keep to ``max_full_numel``."""
         held = sum(record.numel for record in self._touched.values())
         oldest: list[ShardedParameter] = []
         for record in self._touched.values():
@@ -219,31 +220,32 @@ class Init:
             self._touched[record.number] = record
 
     def _take_part(self, call: str, records: list[ShardedParameter]) -> None:
-        """Do with all ranks what some asked for; see [Note: what one rank does alone]."""
+        """Carry out the request ``call`` of some rank for ``records``; see [Note: what one rank does alone]."""
         if call == USE:
             self._gather(records)
             self._alone.update((record.number, record) for record in records)
         else:
-            self._settle(records, self._meetings.exchange(EVICT, _facts(records)))
+            self._reshard(records, self._meetings.exchange(EVICT, _facts(records)))
 
-    def _all_at(self, call: str, records: list[ShardedParameter]) -> None:
-        """Return when all ranks are at ``call``."""
+    def _meet_all(self, call: str, records: list[ShardedParameter]) -> None:
+        """Wait until all ranks have come to ``call`` with ``records``, serving requests meanwhile."""
         if not self._alone_here:
             while self._meetings.meet(call, records) is None:
                 pass
-            self._all_are_here()
+            self._reshard_used_alone()
 
-    def _all_are_here(self) -> None:
-        """All ranks are at one point: what one of them used alone is sharded with rank 0's values."""
+    def _reshard_used_alone(self) -> None:
+        """Reshard the parameters that a single rank has used, with rank 0's values; when all ranks are at one point."""
         alone = self._full(list(self._alone.values()))
         if alone:
-            self._settle(alone, self._meetings.exchange(SHARD, _facts(alone)))
+            self._reshard(alone, self._meetings.exchange(SHARD, _facts(alone)))
 
     @property
     def _alone_here(self) -> bool:
         return self._group.world_size == 1
 
-    def _say_what_differed(self) -> None:
+    def _warn_differed(self) -> None:
+        """Warn on rank 0 of the parameters whose values differed between ranks, and forget them."""
         if self._differed and self._group.rank == 0:
             first = self._differed[min(self._differed)]
             logger.warning(
@@ -253,7 +255,8 @@ class Init:
             )
         self._differed.clear()
 
-    def _say_what_is_kept(self) -> None:
+    def _warn_kept(self) -> None:
+        """Warn on rank 0 of the parameters that stay full because other code holds their memory."""
         if self._kept and self._group.rank == 0:
             logger.warning(
                 "Init: parameter '%s' and %d more stay full on every rank until initialize: other code holds a tensor "
@@ -262,15 +265,15 @@ class Init:
                 len(self._kept) - 1,
             )
 
-    def _blank(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return what `to_empty` gets for a parameter on the meta device: its shape over one NaN."""
+    def _new_blank(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return what `to_empty` gets for a parameter on the meta device: a view of its shape of one NaN."""
         key = (dtype, device)
         if key not in self._blanks:
             self._blanks[key] = torch.full((), torch.nan, dtype=dtype, device=device)
         return self._blanks[key].expand(parameter.shape)
 
-    def _adopt(self, parameter: nn.Parameter) -> None:
-        """Give a blank parameter memory: its values are about to be written."""
+    def _allocate_blank(self, parameter: nn.Parameter) -> None:
+        """Give a parameter that is still a blank memory of its own, before its values are written; else do nothing."""
         blank = self._blanks.get((parameter.dtype, parameter.device))
         if blank is not None and parameter.untyped_storage().data_ptr() == blank.untyped_storage().data_ptr():
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -278,6 +281,7 @@ class Init:
                 ShardedParameter(parameter, self._group, self._new_shard, self)
 
     def _agree_on_generators(self) -> None:
+        """Set every rank's random generator to rank 0's state if they differ, with a warning. Collective."""
         state = torch.get_rng_state()
         digest = hashlib.sha256(bytes(state.numpy())).hexdigest()
         told = self._control.agree(Message("init", "generator state", 0, [digest, next_number()]))
@@ -290,14 +294,14 @@ class Init:
 
 
 def _facts(records: list[ShardedParameter]) -> list[_Facts]:
-    """What ranks compare of full parameters: kind, digest, and whether other code is in their memory."""
+    """Return the facts of full parameters that ranks compare: (kind, digest, whether other code holds their memory)."""
     held = shared_with_others(records)
     return [(record.kind, record.digest(), other) for record, other in zip(records, held, strict=True)]
 
 
 class _TouchMode(TorchFunctionMode):
-    """Calls ``touch`` before a torch function reads or writes the data of sharded parameters, and ``adopt`` before
-    with any that is not sharded; ``blank`` makes what stands for a parameter that leaves the meta device."""
+    """Calls ``touch`` before a torch function reads or writes the data of sharded parameters, and ``adopt`` before it
+    gets a parameter that is not sharded. ``blank`` makes the tensor for a parameter that leaves the meta device."""
 
     def __init__(
         self,
@@ -329,7 +333,7 @@ class _TouchMode(TorchFunctionMode):
 
 
 def _leaves_meta(args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether ``empty_like`` was asked to give memory to a floating parameter on the meta device, as
+    """Return whether these arguments of ``empty_like`` give a floating-point parameter on the meta device memory, as
     `nn.Module.to_empty` does."""
     there, like = keywords.get("device"), args[0] if args else None
     if not isinstance(like, nn.Parameter) or not like.is_meta or there is None:

@@ -1,4 +1,4 @@
-"""Catch the use of a released parameter that no hook announces: tied heads, functional use, other modules' weights."""
+"""Catch uses of released parameters that no hook reports: tied heads, functional use, other modules' weights."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Parameters = dict[str, nn.Parameter | None]
 
 
 class ParameterUse(Protocol):
-    """Is told what code does with a module's parameters."""
+    """The receiver of reports on the use of a module's parameters; `UnannouncedUse` is one."""
 
     def parameter_read(self, parameter: nn.Parameter, /) -> None:
-        """Code asked the module for the parameter."""
+        """Gather ``parameter`` if a pass runs. Called when code reads it from a module."""
 
     def refuse_pickle(self, parameters: Sequence[nn.Parameter], /) -> None:
-        """Raise when a parameter has no values to write down."""
+        """Raise by name if one of the parameters is released. Called before a module that owns them is pickled."""
 
 
 class WatchedParameters(Parameters):
-    """A module's ``_parameters`` that reports reads by name, which is how ``module.weight`` reaches a parameter.
+    """A module's ``_parameters`` that reports look-ups by name to ``use``, as ``module.weight`` makes one.
 
     Iteration (``named_parameters`` and the like) is not reported. Copies and pickles are plain dicts.
     """
@@ -54,14 +54,18 @@ class WatchedParameters(Parameters):
 
 
 def _is_present(parameter: nn.Parameter) -> bool:
-    """While a graph is traced, which holds for these strides only: whether the parameter is no placeholder, whose
-    strides are all zero (parameters of one element are never released)."""
+    """Return whether the parameter is no placeholder: those have strides of zero only, and at least two elements.
+
+    torch.compile can trace this, as it guards the strides of a graph's inputs.
+    """
     return any(parameter.stride())
 
 
 class Interception:
-    """Watches every module that owns a parameter of a releasable unit, also one that gets it later; `remove` gives the
-    plain dicts back."""
+    """Gives every module that owns a parameter of a releasable unit, now or later, a `WatchedParameters`.
+
+    `remove` gives the modules plain dicts again.
+    """
 
     def __init__(self, model: nn.Module, units: list[Unit], use: ParameterUse) -> None:
         self._held = {id(p) for unit in units if unit.releasable for p in unit.parameters}
@@ -81,13 +85,14 @@ class Interception:
         self._stop.atexit = False
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Stop watching, and give the modules plain dicts again."""
         self._stop()
         for module in self._modules:
             module.__dict__["_parameters"] = dict(module._parameters)
         self._modules.clear()
 
     def _watch(self, module: nn.Module) -> None:
+        """Watch the parameters of ``module``; nothing if it is watched already or takes no hooks."""
         if takes_hooks(module) and not isinstance(module._parameters, WatchedParameters):
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, self._use)
             self._modules.add(module)

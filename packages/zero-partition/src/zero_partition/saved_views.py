@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .dispatch_modes import REPLAYING, any_modes, outside
+from .dispatch_modes import CHECKPOINT_MODULE, any_modes, call_outside_modes
 from .errors import PartitionError
 from .host_facts import storage_address
 from .unit import Unit
@@ -51,7 +51,7 @@ class SavedViews:
         """Install the hooks for a forward that backward recomputes, unless activation checkpointing has its own hooks
         there: it keeps the views themselves, whose memory stays."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if outer is None or getattr(outer[0], "__module__", "") != REPLAYING:
+        if outer is None or getattr(outer[0], "__module__", "") != CHECKPOINT_MODULE:
             self.open()
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class SavedViews:
         """Return the pack hook: saves a view of a unit as a `_SavedView`, and leaves other tensors to ``outer``."""
         find = self._unit_of_storage
         # checkpointing around the engine counts what is saved, and sees these views when it runs forward again
-        is_counted = outer is not None and getattr(outer[0], "__module__", "") == REPLAYING
+        is_counted = outer is not None and getattr(outer[0], "__module__", "") == CHECKPOINT_MODULE
 
         def pack(tensor: torch.Tensor) -> Any:
             unit = find(address_of(tensor))
@@ -93,7 +93,7 @@ class SavedViews:
                 "first, or run forward again."
             )
         if any_modes():
-            outside(self._before_backward, [packed.unit])
+            call_outside_modes(self._before_backward, [packed.unit])
         else:
             self._before_backward([packed.unit])
         return view

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .errors import PartitionError
-from .gradient_watch import is_for_the_user
+from .gradient_watch import is_user_access
 from .gradients import UnitGradients
 from .guarded_tensors import written_by
 from .host_facts import exchange_classes
@@ -66,7 +66,7 @@ class StepHookWatch:
         """Raise `PartitionError` for a use of ``parameter.grad`` while the optimizer's tensor has the gradient."""
         unit, number = self._places[id(parameter)]
         gradients = self._gradients.get(unit.index)
-        if gradients is not None and gradients.touched[number] and is_for_the_user():
+        if gradients is not None and gradients.touched[number] and is_user_access():
             self._refuse(parameter, "p.grad", "the optimizer has the gradient")
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
