@@ -1,4 +1,4 @@
-"""By which address each host of a job is reached, and where the ranks' store is."""
+"""The address by which each host of a job is reached, and that of the ranks' store."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from zero_launch.spec import ClusterSpec
 
 
 class Addresses:
-    """The addresses of one job, as far as the launcher can know them."""
+    """The addresses of one job that the launcher knows."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self.listening = ""
-        """Where this process listens for nodes that come by themselves."""
+        """The address at which this process listens for nodes that connect by themselves; empty while it does not."""
 
     def of_launcher(self) -> str:
-        """Where this process is to listen for nodes that come by themselves."""
+        """Return the address at which this process is to listen for nodes that connect by themselves."""
         return self._spec.bind_address or self._spec.master_address or LOOPBACK
 
-    def of(self, peer: Peer) -> str:
-        """The address of a host that is this machine; empty for another, which knows its own."""
+    def of_local_host(self, peer: Peer) -> str:
+        """Return the address of ``peer`` if the launcher started it on this machine; empty for a remote host, which
+        reports its own address in its hello."""
         here = peer.name in self._spec.hosts.hosts and self._spec.transport.launcher == "local"
         return (self.listening or LOOPBACK) if here else ""
 
     def of_store(self, peer: Peer) -> str:
-        """Where the ranks find their store, which is on this host."""
-        return self._spec.master_address or self.of(peer) or peer.hello["address"] or LOOPBACK
+        """Return the address at which the ranks reach their store, which ``peer`` opens."""
+        return self._spec.master_address or self.of_local_host(peer) or peer.hello["address"] or LOOPBACK

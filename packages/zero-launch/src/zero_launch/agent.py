@@ -42,7 +42,14 @@ _STANDBY_SECONDS = 10.0
 
 
 class Agent(LocalElasticAgent):
-    """The elastic agent, ending a job within `grace_seconds` of its first failure, with everything it started."""
+    """torch's elastic agent for the ranks of one host, with our rules about output, failures and ends.
+
+    ``grace_seconds``: how long ranks may take to end once the job is to stop. ``sinks``: where the ranks' stdout and
+    stderr go, ``colours``: whether with colours (default: the terminal). ``host``: its name in reports.
+    ``stopped_seconds``: how long a rank may be stopped (SIGSTOP) before it is named. ``started``: called with rank ->
+    pid when an attempt's ranks are started. ``ranks_now``: returns the number of ranks of the next attempt.
+    ``own_signals``: signals whose handlers stay as they are when ranks start.
+    """
 
     def __init__(
         self,
@@ -87,7 +94,7 @@ class Agent(LocalElasticAgent):
         self._why_asked = ""
         self._has_asked = False
         self.left_for: str | None = None
-        """The order that the ranks have left for, when that is how the job ended."""
+        """The order (see orders.py) on which all ranks have left, if that is how the job ended."""
         self.divergence: str | None = None
         """Why the ranks of this host cannot go on together, when that is why the job was ended."""
         self.notes: list[str] = []
@@ -132,7 +139,7 @@ class Agent(LocalElasticAgent):
         return ids
 
     def _start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks, from standbys where there are any; return their pids."""
+        """Start the ranks, from standbys where there are any; return local rank -> pid."""
         standbys = self._files.standbys
         if standbys is None or not standbys.pids:
             fresh: dict[int, Any] = super()._start_workers(worker_group)
@@ -158,23 +165,23 @@ class Agent(LocalElasticAgent):
         return context.pids()
 
     def _status_of(self, pid: int) -> int | None:
-        """Return how a rank has ended, None while it runs; see `exit_status`."""
+        """Return the exit status of a rank (a signal is negative); None while it runs."""
         standbys = self._files.standbys
         forked = None if standbys is None else standbys.rank(pid)
         return exit_status(pid) if forked is None else forked.poll()
 
     @property
     def _spared(self) -> set[int]:
-        """The processes of the job that outlive an attempt."""
+        """The pids of the standbys, which are not ended with an attempt."""
         return set() if self._files.standbys is None else self._files.standbys.pids
 
     def dismiss_standbys(self) -> None:
-        """End the processes that wait for another attempt."""
+        """End the standbys."""
         if self._files.standbys is not None:
             self._files.standbys.close()
 
     def _prepare_restart(self) -> None:
-        """Begin a standby once every rank trains, or some time after they were started."""
+        """Start the next standby if restarts remain, once every rank trains or the ranks have run for some time."""
         standbys = self._files.standbys
         if standbys is None or self._remaining_restarts <= 0:
             return
@@ -195,7 +202,7 @@ class Agent(LocalElasticAgent):
         if not all(left.values()) or self._stuck_after_exception():
             self._note_ends()
             records = self._watcher.records
-            self._diverged(self._explain(records, stalled=False) or abandoned(records, self._left_first()))
+            self._set_divergence(self._explain(records, stalled=False) or abandoned(records, self._left_first()))
             self._fail()
         elif any(record.status is None for record in self._records):
             ended = [record.rank for record in self._records if record.status == 0]
@@ -203,7 +210,7 @@ class Agent(LocalElasticAgent):
                 self._notice(ended)
                 self._prepare_restart()
                 stalled = self._watcher.stalled
-                self._diverged(
+                self._set_divergence(
                     abandoned(self._watcher.records, ended) or self._explain(self._watcher.records, stalled=stalled)
                 )
                 if self.divergence is not None:
@@ -219,27 +226,28 @@ class Agent(LocalElasticAgent):
         return result
 
     def ask_to_end(self, why: str = "") -> None:
-        """Have the ranks save and leave after the step that they are in, those of a later attempt too; say ``why``.
+        """Request that the ranks save and leave after their current step, in later attempts too; ``why`` is printed.
 
-        Signal handlers may call it. They interrupt anything, also a write or an import that they would begin anew and
-        so break, and therefore only take note here.
+        Safe in a signal handler: it only records the request, which the monitor loop carries out, because a handler may
+        interrupt a write or an import that it would then run again and break.
         """
         self._why_asked = why
         self.asked_to_end = True
 
     def _pass_request_on(self) -> None:
+        """Carry out a request of `ask_to_end`, once."""
         if self.asked_to_end and not self._has_asked:
             self._has_asked = True
             self._say_all([self._why_asked] if self._why_asked else [])
             self._files.orders.give(END)
 
     def _have_left(self, order: str) -> RunResult:
-        """Every rank has ended, some because they were asked to leave."""
+        """Return the result of an attempt in which every rank has ended, some on ``order``."""
         self.left_for = order
         return RunResult(state=WorkerState.SUCCEEDED, return_values={record.rank: None for record in self._records})
 
     def _notice(self, ended: Sequence[int]) -> None:
-        """Say what keeps the job from going on without ending it: ranks that are stopped, late or gone."""
+        """Print remarks about ranks that hold the job up: stopped, late or ended. ``ended``: those with status 0."""
         self._here.look(ended)
         self._say_all(self._here.stopped())
         self._presence.update(self._here.arrived, ended)
@@ -249,21 +257,22 @@ class Agent(LocalElasticAgent):
         for text in () if self._quiet else texts:
             print(f"zero-launch: {text}", file=sys.stderr, flush=True)
 
-    def _diverged(self, why: str | None) -> None:
+    def _set_divergence(self, why: str | None) -> None:
+        """Keep why the ranks cannot go on together (None: they can); if they cannot, no restart follows."""
         self.divergence = why
         if why is not None:
             self._remaining_restarts = 0  # the same would happen again
 
     def _announce(self, why: str) -> None:
-        """Say at once why ranks that still run are ended; the error will say it again."""
+        """Print at once why ranks that still run are ended; the final error repeats it."""
         print(f"zero-launch: {why}", file=sys.stderr, flush=True)
 
     def _explain(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
-        """Why the ranks cannot go on, as far as this host's ranks tell."""
+        """Return why the ranks cannot finish, by the records of this host's ranks; None while they may."""
         return explain(records, stalled=stalled and len(records) == self._world_size)
 
     def _fail(self) -> None:
-        """The attempt has failed: end what is left of it."""
+        """End what is left of a failed attempt; print the failure if a restart follows, or note why none does."""
         self._end(signal.SIGTERM)
         if self._remaining_restarts <= 0:
             return
@@ -279,6 +288,7 @@ class Agent(LocalElasticAgent):
         print(f"zero-launch: {self.error([])}\nzero-launch: restart {number} of {total}", file=sys.stderr, flush=True)
 
     def _attempt(self) -> int:
+        """Return the number of restarts so far."""
         return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -292,7 +302,7 @@ class Agent(LocalElasticAgent):
         self._streamer.stop()
 
     def _stuck_after_exception(self) -> bool:
-        """Return whether a rank recorded an uncaught exception and is still there when the grace is over."""
+        """Return whether a rank still runs more than ``grace_seconds`` after it recorded an uncaught exception."""
         limit = time.time() - self._grace_seconds
         for record in self._records:
             if record.status is None:
@@ -302,6 +312,7 @@ class Agent(LocalElasticAgent):
         return False
 
     def _end(self, signum: signal.Signals) -> None:
+        """End the ranks by ``signum``, then by SIGKILL, with everything that they started; note what was left."""
         self._note_ends()
         pids = {record.pid for record in self._records}
         if self._files.takes_requests:
@@ -312,7 +323,7 @@ class Agent(LocalElasticAgent):
             record.look()
 
     def _note_ends(self) -> None:
-        """Take down what is known of every rank when the first has failed, before others fail of what we do."""
+        """Record every rank's status at the first failure, before we end the others; later calls do nothing."""
         if self._stopping:
             return
         self._stopping = True
@@ -323,16 +334,16 @@ class Agent(LocalElasticAgent):
                 record.left_for = self._files.orders.answer(record.rank)
 
     def _left_first(self) -> list[int]:
-        """The ranks that ended with status 0, or are about to, before any failed."""
+        """Return the ranks that ended with status 0, or whose script did, before any rank failed."""
         failed = min((self._started_at + failure.seconds for failure in self.failures()), default=time.time())
         well = [record for record in self._records if record.ended_well]
         return [record.rank for record in well if record.end is None or record.end.at < failed]
 
     def failures(self) -> list[RankFailure]:
-        """The ranks that failed by themselves, in the order in which they began to fail.
+        """Return the ranks that failed by themselves, in the order of their failures.
 
-        A rank that died without a word counts from when it was last seen alive: its death is what made the others'
-        collectives fail a moment later.
+        A rank that died without a traceback counts from when it was last seen alive: the collectives of the others
+        fail a moment after its death.
         """
         found: list[tuple[float, RankFailure]] = []
         for record in self._records:
@@ -355,7 +366,7 @@ class Agent(LocalElasticAgent):
         return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
 
     def fates(self) -> list[str]:
-        """Return what became of the ranks that did not fail by themselves."""
+        """Return a line for each rank that did not fail by itself: how it ended, or that it still runs."""
         failed = {failure.rank for failure in self.failures()}
         fates = []
         for record in self._records:
@@ -375,11 +386,11 @@ class Agent(LocalElasticAgent):
 
     @property
     def flight(self) -> Mapping[int, FlightRecord]:
-        """The content of the ranks' flight recorders when last looked at, by rank."""
+        """The content of the ranks' flight recorders when they were last read, by rank."""
         return self._watcher.records
 
     def error(self, notes: Sequence[str]) -> LaunchError:
-        """The job's failure, with what became of the other ranks, and then ``notes``."""
+        """Return the error of the job: its failures, how the other ranks ended, and then ``notes``."""
         notes = [*self.fates(), *self.notes, *notes]
         return LaunchError(
             *(self.failures(), self._world_size, notes),
@@ -390,5 +401,6 @@ class Agent(LocalElasticAgent):
 
 
 def _terminal_colours() -> tuple[bool, bool]:
+    """Return whether stdout and stderr are terminals that want colours."""
     wanted = "NO_COLOR" not in os.environ
     return wanted and sys.stdout.isatty(), wanted and sys.stderr.isatty()

@@ -1,7 +1,7 @@
 """Messages between the launcher and the process that it has on each host: one line of JSON each, over a pair of pipes.
 
-Both ends send something at least twice a second. An end that hears nothing for the job's `silence_seconds` takes the
-other for lost; that is how a dead link is told from a quiet job. What is no message ends the connection.
+Both ends send something at least twice a second. An end that receives nothing for the job's `silence_seconds` takes the
+other for lost; so a dead link differs from a quiet job. A line that is no valid message ends the connection.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class Channel:
             thread.start()
 
     def send(self, kind: str, **content: Any) -> None:
-        """Queue a message; never blocks."""
+        """Queue a message of ``kind`` with the fields of ``content`` (see messages.py); never blocks."""
         self._outbox.put({"kind": kind, **content})
 
     def wait_for_room(self) -> None:
-        """Wait while the other end is behind with reading."""
+        """Block while more than `_BACKLOG` messages wait to be sent; return at once when the connection is broken."""
         while self._outbox.qsize() > _BACKLOG and not self.broken:
             time.sleep(0.01)
 
     @property
     def silence(self) -> float:
-        """Seconds since the other end was last heard."""
+        """Seconds since the last message arrived."""
         return time.monotonic() - self.heard_at
 
     def close(self, seconds: float = 1.0) -> None:
-        """Send what is queued, within ``seconds``, and close our end."""
+        """Send the queued messages, waiting up to ``seconds``, and close this end."""
         self._outbox.put(None)
         self._threads[1].join(seconds)
 
@@ -108,16 +108,17 @@ class Channel:
 
 
 class ChannelSink:
-    """Sends the lines of one stream to the launcher, no faster than it takes them."""
+    """A `Sink` that sends lines of ``stream`` (`stdout` or `stderr`) to the launcher, no faster than it reads them."""
 
     def __init__(self, channel: Channel, stream: str) -> None:
         self._channel = channel
         self._stream = stream
 
     def write(self, text: str) -> None:
+        """Send ``text``, in parts if it is long; blocks while the launcher is behind with reading."""
         for begin in range(0, len(text), _PART_CHARACTERS):
             self._channel.wait_for_room()
             self._channel.send("lines", stream=self._stream, text=text[begin : begin + _PART_CHARACTERS])
 
     def flush(self) -> None:
-        """Lines go out as they come."""
+        """Do nothing: `write` sends at once."""

@@ -34,7 +34,10 @@ _DEFAULT_HOSTFILE = Path("/job/hostfile")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: the first failing rank's, 2 for a wrong command line."""
+    """Run the command line and return its exit status: 0, the first failing rank's, or 2 for a wrong command line.
+
+    ``argv``: default sys.argv[1:].
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["doctor"]:
@@ -81,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _recording_failures(folder: str | None) -> Iterator[None]:
+    """Write a LaunchError of the block into the record ``folder`` (None: nowhere), and raise it again."""
     try:
         yield
     except LaunchError as error:
@@ -165,7 +169,7 @@ def _run_node(options: argparse.Namespace, node: Node) -> None:
 
 
 def _node(options: argparse.Namespace) -> Node | None:
-    """The node that this command line is, when every node has one of its own."""
+    """Return this node, if every node of the job has a command line of its own; else None."""
     if not options.no_ssh:
         if options.hostfile or options.launcher != "ssh":
             return None
@@ -180,7 +184,7 @@ def _node(options: argparse.Namespace) -> Node | None:
 
 
 def chosen_hosts(options: argparse.Namespace) -> Hostfile | None:
-    """The hosts that the options select; None for this machine alone."""
+    """Return the hosts that the options select; None for this machine alone. Raises ValueError as `Hostfile` does."""
     if options.hostfile is not None:
         hosts = Hostfile.read(options.hostfile)
     elif _DEFAULT_HOSTFILE.is_file():
@@ -196,7 +200,7 @@ def chosen_hosts(options: argparse.Namespace) -> Hostfile | None:
 
 
 def _node_count(options: argparse.Namespace) -> tuple[int | None, int | None]:
-    """The fewest and the most hosts that `--nnodes` asks for."""
+    """Return the fewest and the most hosts that `--nnodes` allows; None for both without it."""
     if options.nnodes is None:
         return None, None
     first, colon, last = options.nnodes.partition(":")
@@ -228,7 +232,10 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
 
 
 def _held(options: argparse.Namespace, ranks: Callable[[argparse.Namespace], int]) -> LaunchSpec:
-    """The job, of which signals wait from here on that ask it to save and end, until it can act upon them."""
+    """Return the job; with `--requeue`, first hold back the signals that ask it to end, until it can handle them.
+
+    ``ranks``: returns the number of ranks, which may take a while.
+    """
     if options.requeue:
         hold()
     return _job(options, ranks(options))
@@ -245,7 +252,7 @@ def _ranks_here(options: argparse.Namespace) -> int:
 
 
 def _elastic(options: argparse.Namespace) -> tuple[int, int] | None:
-    """The least and the most ranks that `--elastic` asks for."""
+    """Return the least and the most ranks that `--elastic` allows; None without it."""
     if options.elastic is None:
         return None
     least, colon, most = options.elastic.partition(":")
@@ -259,7 +266,10 @@ def _ranks(options: argparse.Namespace) -> int:
 
 
 def ranks_for(nproc: str) -> int:
-    """The number that `--nproc` means: itself, or one per accelerator (one without any) for `auto`."""
+    """Return the number of ranks that `--nproc` means: the number itself; for `auto` one per accelerator, at least 1.
+
+    Raises ValueError for any other word.
+    """
     if nproc != "auto":
         try:
             return int(nproc)
@@ -292,6 +302,7 @@ def _is_here(host: str) -> bool:
 
 
 def _become(command: list[str]) -> None:
+    """Replace this process by ``command``. Raises FileNotFoundError when its program is not in PATH."""
     _say(shlex.join(command))
     try:
         os.execvp(command[0], command)
@@ -301,6 +312,7 @@ def _become(command: list[str]) -> None:
 
 @contextlib.contextmanager
 def _pid_file() -> Iterator[None]:
+    """Keep this process's pid in `<temporary folder>/PID.ds` (`--save_pid`) while the block runs."""
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.ds"
     # Others may write into that folder and know the name: what lies there is neither followed nor written over.
     try:

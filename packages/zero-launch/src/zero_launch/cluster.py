@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.2
 
 
 class Cluster:
-    """The launcher's side of one job."""
+    """The launcher's side of a job with a fixed set of hosts; `run` runs it once."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
@@ -72,7 +72,7 @@ class Cluster:
     # -- from start to end
 
     def run(self) -> None:
-        """Everything, in order; see `launch_cluster`."""
+        """Call the hosts, lead them through the job, end it everywhere, and report; see `launch_cluster`."""
         self._check()
         self._signals.take()
         try:
@@ -97,7 +97,7 @@ class Cluster:
             )
 
     def _greet_all(self) -> None:
-        """Wait for every host's hello; then the job goes out to all, or the reasons why it cannot."""
+        """Wait for every host's hello and send the job to all; stop if fewer hosts than needed can take part."""
         end = time.monotonic() + self._roster.seconds_to_greet
         say_at = time.monotonic() + WAIT_SECONDS
         while self._stopping is None and any(peer.state == "called" for peer in self._roster.peers.values()):
@@ -143,17 +143,18 @@ class Cluster:
             colours=colour,
             host=peer.name,
             generation=peer.generation,
-            address=self._roster.addresses.of(peer) or peer.hello["address"],
+            address=self._roster.addresses.of_local_host(peer) or peer.hello["address"],
             elastic=self._terms(peer),
         )
         if self._asked_to_end:
             peer.send("end")
 
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
-        """Return the terms of a host's part in rounds where hosts come and go; None in jobs of fixed hosts."""
+        """Return the parameters of an elastic job's rendezvous on ``peer``; None in jobs with fixed hosts."""
         return None
 
     def _lead(self) -> None:
+        """Handle messages and lost hosts until the job is to stop or no host takes part any more."""
         while self._stopping is None and self._roster.there:
             self._next_message()
             self._find_the_silent()
@@ -161,7 +162,7 @@ class Cluster:
                 self._remark(text)
 
     def _end_all(self) -> None:
-        """Have every host end what it runs; a host that does not confirm it in time is given up."""
+        """Tell every host to end its processes, and wait until all confirm, up to a time limit."""
         for peer in self._roster.there:
             peer.send("stop")
         end = time.monotonic() + self._spec.job.grace_seconds + 2 * self._spec.job.silence_seconds
@@ -170,6 +171,7 @@ class Cluster:
             self._find_the_silent()
 
     def _conclude(self) -> None:
+        """Return if the job has succeeded; else raise LaunchError, LeftEarly or the signal that interrupted it."""
         failures = self._failures()
         peers = list(self._roster.peers.values())
         if self._interrupted is not None:
@@ -198,6 +200,7 @@ class Cluster:
     # -- what hosts say
 
     def _next_message(self) -> None:
+        """Handle the next message or signal, if one comes within `_POLL_SECONDS`."""
         try:
             name, message = self._inbox.get(timeout=_POLL_SECONDS)
         except queue.Empty:
@@ -208,7 +211,7 @@ class Cluster:
             self.hear(name, message)
 
     def _heed(self, signum: int) -> None:
-        """Act upon a signal to this process; see [Note: requeue signals]."""
+        """Act on a signal to this process: ask the ranks to save, or stop the job; see [Note: requeue signals]."""
         if not (self._spec.job.requeue and signum in SIGNALS):
             self._interrupted = signum
             self._stop(f"interrupted by {signal_name(signum)}")
@@ -220,6 +223,7 @@ class Cluster:
             self._stop("SIGTERM again: ended at once")
 
     def _ask_to_end(self, why: str) -> None:
+        """Tell every host, once, that its ranks are to save and leave; print ``why``."""
         if not self._asked_to_end:
             self._asked_to_end = True
             self._say(f"{why}: the ranks save a checkpoint after this step, and end")
@@ -227,7 +231,7 @@ class Cluster:
                 peer.send("end")
 
     def hear(self, name: str, message: Message) -> None:
-        """Take in what the host ``name`` says."""
+        """Handle a message of the host with key ``name``; drop it if that host no longer takes part."""
         peer = self._roster.peers.get(name)
         if peer is None or not peer.there:
             return
@@ -260,6 +264,7 @@ class Cluster:
             self._begin_round()
 
     def _begin_round(self) -> None:
+        """All hosts are ready: have the first one open the ranks' store, after printing the failure on a restart."""
         if self._restarting and self._is_hopeless(self._attempt):
             return
         if self._restarting:
@@ -276,8 +281,8 @@ class Cluster:
         self._store_host.send("serve", address=address, port=self._roster.store_port)
 
     def _is_hopeless(self, number: int) -> bool:
-        """Stop the job, instead of restart ``number``, when the attempt that is over failed as those before it did, or
-        because ranks waited for others that had ended well."""
+        """Stop the job, and return True, if restart ``number`` would be in vain: the last attempts failed alike, or
+        ranks waited for others that had ended with status 0."""
         failures = self._failures()
         self._divergence = left_alone(list(self._roster.peers.values()), failures, self._began_at)
         if self._divergence is not None:
@@ -332,7 +337,7 @@ class Cluster:
                     other.send("stop")
 
     def _restart(self) -> bool:
-        """Begin another attempt if there is one left and the hosts for it; whether that is so."""
+        """Begin another attempt if restarts and enough hosts remain; return whether it begins."""
         enough = len(self._roster.there) >= self._minimum
         if self._attempt >= self._spec.job.max_restarts or self._finishing or not enough:
             return False
@@ -361,6 +366,7 @@ class Cluster:
             self._presence.update(message["arrived"], message["ended"])
 
     def _remark(self, text: str) -> None:
+        """Print ``text`` unless the job is quiet."""
         if not self._spec.job.quiet:
             self._say(text)
 
@@ -405,12 +411,12 @@ class Cluster:
             self._lose(peer, f"{title(peer)} was lost: no sign of life for {seconds:.1f} s")
 
     def _drop(self, peer: Peer, why: str) -> None:
-        """A host that never began."""
+        """Give up a host that never began, and keep ``why`` for the report."""
         peer.state = "lost"
         self._troubles.append(why)
 
     def _lose(self, peer: Peer, why: str) -> None:
-        """A host that had begun: its ranks count as failed when it was last heard."""
+        """Give up a host that had begun: count its ranks as failed at its last message; restart or stop the job."""
         heard_at = time.time() - (0.0 if peer.channel is None else peer.channel.silence)
         ended_well = peer.state == "done"
         peer.state = "lost"
@@ -436,6 +442,7 @@ class Cluster:
         return self._roster.slots
 
     def _stop(self, why: str) -> None:
+        """Have the job end; the first ``why`` is kept for the report."""
         if self._stopping is None:
             self._stopping = why
 

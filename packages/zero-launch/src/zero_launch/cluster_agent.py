@@ -1,4 +1,4 @@
-"""torch's elastic agent on one of several hosts: the same rules as agent.py, with the launcher told of everything."""
+"""torch's elastic agent on one of several hosts: the rules of agent.py, with every event sent to the launcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _NO_LIMIT = 1 << 30
 
 
 class ClusterAgent(Agent):
-    """The agent of one host. ``rendezvous`` is where the launcher's orders about rounds go."""
+    """The agent of one host of several. ``rendezvous`` takes the launcher's orders about rounds, ``channel`` leads to
+    the launcher."""
 
     rendezvous: LedRendezvous | Meeting
     channel: Channel
@@ -47,9 +48,10 @@ class ClusterAgent(Agent):
         order: Message,
         own_signals: Sequence[signal.Signals] = (),
     ) -> ClusterAgent:
-        """The agent for ``order``, the message that brought the job; ``job_id`` is that of the job on this host.
+        """Return the agent for ``order``, the launcher's message `job`; ``job_id`` is the job's id on this host.
 
-        ``own_signals`` keep the handlers that they have when the ranks start.
+        ``folder``: for the ranks' files. ``recorders``: for their flight recorders. ``guard``: gets their pids.
+        ``own_signals``: signals whose handlers stay as they are when the ranks start.
         """
         cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []
         env = job_environment(spec, cores, job_id)
@@ -104,17 +106,17 @@ class ClusterAgent(Agent):
 
     @property
     def pids(self) -> list[int]:
-        """The ranks of this host."""
+        """The pids of this host's ranks."""
         return [record.pid for record in self._records]
 
     def prepare(self) -> None:
-        """Have standbys that have imported what the ranks of this host did before it was lost, where it was: ranks of
-        a round in which it takes part begin as fast here as elsewhere."""
+        """If this host was lost before, start standbys with its ranks' imports and wait for them, up to a minute, so
+        that its ranks begin as fast as those of other hosts."""
         if self._files.standbys is not None and self._imports:
             self._files.standbys.prepare(self._imports, _PREPARE_SECONDS)
 
     def _prepare_restart(self) -> None:
-        """Tell the launcher what a standby imports: this host may have to begin anew."""
+        """Also send the launcher what standbys import, for `prepare` if this host is lost and comes back."""
         super()._prepare_restart()
         imports = {} if self._files.standbys is None else self._files.standbys.imports
         if imports != self._imports:
@@ -122,7 +124,7 @@ class ClusterAgent(Agent):
             self.channel.send("imported", imports={str(number): text for number, text in imports.items()})
 
     def account(self) -> dict[str, Any]:
-        """Return what the launcher needs to know of the attempt that ended."""
+        """Return the fields of the message `ended`: how the last attempt ended on this host."""
         return {
             "failures": self._told_failures(),
             "fates": self.fates() if self._records else [],
@@ -133,7 +135,7 @@ class ClusterAgent(Agent):
         }
 
     def _report(self) -> Message:
-        """Return what the launcher needs to know of an attempt after which another begins."""
+        """Return the fields of the message `ready` about the attempt before."""
         ended = [[record.rank, record.over_at] for record in self._records if record.ended_well]
         return {"failures": self._told_failures(), "ended": ended, "records": self._told_records()}
 
@@ -187,7 +189,7 @@ class ClusterAgent(Agent):
         return super()._have_left(order)
 
     def _notice(self, ended: Sequence[int]) -> None:
-        """The launcher knows the ranks of all hosts, and says what is to be said."""
+        """Send the launcher which ranks have come, ended or are stopped; it prints the remarks for all hosts."""
         self._here.look(ended)
         for text in self._here.stopped():
             self.channel.send("notice", text=text)
@@ -197,7 +199,7 @@ class ClusterAgent(Agent):
             self.channel.send("presence", attempt=self.rendezvous.attempt, arrived=known[0], ended=known[1])
 
     def _announce(self, why: str) -> None:
-        """The launcher hears it with the failure, and says it."""
+        """Do nothing: the message about the failure carries ``why``, and the launcher prints it."""
 
     def _explain(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
         if stalled or self._said_stalled:
@@ -207,4 +209,4 @@ class ClusterAgent(Agent):
         return super()._explain(records, stalled=stalled)
 
     def _exit_barrier(self) -> None:
-        """Nothing is left to wait for: see `_monitor_workers`."""
+        """Do nothing: `_monitor_workers` has waited for all hosts already."""

@@ -17,7 +17,8 @@ _TRY_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Connection:
-    """Streams to the launcher, the seal of their lines, and the address of this host that the launcher sees."""
+    """An authenticated connection to the launcher: its streams, the seal that signs and checks their lines, and this
+    host's own address on it."""
 
     reader: BinaryIO
     writer: BinaryIO
@@ -28,16 +29,17 @@ class Connection:
 def connect(
     address: str, port: int, seconds: float, *, token: str, about: Mapping[str, Any], quiet: bool = True
 ) -> Connection:
-    """Come to the launcher at ``address`` and ``port``; ``about`` is what this host says of itself.
+    """Connect to the launcher at ``address`` and ``port``, and return the authenticated connection.
 
-    Tries for ``seconds``, because the launcher may start later than we do, and says so after five unless ``quiet``.
-    Raises ConnectionError when nobody answers in time, or when the launcher does not let this host take part.
+    ``token``: the job's. ``about``: what this host says of itself (plain data). Tries for ``seconds``, because the
+    launcher may start later; prints that it waits after five, unless ``quiet``. Raises ConnectionError when nobody
+    answers in time, and `Refused` when the launcher does not let this host take part.
     """
     begin = time.monotonic()
     said = quiet
     while True:
         try:
-            return _once(address, port, token, about)
+            return _try_once(address, port, token, about)
         except Refused as error:
             raise Refused(f"{address}:{port}: {error}; {_ADVICE}") from None
         except (OSError, ValueError) as error:
@@ -56,7 +58,8 @@ def connect(
 _ADVICE = "ZERO_LAUNCH_TOKEN, or the file ~/.zero-launch/token, is to be the same on every node"
 
 
-def _once(address: str, port: int, token: str, about: Mapping[str, Any]) -> Connection:
+def _try_once(address: str, port: int, token: str, about: Mapping[str, Any]) -> Connection:
+    """Connect and do the handshake once. Raises OSError, ValueError or `Refused`."""
     connection = socket.create_connection((address, port), timeout=_TRY_SECONDS)
     try:
         reader, writer = connection.makefile("rb"), connection.makefile("wb")

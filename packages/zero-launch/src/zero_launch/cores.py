@@ -11,7 +11,7 @@ _SYSTEM = Path("/sys/devices/system")
 
 
 def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores that this process may use: its affinity mask, capped by the CPU quota of its control group."""
+    """Return the number of cores that this process may use: its affinity mask, capped by its control group's quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = quota_file.read_text().split()[:2]
@@ -23,12 +23,13 @@ def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def threads_per_rank(nproc: int) -> int:
-    """OpenMP threads for each of ``nproc`` ranks, so that together they fill the cores without crowding them."""
+    """Return the number of OpenMP threads for each of ``nproc`` ranks with which they share the cores; at least 1."""
     return max(1, usable_cores() // nproc)
 
 
 def parse_cores(text: str) -> list[int]:
-    """The cores of `1,3-5`: 1, 3, 4, 5. Raises ValueError for anything else, and for a core named twice."""
+    """Return the cores of a list such as `1,3-5`: 1, 3, 4, 5. Raises ValueError for anything else, and for a core that
+    is named twice."""
     cores: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -42,7 +43,7 @@ def parse_cores(text: str) -> list[int]:
 
 
 def bindings(nproc: int, core_list: str = "", system: Path = _SYSTEM) -> list[tuple[int, ...]]:
-    """The cores of each of ``nproc`` ranks: equally many, neighbours in the host's topology.
+    """Return the cores of each of ``nproc`` ranks: equally many for each, neighbours in the host's topology.
 
     Ranks are laid over the NUMA nodes in order; hyperthreads of one core stay together. When the nodes divide the
     ranks evenly, no rank spans two nodes. ``core_list`` restricts the cores (see `parse_cores`). Raises ValueError for
@@ -65,6 +66,7 @@ def bindings(nproc: int, core_list: str = "", system: Path = _SYSTEM) -> list[tu
 
 
 def _split(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
+    """Return ``parts`` consecutive groups of equal size; a remainder is left out."""
     size = len(cores) // parts
     return [tuple(cores[n * size : (n + 1) * size]) for n in range(parts)]
 
@@ -76,7 +78,7 @@ def _numa_nodes(system: Path) -> list[list[int]]:
 
 
 def _siblings(core: int, system: Path) -> list[int]:
-    """The hyperthreads of the physical core, lowest first, as a sorting key."""
+    """Return the hyperthreads of ``core``'s physical core, lowest first, as a sorting key."""
     try:
         return parse_cores((system / f"cpu/cpu{core}/topology/thread_siblings_list").read_text().strip())
     except OSError:

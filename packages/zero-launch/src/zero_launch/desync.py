@@ -1,4 +1,4 @@
-"""Why ranks that hang, hang: what each of them last asked of the others, and where that first differs.
+"""Explain why ranks hang: compare the collectives that each has started, and find the first that differs.
 
 Each rank writes its collectives into a flight recorder (zero-comm's `flight_recorder.py`, [Note: flight
 recorder format 1]). This file reads the recorders and compares them, entry by entry within each process group.
@@ -37,7 +37,7 @@ class RecordedCollective:
 
     @property
     def what(self) -> tuple[str, str, int]:
-        """Phase, name and bytes, which must be the same on every rank."""
+        """Phase, name and bytes, which must be equal on every rank."""
         return self.phase, self.name, self.same_bytes
 
     def __str__(self) -> str:
@@ -58,11 +58,11 @@ class FlightRecord:
 
     @property
     def awaited(self) -> RecordedCollective | None:
-        """The collective in which the rank waits."""
+        """The collective in which the rank waits; None if it waits in none of the recent ones."""
         return next((entry for entry in self.entries if entry.number == self.waiting), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for a message; `from_json` is its inverse."""
+        """Return the record as plain data for a message; `from_json` is the inverse."""
         rows = [list(vars(entry).values()) for entry in self.entries]
         return {"entries": rows, "started": self.started, "finished": self.finished, "waiting": self.waiting}
 
@@ -73,7 +73,10 @@ class FlightRecord:
 
 
 def read_flight_record(path: Path) -> FlightRecord | None:
-    """The record of one rank; None when it has none, because it does not use zero-comm or has not begun to."""
+    """Read the flight recorder file of one rank; None if there is none, as before the rank first uses zero-comm.
+
+    Raises ValueError for a file in another format.
+    """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -92,7 +95,10 @@ def read_flight_record(path: Path) -> FlightRecord | None:
 
 
 def difference(records: Mapping[int, FlightRecord]) -> str | None:
-    """The first entry in which ranks that made it differ, per rank; None when all that both have is the same."""
+    """Return a text about the first collective that differs between ranks that started it; None if none differs.
+
+    ``records``: by rank.
+    """
     tables = {rank: {(e.group, e.sequence): e for e in record.entries} for rank, record in records.items()}
     shared = [key for key in set().union(*tables.values()) if sum(key in table for table in tables.values()) > 1]
     differing = []
@@ -108,10 +114,11 @@ def difference(records: Mapping[int, FlightRecord]) -> str | None:
 
 
 def deadlocked(records: Mapping[int, FlightRecord]) -> bool:
-    """Return whether ranks that all wait will wait for ever: each for what some rank of its group did not ask for.
+    """Return whether ranks that all wait are deadlocked: each waits for a collective that some rank of its group has
+    not started.
 
-    A collective that all have asked for may be a long transfer, and whoever waits for it will go on. A group's ranks
-    are those that have used it.
+    A collective that all have started may be a long transfer, after which they continue. The ranks of a group are taken
+    to be the ranks that have used it.
     """
     asked: dict[str, dict[int, int]] = {}
     for rank, record in records.items():
@@ -125,23 +132,25 @@ def deadlocked(records: Mapping[int, FlightRecord]) -> bool:
 
 
 def stall(records: Mapping[int, FlightRecord]) -> str:
-    """Return what every rank waits for, for ranks that all wait and do not differ in what they both have."""
+    """Return a text about a deadlock: for each rank, the collective that it waits in and the ranks that have not
+    started it."""
     awaited = {rank: record.awaited for rank, record in records.items()}
     lines = ["every rank waits for another, and none of them gets any further:"]
     for rank, entry in sorted(awaited.items()):
         if entry is None:
             continue
         others = [other for other in records if other != rank]
-        missing = [r for r in others if not _asked_for(entry, records[r])]
+        missing = [r for r in others if not _has_started(entry, records[r])]
         note = f", which {ranks_text(missing)} did not ask for" if missing else ""
         lines.append(f"  rank {rank}: {entry}{note}")
     return "\n".join(lines)
 
 
 def abandoned(records: Mapping[int, FlightRecord], ended: Collection[int]) -> str | None:
-    """Return who waits for ranks that have ended with status 0 without asking for the same; None when nobody does.
+    """Return a text about ranks that wait in a collective which ranks that ended with status 0 never started; None if
+    there are none.
 
-    Ranks of a group are those that have used it.
+    ``ended``: the ranks with status 0. The ranks of a group are taken to be the ranks that have used it.
     """
     left: set[int] = set()
     lines = []
@@ -150,7 +159,7 @@ def abandoned(records: Mapping[int, FlightRecord], ended: Collection[int]) -> st
         if rank in ended or entry is None:
             continue
         used = [r for r in ended if r in records and any(e.group == entry.group for e in records[r].entries)]
-        gone = [r for r in used if not _asked_for(entry, records[r])]
+        gone = [r for r in used if not _has_started(entry, records[r])]
         if gone:
             left.update(gone)
             lines.append(f"  rank {rank} waits in {entry}")
@@ -159,7 +168,8 @@ def abandoned(records: Mapping[int, FlightRecord], ended: Collection[int]) -> st
     return "\n".join([f"{ranks_text(sorted(left))} ended with exit status 0 while others wait for it:", *lines])
 
 
-def _asked_for(entry: RecordedCollective, record: FlightRecord) -> bool:
+def _has_started(entry: RecordedCollective, record: FlightRecord) -> bool:
+    """Return whether the rank of ``record`` has started the collective ``entry`` of another rank."""
     return any(other.group == entry.group and other.sequence >= entry.sequence for other in record.entries)
 
 
@@ -171,11 +181,12 @@ def _listing(found: Mapping[int, RecordedCollective]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 1, 2` for several."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 class Watcher:
-    """Looks at the flight recorders of this host's ranks now and then."""
+    """Reads the flight recorders of this host's ranks, at most twice a second. ``recorders``: rank -> file."""
 
     def __init__(self, recorders: Mapping[int, Path]) -> None:
         self._recorders = dict(recorders)
@@ -183,10 +194,10 @@ class Watcher:
         self._progress: dict[int, tuple[int, int]] = {}
         self._moved_at = time.monotonic()
         self.records: dict[int, FlightRecord] = {}
-        """The state seen at the last look."""
+        """The records read last, by rank."""
 
     def look(self) -> bool:
-        """Read the flight recorders when it is time to; True when that was done."""
+        """Read the flight recorders if the last time is at least half a second ago; return whether that was done."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_SECONDS:
             return False
@@ -203,7 +214,7 @@ class Watcher:
             self._progress, self._moved_at = progress, time.monotonic()
 
     def step_of(self, rank: int) -> int | None:
-        """The optimizer step in which a rank was when last looked at; None for one without a flight recorder."""
+        """Return the optimizer step of a rank's newest collective when last read; None without any."""
         record = self.records.get(rank)
         return record.entries[-1].step if record is not None and record.entries else None
 
@@ -215,7 +226,7 @@ class Watcher:
 
 
 def explain(records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
-    """Why these ranks will not finish, or None while they may."""
+    """Return why these ranks will not finish; None while they may. ``stalled``: all wait, and none has moved."""
     if len(records) < 2:
         return None
     return difference(records) or (stall(records) if stalled and deadlocked(records) else None)

@@ -11,7 +11,8 @@ _SECONDS = 120
 
 
 def devices() -> int:
-    """The accelerators of this machine, counted by a fresh process: one that has counted before would repeat itself."""
+    """Return the number of accelerators of this machine, counted by a new process: torch caches the number in one that
+    has counted before. Raises RuntimeError when the count fails."""
     done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_SECONDS)
     if done.returncode:
         raise RuntimeError(f"the accelerators could not be counted: {done.stderr.strip()}")
@@ -19,9 +20,8 @@ def devices() -> int:
 
 
 def ranks_within(elastic: tuple[int, int], count: int) -> int:
-    """One rank per accelerator, at most MAX of ``elastic``; MAX where there are none and ranks compute on the CPU.
-
-    Raises ValueError for fewer accelerators than MIN.
+    """Return the number of ranks for ``count`` accelerators: one each, at most MAX of ``elastic`` = (MIN, MAX); MAX if
+    there are none, as ranks then compute on the CPU. Raises ValueError for fewer accelerators than MIN.
     """
     least, most = elastic
     if count and count < least:
@@ -30,9 +30,8 @@ def ranks_within(elastic: tuple[int, int], count: int) -> int:
 
 
 def counter(elastic: tuple[int, int], first: int) -> Callable[[], int]:
-    """How many ranks to start, asked before each attempt: ``first``, then as many as there are accelerators for.
-
-    Accelerators are not counted again where the first attempt did without.
+    """Return a function to call before each attempt for its number of ranks: first ``first``, later by a new count of
+    the accelerators. On a machine without accelerators at the first attempt it is always ``first``.
     """
     import torch
 

@@ -89,7 +89,7 @@ def leftovers(folders: Sequence[str], remove: bool) -> int:
 
 
 def examine(hosts: Hostfile, transport: Transport) -> list[HostReport]:
-    """Ask every host at the same time, and see which of them have this working directory in common."""
+    """Return the reports of all ``hosts``, asked at the same time, with whether each shares this working directory."""
     inbox: Inbox = queue.SimpleQueue()
     peers = {name: Peer(name, slots) for name, slots in hosts.hosts.items()}
     listener = None if transport.carries_input else Listener(inbox)
@@ -137,7 +137,7 @@ def _take(
 
 
 def diagnose(reports: Sequence[HostReport]) -> tuple[list[str], list[str]]:
-    """Return what stops a job, and what is only worth knowing."""
+    """Return two lists of texts: problems that stop a job, and remarks."""
     problems = [f"{r.host}: {r.trouble}" for r in reports if r.facts is None]
     remarks = []
     there = [(r, r.facts) for r in reports if r.facts is not None]

@@ -20,12 +20,16 @@ CALL_AGAIN_SECONDS = 5.0
 MEET_SECONDS = 600
 """How long a job waits for hosts while none of its ranks run."""
 _HOLD_SECONDS = 5.0
-"""How long an answer is held back for want of news; torch's algorithm asks again a second after it."""
+"""How long an answer without news is held back; torch's algorithm asks again a second after it."""
 
 
 @dataclass(frozen=True)
 class _Question:
-    """A host asked for the state, or put a new one in its place."""
+    """A host's request for the rendezvous's state that is not answered yet.
+
+    ``number``: of the request. ``replaced``: the host's own new state was accepted. ``until``: answer it by then
+    (`time.monotonic`).
+    """
 
     peer: Peer
     number: int
@@ -34,9 +38,11 @@ class _Question:
 
 
 def host_bounds(slots: list[int], least: int, most: int) -> tuple[int, int]:
-    """How many hosts with so many ranks each hold from ``least`` to ``most`` ranks, whichever hosts they are.
+    """Return the fewest and the most hosts with which a job has from ``least`` to ``most`` ranks.
 
-    The fewest is a lower bound: fewer hosts never have ``least`` ranks. Raises ValueError where no number will do.
+    ``slots``: number of ranks of each host. With fewer hosts than the first number there are never ``least`` ranks;
+    with the second number there are from ``least`` to ``most``, whichever hosts they are. Raises ValueError if no
+    number of hosts fits.
     """
     down = sorted(slots, reverse=True)
     fewest = next((n for n in range(1, len(down) + 1) if sum(down[:n]) >= least), None)
@@ -52,7 +58,8 @@ def host_bounds(slots: list[int], least: int, most: int) -> tuple[int, int]:
 
 
 class ElasticCluster(Cluster):
-    """The launcher's side. torch's rendezvous decides who takes part in a round; its state is kept here."""
+    """The launcher's side of an elastic job. torch's rendezvous decides which hosts take part in a round (an attempt
+    with a fixed set of hosts); its state is kept here."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         super().__init__(spec)
@@ -87,7 +94,7 @@ class ElasticCluster(Cluster):
         return self._least
 
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
-        address = self._roster.addresses.of(peer) or peer.hello["address"] or LOOPBACK
+        address = self._roster.addresses.of_local_host(peer) or peer.hello["address"] or LOOPBACK
         return {
             "place": self._places[peer.name],
             "address": address,
@@ -105,13 +112,13 @@ class ElasticCluster(Cluster):
             self._troubles.append(why)
 
     def _keep_reason(self, peer: Peer, why: str) -> None:
-        """Say why a host does not take part; what it said the last time too is not said again."""
+        """Keep why a host does not take part, and print it unless it is the same as last time."""
         if self._reasons.get(peer.name) != why:
             self._reasons[peer.name] = why
             self._remark(why)
 
     def _call_later(self, peer: Peer) -> None:
-        """Have a lost host called again; a node that comes by itself may take its place again."""
+        """Have a lost host called again after `CALL_AGAIN_SECONDS`; a node that connects by itself may come at once."""
         if self._stopping is not None:
             return
         if self._roster.comes_by_itself(peer):
@@ -120,6 +127,7 @@ class ElasticCluster(Cluster):
             self._calls[peer.name] = time.monotonic() + CALL_AGAIN_SECONDS
 
     def _call_again(self) -> None:
+        """Call the lost hosts whose time has come."""
         now = time.monotonic()
         for name in [name for name, at in self._calls.items() if now >= at]:
             del self._calls[name]
@@ -200,7 +208,10 @@ class ElasticCluster(Cluster):
         self._questions.append(_Question(peer, message["number"], replaced, until))
 
     def _answer(self) -> None:
-        """Answer hosts for which there is news, so that none sleeps while a round begins."""
+        """Answer the requests of hosts that have something to do, and those held back for `_HOLD_SECONDS`.
+
+        Answering on news keeps a host from sleeping while a round begins.
+        """
         now = time.monotonic()
         asked, self._questions = self._questions, []
         for question in asked:
@@ -215,7 +226,8 @@ class ElasticCluster(Cluster):
         self._imports[peer.name] = message["imports"]
 
     def _review(self) -> None:
-        """Say for whom a round waits: for hosts that are still getting ready the first one does, no later one."""
+        """Tell the keeper which hosts the next round waits for; only the first round waits for hosts that are still
+        getting ready."""
         counted = ("ready", "running", "done") if self._rounds else ("greeted", "ready", "running", "done")
         here = [peer for peer in self._roster.there if peer.state in counted]
         slots = {self._places[peer.name]: len(peer.slots) for peer in self._roster.peers.values()}
@@ -236,7 +248,7 @@ class ElasticCluster(Cluster):
         self._ask_to_grow()  # what was said before its ranks began is lost
 
     def _ask_to_grow(self) -> None:
-        """Have the ranks leave at their next checkpoint when a host waits that the job has room for."""
+        """Have the ranks leave at their next checkpoint if a host waits and the job has room for it."""
         running = [peer for peer in self._roster.there if peer.state == "running"]
         waits = any(peer.state == "ready" for peer in self._roster.there)
         if waits and running and len(running) < self._most:
@@ -244,7 +256,8 @@ class ElasticCluster(Cluster):
                 peer.send("grow", attempt=self._attempt)
 
     def _on_served(self, peer: Peer, message: Message) -> None:
-        """A round is agreed, and its first host has opened the store."""
+        """Begin the round that the hosts have agreed on, as its first host has opened the store: send its members
+        their ranks and the store's address."""
         members = [p for p in self._roster.there if self._places[p.name] in self._keeper.participants]
         if peer not in members:
             return
@@ -283,6 +296,7 @@ class ElasticCluster(Cluster):
         return sorted(peers, key=lambda peer: self._places[peer.name])
 
     def _tell_of_restart(self) -> None:
+        """Print the failure that led to this restart, if the round is one."""
         if self._restarting:
             error = LaunchError(self._failures(), self._world_size, divergence=self._divergence)
             self._say(f"{error}\nzero-launch: restart {self._restarts} of {self._spec.job.max_restarts}")
@@ -351,12 +365,12 @@ class ElasticCluster(Cluster):
         self._over = not any(other.state in ("running", "done", "ready", "greeted") for other in self._roster.there)
 
     def _ended_by_itself(self, peer: Peer, message: Message) -> bool:
-        """Return whether neither this launcher nor what the ranks did is the reason for a host's end."""
+        """Return whether a host ended without being asked by this launcher and without diverging ranks."""
         asked = peer.asked_to_stop or self._stopping is not None
         return not asked and message.get("divergence") is None
 
     def _keep_failures(self, peer: Peer, message: Message) -> None:
-        """Count the ranks of a host that goes as failed by what it says of them."""
+        """Count the failures that a lost host reported, in place of "was lost" for those ranks."""
         if peer.state != "ready":  # else it has said them before
             peer.failures += message["failures"]
         for failure in failures_in_order([peer], [], self._began_at):

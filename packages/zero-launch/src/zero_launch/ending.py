@@ -1,4 +1,4 @@
-"""The last thing that a rank does while its interpreter is whole: let the threads of its process groups come to rest.
+"""The last step of a rank before its interpreter shuts down: wait until the threads of its process groups are idle.
 
 [Note: gloo's threads at the end] A thread of gloo's drops the tensors of a collective after it has told the script
 that the collective is done. For that it needs the interpreter's lock. A thread that waits for the lock when the
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def end_process_groups() -> None:
-    """Destroy gloo's process groups that the script left, and wait until what remains of their threads rests."""
+    """Destroy gloo's process groups that the script left, and wait up to 1 s until their remaining threads are idle."""
     if "torch.distributed" not in sys.modules:
         return
     import torch.distributed as dist
@@ -42,7 +42,7 @@ def end_process_groups() -> None:
 
 
 def _rest(deadline: float) -> None:
-    """Leave the interpreter's lock to gloo's threads until none of them moves, or until ``deadline``."""
+    """Release the interpreter's lock to gloo's threads until all sleep, or until ``deadline`` (`time.monotonic`)."""
     before = _gloo_threads()
     while before and time.monotonic() < deadline:
         time.sleep(2 * sys.getswitchinterval())  # one that waits for the lock looks again in this time
@@ -53,7 +53,7 @@ def _rest(deadline: float) -> None:
 
 
 def _gloo_threads() -> dict[str, str]:
-    """State and context switches of each thread that runs gloo's collectives."""
+    """Return thread id -> state and numbers of context switches, for this process's gloo threads."""
     threads = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # a thread that ended meanwhile

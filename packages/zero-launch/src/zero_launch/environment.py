@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Forwarded:
-    """The variables that travel (``variables``), and the names of secrets that do not (``withheld``)."""
+    """The environment variables to send to other hosts, and the names of the secrets that are ``withheld``."""
 
     variables: Mapping[str, str]
     withheld: tuple[str, ...]
@@ -38,10 +38,11 @@ class Forwarded:
 def forwarded(
     environ: Mapping[str, str], files: Collection[Mapping[str, str]] = (), names: Collection[str] = ()
 ) -> Forwarded:
-    """Choose from ``environ`` what travels: all but host-bound variables and secrets, unless ``names`` asks for them.
+    """Return the variables of ``environ`` to send to other hosts: all but host-bound variables and secrets, and these
+    too if ``names`` lists them.
 
-    ``files`` are what `.deepspeed_env` files say; a variable that ``environ`` has keeps its value from there. Raises
-    ValueError for a name in ``names`` that is not set.
+    ``files``: contents of `.deepspeed_env` files, whose variables travel too; for one that also travels from
+    ``environ``, the value there counts. Raises ValueError for a name in ``names`` that is not set.
     """
     for name in names:
         if name not in environ and not any(name in file for file in files):
@@ -67,14 +68,14 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def env_files(environ: Mapping[str, str], folder: Path, home: Path) -> list[Path]:
-    """The `.deepspeed_env` files that exist: in ``folder`` and in ``home``; DS_ENV_FILE names another file."""
+    """Return the existing `.deepspeed_env` files in ``folder`` and ``home``; DS_ENV_FILE gives another name or path."""
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
     candidates = [Path(name)] if os.path.isabs(name) else [folder / name, home / name]
     return list(dict.fromkeys(path.resolve() for path in candidates if path.is_file()))
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """Read lines of `NAME=value`; `#` at the start of a line is a comment.
+    """Return the variables of a file with lines `NAME=value`; a line that starts with `#` is a comment.
 
     Raises ValueError with the file and line for anything else.
     """
@@ -96,7 +97,8 @@ def _unquoted(value: str) -> str:
 
 
 def applied(variables: Mapping[str, str], environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """On the other host: what to add to ``environ``, and what stays because the host has another value already."""
+    """Return ``(new, kept)`` for a host that receives ``variables``: the variables to add to its ``environ``, and its
+    own values of those that it has with another value already."""
     new = {name: value for name, value in variables.items() if name not in environ}
     kept = {name: environ[name] for name, value in variables.items() if environ.get(name, value) != value}
     return new, kept

@@ -27,7 +27,7 @@ _PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """The installed versions of torch and of this family's packages."""
+    """Return package -> installed version, for torch and the zero packages."""
     import importlib.metadata  # not for every rank: it is slow to import
 
     found = {}
@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
 
 
 def greeting() -> dict[str, Any]:
-    """Return what can be said at once, without importing torch: enough to decide whether a job can start here."""
+    """Return the fields of the message `hello`: host, process and versions, without importing torch."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "hostname": socket.gethostname(),
@@ -54,13 +54,16 @@ def greeting() -> dict[str, Any]:
 
 
 def memlock_bytes() -> int | None:
-    """How much memory this user may lock; None without a limit."""
+    """Return the bytes of memory that a process of this user may lock; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def examination(folder: str) -> dict[str, Any]:
-    """Everything about this host that a job may stumble over; imports torch."""
+    """Return the facts about this host for the doctor: `greeting`'s, memory, limits, devices; imports torch.
+
+    ``folder``: whose disk's free bytes to report. Memory and disk are in bytes.
+    """
     import psutil
 
     from zero_launch.cores import usable_cores
@@ -83,7 +86,7 @@ def examination(folder: str) -> dict[str, Any]:
 
 
 def free_port() -> int | None:
-    """A TCP port that can be listened on now; None when none can."""
+    """Return a free TCP port of the loopback interface; None when there is none."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return int(server.getsockname()[1])
@@ -92,6 +95,7 @@ def free_port() -> int | None:
 
 
 def _torch_facts() -> dict[str, Any]:
+    """Return the devices and backends of torch, or why it cannot be imported (`torch_error`)."""
     try:
         import torch
         import torch.distributed as dist
@@ -112,7 +116,7 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def _io_engine() -> str:
-    """Return what zero-nvme-aio's own command says, where it is installed: this package imports no sibling."""
+    """Return the I/O engine that zero-nvme-aio chooses here, or why none; asks a new process."""
     if importlib.util.find_spec("zero_nvme_aio") is None:
         return "zero-nvme-aio is not installed"
     code = "import zero_nvme_aio; print(zero_nvme_aio.probe().chosen)"

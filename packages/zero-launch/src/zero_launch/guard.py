@@ -1,9 +1,8 @@
 """The guard: a process that ends what is left of a job whose launcher was killed.
 
-Ranks ask the kernel to die with their launcher; what they started themselves does not. This small process, in a
-session of its own, holds the other end of a pipe of the launcher's. The launcher writes its ranks' pids into it, and
-`done` when all is over. When the pipe ends without that, the launcher was killed, and every process of the job gets
-SIGKILL.
+Ranks ask the kernel to die with their launcher; processes that ranks start do not. The guard, in a session of its own,
+reads a pipe from the launcher. The launcher writes its ranks' pids into it, and `done` at the end of the job. If the
+pipe ends without `done`, the launcher was killed, and the guard sends SIGKILL to every process of the job.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class Guard:
         )
 
     def watch(self, pids: list[int]) -> None:
-        """From now on these are the ranks."""
+        """Tell the guard the pids of the ranks of an attempt, besides those of earlier calls."""
         self._say(" ".join(map(str, pids)))
 
     def dismiss(self) -> None:
-        """All is over; the guard ends."""
+        """End the guard, and wait for it: the job has ended."""
         self._say("done")
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
@@ -64,7 +63,7 @@ class Guard:
 
 
 def main() -> None:
-    """The launcher is gone: end every process of the job that the arguments name, with the pids of its ranks."""
+    """End every process of a job whose launcher was killed. Arguments: job id, folder to remove, the ranks' pids."""
     job_id, folder, *pids = sys.argv[1:]
     from zero_launch.processes import end_job
 

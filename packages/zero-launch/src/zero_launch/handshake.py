@@ -27,11 +27,11 @@ _LEAST_TOKEN = 16
 
 
 class Refused(ConnectionError):
-    """The other end does not take part; the text says why."""
+    """The connection was refused, here or by the other end; the text says why."""
 
 
 class Seal:
-    """Signs the lines that this end sends and checks those that it gets."""
+    """Signs the lines that this end sends and checks the lines that it receives, both in order."""
 
     def __init__(self, key: bytes, *, launcher: bool) -> None:
         self._key = key
@@ -39,11 +39,11 @@ class Seal:
         self._counts = [0, 0]
 
     def sign(self, line: bytes) -> bytes:
-        """The line with its digest in front."""
+        """Return the next line to send, with its digest in front."""
         return self._digest(0, line) + b" " + line
 
     def open(self, line: bytes) -> bytes:
-        """The line without its digest. Raises ValueError when it is not the other end's next line."""
+        """Return a received line without its digest. Raises ValueError when it is not the other end's next line."""
         digest, _, content = line.partition(b" ")
         if not hmac.compare_digest(digest, self._digest(1, content)):
             raise ValueError("a line that the other end did not send")
@@ -59,11 +59,11 @@ class Seal:
 def welcome(
     reader: BinaryIO, writer: BinaryIO, tokens: Collection[str], admit: Callable[[str, Mapping[str, Any]], str | None]
 ) -> Seal:
-    """The launcher's part: let in who knows one of ``tokens``.
+    """Do the launcher's part of the handshake, and return the seal of the connection if the host knows one of
+    ``tokens``.
 
-    ``admit`` gets the token and what the other end says of itself; it returns why that one cannot take part, or None.
-    Raises Refused, after telling the other end, when it may not take part, and ValueError or OSError when what comes is
-    no answer.
+    ``admit``: called with the token and what the host says of itself; returns why it cannot take part, or None. Raises
+    Refused, after telling the host, when it may not take part; ValueError or OSError when it does not answer properly.
     """
     ours = secrets.token_hex(16)
     _send(writer, {"kind": "challenge", "number": ours})
@@ -82,9 +82,11 @@ def welcome(
 
 
 def present(reader: BinaryIO, writer: BinaryIO, token: str, about: Mapping[str, Any]) -> Seal:
-    """The host's part: answer the launcher's challenge, and see that it knows the token too.
+    """Do the host's part of the handshake, check that the launcher knows ``token`` too, and return the connection's
+    seal.
 
-    Raises Refused with the launcher's reason, or when whoever answers does not know the token.
+    ``about``: what this host says of itself. Raises Refused with the launcher's reason, or when the other end does not
+    know the token.
     """
     challenge = read_object(_line(reader))
     theirs = challenge.get("number")
@@ -121,10 +123,10 @@ def _proof(token: str, who: str, said: str) -> bytes:
 
 
 def shared_token(environ: Mapping[str, str], home: Path) -> str:
-    """The token that the nodes of a job have in common when each has its own command line.
+    """Return the token that all nodes of a job share when each has its own command line.
 
-    It is ``ZERO_LAUNCH_TOKEN`` or, without it, what `.zero-launch/token` in the home folder holds, which the first
-    node writes: nodes that share the home folder share it.
+    It is ``ZERO_LAUNCH_TOKEN`` or, without it, the content of `.zero-launch/token` in ``home``, which the first node
+    writes: nodes with the same home folder share it.
 
     Raises ValueError for a token of fewer than 16 characters, and PermissionError for a file that others may read.
     """
@@ -137,6 +139,7 @@ def shared_token(environ: Mapping[str, str], home: Path) -> str:
 
 
 def _token_of(path: Path) -> str:
+    """Return the token in the file ``path``, which is made with a new one if it is missing."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, exist_ok=True)
         scratch = path.with_name(f"token.{secrets.token_hex(8)}")

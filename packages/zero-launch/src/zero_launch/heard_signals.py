@@ -1,4 +1,4 @@
-"""Signals to the launcher of a job on several hosts, taken in as messages among those of the hosts."""
+"""Signals to the launcher of a job on several hosts, put into its inbox among the hosts' messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class HeardSignals:
-    """From `take` to `give_back` signals become messages in ``inbox``; off the main thread nothing is taken.
+    """Turns signals into messages in ``inbox``, from `take` to `give_back`; only in the main thread.
 
     ``requeue``: the job goes back into the scheduler's queue when asked to end (see [Note: requeue signals]).
     """
@@ -25,7 +25,7 @@ class HeardSignals:
         self._saved: dict[signal.Signals, Any] = {}
 
     def take(self) -> None:
-        """Have the signals heard that this process does not ignore."""
+        """Install handlers, which put signals into the inbox, for those that this process does not ignore."""
         if threading.current_thread() is not threading.main_thread():
             return
         heard = (*_SIGNALS, signal.SIGUSR1) if self._requeue else _SIGNALS
@@ -39,7 +39,7 @@ class HeardSignals:
         self._inbox.put(("", {"kind": "signal", "signal": signum}))
 
     def give_back(self, *, held: bool) -> None:
-        """Put the handlers back; ``held``: the signals that ask for an end wait from here on."""
+        """Restore the handlers of before `take`. ``held``: from here on hold back the signals of `requeue.SIGNALS`."""
         if held and self._saved:
             hold()
         for signum, handler in self._saved.items():

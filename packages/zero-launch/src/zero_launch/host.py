@@ -1,8 +1,8 @@
-"""`python -m zero_launch.host`: the launcher's hand on one host of a job.
+"""`python -m zero_launch.host`: the launcher's agent on one host of a job.
 
-It says hello, gets the job, and runs torch's elastic agent for the ranks of this host, led by the launcher: see
-rendezvous.py for how rounds begin. Everything that happens goes up the channel. When the channel ends or falls silent,
-the launcher or the way to it is gone, and every process of the job ends here.
+It sends hello, receives the job, and runs torch's elastic agent for the ranks of this host, led by the launcher: see
+rendezvous.py for how rounds begin. Every event is sent over the channel. When the channel ends or falls silent, the
+launcher or the connection to it is gone, and every process of the job on this host is ended.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _FORCE_SECONDS = 2.0
 
 
 class _Stopped(BaseException):
-    """The job is to end before torch's agent has put its own signal handlers in place."""
+    """A signal ended the job before torch's agent had installed its signal handlers."""
 
 
 class Hand:
-    """Carries out what the launcher orders, on this host."""
+    """Carries out the launcher's orders on this host: examines it, or runs its part of the job."""
 
     def __init__(self, channel: Channel, inbox: queue.SimpleQueue[tuple[str, Message]]) -> None:
         self._channel = channel
@@ -55,9 +55,9 @@ class Hand:
         """True once the job has ended because it was asked to, after saving."""
 
     def run(self, own_spec: LaunchSpec | None = None) -> int:
-        """Serve the launcher until the job is over, and return the exit status for this process.
+        """Serve the launcher until the job is over, and return the exit status for this process: 0 or 1.
 
-        ``own_spec`` is the job where this host was given it by its own command line.
+        ``own_spec``: the job, if this host has it from its own command line; else the launcher sends it.
         """
         order = self._first_order()
         if order["kind"] == "examine":
@@ -83,6 +83,7 @@ class Hand:
             self._channel.close()
 
     def _first_order(self) -> Message:
+        """Return the launcher's first message; one of kind `eof` if it falls silent."""
         while True:
             try:
                 return self._inbox.get(timeout=SILENCE_SECONDS)[1]
@@ -135,7 +136,8 @@ class Hand:
         return int(failed)
 
     def _follow(self, agent: ClusterAgent, job_id: str, spec: LaunchSpec) -> None:
-        """From now on a thread does what the launcher says."""
+        """Start a thread that carries out the launcher's messages while ``agent`` runs, and ends the job if told to or
+        if the launcher falls silent."""
 
         def follow() -> None:
             while not self._over.is_set():
@@ -175,7 +177,8 @@ class Hand:
         threading.Thread(target=follow, name="zero-launch-follow", daemon=True).start()
 
     def _ask_launcher(self, signum: int, frame: FrameType | None) -> None:
-        """On a SIGTERM that is not the launcher's: have the whole job save and end."""
+        """Handle SIGTERM of a `--requeue` job: ask the launcher to have the whole job save and end, or, if it has
+        ordered the end, end this host's ranks."""
         from torch.distributed.elastic.multiprocessing import SignalException
 
         if self._stops:
@@ -184,14 +187,17 @@ class Hand:
 
 
 def _end_earlier(job_id: str, generation: int) -> str:
-    """Return the job's id for this hand; end what those before it on this host left, stopped ranks for example."""
+    """End what earlier agents of the job left on this host, such as stopped ranks; return the job's id for this one.
+
+    ``generation``: the number of earlier ones.
+    """
     for number in range(generation):
         end_job(f"{job_id}#{number}", (), grace_seconds=0.0)
     return f"{job_id}#{generation}"
 
 
 def _run(agent: ClusterAgent) -> tuple[bool, str | None]:
-    """Run the agent to its end: whether it failed, and the signal that stopped it."""
+    """Run the agent to its end; return whether it failed, and the signal that stopped it as text, or None."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from zero_launch.job import quiet_engine
@@ -215,7 +221,7 @@ def _got(signum: int) -> str:
 
 
 def main() -> int:
-    """Serve on the standard streams or, with arguments `PORT TOKEN`, on a connection back to who called."""
+    """Serve the launcher over the standard streams or, with arguments `PORT TOKEN`, over a connection back to it."""
     inbox: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
     reader: BinaryIO
     writer: BinaryIO

@@ -42,7 +42,7 @@ class Hostfile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Hostfile:
-        """Read a hostfile. Raises FileNotFoundError, and ValueError for what is no text or what `parse` refuses."""
+        """Read a hostfile. Raises FileNotFoundError, and ValueError for no UTF-8 or text that `parse` refuses."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -51,7 +51,7 @@ class Hostfile:
 
     @classmethod
     def parse(cls, text: str, *, source: str = "hostfile") -> Hostfile:
-        """Parse lines of `host slots=N`; `#` starts a comment, empty lines are skipped.
+        """Return the hostfile of a text with lines `host slots=N`; `#` starts a comment, empty lines are skipped.
 
         Raises ValueError, naming ``source`` and the line, for anything else, a host named twice, or no slot.
         """
@@ -88,7 +88,7 @@ class Hostfile:
         return sum(map(len, self.hosts.values()))
 
     def select(self, *, include: str = "", exclude: str = "") -> Hostfile:
-        """The hostfile restricted to ``include``, or without ``exclude``; at most one of them may be given.
+        """Return the hostfile restricted to ``include``, or without ``exclude``; at most one of them may be given.
 
         The grammar is `host[:slot,slot...]`, several joined by `@`: `a@b:0,2` is all of host a and two slots of host b.
         Raises ValueError for a host or slot that the hostfile does not have, or when nothing is left.
@@ -108,9 +108,9 @@ class Hostfile:
         return Hostfile(left)
 
     def first(self, *, hosts: int | None = None, slots: int | None = None) -> Hostfile:
-        """The first ``hosts`` hosts, with the first ``slots`` slots of each; None means all.
+        """Return the first ``hosts`` hosts, with the first ``slots`` slots of each; None means all.
 
-        Raises ValueError when there are not so many.
+        Raises ValueError when there are fewer.
         """
         if hosts is not None and not 1 <= hosts <= len(self.hosts):
             raise ValueError(f"--num_nodes {hosts}: the hostfile leaves {len(self.hosts)}: {', '.join(self.hosts)}")
@@ -121,6 +121,7 @@ class Hostfile:
         return Hostfile({host: have[:slots] for host, have in chosen.items()})
 
     def _parse_filter(self, text: str, what: str) -> dict[str, set[int]]:
+        """Return host -> slots that a filter names; ``what`` is `include` or `exclude`, for errors."""
         named: dict[str, set[int]] = {}
         for part in text.split("@"):
             host, colon, slots = part.strip().partition(":")
@@ -142,7 +143,7 @@ class Hostfile:
 
 
 def _listing(slots: tuple[int, ...]) -> str:
-    """The slots for a message: all of a few, else the first and the last."""
+    """Return the slots as text for a message: all if they are few, else the first and the last."""
     return ",".join(map(str, slots)) if len(slots) <= _LISTED else f"{slots[0]} to {slots[-1]}"
 
 

@@ -1,4 +1,4 @@
-"""Start a job, wait for it, and leave nothing behind."""
+"""Run a job on this machine: start it, wait for it, and end everything that it started."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def launch(spec: LaunchSpec) -> None:
 
 
 def _about_logs(folder: Path) -> list[str]:
-    """Where the logs of a job that failed are, and whether it failed because they had no room."""
+    """Return notes for the error of a failed job: the folder of its logs and, if so, that their disk is full."""
     notes = [f"logs of every rank: {folder}"]
     free = shutil.disk_usage(folder).free
     if free < _LEAST_FREE_BYTES:
@@ -66,7 +66,10 @@ def _about_logs(folder: Path) -> list[str]:
 
 
 def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "call"]) -> None:
-    """Like `launch`, without looking for the target; ``kind`` says how a rank runs it (see rank.py)."""
+    """Run a job as `launch` does, without checking the target; ``kind`` says how a rank runs it (see rank.py).
+
+    Raises LeftEarly, besides LaunchError, when the ranks of a `--requeue` job have saved and left.
+    """
     job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []
     folder, keep = run_folder(spec.log_dir, job_id)
@@ -106,7 +109,7 @@ def _run_agent(
     recorders: Path,
     guard: Guard,
 ) -> tuple[Agent, int | None, bool]:
-    """Run the job to its end: the agent, the signal that interrupted it, and whether it failed."""
+    """Run the job to its end; return the agent, the signal that interrupted it (or None), and whether it failed."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from zero_launch.agent import Agent
@@ -153,7 +156,8 @@ def _run_agent(
 
 
 def heed_requeue_signals(agent: Agent) -> None:
-    """On the first SIGUSR1 or SIGTERM the ranks save and leave; a later SIGTERM ends them (see requeue.py)."""
+    """Install handlers with which the first SIGUSR1 or SIGTERM has the ranks save and leave, and a later SIGTERM ends
+    them at once (see requeue.py); from here on these signals are no longer held back."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     requests = requeue.Requests()
@@ -173,7 +177,10 @@ def heed_requeue_signals(agent: Agent) -> None:
 def worker_group_spec(
     spec: LaunchSpec, kind: str, rendezvous: RendezvousHandler, local_address: str | None
 ) -> WorkerSpec:
-    """Return what the elastic agent starts on this host."""
+    """Return torch's description of the ranks that the elastic agent starts on this host.
+
+    ``kind``: see `run_job`. ``local_address``: by which other hosts reach this one; None for torch's default.
+    """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     return WorkerSpec(
@@ -191,7 +198,7 @@ def worker_group_spec(
 def standbys_of(
     spec: LaunchSpec, worker_spec: WorkerSpec, files: RankFiles, recorders: Path, say: Callable[[str], object]
 ) -> Standbys | None:
-    """Return the standbys of a job's ranks on this host; None where the job has none. ``say`` is told why later."""
+    """Return the standbys of a job's ranks on this host; None for jobs without. ``say``: see `Standbys`."""
     from zero_launch.standbys import Standbys
 
     if spec.elastic is None or spec.program or not spec.standby:
@@ -200,7 +207,10 @@ def standbys_of(
 
 
 def run_folder(log_dir: str | os.PathLike[str] | None, job_id: str) -> tuple[Path, bool]:
-    """The folder for the files of this run on this host, and whether it stays when the job succeeds."""
+    """Make and return the folder for this run's files on this host, and whether it is kept when the job succeeds.
+
+    A folder under ``log_dir`` is kept; without one a temporary folder is not.
+    """
     if log_dir is None:
         return Path(tempfile.mkdtemp(prefix="zero-launch-")), False
     folder = Path(log_dir).absolute() / job_id
@@ -210,7 +220,7 @@ def run_folder(log_dir: str | os.PathLike[str] | None, job_id: str) -> tuple[Pat
 
 @contextlib.contextmanager
 def recorder_folder() -> Iterator[Path]:
-    """Make a folder in shared memory for the ranks' flight recorders, which goes afterwards."""
+    """Make a folder, in shared memory if possible, for the ranks' flight recorders; remove it after the block."""
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="zero-launch-rings-", dir=shared, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
@@ -218,7 +228,7 @@ def recorder_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def guarded(job_id: str, recorders: Path, *, silent: bool = False) -> Iterator[Guard]:
-    """Have a guard that ends the job's processes should this one be killed."""
+    """Run the block with a guard that ends the job's processes and removes ``recorders`` if this process is killed."""
     guard = Guard(job_id, str(recorders), silent=silent)
     try:
         yield guard
@@ -227,8 +237,10 @@ def guarded(job_id: str, recorders: Path, *, silent: bool = False) -> Iterator[G
 
 
 def job_environment(spec: LaunchSpec, cores: list[tuple[int, ...]], job_id: str) -> dict[str, str]:
-    """Return what every rank of this host gets on top of the environment; ``job_id`` is that of the job on this
-    host."""
+    """Return the variables that every rank of this host gets on top of this process's environment.
+
+    ``job_id``: the job's id on this host.
+    """
     env = {LAUNCHER_PID_VARIABLE: str(os.getpid()), JOB_VARIABLE: job_id}
     if "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(len(cores[0]) if cores else threads_per_rank(spec.nproc))
@@ -238,7 +250,7 @@ def job_environment(spec: LaunchSpec, cores: list[tuple[int, ...]], job_id: str)
 
 
 def core_variables(cores: list[tuple[int, ...]]) -> list[dict[str, str]]:
-    """How each rank is told its cores (see rank.py)."""
+    """Return the variables, by local rank, that tell each rank its cores (see rank.py)."""
     return [{CORES_VARIABLE: ",".join(map(str, own))} for own in cores]
 
 
@@ -256,7 +268,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Put the caller's signal handlers back: the engine installs its own and leaves them there."""
+    """Restore the caller's signal handlers after the block: torch's agent installs its own and leaves them."""
     main_thread = threading.current_thread() is threading.main_thread()
     saved = {sig: signal.getsignal(sig) for sig in _SIGNALS} if main_thread else {}
     try:
@@ -268,7 +280,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_engine() -> Iterator[None]:
-    """Hold back the engine's own log lines about ends and signals: the report says the same, in order."""
+    """Silence the log of torch's elastic agent in the block: our report says the same, in order."""
     loggers = [
         logger
         for name, logger in logging.Logger.manager.loggerDict.items()
@@ -285,7 +297,7 @@ def quiet_engine() -> Iterator[None]:
 
 
 def sweep(agent: Agent, job_id: str) -> None:
-    """After the engine has ended, however it did: nothing of the job may run. Signals wait until this is done."""
+    """End what of the job still runs after torch's agent has ended, and note it; ignore signals from here on."""
     main_thread = threading.current_thread() is threading.main_thread()
     for sig in _SIGNALS if main_thread else ():
         signal.signal(sig, signal.SIG_IGN)

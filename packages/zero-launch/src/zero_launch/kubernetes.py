@@ -82,13 +82,13 @@ class Pods:
             self.host_bounds()
 
     def host_bounds(self) -> tuple[int, int]:
-        """The least and the most pods that an elastic job goes on with."""
+        """Return the fewest and the most pods with which the job runs. Raises ValueError if ``elastic`` fits none."""
         least, most = self.elastic or (self.nodes * self.nproc, self.nodes * self.nproc)
         return host_bounds([self.nproc] * self.nodes, least, most)
 
     @property
     def secret(self) -> str:
-        """The Secret whose key `token` holds what the pods' launchers show each other."""
+        """Name of the Secret whose key `token` holds the token that the pods' launchers share."""
         return self.token_secret or f"{self.name}-token"
 
 

@@ -30,7 +30,7 @@ class LocalRendezvous(RendezvousHandler):
         return self._job_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open a fresh store; the agent is the only one."""
+        """Open a new store for the attempt, and return the rendezvous of this single agent."""
         self._store = open_store(LOOPBACK, 0)
         info = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(PrefixStore("zero-launch", self._store), 0, 1, info)

@@ -35,7 +35,7 @@ _BEATS = 120  # the launcher knows of lost hosts, and moves times from one clock
 
 
 class _Again(Exception):
-    """The round cannot begin: the host that was to open the store is gone."""
+    """The round cannot begin, as the host of its store is gone; meet again."""
 
 
 class ChannelBackend(RendezvousBackend):
@@ -94,7 +94,7 @@ class Meeting(DynamicRendezvousHandler):
 
     @classmethod
     def of(cls, channel: Channel, job_id: str, terms: Message) -> Meeting:
-        """The rendezvous that ``terms`` of the launcher describe (see `messages.FROM_LAUNCHER`)."""
+        """Return the rendezvous with the parameters ``terms``, from the launcher's message `job` (`elastic`)."""
         backend = ChannelBackend(channel)
         join = timedelta(days=_JOIN_DAYS)
         made: Meeting = cls.from_backend(
@@ -122,7 +122,7 @@ class Meeting(DynamicRendezvousHandler):
     _regroups: bool
 
     def take(self, message: Message) -> bool:
-        """Take in what the launcher says about rounds; whether it was that."""
+        """Handle a message of the launcher about rounds; return False for any other message, which is left alone."""
         kind = message["kind"]
         if kind == "state":
             self.backend.answers.put(message)
@@ -135,7 +135,7 @@ class Meeting(DynamicRendezvousHandler):
         return True
 
     def regroup(self) -> None:
-        """This host's ranks have left: meet again."""
+        """Have torch's agent begin a new round, because this host's ranks have left for one."""
         self._regroups = True
 
     @property
@@ -143,11 +143,12 @@ class Meeting(DynamicRendezvousHandler):
         return True
 
     def num_nodes_waiting(self) -> int:
-        """The agent restarts its ranks when this is positive; hosts that wait alone are no reason."""
+        """Return 1, on which torch's agent restarts its ranks, when they have left to regroup or the launcher has asked
+        for a restart; else 0, also while hosts wait."""
         return int(self._regroups or self._restart_of == self.attempt)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other hosts; see `DynamicRendezvousHandler`."""
+        """Send `ready`, wait for the next round with this host, and return it; see `DynamicRendezvousHandler`."""
         self._server, self._regroups = None, False
         self._channel.send("ready", **self.report)
         self.report = no_report()
@@ -158,7 +159,10 @@ class Meeting(DynamicRendezvousHandler):
                 continue
 
     def _get_store(self) -> PrefixStore:
-        """The store of the round that has just been agreed: a fresh one each time."""
+        """Return the ranks' store for the round just agreed, a new one each time; the round's first host opens it.
+
+        Raises `_Again` when that host is lost meanwhile.
+        """
         number, (rank, _) = self._state_holder.state.round, self._get_world()
         if rank == 0:
             self._server = open_store(self._address, 0)
@@ -173,7 +177,8 @@ class Meeting(DynamicRendezvousHandler):
         return PrefixStore("zero-launch", store)
 
     def _wait_for_server(self, address: str, port: int) -> None:
-        """Return when the store answers; torch's client would try for a minute where its host was lost meanwhile."""
+        """Wait until the store answers; raise `_Again` if the launcher restarts the round first. torch's own client
+        would try for a minute after its host was lost."""
         while True:
             if self._restart_of == self.attempt:
                 raise _Again
@@ -184,7 +189,7 @@ class Meeting(DynamicRendezvousHandler):
                 time.sleep(_PAUSE_SECONDS)
 
     def _wait_for_store(self, number: int) -> Message:
-        """Return the launcher's message about the round's store, unless the host that opens it is lost first."""
+        """Return the launcher's message `meet` for round ``number``; raise `_Again` if its store's host is lost."""
         while True:
             try:
                 order = self._meets.get(timeout=_LOOK_SECONDS)

@@ -19,7 +19,7 @@ of [node, number]), `waiting` and `redundant` (lists of nodes). A node is [place
 
 
 def to_plain(pickled: bytes) -> State:
-    """The state that this process has just pickled, as plain data."""
+    """Return torch's rendezvous state, which this process has just pickled, as plain data."""
     state = pickle.loads(pickled)
     return {
         "round": state.round,
@@ -34,7 +34,7 @@ def to_plain(pickled: bytes) -> State:
 
 
 def places_in(plain: Mapping[str, Any] | None) -> set[str]:
-    """Every place that a state names."""
+    """Return every host's place that a state names; empty for None."""
     if plain is None:
         return set()
     numbered = [node for node, _ in [*plain["participants"], *plain["heartbeats"]]]
@@ -42,7 +42,10 @@ def places_in(plain: Mapping[str, Any] | None) -> set[str]:
 
 
 def on_another_clock(plain: State | None, ahead: float) -> State | None:
-    """The same state with its times on a clock that is ``ahead`` seconds; a time of 0 means what it did."""
+    """Return the state with its times moved to a clock that is ``ahead`` seconds ahead; None for None.
+
+    A time of 0, which marks lost nodes and a wait that is over, stays 0.
+    """
     if plain is None:
         return None
     moved = dict(plain)
@@ -53,7 +56,7 @@ def on_another_clock(plain: State | None, ahead: float) -> State | None:
 
 
 def to_pickle(plain: Mapping[str, Any]) -> bytes:
-    """Plain data as the pickle that torch's handler in this process reads."""
+    """Return plain data as the pickled state that torch's handler in this process reads."""
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
     def node(entry: list[Any]) -> _NodeDesc:
@@ -78,7 +81,9 @@ def _when(seconds: float) -> datetime:
 
 
 class StateKeeper:
-    """The launcher's copy, changed only by a host that has seen its newest version. Its times are on one clock.
+    """The launcher's copy of the state, which a host may replace only if it has seen the newest version.
+
+    All times in it are by the launcher's clock.
 
     torch's handlers know of a lost node by its missing heartbeats, and wait some time for late ones. The launcher knows
     sooner: `lost` lets the heartbeats of a place expire, and `review` ends the wait when nobody else can come.
@@ -89,7 +94,7 @@ class StateKeeper:
         self._version = 0
 
     def replace(self, state: State, version: int | None) -> bool:
-        """Put ``state`` in the place of version ``version``; False where that is not the newest any more."""
+        """Replace version ``version`` (None: none yet) by ``state``; return False, without a change, if outdated."""
         if version != (None if self._state is None else self._version):
             return False
         self._state = copy.deepcopy(state)
@@ -97,7 +102,7 @@ class StateKeeper:
         return True
 
     def newest(self) -> dict[str, Any]:
-        """Return the state, None before there is one, and its version."""
+        """Return a copy of the `state` (None before there is one) and its `version`."""
         return {"state": copy.deepcopy(self._state), "version": self._version}
 
     def waits(self, place: str) -> bool:
@@ -116,14 +121,17 @@ class StateKeeper:
         return set() if self._state is None else {entry[0] for entry, _ in self._state["participants"]}
 
     def lost(self, place: str) -> None:
-        """Nobody is at ``place`` any more."""
+        """Let the heartbeats of the host at ``place`` expire: it is lost."""
         if self._state is not None:
             beats = self._state["heartbeats"]
             self._state["heartbeats"] = [[node, 0.0 if node[0] == place else at] for node, at in beats]
             self._version += 1
 
     def review(self, expected: Collection[str], slots: Mapping[str, int], least: int) -> None:
-        """Let the round begin when every place of ``expected`` has come and they have ``least`` ranks together."""
+        """Let the round begin if every ``expected`` place takes part and the participants have ``least`` ranks.
+
+        ``slots``: number of ranks at each place.
+        """
         state = self._state
         if state is None or state["complete"] or not state["deadline"]:
             return

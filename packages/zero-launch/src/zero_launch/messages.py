@@ -22,7 +22,7 @@ def _is(kind: type) -> Check:
 
 
 def _text(value: Any) -> bool:
-    """Return whether it is a string that can be written: JSON can spell halves of surrogate pairs."""
+    """Return whether ``value`` is a string that UTF-8 can encode: JSON can spell halves of surrogate pairs."""
     if type(value) is not str:
         return False
     try:
@@ -214,12 +214,12 @@ _OPTIONAL: Mapping[str, Check] = {
 
 
 def no_report() -> Message:
-    """What `ready` says of the ranks of the attempt before, where there was none."""
+    """Return the fields of the message `ready` when there was no attempt before."""
     return {"failures": [], "ended": [], "records": {}}
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """The message as one line, without its end."""
+    """Return the message as one line of JSON, without the newline."""
     return json.dumps(message).encode()
 
 

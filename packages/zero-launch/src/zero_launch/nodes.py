@@ -40,7 +40,7 @@ def discover_node(environ: Mapping[str, str]) -> Node | None:
 
 
 def slurm_hosts(node_list: str) -> list[str]:
-    """The names that Slurm's `scontrol` gives for its list notation. Raises RuntimeError with its message."""
+    """Return the host names of a Slurm node list, by `scontrol`. Raises RuntimeError with its message if it fails."""
     command = ["scontrol", "show", "hostnames", node_list]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

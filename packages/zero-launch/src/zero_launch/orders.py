@@ -26,12 +26,12 @@ class Orders:
         self.folder = folder
 
     def open(self) -> dict[str, str]:
-        """Make the folder; return the variable that tells ranks of it."""
+        """Make the folder, and return the variable that names it to the ranks."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return {ORDERS_VARIABLE: str(self.folder)}
 
     def give(self, order: str) -> None:
-        """Ask the ranks to leave; `END` is not taken back by a later `REGROUP`."""
+        """Order the ranks to leave, by writing the file `order`; `REGROUP` never replaces an earlier order."""
         self.open()
         path, part = self.folder / "order", self.folder / "order.part"
         if order == REGROUP and path.exists():
@@ -40,7 +40,7 @@ class Orders:
         os.replace(part, path)
 
     def answer(self, rank: int) -> str | None:
-        """The order that a rank has left for; None when it has not left for one, or died while it wrote that."""
+        """Return the order on which a rank has left; None if it has not, or died while it wrote its answer."""
         try:
             with open(self.folder / f"left.{rank}", "rb") as file:
                 said = file.read(_MOST_BYTES)

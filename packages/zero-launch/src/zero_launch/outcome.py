@@ -1,4 +1,4 @@
-"""Put in order what the launcher knows of a job's end: failures of all hosts by one clock."""
+"""The end of a job on several hosts: the failures of all hosts, ordered by one clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_launch.report import RankFailure
 def failures_in_order(
     peers: Sequence[Peer], lost: Sequence[tuple[float, RankFailure]], began_at: float
 ) -> list[RankFailure]:
-    """Every rank that failed by itself, the first one first.
+    """Return the ranks that failed by themselves, in the order of their failures.
 
     ``lost``: ranks of lost hosts, with when those were last heard; ``began_at``: when the attempt began. Both are
     seconds since the epoch by this host's clock, to which the times that other hosts reported are corrected.
@@ -28,7 +28,7 @@ def failures_in_order(
 
 
 def left_alone(peers: Sequence[Peer], failures: Sequence[RankFailure], began_at: float) -> str | None:
-    """Who waited, in an attempt that is over, for ranks that had ended with status 0 before any failed; None: nobody.
+    """Return a text about ranks that waited for ranks which had ended with status 0 before any failed; None if none.
 
     ``failures`` are those of `failures_in_order`, ``began_at`` is as there.
     """
@@ -39,5 +39,5 @@ def left_alone(peers: Sequence[Peer], failures: Sequence[RankFailure], began_at:
 
 
 def notes(peers: Sequence[Peer]) -> list[str]:
-    """Return what hosts had to remark: what ranks left behind, and did not end when asked to."""
+    """Return the notes of all hosts, about processes that ranks left behind and that had to be killed."""
     return [f"{note} on {peer.name}" for peer in peers for note in peer.notes]

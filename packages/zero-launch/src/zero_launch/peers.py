@@ -1,4 +1,4 @@
-"""The hosts of a job as the launcher sees them: how each is reached, and what it last said."""
+"""The hosts of a job as the launcher sees them: the connection to each, and its last known state."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Peer:
 
     @property
     def key(self) -> str:
-        """A name of its own, different from those of lost hosts of the same name."""
+        """The key of this host in the roster; differs from those of lost hosts of the same name."""
         return self.name if not self.generation else f"{self.name} #{self.generation}"
 
     @property
     def there(self) -> bool:
-        """Return whether it takes part in the job still."""
+        """Return whether the host has neither ended nor been lost."""
         return self.state not in ("ended", "lost")
 
     @property
@@ -76,27 +76,28 @@ class Peer:
         return 0.0 if self.channel is None else self.channel.clock_offset
 
     def take_report(self, message: Message) -> None:
-        """Take in what became of the host's ranks in the attempt that is over."""
+        """Store how the host's ranks ended in the last attempt, from its message `ready`."""
         self.failures += message["failures"]
         self.ended = [(rank, at) for rank, at in message["ended"]]
         self.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
 
     def forget_attempt(self) -> None:
-        """Forget what it said of an attempt: another begins."""
+        """Clear what is stored about the last attempt, before another begins."""
         self.failures, self.ended, self.records, self.stalled, self.divergence = [], [], {}, False, None
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send a message, if there is anybody to send it to."""
+        """Send a message (see `Channel.send`); do nothing for a host that has ended, is lost, or never connected."""
         self.asked_to_stop = self.asked_to_stop or kind in ("stop", "dismiss")
         if self.channel is not None and self.there:
             self.channel.send(kind, **content)
 
     def last_words(self) -> str:
-        """Return what its program wrote to standard error, for a report."""
+        """Return the last lines of standard error of the start command (ssh, pdsh), for a report."""
         return "\n".join(self.errors)
 
     def exit_status(self) -> int | None:
-        """Return the status with which the program that called it has ended; None while it runs, or without one."""
+        """Return the exit status of the start command (ssh, pdsh), waiting up to 1 s; None while it runs, or for a host
+        that connects by itself."""
         if self.process is None:
             return None
         try:
@@ -105,12 +106,12 @@ class Peer:
             return None
 
     def let_go(self) -> None:
-        """End the program that carried a lost host's channel, without waiting for it."""
+        """Kill the start command of a lost host, without waiting for it."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
 
     def close(self) -> None:
-        """Let go of it: the channel, and the program that carried it."""
+        """Close the channel, and end the start command: by SIGKILL if it has not ended within 1 s."""
         if self.channel is not None:
             self.channel.close()
         if self.process is None:
@@ -123,9 +124,10 @@ class Peer:
 
 
 def call(peer: Peer, transport: Transport, inbox: Inbox, listener: Listener | None, *, heedless: bool = False) -> None:
-    """Start the launcher's hand on the host; it says hello through ``inbox`` when it is there.
+    """Start the launcher's agent on the host ``peer``; its hello arrives in ``inbox``.
 
-    ``heedless``: what carries the channel ignores the signals that ask the job to end.
+    ``listener``: takes the agent's connection, where ``transport`` carries no input. ``heedless``: the start command
+    ignores SIGTERM and SIGUSR1.
     """
     arguments: list[str] = []
     if listener is not None:
@@ -146,7 +148,7 @@ def call(peer: Peer, transport: Transport, inbox: Inbox, listener: Listener | No
         peer.channel = Channel(peer.key, reader, writer, inbox, kinds=FROM_HOST)
     else:
         threads.append(threading.Thread(target=_keep_errors, args=(peer, peer.process.stdout), daemon=True))
-        threads.append(threading.Thread(target=_report_end, args=(peer, inbox), daemon=True))
+        threads.append(threading.Thread(target=_report_command_exit, args=(peer, inbox), daemon=True))
     for thread in threads:
         thread.start()
 
@@ -156,12 +158,16 @@ def _binary(stream: IO[bytes]) -> BinaryIO:
 
 
 def _keep_errors(peer: Peer, stream: IO[bytes] | None) -> None:
+    """Append the lines of ``stream`` to ``peer.errors`` until it ends; a thread's function."""
     for line in stream or ():
         peer.errors.append(line.decode(errors="replace").rstrip("\n"))
 
 
-def _report_end(peer: Peer, inbox: Inbox) -> None:
-    """For a host with a connection of its own: the end of the program that called it is an end too."""
+def _report_command_exit(peer: Peer, inbox: Inbox) -> None:
+    """Wait until the command that started the host (ssh, pdsh) exits, and put ``eof`` into ``inbox``.
+
+    For hosts that connect back by themselves; over the command's own pipes the channel sees the end of file.
+    """
     if peer.process is not None:
         peer.process.wait()
         inbox.put((peer.key, {"kind": "eof", "why": "the program that called it has ended"}))
@@ -173,11 +179,11 @@ def _break_off(connection: socket.socket) -> None:
 
 
 class Listener:
-    """Takes connections from hosts that show that they know a token (see handshake.py).
+    """Accepts connections from hosts that know a token (see handshake.py), in a thread of its own.
 
-    A host that is called gets a token of its own, good for one connection. Nodes that come by themselves share
-    ``token`` and say which node they are; each is let in once. ``address`` is where to listen; the empty string means
-    every interface of this host.
+    A host that the launcher starts gets its own token, valid for one connection. Nodes that connect by themselves share
+    ``token`` and send their node number; each number is accepted once. ``address``: where to listen; empty for every
+    interface of this host. ``port``: 0 for a free one.
     """
 
     def __init__(self, inbox: Inbox, *, address: str = "", port: int = 0, token: str | None = None) -> None:
@@ -194,19 +200,19 @@ class Listener:
         threading.Thread(target=self._accept, name="zero-launch-accept", daemon=True).start()
 
     def expect(self, peer: Peer) -> str:
-        """Make a token with which ``peer`` may connect, once."""
+        """Return a new token with which ``peer`` may connect, once."""
         token = secrets.token_hex(32)
         with self._lock:
             self._expected[token] = peer
         return token
 
     def await_peer(self, peer: Peer) -> None:
-        """Let ``peer`` be whoever knows the shared token and says that it is node number ``peer.name``."""
+        """Accept the node that knows the shared token and has the number ``peer.name``, as ``peer``."""
         with self._lock:
             self._open_peers[peer.name] = peer
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Stop accepting connections."""
         self._server.close()
 
     def _accept(self) -> None:
@@ -262,7 +268,10 @@ class Listener:
         print(f"zero-launch: refused a connection from {address}: {why}", file=sys.stderr, flush=True)
 
     def _who(self, token: str, about: Mapping[str, Any]) -> tuple[Peer | None, str | None]:
-        """The peer that the token and ``about`` stand for, and nobody else from here on; or why there is none."""
+        """Return the peer that a connection with this token and ``about`` is, or None and why it is refused.
+
+        The peer is claimed: the next connection for it is refused.
+        """
         with self._lock:
             if token != self._token:
                 peer = self._expected.pop(token, None)

@@ -1,6 +1,6 @@
-"""Say of a job that stands still which ranks have come to the store, which have ended, and which are stopped.
+"""Remarks about a job that makes no progress: which ranks have connected to the store, ended, or been stopped.
 
-Nothing here ends a job. A rank that is slow is named at most; what can never go on is found in the flight recorders
+Nothing here ends a job, as a named rank may only be slow. Jobs that can never finish are found by the flight recorders
 (desync.py).
 """
 
@@ -35,7 +35,7 @@ class Presence:
         self._told_ended: set[int] = set()
 
     def update(self, arrived: Iterable[int], ended: Iterable[int]) -> None:
-        """These ranks have come to the store, and these have ended with status 0."""
+        """Add the ranks that have connected to the store, and those that have ended with status 0."""
         now = time.monotonic()
         new, over = set(arrived) - self._arrived, set(ended) - self._ended
         if new:
@@ -46,7 +46,7 @@ class Presence:
             self._ended_at = now
 
     def remarks(self) -> list[str]:
-        """Return what is to be said now, each thing once."""
+        """Return the remarks to print now about ranks that have not connected or have ended; each is returned once."""
         now = time.monotonic()
         every = set(range(self._world_size))
         waiting = self._arrived - self._ended
@@ -79,7 +79,10 @@ class Presence:
 
 
 class HostPresence:
-    """Looks at the ranks of this host: which are connected to the store at ``port``, and which are stopped."""
+    """Finds out which ranks of this host have connected to the store at ``port``, and which are stopped (SIGSTOP).
+
+    ``pids``: by rank. ``stopped_seconds``: how long a rank is stopped before that is remarked.
+    """
 
     def __init__(self, pids: Mapping[int, int], port: int, stopped_seconds: float) -> None:
         self._pids = dict(pids)
@@ -91,7 +94,10 @@ class HostPresence:
         self.arrived: set[int] = set()
 
     def look(self, ended: Collection[int]) -> bool:
-        """See who has come since; whether anyone has. Costs nothing once all have."""
+        """Add to ``arrived`` the ranks that have connected since, and return whether there are any.
+
+        Looks once a second at first, later less often; costs nothing once all have connected. ``ended``: ranks to skip.
+        """
         now = time.monotonic()
         pause = _LOOK_SECONDS if now - self._began_at < _SLOW_AFTER_SECONDS else _SLOW_LOOK_SECONDS
         if now - self._looked_at < pause or len(self.arrived) == len(self._pids):
@@ -103,7 +109,7 @@ class HostPresence:
         return bool(new)
 
     def stopped(self) -> list[str]:
-        """Return what is to be said of ranks that were stopped (SIGSTOP), or that go on again."""
+        """Return the remarks to print now about ranks that have been stopped (SIGSTOP) or have been continued."""
         now = time.monotonic()
         found = []
         for rank, pid in self._pids.items():

@@ -34,9 +34,10 @@ _THREADS, _EXIT_CODE = 16, 48
 
 
 def exit_status(pid: int) -> int | None:
-    """The exit status of a child that ended and was not reaped (a signal is negative), or None while it runs.
+    """Return the exit status of a child that has ended and is not reaped (a signal is negative); None while it runs.
 
-    The child stays a zombie, so that the engine still gets its status. Raises ChildProcessError when it is no child.
+    The child stays a zombie, so that torch's agent still gets its status. Raises ChildProcessError when ``pid`` is no
+    child of this process.
     """
     result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if result is None:
@@ -45,10 +46,10 @@ def exit_status(pid: int) -> int | None:
 
 
 def ended_status(pid: int) -> int | None:
-    """Return the exit status of another's child that has ended and was not reaped (a signal is negative), None while
-    any thread of it runs, and -9 for one that is gone.
+    """Return the exit status of another process's child that has ended and is not reaped (a signal is negative); None
+    while any of its threads runs; -9 when there is no such process.
 
-    A child is gone, and no other has its pid, only once its parent has reaped it or is gone itself.
+    The child disappears, and its pid may be reused, only once its parent has reaped it or has ended.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
@@ -60,7 +61,7 @@ def ended_status(pid: int) -> int | None:
 
 
 def job_processes(job_id: str, rank_pids: Collection[int], spared: Collection[int] = ()) -> list[psutil.Process]:
-    """The living processes of a job, ranks first, without those ``spared``; see [Note: What belongs to a job]."""
+    """Return the running processes of a job, ranks first, except ``spared`` pids; see [Note: What belongs to a job]."""
     import psutil
 
     found = []
@@ -87,11 +88,11 @@ def end_job(
     grace_seconds: float,
     spared: Collection[int] = (),
 ) -> list[tuple[int, str]]:
-    """End every process of a job and return those that had to be killed, or could not be, as (pid, what happened).
+    """End every process of a job; return those that needed SIGKILL, as (pid, text that says what happened).
 
-    The ranks get ``signum``, and half a second before ``grace_seconds`` are over, or as soon as the ranks have ended,
-    whatever else the job left running gets SIGTERM. What still runs then gets SIGKILL. When nothing runs, this returns
-    at once. Processes that are ``spared`` run on.
+    The ranks get ``signum``. Half a second before ``grace_seconds`` are over, or as soon as all processes have ended,
+    the job's other processes get SIGTERM. Processes that then still run get SIGKILL. Returns at once when nothing runs.
+    Processes with ``spared`` pids are left alone.
     """
     alive = job_processes(job_id, rank_pids, spared)
     for process in alive:
@@ -115,7 +116,7 @@ def end_job(
 
 
 def kill_heedless(pids: Collection[int], signum: int) -> None:
-    """Send SIGKILL to those that ignore ``signum``: there is nothing to wait for."""
+    """Send SIGKILL to the processes that ignore ``signum``, for which waiting would be in vain."""
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
@@ -127,12 +128,12 @@ def kill_heedless(pids: Collection[int], signum: int) -> None:
 def wait_for_helpers(
     job_id: str, rank_pids: Collection[int], *, grace_seconds: float, spared: Collection[int] = ()
 ) -> None:
-    """Give processes that ranks left behind ``grace_seconds`` to end by themselves."""
+    """Wait up to ``grace_seconds`` for the job's remaining processes to end by themselves."""
     _wait(job_processes(job_id, rank_pids, spared), grace_seconds)
 
 
 def _wait(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Wait until all have ended, at most ``seconds``; return those that run."""
+    """Wait until all processes have ended, at most ``seconds``; return those that still run."""
     import psutil
 
     end = time.monotonic() + seconds

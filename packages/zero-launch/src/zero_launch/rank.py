@@ -82,7 +82,10 @@ def main() -> None:
 
 
 def write_error_file(error: BaseException, when: float) -> None:
-    """Write the exception where the engine looks for it, in its format; ``when`` is in seconds since the epoch."""
+    """Write an uncaught exception to the error file of torch's agent, in its format, with our time stamp.
+
+    ``when``: seconds since the epoch.
+    """
     path = os.environ.get(_ERROR_FILE_VARIABLE)
     if not path:
         return
@@ -100,9 +103,10 @@ def write_error_file(error: BaseException, when: float) -> None:
 
 
 def write_end_file(code: object, when: float) -> None:
-    """Write beside the error file that the script is over and what it gave to `sys.exit`, before the interpreter ends.
+    """Write next to the error file that the script has ended: its exit status by ``code``, the argument of `sys.exit`
+    (None: it returned), and ``when`` (seconds since the epoch).
 
-    That takes up to a second, in which a rank that waited for this one may fail and be gone first.
+    The interpreter takes up to a second more to end, in which a rank that waits for this one may fail first.
     """
     path = os.environ.get(_ERROR_FILE_VARIABLE)
     if path:
@@ -119,7 +123,7 @@ def _write_json(path: str, record: object) -> None:
 
 
 def _die_with_launcher() -> None:
-    """Ask the kernel for SIGKILL when the launcher is gone, however it went."""
+    """Have the kernel send this process SIGKILL when the launcher ends; exit at once if it has ended already."""
     launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
     if launcher is None:
         return
@@ -129,7 +133,7 @@ def _die_with_launcher() -> None:
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this package and of runpy at its top."""
+    """Return the traceback without the frames of this package and of runpy at its start; whole if it has no others."""
     rest = trace
     while rest is not None and _is_ours(rest.tb_frame.f_code.co_filename):
         rest = rest.tb_next

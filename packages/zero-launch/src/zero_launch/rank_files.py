@@ -18,11 +18,11 @@ from zero_launch.standbys import Prepared, Standbys
 
 
 class RankFiles(LogsSpecs):
-    """Where the ranks' output goes: `<run folder>/rank0/stdout.log`, `stderr.log` and `error.json`.
+    """The files of the ranks, `<folder>/rank0/stdout.log`, `stderr.log` and `error.json`, and their own variables.
 
-    ``env`` is for every rank, ``own_env`` by local rank. ``recorders`` is the folder for the ranks'
-    flight recorders (see desync.py).
-    ``takes_orders``: the launcher may ask the ranks to leave; ranks of other jobs have nothing to look for.
+    ``direct_rank``: writes to the terminal, without log files; None for no rank. ``env``: variables of every rank;
+    ``own_env``: those of one, by local rank. ``recorders``: the folder for the ranks' flight recorders (see desync.py).
+    ``takes_orders``: the launcher may ask the ranks to leave (see orders.py).
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class RankFiles(LogsSpecs):
         return str(self._folder)
 
     def own_variables(self, local_rank: int) -> dict[str, str]:
-        """Return what a rank gets from us that is the same in every attempt."""
+        """Return the variables that a rank gets from us and that are the same in every attempt."""
         own = self._own_env[local_rank] if self._own_env else {}
         imports = {} if self.standbys is None else self.standbys.variables(local_rank)
         return {**self._env, **own, **imports}
 
     @contextlib.contextmanager
     def only_preparing(self) -> Iterator[None]:
-        """Inside, `reify` raises `Prepared` with what it gets."""
+        """Have `reify`, inside the block, raise `Prepared` with the ranks' environments instead of making files."""
         self._only_prepares = True
         try:
             yield
@@ -77,7 +77,10 @@ class RankFiles(LogsSpecs):
             self._only_prepares = False
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the folders, and put our variables into the environments, which the agent hands over for this."""
+        """Make the folders of an attempt, add our variables to ``envs`` (by local rank), and return the files' paths.
+
+        torch's agent calls this before it starts the ranks.
+        """
         if self._only_prepares:
             raise Prepared(envs)
         stdouts, stderrs, errors = {}, {}, {}
@@ -134,6 +137,7 @@ class RankStatus:
         return self.seen_alive if self.end is None else self.end.at
 
     def look(self) -> None:
+        """Update `status` and `seen_alive`."""
         if self.status is None:
             now = time.time()
             try:

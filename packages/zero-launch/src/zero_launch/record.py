@@ -1,4 +1,4 @@
-"""The record that ranks write for a report, and the launcher's word about how the job ended."""
+"""The record that ranks write for a report, and what the launcher adds about the job's failure."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _FLIGHT_ENTRIES = 8
 
 
 def record_variables(folder: str | None) -> dict[str, str]:
-    """Return what ranks need to record into ``folder``; nothing for None."""
+    """Return the variables that have ranks record into ``folder``; none for None."""
     return {} if folder is None else {RECORD_VARIABLE: os.path.abspath(folder)}
 
 
 def record_failure(folder: str, error: LaunchError) -> str | None:
-    """Write how the job failed into the record, first cause first, and have the report made where its command is.
+    """Write how the job failed into the record ``folder``, and make the report if zero-report is installed.
 
-    Return the report's path; None where none was made, as when no rank had begun to record.
+    Return the report's path; None if none was made, for example because no rank had begun to record.
     """
     first, *others = str(error).splitlines() or ["the job failed"]
     return _record(folder, first, others, error.flight, interrupted=False)
 
 
 def record_interruption(environment: Mapping[str, str], why: str, flight: Mapping[int, FlightRecord]) -> str | None:
-    """As `record_failure`, for a job that a signal ended, and that records where ``environment`` says so.
+    """Do as `record_failure` for a job that a signal ended; the folder is the one that ``environment`` names.
 
-    ``flight``: what the flight recorders of the ranks held, by rank.
+    ``why``: the signal, as text. ``flight``: contents of the flight recorders, by rank. Return None without a folder.
     """
     folder = environment.get(RECORD_VARIABLE)
     return None if folder is None else _record(folder, why, [], flight, interrupted=True)

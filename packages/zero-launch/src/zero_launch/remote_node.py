@@ -1,4 +1,4 @@
-"""A node of a job in which every node has its own command line (`--no_ssh`, Slurm): all but the first."""
+"""Any node but the first of a job in which every node has its own command line (`--no_ssh`, Slurm, Kubernetes)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _CONNECT_SECONDS = 120.0
 
 
 def join(node: Node, spec: LaunchSpec, token: str) -> None:
-    """Run ``spec`` on this node, led by node 0, which knows ``token`` too.
+    """Run ``spec`` on this node, led by node 0, and return when all ranks of the job have ended with status 0.
+
+    ``token``: shared by all nodes.
 
     Raises ConnectionError when node 0 does not answer or does not let this node take part, LaunchError when the job
     failed, and LeftEarly when its ranks have saved and left; what happened is reported by node 0.

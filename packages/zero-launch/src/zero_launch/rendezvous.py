@@ -1,4 +1,4 @@
-"""A rendezvous for torch's elastic agent in which the launcher, who knows all hosts, says who comes when.
+"""A rendezvous for torch's elastic agent in which the launcher, which knows all hosts, forms every round.
 
 torch's own rendezvous finds its members through a store on one of them: when that member's link is down, every agent
 hangs in the store's timeouts, and ranks are numbered by address. Here membership travels on the launcher's channels, a
@@ -41,7 +41,7 @@ class LedRendezvous(RendezvousHandler):
         self._server: TCPStore | None = None
 
     def take(self, message: Message) -> bool:
-        """Take in what the launcher says about rounds; whether it was that."""
+        """Handle a message of the launcher about rounds; return False for any other message, which is left alone."""
         if message["kind"] == "restart":
             self.restart_asked = True
         elif message["kind"] in ("serve", "round"):
@@ -61,7 +61,7 @@ class LedRendezvous(RendezvousHandler):
         return self._job_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until the launcher has all hosts together; the order is the host list's."""
+        """Send `ready`, wait until all hosts are, and return the round; hosts are numbered in the host list's order."""
         self._server = None
         self.restart_asked = False
         self._channel.send("ready", **self.report)
@@ -77,11 +77,12 @@ class LedRendezvous(RendezvousHandler):
         return RendezvousInfo(PrefixStore("zero-launch", store), order["group_rank"], order["groups"], info)
 
     def _serve(self, address: str, port: int) -> None:
+        """Open the ranks' store here, and send the launcher its port."""
         self._server = open_store(address, port)
         self._channel.send("store", port=self._server.port)
 
     def num_nodes_waiting(self) -> int:
-        """The agent restarts its ranks when this is positive."""
+        """Return 1, on which torch's agent restarts its ranks, when the launcher has asked for a restart; else 0."""
         return int(self.restart_asked)
 
     def is_closed(self) -> bool:

@@ -21,7 +21,7 @@ class Repeats:
         self._count = 0
 
     def look(self, failures: Sequence[RankFailure], left: int) -> str | None:
-        """Take in why an attempt failed, its first cause first; return why another would be in vain, or None.
+        """Count a failed attempt by its ``failures``, first cause first; return why another would be in vain, or None.
 
         ``left`` is the number of restarts that remain.
         """

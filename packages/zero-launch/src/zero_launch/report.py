@@ -25,7 +25,7 @@ _MEANING = {
 
 
 def signal_name(signum: int) -> str:
-    """`SIGTERM` for 15; the bare number for a real-time signal."""
+    """Return `SIGTERM` for 15; `signal 34` for a real-time signal, which has no name."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -52,7 +52,7 @@ class RankFailure:
 
     @property
     def traceback(self) -> bool:
-        """Return whether it is an exception that nobody caught."""
+        """Return whether the rank died of an uncaught exception, so that ``detail`` is its traceback."""
         return self.detail.startswith("Traceback ")
 
     @property
@@ -137,7 +137,7 @@ def read_end_file(folder: Path) -> ScriptEnd | None:
 
 
 def describe_exit(exit_code: int) -> str:
-    """One line for a rank that ended without an exception in Python."""
+    """Return one line about a rank that ended without a Python exception; a negative ``exit_code`` is a signal."""
     if exit_code >= 0:
         return f"exit status {exit_code}, without an uncaught exception"
     name = signal_name(-exit_code)
@@ -146,7 +146,7 @@ def describe_exit(exit_code: int) -> str:
 
 
 def tail(path: Path) -> str:
-    """The last lines of a log file; empty when it is."""
+    """Return the last 15 lines of a log file; empty if it is empty or missing."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)

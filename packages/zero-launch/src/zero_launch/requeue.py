@@ -23,24 +23,24 @@ _SAME_SECONDS = 5.0
 
 
 def hold() -> None:
-    """Let the signals wait until `release`."""
+    """Block `SIGNALS` in this thread until `release`; those that come meanwhile stay pending."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def release() -> None:
-    """Take the signals from now on, those first that have waited."""
+    """Unblock `SIGNALS` in this thread; pending ones are delivered at once."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 class Requests:
-    """The meaning of each signal, in the order in which they come. ``clock``: seconds."""
+    """Interprets the signals to a `--requeue` job in the order in which they come. ``clock``: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._asked_at: float | None = None
 
     def hear(self, signum: int) -> Literal["ask", "same", "now"]:
-        """`ask` for a checkpoint and an end, the `same` request once more, or a request to end `now`."""
+        """Return the meaning of a signal: `ask` to save and end (the first), the `same` request again, or end `now`."""
         if self._asked_at is None:
             self._asked_at = self._clock()
             return "ask"
@@ -57,7 +57,7 @@ class LeftEarly(Exception):
 
 
 def requeue(environ: Mapping[str, str], *, saved: bool = True) -> tuple[int, str]:
-    """Have Slurm start this job again, where it is Slurm's: the exit status for the launcher, and what to say.
+    """Put this job back into Slurm's queue, if it is Slurm's; return the launcher's exit status and a text to print.
 
     The status is 75 (EX_TEMPFAIL) also without Slurm, for other schedulers to act upon. Where Slurm refuses it is 1.
     ``saved``: all ranks have saved a checkpoint and left. From the main thread; from here on this process ignores the

@@ -1,4 +1,4 @@
-"""The hosts of one job: who they are, how the launcher reaches each, and who still takes part."""
+"""The hosts of one job: the launcher's connection to each, and which still take part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ START_SECONDS = 120.0
 
 
 class Roster:
-    """Every host by its key, those that are lost too. What the hosts say goes into ``inbox``."""
+    """All hosts of a job by key, lost ones included. Their messages go into ``inbox``."""
 
     def __init__(self, spec: ClusterSpec, inbox: Inbox) -> None:
         self._spec = spec
@@ -30,7 +30,7 @@ class Roster:
 
     @property
     def there(self) -> list[Peer]:
-        """The hosts that take part still."""
+        """The hosts that have neither ended nor been lost."""
         return [peer for peer in self.peers.values() if peer.there]
 
     @property
@@ -40,7 +40,7 @@ class Roster:
 
     @property
     def seconds_to_greet(self) -> float:
-        """How long the hosts have to say hello."""
+        """Seconds that the hosts have to send their hello."""
         return START_SECONDS if self._come_by_themselves else self._spec.transport.connect_seconds + 20
 
     @property
@@ -49,11 +49,11 @@ class Roster:
         return 0 if self._come_by_themselves else self._spec.master_port
 
     def comes_by_itself(self, peer: Peer) -> bool:
-        """Return whether nobody calls this host: it is started by hand or by a scheduler, and calls us."""
+        """Return whether this host is started by hand or by a scheduler and connects to us, instead of being called."""
         return peer in self._come_by_themselves
 
     def call_all(self) -> None:
-        """Start what runs on each host, and listen for those that come by themselves."""
+        """Start the launcher's agent on each host, or listen for hosts that connect by themselves."""
         spec = self._spec
         if self._come_by_themselves:
             own = self.addresses.of_launcher()
@@ -65,7 +65,7 @@ class Roster:
             self._reach(peer)
 
     def renew(self, peer: Peer) -> Peer:
-        """Put a new host in the place of a lost one of the same name, and reach out for it."""
+        """Replace a lost host by a new one of the same name, call it or wait for it, and return it."""
         new = Peer(peer.name, peer.slots, generation=peer.generation + 1)
         self.peers = {key: other for key, other in self.peers.items() if other is not peer} | {new.key: new}
         peer.let_go()
@@ -75,6 +75,7 @@ class Roster:
         return new
 
     def _reach(self, peer: Peer) -> None:
+        """Call the host, or accept its connection if it comes by itself."""
         if not self.comes_by_itself(peer):
             listener = None if self._spec.transport.carries_input else self._listener
             call(peer, self._spec.transport, self._inbox, listener, heedless=self._spec.job.requeue)
@@ -82,7 +83,7 @@ class Roster:
             self._listener.await_peer(peer)
 
     def waiting(self) -> str:
-        """Say which hosts have not said hello yet, and where they are expected."""
+        """Return a remark about the hosts that have not sent their hello yet, with the address where they connect."""
         names = [peer.name for peer in self.peers.values() if peer.state == "called"]
         kind, where = ("hosts", "")
         if self._come_by_themselves and self._listener is not None:
@@ -90,9 +91,9 @@ class Roster:
         return f"waiting for {len(names)} of {len(self.peers)} {kind}{where}: {', '.join(names)}"
 
     def silent(self) -> list[tuple[Peer, float]]:
-        """The hosts that have shown no sign of life for too long, and for how many seconds.
+        """Return the hosts that have been silent for too long, each with the seconds of silence.
 
-        After this process itself was stopped for a while it judges nobody at first: words may wait to be read.
+        Right after this process itself was stopped for a while the list is empty: messages may still wait to be read.
         """
         now = time.monotonic()
         held_up, self._looked_at = now - self._looked_at > BEAT_SECONDS, now
@@ -108,7 +109,7 @@ class Roster:
         return found
 
     def close(self) -> None:
-        """Let go of every host and listen no more."""
+        """Close the connections to all hosts, and stop listening."""
         for peer in self.peers.values():
             peer.close()
         if self._listener is not None:
@@ -116,7 +117,10 @@ class Roster:
 
 
 def other_version(theirs: dict[str, str]) -> str | None:
-    """Say which package a host has in another version than this one; None where all are the same."""
+    """Return a text about the first package that a host has in another version than this one; None if all are equal.
+
+    ``theirs``: package -> version.
+    """
     here = versions()
     for package in sorted(here.keys() | theirs.keys()):
         mine, other = here.get(package, "not installed"), theirs.get(package, "not installed")

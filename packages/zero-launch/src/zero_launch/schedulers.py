@@ -12,7 +12,8 @@ from zero_launch.spec import LaunchSpec
 
 
 def srun_command(spec: LaunchSpec, nodes: int | None, options: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """srun with one task per node; each runs this command again, finds its node, and starts ``spec.nproc`` ranks.
+    """Return an srun command line with one task per node, each of which is a zero-launch that finds its node and starts
+    its ranks.
 
     ``options`` are zero-launch's own for the inner command; ``arguments`` are extra ones of srun.
     """
@@ -28,7 +29,11 @@ def mpirun_command(
     variables: Mapping[str, str],
     arguments: Sequence[str],
 ) -> list[str]:
-    """Open MPI's mpirun with one process per rank; zero-comm finds the rank by Open MPI's variables."""
+    """Return the command line of Open MPI's mpirun with one process per rank, which zero-comm's `discover` recognises.
+
+    ``address``: MASTER_ADDR (None: the first host, if there are several). ``variables``: names to forward.
+    ``arguments``: extra ones of mpirun.
+    """
     where = [] if hosts is None else ["--host", ",".join(f"{name}:{len(own)}" for name, own in hosts.hosts.items())]
     count = spec.nproc if hosts is None else hosts.world_size
     forward = [word for name in variables for word in ("-x", name)]
@@ -41,7 +46,7 @@ def mpirun_command(
 
 
 def target_arguments(spec: LaunchSpec) -> list[str]:
-    """The part of zero-launch's command line that says what runs."""
+    """Return the end of zero-launch's command line: the kind of target, the target and its arguments."""
     kind = ["--module"] if spec.module else ["--no_python"] if spec.program else []
     return [*kind, spec.target, *spec.args]
 
@@ -58,7 +63,7 @@ def sbatch_script(
     options: Sequence[str],
     requeue: int | None = None,
 ) -> str:
-    """The batch file for a job of ``nodes`` nodes with ``spec.nproc`` ranks each, one launcher per node.
+    """Return the batch file for a job of ``nodes`` nodes with ``spec.nproc`` ranks each, one launcher per node.
 
     The working directory and interpreter are those of this process; Slurm carries the environment over by itself.
     ``requeue``: so many seconds before its time limit the job saves, ends and goes back into the queue.

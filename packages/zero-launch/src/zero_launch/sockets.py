@@ -74,7 +74,7 @@ def open_store(address: str, port: int) -> TCPStore:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether ``address`` is a number of the loopback interface."""
+    """Return whether ``address`` is a loopback IP address; False for host names."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -82,7 +82,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """The numbers of this host, loopback ones last."""
+    """Return the IP addresses of this host, loopback ones last."""
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
@@ -91,7 +91,7 @@ def own_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that carries ``address``, or None when none does."""
+    """Return the name of the network interface with the IP address ``address``; None if this host has none."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():

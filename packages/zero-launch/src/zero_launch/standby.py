@@ -1,4 +1,4 @@
-"""A process that has torch imported, and starts ranks when it is told to.
+"""A process that has torch imported, and forks ranks when the agent orders it.
 
 [Note: standbys] Importing torch and the engine is most of the time in which ranks start. The agent of an elastic job
 keeps a process that has done so already, and that forks the ranks of its host whenever all begin again. For the script
@@ -49,14 +49,14 @@ _HELD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SI
 
 
 class _Recorder(importlib.abc.MetaPathFinder):
-    """Writes down which of the modules that can be imported ahead are imported, and in which environment."""
+    """Records into a file which of the modules that can be imported ahead are imported, and in which environment."""
 
     def __init__(self, path: Path, before: Mapping[str, str]) -> None:
         self._path, self._before = path, before
         self._found: dict[str, Changes] = {}
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
-        """Find nothing: the import goes on as it would have."""
+        """Record the import of ``fullname`` if it can be ahead; find nothing, so that it proceeds as usual."""
         if fullname not in self._found and _can_be_ahead(fullname):
             self._found[fullname] = _changes(self._before, os.environ)
             part = self._path.with_name(f"{self._path.name}.part")
@@ -70,7 +70,7 @@ def _can_be_ahead(name: str) -> bool:
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> Changes:
-    """The variables that differ, None for those that are gone."""
+    """Return the variables of ``after`` that differ from ``before``, with None for those that are gone."""
     names = before.keys() | after.keys()
     return {name: after.get(name) for name in sorted(names) if before.get(name) != after.get(name)}
 
@@ -83,7 +83,7 @@ def record_imports() -> None:
 
 
 def recorded(path: Path) -> str:
-    """Return what a rank has imported so far of what can be imported ahead, as JSON of `Imports`; empty for nothing."""
+    """Return the recorded imports of a rank as JSON of `Imports`; empty if none of its imports can be ahead."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def _import_ahead(imports: Imports) -> None:
 
 
 def _why_not() -> str | None:
-    """Return why what is here must not be forked."""
+    """Return why this process must not be forked (threads, open devices); None if it may."""
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         return f"importing ahead began threads ({names})"
@@ -210,11 +210,11 @@ def _say(line: socket.socket, **answer: object) -> None:
 
 
 def _heed(signum: int, frame: FrameType | None) -> None:
-    """Let the signal wake the select."""
+    """Do nothing: the signal's only effect is to wake the select."""
 
 
 def _silence() -> dict[int, int]:
-    """Let nothing be written until this is a rank; return what standard output and error are."""
+    """Redirect standard output and error to /dev/null; return descriptors of the old ones, by number (1 and 2)."""
     own = {number: os.dup(number) for number in (1, 2)}
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in own:
@@ -224,7 +224,7 @@ def _silence() -> dict[int, int]:
 
 
 def _set_name(name: bytes) -> bytes:
-    """Give this process a name, as `ps` shows it; return the one that it had."""
+    """Set this process's name, as `ps` shows it, and return the old one."""
     libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(_NAME_BYTES)
     libc.prctl(_PR_GET_NAME, before)
     libc.prctl(_PR_SET_NAME, name)

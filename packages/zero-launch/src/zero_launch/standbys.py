@@ -1,4 +1,4 @@
-"""The agent's standbys: processes that fork the ranks when all begin again. See [Note: standbys] in standby.py."""
+"""The agent's standbys: processes that fork the ranks of a restart. See [Note: standbys] in standby.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StandbyKind:
 
 
 class ForkedRank:
-    """A rank that a standby has forked; torch's agent asks of it what it asks of those that it starts itself."""
+    """A rank that a standby has forked, with the interface that torch's agent expects of a subprocess."""
 
     def __init__(self, standby: Standby, pid: int, local_rank: int) -> None:
         self.pid, self.local_rank_id = pid, local_rank
@@ -49,7 +49,7 @@ class ForkedRank:
         self._standby = standby
 
     def poll(self) -> int | None:
-        """Return its exit status (a signal is negative), None while it runs. It ends with its standby."""
+        """Return its exit status (a signal is negative); None while it runs. It dies when its standby ends."""
         if self.returncode is None:
             ended = ended_status(self.pid)
             # Its standby tells of its end a moment after others can see it, and not at all while it is stopped.
@@ -58,7 +58,7 @@ class ForkedRank:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit status when it has ended; raises `subprocess.TimeoutExpired`."""
+        """Wait until it has ended, and return its exit status. Raises `subprocess.TimeoutExpired` after ``timeout``."""
         end = None if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if end is not None and time.monotonic() >= end:
@@ -67,7 +67,7 @@ class ForkedRank:
         return status
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Send it, and what it has started in its session, a signal."""
+        """Send a signal (default SIGTERM) to it and the other processes of its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, death_sig or signal.SIGTERM)
 
@@ -85,7 +85,7 @@ class Standby:
         ours.settimeout(_START_SECONDS)
         self.kind = kind
         self.why_not: str | None = None
-        """Why it can fork no ranks."""
+        """Why it cannot fork ranks; None if it can, or while it still imports."""
         self._line, self._rest = ours, b""
         self._is_ready, self._is_over = False, False
         self._forked: list[int] = []
@@ -94,25 +94,28 @@ class Standby:
 
     @property
     def runs(self) -> bool:
-        """Return whether it is there still, and of use."""
+        """Return whether the process runs and has not been dismissed."""
         return self.proc.poll() is None and not self._is_over
 
     @property
     def ready(self) -> bool:
-        """Return whether it has imported all."""
+        """Return whether it has finished importing."""
         self._read(0.0)
         return self._is_ready
 
     @property
     def is_used(self) -> bool:
-        """Return whether a rank that it has forked runs."""
+        """Return whether a rank that it has forked still runs."""
         self._read(0.0)
         return self.runs and any(pid not in self._statuses for pid in self._forked)
 
     def start(
         self, local_rank: int, env: Mapping[str, str], stdout: str | None, stderr: str | None, wait: float
     ) -> ForkedRank | None:
-        """Let it fork a rank, whose output goes to these files; None when it cannot, or is not ready in ``wait`` s."""
+        """Have it fork a rank, and return that; None when it cannot, or is not ready within ``wait`` seconds.
+
+        ``env``: the rank's whole environment. ``stdout``, ``stderr``: files for its output; None for this process's.
+        """
         self._read_until(lambda: self._is_ready, wait)
         if not self._is_ready or self.why_not is not None:
             return None
@@ -127,12 +130,12 @@ class Standby:
         return None
 
     def status_of(self, pid: int, timeout: float | None) -> int | None:
-        """Return the exit status of a rank when it has ended within ``timeout`` seconds, else None."""
+        """Return the exit status of a rank that ends within ``timeout`` seconds (None: wait for ever), else None."""
         self._read_until(lambda: pid in self._statuses, timeout)
         return -signal.SIGKILL if self._is_over and pid not in self._statuses else self._statuses.get(pid)
 
     def dismiss(self) -> None:
-        """End it: it is not needed."""
+        """Kill the process, and with it the ranks that it has forked."""
         self._is_over = True
         self._line.close()
         self.proc.kill()
@@ -155,7 +158,7 @@ class Standby:
             self._read(left)
 
     def _read(self, seconds: float | None) -> None:
-        """Take in what it has said, waiting for something at most so long."""
+        """Handle the answers that have arrived, waiting up to ``seconds`` (None: for ever) for the first."""
         while not self._is_over and select.select([self._line], [], [], seconds)[0]:
             seconds = 0.0
             try:
@@ -198,27 +201,28 @@ class Standbys:
         self._ranks: dict[int, ForkedRank] = {}
         self._given_up = False
         self.imports: dict[int, str] = {}
-        """The modules that ranks import ahead, by local rank, as recorded when `look` was called last."""
+        """The recorded imports (JSON) of the ranks, by local rank, as of the last `look`."""
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return the variables that tell a rank where to record its imports."""
         return {IMPORTS_VARIABLE: str(self._record(local_rank))}
 
     def command(self, local_rank: int) -> list[str]:
-        """The command that starts this rank."""
+        """Return the command that starts this rank, with torch's macros replaced."""
         return [str(word) for word in macros.substitute(list(self._command), str(local_rank))]
 
     @property
     def pids(self) -> set[int]:
-        """The processes that wait."""
+        """The pids of the standbys."""
         return {standby.proc.pid for standby in self._standbys}
 
     def rank(self, pid: int) -> ForkedRank | None:
-        """Return the rank with that pid, where a standby has forked it last."""
+        """Return the rank of the running attempt with that pid; None if no standby has forked it."""
         return next((rank for rank in self._ranks.values() if rank.pid == pid), None)
 
     def look(self, ranks: int) -> None:
-        """Begin the next one for ``ranks`` ranks, when the last one is ready."""
+        """Dismiss standbys that are no longer needed for local ranks 0 to ``ranks`` - 1, and start one that is missing,
+        if all others are ready. Give up standbys for good if one cannot fork."""
         if self._given_up:
             return
         kinds = {number: kind for number in range(ranks) if (kind := self._kind(number)) is not None}
@@ -239,8 +243,8 @@ class Standbys:
             self._standbys.append(Standby(missing))
 
     def prepare(self, imports: Mapping[int, str], seconds: float) -> None:
-        """Have the standbys that `look` would have for ranks with these imports; return when they are ready, or in
-        ``seconds``."""
+        """Start the standbys for ranks with these recorded ``imports`` (by local rank), and wait until they are ready,
+        at most ``seconds``."""
         for number, text in imports.items():
             self._record(number).write_text(text, encoding="utf-8")
         end = time.monotonic() + seconds
@@ -253,7 +257,10 @@ class Standbys:
     def take(
         self, local_rank: int, env: Mapping[str, str], stdout: str | None, stderr: str | None, wait: float
     ) -> ForkedRank | None:
-        """Start a rank from a standby; None when there is none that can within ``wait`` seconds."""
+        """Start a rank from a standby, and return it; None when no standby can within ``wait`` seconds.
+
+        The other arguments are those of `Standby.start`.
+        """
         kind = self._kind(local_rank)
         standby = next((standby for standby in self._standbys if standby.kind == kind), None)
         rank = None if standby is None else standby.start(local_rank, env, stdout, stderr, wait)
@@ -263,7 +270,7 @@ class Standbys:
         return rank
 
     def close(self) -> None:
-        """End those that wait."""
+        """Kill all standbys."""
         for standby in self._standbys:
             standby.dismiss()
         self._standbys.clear()

@@ -22,7 +22,7 @@ class Sink(Protocol):
 
 
 def prefix(rank: int, *, colour: bool) -> str:
-    """`[rank 0] `, in the rank's own colour on a terminal."""
+    """Return `[rank 0] `; with ``colour``, in terminal codes for the rank's own colour."""
     text = f"[rank {rank}]"
     return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m " if colour else f"{text} "
 
@@ -39,6 +39,7 @@ class _Tail:
     shown_at: float = field(default_factory=time.monotonic)
 
     def pump(self, *, last: bool) -> None:
+        """Write the new whole lines to the sink, behind the prefix; with ``last`` an unfinished one too."""
         if self.file is None:
             try:
                 self.file = open(self.path, "rb")

@@ -48,7 +48,7 @@ class Transport:
         return self.launcher != "pdsh"
 
     def command(self, host: str, module: str, *arguments: str) -> list[str]:
-        """The argument list that runs `python -m module arguments` on ``host``, standard streams connected to ours."""
+        """Return the command line that runs `python -m module arguments` on ``host``, with its standard streams."""
         python_path = "" if self.launcher == "local" else os.environ.get("PYTHONPATH", "")
         shell = ["/bin/sh", "-c", _SHELL, "zero-launch", os.getcwd(), sys.executable, python_path, module]
         shell += arguments
@@ -62,7 +62,7 @@ class Transport:
         return ["pdsh", "-R", "ssh", "-N", *self.arguments, "-w", host, remote]
 
     def environment(self) -> dict[str, str]:
-        """This process's environment, with what pdsh hands on to ssh."""
+        """Return the environment for `command`: this process's, for pdsh with the options of ssh."""
         if self.launcher != "pdsh":
             return dict(os.environ)
         port = [] if self.port is None else [f"-p{self.port}"]
@@ -71,7 +71,7 @@ class Transport:
         return {**os.environ, "PDSH_SSH_ARGS_APPEND": " ".join([*ssh, given]).strip()}
 
     def explain(self, status: int) -> str:
-        """Say what it means that the command on the other host ended with ``status`` before it said hello."""
+        """Return a text about why `command` ended with ``status`` before the host had sent its hello."""
         if status == NO_FOLDER:
             return f"no folder {os.getcwd()} there; the job runs in the same working directory on every host"
         if status == NO_INTERPRETER:
